@@ -1,0 +1,49 @@
+# Every target makes the environment it needs; nothing has to be installed first but Python >= 3.11.
+# With an environment of your own: make test VENV=path/to/venv
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+# Installed first and pinned: left to resolve torch itself, pip takes the newest, with gigabytes of CUDA packages.
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?= -n auto
+PLAN ?= configs/plans/gpt2.yaml
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.shardc-installed
+
+.PHONY: help demo test lint types format fuzz clean
+
+help:
+	@echo "make demo    compile GPT-2 from its plan, print the program, verify it against the single device"
+	@echo "make test    lint, types, tests"
+	@echo "make fuzz    5,000 random programs, plans and meshes"
+	@echo "make format  format and fix what ruff can"
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,examples]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/shardc compile examples/gpt2.py:gpt2 --plan $(PLAN) --verify
+
+test: lint types
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pytest tests/properties -n auto --hypothesis-profile=fuzz
+
+clean:
+	rm -rf .venv build dist *.egg-info

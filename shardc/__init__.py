@@ -1,0 +1,30 @@
+"""shardc: a declarative sharding compiler for PyTorch.
+
+Take an unmodified `nn.Module`, say where a few tensors are placed, and get a distributed program.
+"""
+
+from shardc.api import Program, annotate, compile, shard
+from shardc.ir.diagnostic import Diagnostic, ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.ir.parse import parse
+from shardc.ir.placement import OPEN, P, Placement
+from shardc.plan import Plan
+from shardc.rules.registry import rule
+
+__all__ = [
+    "OPEN",
+    "Diagnostic",
+    "Mesh",
+    "P",
+    "Placement",
+    "Plan",
+    "Program",
+    "ShardcError",
+    "annotate",
+    "compile",
+    "parse",
+    "rule",
+    "shard",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,253 @@
+"""The public API: annotate an unmodified model, compile it, and get a `Program` to read, verify and run.
+
+    program = shardc.compile(model, batch, mesh=Mesh(dp=2, tp=2), plan="configs/plans/gpt2.yaml")
+    print(program.text())
+    assert program.verify().ok             # all ranks simulated here against the single device
+    trainer = program.launch()             # this rank under torchrun; simulated in this process otherwise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardc import compiler
+from shardc.compiler import Options, Watch
+from shardc.ingest import batch_inputs
+from shardc.ir import program as data
+from shardc.ir.annotation import Annotation, match
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.mesh import Mesh
+from shardc.passes.seed import Bound
+from shardc.plan import Plan
+from shardc.runtime.launch import StepResult, Trainer
+from shardc.runtime.launch import launch as launch_program
+from shardc.runtime.simulate import simulate
+from shardc.runtime.verify import Report, verify
+from shardc.trace import Traced, trace
+
+Module = TypeVar("Module", bound=type[nn.Module])
+PLAN = "__shardc_plan__"
+
+
+def shard(
+    *,
+    params: Mapping[str, object] | None = None,
+    inputs: Mapping[str, object] | None = None,
+    activations: Mapping[str, object] | None = None,
+    outputs: Mapping[str, object] | None = None,
+) -> Callable[[Module], Module]:
+    """Class decorator: placements that travel with a module class, itself untouched.
+
+    Patterns are relative to the module, so a decorated block is annotated wherever it is used.
+    """
+    plan = Plan.of(params=params, inputs=inputs, activations=activations, outputs=outputs)
+
+    def decorate(cls: Module) -> Module:
+        setattr(cls, PLAN, plan)
+        return cls
+
+    return decorate
+
+
+def annotate(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> nn.Module:
+    """Attach a plan to one model, which is returned; it is merged over what its classes carry."""
+    object.__setattr__(model, PLAN, _plan(plan))
+    return model
+
+
+def compile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    mesh: Mesh | Mapping[str, int] | str | Any = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    strict: bool = False,
+    watch: Watch | None = None,
+) -> Program:
+    """Compile one training step (loss and gradients) of `model` for every rank of `mesh`.
+
+    `batch` is a tensor, a tuple of positional arguments or a dict of keyword arguments; the model and the batch may
+    lie on the meta device. Without `loss`, the model returns a scalar or an output with `.loss`; else `loss(output,
+    batch)`. Raises ShardcError with every problem found; under `strict` (or the plan's) also where work would be
+    replicated that a placement asked to shard.
+    """
+    wanted = collect_plan(model, plan)
+    chosen = _mesh(mesh if mesh is not None else wanted.mesh)
+    options = Options(strict=strict or wanted.strict, watch=watch)
+    traced = trace(model, batch, loss, with_outputs=bool(wanted.outputs))
+    bound = bind(wanted, traced, chosen)
+    reference = compiler.single_device(traced, chosen, options)
+    body = compiler.distribute(reference.copy(), bound, options)
+    program = Program(
+        body=body,
+        reference=reference,
+        mesh=body.mesh,
+        diagnostics=tuple(body.diagnostics),
+        annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
+        constants=traced.constants,
+        plan={"text": wanted.dump()},
+        model=model,
+        sample=batch,
+        loss=loss,
+    )
+    program.refuse(wanted, options.strict)
+    return program
+
+
+@dataclass(frozen=True)
+class Program(data.Program):
+    """A compiled step: the body that every rank runs, and the single-device graph that it must equal.
+
+    Plain data apart from `model`, `sample` and `loss`, which a program that was loaded from a file lacks.
+    """
+
+    model: nn.Module | None = field(default=None, compare=False, repr=False)
+    sample: Any = field(default=None, compare=False, repr=False)
+    loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
+
+    def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
+        """Run all ranks in this process, in lock-step on the CPU; gradients and buffers come back whole."""
+        outputs = simulate(self.body, self.inputs(batch, params))
+        return StepResult.of(self.body, outputs)
+
+    def verify(
+        self, batch: Any = None, dtype: torch.dtype = torch.float64, *, params: Mapping[str, Tensor] | None = None
+    ) -> Report:
+        """Every rank simulated against the single device: loss, every gradient, every updated buffer.
+
+        The reference is the traced graph; with the model at hand (and no random ops) also the eager model itself.
+        Floats are lifted to `dtype`, those that a library hard-codes to float32 too.
+        """
+        return verify(self.body, self.reference, self.inputs(batch, params), dtype)
+
+    def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""
+        batch = self.sample if batch is None else batch
+        state = dict(params) if params is not None else model_state(self.model)
+        names = [p.name for p in self.reference.inputs if p.role == "input"]
+        given = batch_inputs(batch, names) if batch is not None else {}
+        return complete_inputs(self.reference, {**self.constants, **state, **given}, seed=0)
+
+    def launch(self, **options: Any) -> Trainer:
+        """The running job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated."""
+        return launch_program(self, **options)
+
+    def refuse(self, plan: Plan, strict: bool) -> None:
+        """Raise for a budget that is exceeded, and under strict for every warning."""
+        spent: dict[str, int] = {}
+        for one in self.collectives():
+            key = one.axes[0] if len(one.axes) == 1 else ".".join(one.axes)
+            spent[key] = spent.get(key, 0) + one.bytes_per_rank
+        found: list[Diagnostic] = list(plan.over_budget(spent, self.mesh))
+        if strict:
+            found += [d for d in self.diagnostics if d.severity == "warning"]
+        if found:
+            raise ShardcError(*found)
+
+
+def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan:
+    """What the model's classes, the model itself and the argument say, later ones over earlier ones."""
+    merged = Plan()
+    for fqn, module in model.named_modules():
+        own = getattr(type(module), PLAN, None)
+        if own is not None:
+            merged = merged.merge(_under(fqn, own))
+        attached = module.__dict__.get(PLAN)
+        if attached is not None:
+            merged = merged.merge(_under(fqn, attached))
+    return merged if plan is None else merged.merge(_plan(plan))
+
+
+def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
+    """Match the plan's patterns against the traced names, and check that placements fit."""
+    state = [i for i in traced.inputs if i.role in ("param", "buffer")]
+    aliases = {i.name: i.aliases for i in state}
+    batch = [i.name for i in traced.inputs if i.role == "input"]
+    shapes = {i.name: i.node.meta["val"].ndim for i in traced.inputs}
+    shapes |= {name: node.meta["val"].ndim for name, node in traced.modules.items()}
+    outputs = {o.name: o.node.meta["val"].ndim for o in traced.outputs if o.role == "output"}
+    found: list[Bound] = []
+    problems: list[Diagnostic] = []
+    for kind, key, names in (
+        ("param", "params", [i.name for i in state]),
+        ("input", "inputs", batch),
+        ("activation", "activations", list(traced.modules)),
+        ("output", "outputs", list(outputs)),
+    ):
+        try:
+            matched = match(plan.annotations(cast(Any, key)), names, key, aliases if kind == "param" else None)
+        except ShardcError as wrong:
+            problems += wrong.diagnostics
+            continue
+        for name, one in matched.items():
+            try:
+                one.check(mesh, (outputs if kind == "output" else shapes)[name], name)
+            except ShardcError as wrong:
+                problems += wrong.diagnostics
+            found.append(Bound(kind, name, one.placement, one.cause(name), one.origin))
+    if problems:
+        raise ShardcError(*problems)
+    return found
+
+
+def model_state(model: nn.Module | None) -> dict[str, Tensor]:
+    """Parameters and buffers by every one of their names; nothing of what lies on the meta device."""
+    if model is None:
+        return {}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: t.detach() for name, t in tensors if not t.is_meta}
+
+
+def complete_inputs(graph: Graph, given: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """All inputs of a graph: those given, and for parameters and buffers that are not, small random values."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+        known = next((given[n] for n in (port.name, *port.aliases) if n in given), None)
+        if known is not None:
+            found[port.name] = known
+        elif port.role == "seed":
+            found[port.name] = torch.tensor(seed)
+        elif port.role in ("param", "buffer"):
+            type = type_of(node)
+            drawn = torch.rand(type.shape, generator=generator) * 0.1
+            found[port.name] = drawn.to(type.dtype)
+    return found
+
+
+def _under(fqn: str, plan: Plan) -> Plan:
+    """A module's own plan seen from the root: patterns get the module's FQN in front; inputs are the root's only."""
+    if not fqn:
+        return plan
+
+    def prefixed(annotations: Iterable[Annotation]) -> dict[str, Annotation]:
+        return {
+            f"{fqn}.{a.pattern}" if a.pattern else fqn: Annotation(f"{fqn}.{a.pattern}" if a.pattern else fqn, a.placement, a.origin)
+            for a in annotations
+        }
+
+    return Plan.of(params=prefixed(plan.annotations("params")), activations=prefixed(plan.annotations("activations")))
+
+
+def _plan(plan: Plan | Mapping[str, Any] | str | Path) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    return Plan.from_dict(plan) if isinstance(plan, Mapping) else Plan.load(plan)
+
+
+def _mesh(mesh: Any) -> Mesh:
+    if mesh is None:
+        raise error("SC210", "there is no mesh", hint='pass mesh=Mesh(dp=2, tp=2), or write "mesh: dp=2, tp=2" in the plan')
+    if isinstance(mesh, Mesh):
+        return mesh
+    found = Plan.of(mesh=mesh).mesh
+    assert found is not None
+    return found

@@ -1,0 +1,128 @@
+"""The compiler, top to bottom: the list of passes, and the loop that runs and verifies them.
+
+`single_device` takes a traced graph to its normal form, which is also the reference that every
+distributed program is compared with; `distribute` takes a copy of that to one body, valid for every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError
+from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.verify import violations
+from shardc.ingest import ingest
+from shardc.passes.assign import Assign
+from shardc.passes.atomize import Atomize
+from shardc.passes.base import Pass
+from shardc.passes.combine import Combine
+from shardc.passes.insert_reshards import InsertReshards
+from shardc.passes.localize import Localize
+from shardc.passes.lower_reshards import LowerReshards
+from shardc.passes.normalize import Normalize
+from shardc.passes.propagate import Propagate
+from shardc.passes.report_gathers import ReportGathers
+from shardc.passes.seed import Bound, SeedAnnotations, find_value
+from shardc.passes.settle_partials import SettlePartials
+from shardc.passes.verify import ENSURES
+from shardc.rules.registry import find_rule
+from shardc.trace import Traced
+
+Watch = Callable[[Pass, Graph, float], None]  # after each pass, with the seconds it took
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile. `verify` runs the static checks after each pass."""
+
+    strict: bool = False
+    verify: bool = True
+    watch: Watch | None = None
+
+
+def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...]]]) -> list[Pass]:
+    """Every pass that makes a single-device graph a per-rank one, in order."""
+    return [
+        Atomize(tuple(cuts)),
+        SeedAnnotations(tuple(bound)),
+        Propagate(),
+        Assign(),
+        SettlePartials(),
+        InsertReshards(),
+        LowerReshards(),
+        Combine(),
+        ReportGathers(),
+        Localize(),
+    ]
+
+
+def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
+    """The traced graph, normalised. Reports ops without a rule, all at once (SC301): an error under strict."""
+    graph = run(ingest(traced, mesh), [Normalize()], options)
+    gaps = missing_rules(graph, "error" if options.strict else "warning")
+    if gaps and options.strict:
+        raise ShardcError(*gaps)
+    graph.diagnostics += gaps
+    return graph
+
+
+def distribute(graph: Graph, bound: Sequence[Bound], options: Options) -> Graph:
+    """One rank's body of a normalised graph, which it consumes."""
+    return run(graph, passes(bound, _cuts(graph, bound)), options)
+
+
+def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
+    """Run passes in turn, checking after each what it ensures."""
+    for one in todo:
+        start = time.perf_counter()
+        graph = one.run(graph)
+        if options.verify:
+            found = [*violations(graph), *(line for check in ENSURES.get(one.name, ()) for line in check(graph))]
+            assert not found, f"{one.name} broke the graph:\n" + "\n".join(found[:20])
+        if options.watch is not None:
+            options.watch(one, graph, time.perf_counter() - start)
+    return graph
+
+
+def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
+    """One diagnostic an op that has no rule: how often it occurs, in which modules, at which lines."""
+    gaps: dict[str, list[tuple[str, str]]] = {}
+    for node in graph.calls():
+        if find_rule(node.target) is None:
+            gaps.setdefault(str(node.target), []).append((info(node).fqn, info(node).source))
+    found: list[Diagnostic] = []
+    for op, places in sorted(gaps.items()):
+        modules = Counter(fqn or "the model" for fqn, _ in places)
+        lines = sorted({source for _, source in places if source})
+        shown = ", ".join(f"{fqn} ({n})" if n > 1 else fqn for fqn, n in modules.most_common(4))
+        more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
+        found.append(
+            Diagnostic(
+                "SC301",
+                f"{op} has no sharding rule: {len(places)} calls run replicated, in {shown}{more}",
+                severity,  # type: ignore[arg-type]
+                location=lines[0] if lines else None,
+                op=op,
+                hint=f"register one: shardc.rule({op.removesuffix('.default')}, '... -> ...')",
+            )
+        )
+    return found
+
+
+def _cuts(graph: Graph, bound: Sequence[Bound]) -> list[tuple[str, int, tuple[int, ...]]]:
+    """The factorisations that blocked placements ask for: `3*tp` of 96 is (3, 32)."""
+    cuts: list[tuple[str, int, tuple[int, ...]]] = []
+    for one in bound:
+        value = find_value(graph, one)
+        if value is None:
+            continue
+        shape = type_of(value).shape
+        for d, wanted in enumerate(one.placement.dims[: len(shape)]):
+            if wanted.blocks > 1 and shape[d] % wanted.blocks == 0:
+                port = next((p.name for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value), one.name)
+                cuts.append((port, d, (wanted.blocks, shape[d] // wanted.blocks)))
+    return cuts

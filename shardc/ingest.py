@@ -1,0 +1,105 @@
+"""ingest: the tracer's fx graph becomes a `Graph`: typed values, names from FQNs, ports.
+
+Names: parameters and inputs keep the user's; a call is named `<module FQN>.<op>`, in backward
+`d.<module FQN>.<op>`, and numbered within its module, so editing one layer renames nothing in another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import TensorType
+from shardc.torch_compat import flatten_with_paths
+from shardc.trace import Traced
+
+
+def ingest(traced: Traced, mesh: Mesh) -> Graph:
+    """Wrap a traced joint graph. Types are unplaced: one atom a dim."""
+    graph = Graph(traced.graph, mesh, [], [])
+    by_node = {i.node: i for i in traced.inputs}
+    inputs: list[Port] = []
+    fqns: dict[str, str] = {}
+    for node in list(traced.graph.nodes):
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            found = by_node[node]
+            inputs.append(Port(found.role, found.name, tuple(found.aliases), found.trainable))
+            set_info(node, ValueInfo(graph.unique(found.name), TensorType.of(node.meta["val"])))
+            continue
+        _merge_getitem(node)
+        if node.op == "call_function":
+            fqns[node.name] = _describe(graph, node, fqns)
+    graph.inputs = tuple(inputs)
+    graph.outputs = tuple(Port(o.role, o.name) for o in traced.outputs)
+    graph.output_node.args = (tuple(o.node for o in traced.outputs),)
+    graph.activations = dict(traced.modules)
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            node.meta = {}
+    graph.erase_dead()
+    graph.activations = {k: v for k, v in graph.activations.items() if v.graph is graph.fx and (v.users or v.op == "placeholder")}
+    return graph
+
+
+def _merge_getitem(node: fx.Node) -> None:
+    """Keep one getitem a result."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return
+    first: dict[int, fx.Node] = {}
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            kept = first.setdefault(user.args[1], user)  # type: ignore[arg-type]
+            if kept is not user:
+                user.replace_all_uses_with(kept)
+                node.graph.erase_node(user)
+
+
+def _describe(graph: Graph, node: fx.Node, fqns: dict[str, str]) -> str:
+    """Set the node's info from the tracer's meta; returns its module FQN, inherited from the forward node it undoes."""
+    meta = node.meta
+    value = meta["val"]
+    if node.target is operator.getitem:
+        call = info(node.args[0])  # type: ignore[arg-type]
+        name, fqn, phase = f"{call.name}.{node.args[1]}", call.fqn, call.phase
+        source, text = call.source, call.source_text
+    else:
+        fqn = meta.get("fqn") or fqns.get(meta.get("fwd_node") or "", "")
+        phase = meta.get("phase", "fwd")
+        prefix = ["d"] if phase == "bwd" else []
+        name = ".".join([*prefix, *([fqn] if fqn else []), op_name(node.target).removeprefix("shardc.").partition(".")[0]])
+        source, text = meta.get("source", ""), meta.get("source_text", "")
+    single = isinstance(value, torch.Tensor)
+    many = tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in value) if _is_sequence(value) else ()
+    set_info(
+        node,
+        ValueInfo(
+            graph.unique(name),
+            TensorType.of(value) if single else None,
+            many,
+            fqn=fqn,
+            source=source,
+            source_text=text,
+            phase=phase,
+        ),
+    )
+    return fqn
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
+
+
+def batch_inputs(batch: Any, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """A batch's tensors by the names that tracing gave them: a dict by its keys, a tuple or tensor in order."""
+    flat = {path: leaf for path, leaf in flatten_with_paths(batch) if isinstance(leaf, torch.Tensor)}
+    names = list(names)
+    if isinstance(batch, dict):
+        return {name: flat[name] for name in names if name in flat}
+    return dict(zip(names, flat.values(), strict=False))

@@ -1,0 +1,102 @@
+"""The communication of a graph as a list: what moves, along which axes, how many bytes, and why.
+
+`bytes_per_rank` is what one rank *sends* under a bandwidth-optimal algorithm in a group of k, for a payload of n bytes:
+
+    all_reduce      2 (k-1)/k n    n: the tensor, the same on every rank
+    all_gather        (k-1)/k n    n: the gathered tensor, padding included (a rank sends its shard k-1 times)
+    reduce_scatter    (k-1)/k n    n: the tensor before, padded to k equal chunks
+    all_to_all        (k-1)/k n    n: what a rank holds before, padded to k equal chunks
+    permute                   n    n: what a rank holds
+
+Bytes are rounded up to whole ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from shardc.ir.graph import Graph, Phase, info, op_name, type_of
+from shardc.ir.schema import given
+from shardc.ir.types import Axes
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+KINDS: dict[str, CollectiveKind] = {
+    "shardc.all_reduce": "all_reduce",
+    "shardc.all_gather": "all_gather",
+    "shardc.reduce_scatter": "reduce_scatter",
+    "shardc.all_to_all": "all_to_all",
+    "shardc.permute_ranks": "permute",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a lowered graph."""
+
+    kind: CollectiveKind
+    axes: Axes  # as the user named them: sub-axes merged
+    op: str  # "sum", "max" or "min" of a reduction, else ""
+    bytes_per_rank: int  # sent by one rank
+    phase: Phase
+    value: str  # the name of its result
+    cause: str
+    payload_bytes: int  # n in the table above
+    source: str
+    group_size: int
+
+
+def collectives(graph: Graph) -> list[Collective]:
+    """Every collective, in program order."""
+    return [found for node in graph.calls() if (found := collective(graph, node)) is not None]
+
+
+def collective(graph: Graph, node: fx.Node) -> Collective | None:
+    """What a call communicates; None when it is no collective."""
+    kind = KINDS.get(op_name(node.target))
+    if kind is None:
+        return None
+    args = given(node)
+    axes: Axes = tuple(args["axes"])
+    group = graph.mesh.size(axes)
+    payload = _payload(graph, kind, args, node, group)
+    sent = {"all_reduce": 2 * (group - 1) * payload / group, "permute": payload}.get(kind, (group - 1) * payload / group)
+    about = info(node)
+    return Collective(
+        kind,
+        graph.mesh.merged(axes),
+        args.get("op", ""),
+        math.ceil(sent),
+        about.phase,
+        about.name,
+        about.cause,
+        payload,
+        about.source,
+        group,
+    )
+
+
+def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.Node, group: int) -> int:
+    """n in bytes. The side whose chunks are even by construction is the one that tells it exactly."""
+    before, after = type_of(args["x"]).local_bytes(graph.mesh), type_of(node).local_bytes(graph.mesh)
+    if kind == "all_gather":
+        return before * group
+    if kind == "reduce_scatter":
+        return after * group
+    if kind == "all_to_all":
+        held: int = args["atoms"][args["split"]]
+        return before // held * (-(-held // group) * group) if held else 0
+    return before
+
+
+def human_bytes(count: int) -> str:
+    """`32 KiB`, `1.5 MiB`, `12 B`."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.1f}".removesuffix(".0") + f" {unit}"

@@ -1,0 +1,152 @@
+"""What shardc tells its user: one frozen value a finding, one code a kind of finding.
+
+A diagnostic names the user's own line, the tensor, the annotation that led there and the cheapest way out. It is plain
+data (strings only), so a program file can carry it. Errors are `ShardcError`, a ValueError that carries diagnostics;
+violations of our own invariants are asserts and never come through here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Severity = Literal["error", "warning", "note"]
+
+
+class Code(NamedTuple):
+    """The kebab-name that is printed beside a code, and its meaning in one line."""
+
+    name: str
+    meaning: str
+
+
+# SC1xx tracing and the model; SC2xx placements and plans; SC3xx rules and ops; SC4xx program files; SC5xx runtime.
+CODES: dict[str, Code] = {
+    "SC101": Code("data-dependent", "the model's control flow or shapes depend on the values of tensors"),
+    "SC102": Code("no-scalar-loss", "the model, or the loss given, does not yield one scalar to differentiate"),
+    "SC103": Code("bad-batch", "the sample batch does not fit the signature of the model's forward"),
+    "SC104": Code("trace-failed", "the model raised an error while it was traced on fake tensors"),
+    "SC105": Code("bad-target", "a command's TARGET names no file, factory or configuration that can be loaded"),
+    "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
+    "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),
+    "SC203": Code("unaligned-axis", "an axis cannot shard the factor that a view or split asks it to"),
+    "SC204": Code("axis-used-twice", "one placement uses the same axis more than once"),
+    "SC205": Code("too-many-dims", "a placement has more dims than its tensor"),
+    "SC206": Code("conflict", "equally specific annotations give one tensor different placements"),
+    "SC207": Code("unshardable-dim", "an axis is put on a dim that cannot be sharded"),
+    "SC208": Code("plan-key", "a plan has an unknown key, or a value of the wrong kind"),
+    "SC209": Code("not-honoured", "an annotation could not be honoured, or an axis was dropped: work is replicated"),
+    "SC210": Code("bad-mesh", "a mesh is malformed: names, sizes or the number of ranks"),
+    "SC211": Code("uneven-shard", "a size does not divide by its axes: the last shards are padded"),
+    "SC212": Code("placement-text", "a placement cannot be read"),
+    "SC213": Code("over-budget", "the program communicates more than the plan's budget allows"),
+    "SC301": Code("no-rule", "an op has no sharding rule"),
+    "SC302": Code("op-refused", "an op cannot be executed with the placement asked of it"),
+    "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
+    "SC402": Code("file-altered", "a program file does not match its checksum"),
+    "SC403": Code("file-version", "a program file was written by an incompatible version"),
+    "SC404": Code("graph-text", "the text of a graph cannot be parsed"),
+    "SC501": Code(
+        "batch-shape", "a step was given a batch of another shape or dtype than the program was compiled for"
+    ),
+    "SC502": Code("dead-rank", "a rank of the running job died"),
+    "SC503": Code("timeout", "a collective did not finish within the time limit"),
+    "SC504": Code("missing-parameter", "a parameter or buffer of the program was not supplied"),
+    "SC505": Code("mismatch", "a distributed value differs from the single-device value"),
+    "SC506": Code("world-size", "the job has another number of ranks than the program's mesh"),
+}
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One finding. `location` is "model.py:11", `fqn` the module it lies in, `op` the op and its rule.
+
+    `source_text` may have several lines (a caret line under the text, say); each is quoted behind a bar.
+    """
+
+    code: str
+    message: str
+    severity: Severity = "error"
+    location: str | None = None
+    source_text: str | None = None
+    fqn: str | None = None
+    tensor: str | None = None
+    placement: str | None = None
+    op: str | None = None
+    cause: str | None = None
+    hint: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, f"diagnostic code {self.code} is not in CODES"
+
+    @property
+    def name(self) -> str:
+        return CODES[self.code].name
+
+    def render(self) -> str:
+        lines = [f"{self.severity}[{self.code} {self.name}]: {self.message}"]
+        place = [self.location] if self.location else []
+        if self.fqn:
+            place.append(f"in {self.fqn}")
+        if place:
+            lines.append("  --> " + ", ".join(place))
+        if self.source_text:
+            lines += [f"   | {line}".rstrip() for line in self.source_text.splitlines()]
+        tensor, placed = self.tensor, None if self.placement is None else f'"{self.placement}"'
+        if tensor and placed:
+            tensor, placed = f"{tensor} = {placed}", None
+        details = (("tensor", tensor), ("placed", placed), ("op", self.op), ("cause", self.cause), ("hint", self.hint))
+        for label, text in details:
+            if text:
+                # Continuation lines align under the first, so that a cause may be a chain of several steps.
+                lines.append(f"  {label + ':':<8}" + text.replace("\n", "\n" + " " * 10))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+class ShardcError(ValueError):
+    """What the user did cannot be compiled or run; the diagnostics say why and what to do instead."""
+
+    def __init__(self, *diagnostics: Diagnostic) -> None:
+        assert diagnostics, "an error needs at least one diagnostic"
+        # The diagnostics are the exception's args, and not the text, so that it survives pickling between processes.
+        super().__init__(*diagnostics)
+        self.diagnostics: tuple[Diagnostic, ...] = diagnostics
+
+    @property
+    def code(self) -> str:
+        return self.diagnostics[0].code
+
+    def __str__(self) -> str:
+        return "\n".join(diagnostic.render() for diagnostic in self.diagnostics)
+
+
+def error(code: str, message: str, **details: str | None) -> ShardcError:
+    """`raise error("SC201", "...", hint="...")`: an error of one diagnostic; details are Diagnostic's own fields."""
+    return ShardcError(Diagnostic(code, message, "error", **details))
+
+
+def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """The candidates that a mistyped word most likely meant, best first; case does not matter."""
+    by_lower: dict[str, str] = {}
+    for candidate in candidates:
+        by_lower.setdefault(candidate.lower(), candidate)
+    return [by_lower[match] for match in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.5)]
+
+
+def suggest(word: str, candidates: Iterable[str]) -> str | None:
+    """The single nearest candidate, or None when nothing is near."""
+    return next(iter(nearest(word, candidates, count=1)), None)
+
+
+def did_you_mean(word: str, candidates: Iterable[str], kind: str) -> str:
+    """A hint: the nearest name if there is one, else what there is to choose from."""
+    names = list(candidates)
+    guess = suggest(word, names)
+    if guess is not None:
+        return f"did you mean '{guess}'?"
+    return f"{kind}: {', '.join(names)}" if names else f"there are no {kind}"

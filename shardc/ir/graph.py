@@ -1,0 +1,251 @@
+"""The IR: an `fx.Graph` whose nodes carry one `ValueInfo` each. The only file that touches `node.meta`.
+
+Values are fx nodes that hold one tensor: placeholders, single-result calls, and `getitem`s of a
+multi-result call. Names come from the module's FQN (`h.0.attn.c_attn.linear`, in backward
+`d.h.0.attn.c_attn.linear_dgrad`), so an edit in layer 0 does not renumber layer 1.
+
+Shapes in types are global until `localize`; from then on, arguments are per-rank and the types
+still say which global tensor the value is a shard of. Passes edit a graph in place and return it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import fx
+
+from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import Axes, TensorType
+
+KEY = "shardc"
+Phase = Literal["fwd", "bwd", "opt"]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInfo:
+    """What the compiler knows of one node."""
+
+    name: str
+    type: TensorType | None  # None on a multi-result call: its getitems carry the types
+    results: tuple[TensorType | None, ...] = ()  # of a multi-result call, unplaced; None where it yields no tensor
+    fqn: str = ""
+    source: str = ""  # "model.py:11" of the user's line
+    source_text: str = ""
+    phase: Phase = "fwd"
+    constant: bool = False  # computed from no input: the same on every rank until sliced
+    assignment: tuple[tuple[str, Axes], ...] = ()  # factor of the op's rule -> axes it is split over
+    passes: Axes = ()  # axes on which the op runs on pending sums
+    fallback: tuple[tuple[str, str], ...] = ()  # axis -> factor the op takes if its pending sums are resolved before it
+    cause: str = ""  # which annotation, through which rule
+
+
+Role = Literal["param", "buffer", "input", "seed", "state", "loss", "grad", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of a graph: its role and the user's name for it."""
+
+    role: Role
+    name: str
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """An annotation bound to a value's atoms."""
+
+    placement: tuple[Axes, ...]  # a flat atom
+    fixed: tuple[bool, ...]  # a flat atom: propagation may not add to it
+    priority: int  # 0 parameters and inputs, 1 activations and outputs
+    cause: str  # 'h.0.mlp.c_fc.weight = "-, tp" (configs/plans/gpt2.yaml:9)'
+
+
+class Graph:
+    """A joint graph with typed values and named inputs and outputs.
+
+    `inputs` pairs with the placeholders in order, `outputs` with the elements of the output node.
+    """
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, inputs: Sequence[Port], outputs: Sequence[Port], name: str = "step"):
+        self.fx = graph
+        self.mesh = mesh
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.name = name
+        self.activations: dict[str, fx.Node] = {}  # module FQN -> the value it outputs
+        self.seeds: dict[fx.Node, Seed] = {}  # annotated values
+        self.priorities: dict[fx.Node, dict[tuple[int, str], int]] = {}  # value -> (flat atom, axis) -> of its seed
+        self.diagnostics: list[Diagnostic] = []
+        self._names: dict[str, int] = {}
+        for node in graph.nodes:
+            if KEY in node.meta:
+                self._names.setdefault(info(node).name, 0)
+
+    # ------------------------------------------------------------------ reading
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.fx.nodes if n.op == "placeholder"]
+
+    @property
+    def output_node(self) -> fx.Node:
+        return next(iter(reversed(self.fx.nodes)))
+
+    @property
+    def output_values(self) -> list[fx.Node]:
+        return list(self.output_node.args[0])  # type: ignore[arg-type]
+
+    def calls(self) -> Iterator[fx.Node]:
+        """Operations in topological order, getitems left out."""
+        return (n for n in self.fx.nodes if n.op == "call_function" and n.target is not operator.getitem)
+
+    def values(self) -> Iterator[fx.Node]:
+        """Nodes that hold one tensor, in topological order."""
+        return (n for n in self.fx.nodes if n.op in ("placeholder", "call_function") and info(n).type is not None)
+
+    def input(self, name: str) -> fx.Node:
+        return next(n for n, p in zip(self.placeholders, self.inputs, strict=True) if p.name == name)
+
+    def by_name(self, name: str) -> fx.Node:
+        """The node of that name; KeyError when there is none."""
+        for node in self.fx.nodes:
+            if node.op != "output" and info(node).name == name:
+                return node
+        raise KeyError(name)
+
+    def copy(self) -> Graph:
+        """An independent graph; node infos are frozen and shared."""
+        table: dict[fx.Node, fx.Node] = {}
+        fresh = fx.Graph()
+        for node in self.fx.nodes:
+            if node.op == "output":
+                fresh.output(fx.map_arg(node.args[0], lambda n: table[n]))
+            else:
+                table[node] = fresh.node_copy(node, lambda n: table[n])
+        made = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
+        made.activations = {name: table[n] for name, n in self.activations.items()}
+        made.seeds = {table[n]: seed for n, seed in self.seeds.items()}
+        made.priorities = {table[n]: p for n, p in self.priorities.items()}
+        made.diagnostics = list(self.diagnostics)
+        return made
+
+    # ------------------------------------------------------------------ editing
+    def unique(self, name: str) -> str:
+        """`name`, or `name_1`, `name_2`, ... if taken."""
+        if name not in self._names:
+            self._names[name] = 0
+            return name
+        while True:
+            self._names[name] += 1
+            candidate = f"{name}_{self._names[name]}"
+            if candidate not in self._names:
+                self._names[candidate] = 0
+                return candidate
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        like: fx.Node,
+        type: TensorType | None,
+        name: str | None = None,
+        **fields: Any,
+    ) -> fx.Node:
+        """Insert a call at the current insertion point; its info is that of `like` with `type`, `name`, `fields` changed.
+
+        The default name is that of `like`'s module followed by the op's.
+        """
+        base = info(like)
+        if name is None:
+            prefix = f"d.{base.fqn}" if base.phase == "bwd" and base.fqn else "d" if base.phase == "bwd" else base.fqn
+            name = ".".join(filter(None, (prefix, op_name(target).partition(".")[0])))
+        node = self.fx.call_function(target, args, kwargs or {})
+        fields = {"assignment": (), "passes": (), "fallback": (), "results": (), **fields}
+        set_info(node, replace(base, name=self.unique(name), type=type, **fields))
+        return node
+
+    def erase_dead(self) -> None:
+        """Remove calls that nothing uses; placeholders stay."""
+        for node in reversed(list(self.fx.nodes)):
+            if node.op == "call_function" and not node.users:
+                self.fx.erase_node(node)
+
+
+# ---------------------------------------------------------------------- node helpers
+def info(node: fx.Node) -> ValueInfo:
+    return node.meta[KEY]
+
+
+def set_info(node: fx.Node, value: ValueInfo) -> None:
+    node.meta = {KEY: value}
+
+
+def update(node: fx.Node, **fields: Any) -> None:
+    """Replace some fields of the node's info."""
+    node.meta[KEY] = replace(info(node), **fields)
+
+
+def type_of(node: fx.Node) -> TensorType:
+    """The type of a value; asserts that the node is one."""
+    found = info(node).type
+    assert found is not None, f"{info(node).name} is a multi-result call, not a value"
+    return found
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands in order of appearance in args then kwargs, lists flattened, repeats kept."""
+    found: list[fx.Node] = []
+
+    def visit(arg: Any) -> None:
+        if isinstance(arg, fx.Node):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:  # pyright: ignore[reportUnknownVariableType]
+                visit(item)
+
+    for arg in node.args:
+        visit(arg)
+    for arg in node.kwargs.values():
+        visit(arg)
+    return found
+
+
+def replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:
+    """Put `new` in the places that `operands` lists."""
+    it = iter(new)
+    node.args = tuple(fx.map_arg(a, lambda _: next(it)) for a in node.args)
+    node.kwargs = {k: fx.map_arg(a, lambda _: next(it)) for k, a in node.kwargs.items()}
+
+
+def results(node: fx.Node) -> list[fx.Node | None]:
+    """The tensors a call yields, in order; None where nothing uses one. Results that are no tensor are left out."""
+    if info(node).type is not None:
+        return [node]
+    found: dict[int, fx.Node] = {}
+    for user in node.users:
+        assert user.target is operator.getitem, f"{info(node).name} used whole"
+        found[int(user.args[1])] = user  # type: ignore[arg-type]
+    return [found.get(i) for i, t in enumerate(info(node).results) if t is not None]
+
+
+def producer(value: fx.Node) -> tuple[fx.Node, int]:
+    """The call that yields a value and the position among its results; a placeholder yields itself."""
+    if value.op == "call_function" and value.target is operator.getitem:
+        return value.args[0], int(value.args[1])  # type: ignore[return-value,arg-type]
+    return value, 0
+
+
+def op_name(target: Any) -> str:
+    """`mm`, `add.Tensor`, `shardc.all_reduce`: the short name an op prints with."""
+    if target is operator.getitem:
+        return "getitem"
+    namespace, _, rest = str(target).partition(".")
+    rest = rest.removesuffix(".default")
+    return rest if namespace == "aten" else f"{namespace}.{rest}"

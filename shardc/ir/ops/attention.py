@@ -1,0 +1,183 @@
+"""Attention as one op forward and one backward: `sdpa` and `sdpa_bwd`.
+
+The graph says only what is computed; which kernel computes it (flash, cuDNN, ours) is chosen at run time from
+local shapes. The reference here is the definition: softmax(scale q k^T + mask) v, in float32, or in float64 if
+the operands are. Rows that see no key yield 0, not NaN. `lse`, the log of each row's sum, is what backward
+needs to rebuild the probabilities, and what ring attention merges blocks with.
+
+Results of rank 4 are laid out as [B, S, H, D] in memory, as real kernels give them: merging the heads
+afterwards is then a view. There is no dropout in the op: a model that asks for it gets `with_dropout`, which is
+made of ordinary ops, so that masks are the counter-based ones of `random`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.ops.library import define
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    """An empty tensor in the layout promised above."""
+    if len(shape) != 4:
+        return like.new_empty(shape)
+    b, h, s, d = shape
+    return like.new_empty((b, s, h, d)).transpose(1, 2)
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    return _empty(like, *value.shape).copy_(value)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def _default_scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values once per query head, wide."""
+    k, v = _wide(k), _wide(v)
+    if not gqa or q.shape[-3] == k.shape[-3]:
+        return k, v
+    times = q.shape[-3] // k.shape[-3]
+    return k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (q @ k.transpose(-2, -1)) * scale
+    if causal:
+        # Aligned top left, as torch does it: query i sees keys 0..i whatever the number of keys.
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
+) -> tuple[Tensor, Tensor]:
+    keys, values = _repeated(q, k, v, gqa)
+    scores = _scores(_wide(q), keys, mask, causal, _default_scale(scale, q))
+    lse = torch.logsumexp(scores, -1)
+    probs = (scores - _finite(lse)).exp()
+    return _laid_out(probs @ values, q), lse.contiguous()
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """lse as a column; a row without keys has -inf, and -inf - -inf would be NaN where exp(-inf) = 0 is meant."""
+    return lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)
+
+
+def _sdpa_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
+) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _empty(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+
+
+def _sdpa_bwd(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    factor = _default_scale(scale, q)
+    queries, grad = _wide(q), _wide(g)
+    keys, values = _repeated(q, k, v, gqa)
+    probs = (_scores(queries, keys, mask, causal, factor) - _finite(lse)).exp()
+    dv = probs.transpose(-2, -1) @ grad
+    # sum_j dp_ij p_ij = g_i . o_i: the row term needs no second pass over the keys.
+    row = (grad * _wide(o)).sum(-1, keepdim=True)
+    ds = probs * (grad @ values.transpose(-2, -1) - row)
+    dq, dk = factor * (ds @ keys), factor * (ds.transpose(-2, -1) @ queries)
+    if dk.shape != k.shape:
+        dk, dv = (t.unflatten(-3, (k.shape[-3], -1)).sum(-3) for t in (dk, dv))
+    dmask = ds.sum_to_size(mask.shape).to(mask.dtype).contiguous() if need_mask and mask is not None else q.new_empty(0)
+    return _laid_out(dq, q), _laid_out(dk, k), _laid_out(dv, v), dmask
+
+
+def _sdpa_bwd_fake(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dmask = mask.new_empty(mask.shape) if need_mask and mask is not None else q.new_empty(0)
+    return _empty(q, *q.shape), _empty(k, *k.shape), _empty(v, *v.shape), dmask
+
+
+SDPA = define(
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa) -> (Tensor o, Tensor lse)",
+    _sdpa,
+    _sdpa_fake,
+)
+SDPA_BWD = define(
+    "sdpa_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, float? scale, "
+    "bool gqa, bool need_mask) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    _sdpa_bwd,
+    _sdpa_bwd_fake,
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, gqa: bool
+    ) -> Tensor:
+        o, lse = SDPA(q, k, v, mask, causal, scale, gqa)
+        ctx.save_for_backward(q, k, v, mask, o, lse)
+        ctx.options = (causal, scale, gqa)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        need_mask = bool(ctx.needs_input_grad[3])
+        q, k, v, mask, o, lse = ctx.saved_tensors
+        dq, dk, dv, dmask = SDPA_BWD(grads[0], q, k, v, mask, o, lse, *ctx.options, need_mask)
+        return dq, dk, dv, dmask if need_mask else None, None, None, None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Differentiable stand-in for `F.scaled_dot_product_attention`; what a trace sees in its place."""
+    scale = _default_scale(scale, query)  # made a number now: later, the dim may be sharded
+    gqa = enable_gqa and query.shape[-3] != key.shape[-3]
+    if not gqa:  # torch broadcasts leading dims; the op's rule wants them equal
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        query, key, value = (t if t.shape[:-2] == lead else t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
+    if dropout_p > 0.0:
+        return with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, gqa)
+    return _Attention.apply(query, key, value, attn_mask, is_causal, scale, gqa)  # type: ignore[return-value]
+
+
+def with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, gqa: bool
+) -> Tensor:
+    """Attention with dropout on its probabilities, spelled out in ordinary ops."""
+    if gqa:
+        times = q.shape[-3] // k.shape[-3]
+        k, v = (
+            t.unsqueeze(-3).expand(*t.shape[:-2], times, *t.shape[-2:]).reshape(*q.shape[:-2], *t.shape[-2:])
+            for t in (k, v)
+        )
+    scores = _scores(q, k, mask, causal, scale)
+    dead = None
+    if mask is not None:  # a row without keys: softmax would be NaN, forward and backward
+        dead = scores.amax(-1, keepdim=True) == float("-inf")
+        scores = scores.masked_fill(dead, 0.0)
+    probs = torch.softmax(scores, -1)
+    if dead is not None:
+        probs = probs.masked_fill(dead, 0.0)
+    return torch.dropout(probs, p, True) @ v

@@ -1,0 +1,151 @@
+"""The collectives of an emitted program. Each is written once, as what one rank does before and after the ranks meet.
+
+    front = x.reshape(atoms).movedim(pos, 0)            before: bring the atom concerned to the front
+    chunks = yield Exchange("all_gather", front, axes)  the ranks of a group meet
+    return chunks.flatten(0, 1).movedim(0, pos)         after: put it back
+
+`yield` hands the exchange to whoever runs the rank: a communicator over real processes, or the simulator, which holds
+every rank's generator at once. Before it a collective reads its operand and the mesh alone, after it what it received
+alone: never its coordinate. Tensors arrive as local dims; `atoms` lists the local sizes of all flat atoms of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import pad
+
+from shardc.ir.ops.context import Communicator, current
+from shardc.ir.ops.library import define
+
+ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a rank brings to a meeting of its group along `axes`; `Communicator` says what each kind gives back."""
+
+    kind: ExchangeKind
+    x: torch.Tensor
+    axes: tuple[str, ...]
+    op: str = ""  # of all_reduce and reduce_scatter
+    source: tuple[int, ...] = ()  # of permute
+
+    def through(self, comm: Communicator) -> torch.Tensor:
+        match self.kind:
+            case "all_reduce":
+                return comm.all_reduce(self.x, self.op, self.axes)
+            case "all_gather":
+                return comm.all_gather(self.x, self.axes)
+            case "reduce_scatter":
+                return comm.reduce_scatter(self.x, self.op, self.axes)
+            case "all_to_all":
+                return comm.all_to_all(self.x, self.axes)
+            case "permute":
+                return comm.permute(self.x, self.axes, self.source)
+
+
+Steps = Generator[Exchange, torch.Tensor, torch.Tensor]
+
+
+def _all_reduce(x: torch.Tensor, op: str, axes: list[str]) -> Steps:
+    reduced = yield Exchange("all_reduce", x.contiguous(), tuple(axes), op)
+    return reduced
+
+
+def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, size: int, shape: list[int]) -> Steps:
+    front = x.reshape(atoms).movedim(pos, 0).contiguous()
+    chunks = yield Exchange("all_gather", front, tuple(axes))
+    return _back(chunks.flatten(0, 1)[:size], pos, shape)
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, axes: list[str], atoms: list[int], pos: int, shape: list[int]) -> Steps:
+    rows = _cut(x.reshape(atoms), pos, axes).movedim(pos + 1, 1).contiguous()
+    row = yield Exchange("reduce_scatter", rows, tuple(axes), op)
+    return _back(row, pos, shape)
+
+
+def _all_to_all(
+    x: torch.Tensor, axes: list[str], atoms: list[int], split: int, concat: int, size: int, shape: list[int]
+) -> Steps:
+    rows = _cut(x.reshape(atoms), split, axes).contiguous()
+    received = yield Exchange("all_to_all", rows, tuple(axes))
+    joined = received.movedim(0, concat).flatten(concat, concat + 1).narrow(concat, 0, size)
+    return joined.reshape(shape).contiguous()
+
+
+def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps:
+    received = yield Exchange("permute", x.contiguous(), tuple(axes), source=tuple(source))
+    return received
+
+
+def _cut(x: torch.Tensor, pos: int, axes: list[str]) -> torch.Tensor:
+    """Dim `pos`, zero padded, as one chunk a group member: [..., n, ...] -> [group, ..., ceil(n / group), ...]."""
+    group = current().mesh.size(axes)
+    chunk = -(-x.shape[pos] // group)
+    missing = group * chunk - x.shape[pos]
+    if missing:
+        x = pad(x, [0, 0] * (x.ndim - 1 - pos) + [0, missing])
+    return x.unflatten(pos, (group, chunk)).movedim(pos, 0)
+
+
+def _back(x: torch.Tensor, pos: int, shape: list[int]) -> torch.Tensor:
+    """Undo the move to the front, and leave atoms for dims."""
+    return x.movedim(0, pos).reshape(shape).contiguous()
+
+
+def run_collective(steps: Callable[..., Steps], *args: Any) -> torch.Tensor:
+    """A collective as one rank of several runs it: through the communicator of the current context."""
+    generator = steps(*args)
+    exchange = next(generator)
+    received = exchange.through(current().comm)
+    try:
+        generator.send(received)
+    except StopIteration as done:
+        result: torch.Tensor = done.value
+        return result
+    raise AssertionError("a collective meets its group once")
+
+
+def _shaped(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    return x.new_empty(args[-1])
+
+
+def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _collective(schema: str, steps: Callable[..., Steps], fake: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
+    return define(schema, partial(run_collective, steps), fake)
+
+
+all_reduce = _collective("all_reduce(Tensor x, str op, str[] axes) -> Tensor", _all_reduce, _same)
+all_gather = _collective(
+    "all_gather(Tensor x, str[] axes, int[] atoms, int pos, int size, int[] shape) -> Tensor", _all_gather, _shaped
+)
+reduce_scatter = _collective(
+    "reduce_scatter(Tensor x, str op, str[] axes, int[] atoms, int pos, int[] shape) -> Tensor",
+    _reduce_scatter,
+    _shaped,
+)
+all_to_all = _collective(
+    "all_to_all(Tensor x, str[] axes, int[] atoms, int split, int concat, int size, int[] shape) -> Tensor",
+    _all_to_all,
+    _shaped,
+)
+permute_ranks = _collective("permute_ranks(Tensor x, str[] axes, int[] source) -> Tensor", _permute_ranks, _same)
+
+# A change of placement that is not yet lowered; the node's type says to what. Where nothing is sharded it is identity.
+reshard = define("reshard(Tensor x) -> Tensor", lambda x: x.clone(memory_format=torch.contiguous_format), _same)
+
+COLLECTIVES: dict[Any, Callable[..., Steps]] = {
+    all_reduce: _all_reduce,
+    all_gather: _all_gather,
+    reduce_scatter: _reduce_scatter,
+    all_to_all: _all_to_all,
+    permute_ranks: _permute_ranks,
+}

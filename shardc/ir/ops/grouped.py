@@ -1,0 +1,73 @@
+"""Grouped matrix products, for mixtures of experts: each group of consecutive rows meets its own matrix.
+
+`offs[e]` is the row at which group e ends; rows after the last group yield zeros.
+
+    grouped_mm        s k, e k n -> s n
+    grouped_mm_wgrad  s k, s n -> e k n
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.ops.library import define
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    out = a.new_zeros(a.shape[0], b.shape[-1])
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        out[start:end] = a[start:end] @ b[group]
+        start = end
+    return out
+
+
+def _grouped_mm_fake(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[-1]))
+
+
+def _wgrad(a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+    out = a.new_zeros(offs.shape[0], a.shape[1], g.shape[1])
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        out[group] = a[start:end].t() @ g[start:end]
+        start = end
+    return out
+
+
+def _wgrad_fake(a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+    return a.new_empty((offs.shape[0], a.shape[1], g.shape[1]))
+
+
+GROUPED_MM = define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake)
+GROUPED_MM_WGRAD = define("grouped_mm_wgrad(Tensor a, Tensor g, Tensor offs) -> Tensor", _wgrad, _wgrad_fake)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b, offs)
+        return GROUPED_MM(a, b, offs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (g,) = grads
+        a, b, offs = ctx.saved_tensors
+        need_a, need_b, _ = ctx.needs_input_grad
+        da = GROUPED_MM(g, b.transpose(-2, -1), offs) if need_a else None
+        return da, GROUPED_MM_WGRAD(a, g, offs) if need_b else None, None
+
+
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Differentiable stand-in for `aten._grouped_mm` in the form that experts use it: 2-d rows, 3-d weights."""
+    if a.dim() != 2 or b.dim() != 3 or offs is None or bias is not None:
+        raise NotImplementedError(
+            f"grouped_mm of a {a.dim()}-d and a {b.dim()}-d tensor, offsets {offs is not None}, bias {bias is not None}"
+        )
+    out: Tensor = _GroupedMM.apply(a, b, offs)  # type: ignore[assignment]
+    return out if out_dtype is None else out.to(out_dtype)

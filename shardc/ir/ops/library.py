@@ -1,0 +1,33 @@
+"""The one `torch.library.Library("shardc")`, and how an op is added to it.
+
+An op is a schema, a reference kernel and a fake (shapes and strides only). Plain `Library.define` is
+used instead of `custom_op`: the latter wraps every call in Python, which costs more than a small op.
+The reference kernel is CompositeExplicitAutograd: one Python function for every real device, and the
+op stays whole under tracing. Faster kernels register for their own dispatch key.
+
+Ops carry no autograd formula at the dispatcher: gradients are written into the graph when it is
+traced (each file here has an `autograd.Function` beside its ops), and a finished graph needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+LIBRARY = torch.library.Library("shardc", "DEF")
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+    """Add `shardc::<schema>` and return its overload, the target that graphs hold.
+
+    `fake` must give the strides that `kernel` gives. No op may return one of its arguments: a schema without
+    alias annotations promises fresh results, and functionalization relies on that.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardc::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.shardc, name).default

@@ -1,0 +1,85 @@
+"""`linear` kept whole: `[..., K] x [N, K] -> [..., N]`, with its two gradients as ops of their own.
+
+ATen flattens `[B, S, K]` to `[B*S, K]` before the product, which ties batch and sequence into one dim and so
+gets in the way of sharding the sequence. Whole, the three products are one line of factor notation each:
+
+    linear        ... k, n k -> ... n      sums k
+    linear_dgrad  ... n, n k -> ... k      sums n
+    linear_wgrad  ... n, ... k -> n k      sums every leading dim
+
+The bias is an `aten.add` after the product and never part of it: a product over a sharded K is a pending sum,
+and a bias inside would be added once a shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.ops.library import define
+
+
+def _linear(x: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(x, w.t()).contiguous()
+
+
+def _linear_fake(x: Tensor, w: Tensor) -> Tensor:
+    _check(x.shape[-1] == w.shape[1], "linear", x, w)
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _dgrad(g: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(g, w).contiguous()
+
+
+def _dgrad_fake(g: Tensor, w: Tensor) -> Tensor:
+    _check(g.shape[-1] == w.shape[0], "linear_dgrad", g, w)
+    return g.new_empty((*g.shape[:-1], w.shape[1]))
+
+
+def _wgrad(g: Tensor, x: Tensor) -> Tensor:
+    return g.reshape(-1, g.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1])).contiguous()
+
+
+def _wgrad_fake(g: Tensor, x: Tensor) -> Tensor:
+    _check(g.shape[:-1] == x.shape[:-1], "linear_wgrad", g, x)
+    return g.new_empty((g.shape[-1], x.shape[-1]))
+
+
+def _check(ok: bool, op: str, a: Tensor, b: Tensor) -> None:
+    if not ok:
+        raise RuntimeError(f"{op}: shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit")
+
+
+LINEAR = define("linear(Tensor x, Tensor w) -> Tensor", _linear, _linear_fake)
+LINEAR_DGRAD = define("linear_dgrad(Tensor g, Tensor w) -> Tensor", _dgrad, _dgrad_fake)
+LINEAR_WGRAD = define("linear_wgrad(Tensor g, Tensor x) -> Tensor", _wgrad, _wgrad_fake)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        y = LINEAR(x, w)
+        return y if b is None else y + b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (g,) = grads
+        x, w = ctx.saved_tensors
+        need_x, need_w, need_b = ctx.needs_input_grad
+        return (
+            LINEAR_DGRAD(g, w) if need_x else None,
+            LINEAR_WGRAD(g, x) if need_w else None,
+            g.sum(list(range(g.dim() - 1))) if need_b and g.dim() > 1 else g if need_b else None,
+        )
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Differentiable `x @ w.T + b` out of the ops above; what a trace sees in place of `aten.linear`."""
+    if w.dim() == 1:  # F.linear accepts a vector: a dot product, without the N dim
+        y = linear(x, w[None]).squeeze(-1)
+        return y if b is None else y + b
+    return _Linear.apply(x, w, b)  # type: ignore[return-value]

@@ -1,0 +1,98 @@
+"""Ops that differ between ranks without talking to anyone: take one's own chunk, mask one's own padding, know one's offset.
+
+All three rest on `span`: which global indices of an atom a rank holds. 10 over (a=2, b=3), axis by axis, major first:
+
+    a  cuts 10 into 5 5          b  cuts each 5 into 2 2 1, stored as 2
+    a=1, b=2 holds index 9 and one element of padding: start 9, extent 1, local size 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.context import current
+from shardc.ir.ops.library import define
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Global indices [start, start + extent) of an atom, stored in the first of `local` elements."""
+
+    start: int
+    extent: int
+    local: int
+
+
+def span(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, int]) -> Span:
+    """What the rank at `coordinate` holds of an atom of `size` sharded by `axes`, major first."""
+    start, extent, local = 0, size, size
+    for axis in mesh.resolve(axes):
+        local = -(-local // mesh.size(axis))
+        offset = coordinate[axis] * local
+        start += offset
+        extent = min(max(extent - offset, 0), local)
+    # A rank of padding alone starts at the end.
+    return Span(min(start, size), extent, local)
+
+
+def take(x: torch.Tensor, pos: int, held: Span) -> torch.Tensor:
+    """The held part of dim `pos`, zero padded to its local size; always a fresh contiguous tensor."""
+    if held.extent == held.local:
+        return x.narrow(pos, held.start, held.extent).clone(memory_format=torch.contiguous_format)
+    shape = [*x.shape[:pos], held.local, *x.shape[pos + 1 :]]
+    chunk = x.new_zeros(shape)
+    if held.extent:
+        chunk.narrow(pos, 0, held.extent).copy_(x.narrow(pos, held.start, held.extent))
+    return chunk
+
+
+def _shard_slice(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, shape: list[int]) -> torch.Tensor:
+    context = current()
+    held = span(atoms[pos], axes, context.mesh, context.coordinate)
+    return take(x.reshape(atoms), pos, held).view(shape)
+
+
+def _mask_pad(x: torch.Tensor, atoms: list[int], pos: int, size: int, axes: list[str], fill: float) -> torch.Tensor:
+    context = current()
+    held = span(size, axes, context.mesh, context.coordinate)
+    assert held.local == atoms[pos], f"atom {pos} holds {atoms[pos]}, not the {held.local} that {size} over {axes} has"
+    masked = x.reshape(atoms).clone(memory_format=torch.contiguous_format)
+    masked.narrow(pos, held.extent, held.local - held.extent).fill_(fill)
+    return masked.view(x.shape)
+
+
+def _axis_offset(axes: list[str], strides: list[int]) -> torch.Tensor:
+    context = current()
+    return torch.tensor(sum(context.index((axis,)) * stride for axis, stride in zip(axes, strides, strict=True)))
+
+
+def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+shard_slice = define(
+    "shard_slice(Tensor x, str[] axes, int[] atoms, int pos, int[] shape) -> Tensor",
+    _shard_slice,
+    lambda x, axes, atoms, pos, shape: x.new_empty(shape),
+)
+mask_pad = define(
+    "mask_pad(Tensor x, int[] atoms, int pos, int size, str[] axes, float fill) -> Tensor", _mask_pad, _same
+)
+axis_offset = define(
+    "axis_offset(str[] axes, int[] strides) -> Tensor",
+    _axis_offset,
+    lambda axes, strides: torch.empty((), dtype=torch.int64),
+)
+
+# The only ops whose kernels read the coordinate, and of it the axes that the call names: on ranks that agree there, and
+# in the operands, the call yields the same. Simulation computes it once for all of them.
+AXES_READ: dict[Any, Callable[..., Sequence[str]]] = {
+    shard_slice: lambda x, axes, atoms, pos, shape: axes,
+    mask_pad: lambda x, atoms, pos, size, axes, fill: axes,
+    axis_offset: lambda axes, strides: axes,
+}

@@ -1,0 +1,85 @@
+"""Random numbers that do not depend on the layout: Philox4x32-10 on (seed, op, global element index).
+
+`random_uniform(seed, op_id, shape, strides, offset)` is the tensor whose element (i0, i1, ...) is
+`philox(seed, op_id, offset + i0*strides[0] + i1*strides[1] + ...)`. In a traced graph the strides are those of
+the whole contiguous tensor and the offset is 0. A shard keeps the *global* strides and shifts the offset to its
+first element, and so draws exactly the numbers that the whole tensor has there:
+
+    whole [8, 16]:               shape [8, 16], strides [16, 1], offset 0
+    columns 8..15 of the same:   shape [8, 8],  strides [16, 1], offset 8
+
+With op_id 0 and indices below 2^32 the numbers are bit for bit those of Triton's `tl.rand(seed, index)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardc.ir.ops.library import define
+
+_LOW32 = 0xFFFFFFFF
+_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_CHUNK = 1 << 15  # int64 words: the few live buffers of a chunk stay in the L2 cache
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The block function on 32-bit words held in int64 tensors. Counters are overwritten.
+
+    int64 products wrap modulo 2^64, so the low and the high half of a 32x32-bit product are both exact.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = c0.mul_(_MULTIPLY[0]), c2.mul_(_MULTIPLY[1])
+        high0 = (p0 >> 32).bitwise_and_(_LOW32)
+        high1 = (p1 >> 32).bitwise_and_(_LOW32)
+        c0, c1, c2, c3 = (
+            high1.bitwise_xor_(c1).bitwise_xor_(k0),
+            p1.bitwise_and_(_LOW32),
+            high0.bitwise_xor_(c3).bitwise_xor_(k1),
+            p0.bitwise_and_(_LOW32),
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _LOW32, (k1 + _WEYL[1]) & _LOW32
+    return c0, c1, c2, c3
+
+
+def _uniform(word: Tensor) -> Tensor:
+    """A 32-bit word to [0, 1) as Triton does it: read as signed, folded to 31 bits, scaled just below 1."""
+    signed = torch.where(word >= 1 << 31, word - (1 << 32), word)
+    return torch.where(signed < 0, -signed - 1, signed).float() * 4.6566127342e-10
+
+
+def _random_uniform(seed: Tensor, op_id: int, shape: Sequence[int], strides: Sequence[int], offset: Tensor) -> Tensor:
+    index = offset.reshape(()).to(torch.int64)
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        steps = torch.arange(size, device=seed.device) * stride
+        index = index.unsqueeze(-1) + steps if dim else index + steps
+    index = index.reshape(-1)
+    out = torch.empty(index.numel(), dtype=torch.float32, device=seed.device)
+    key = (seed & _LOW32, (seed >> 32) & _LOW32)
+    for start in range(0, index.numel(), _CHUNK):
+        part = index[start : start + _CHUNK]
+        low, high = part & _LOW32, (part >> 32) & _LOW32
+        words = philox((low, torch.full_like(part, op_id), high, torch.zeros_like(part)), key)
+        out[start : start + _CHUNK] = _uniform(words[0])
+    return out.view(*shape)
+
+
+def _random_uniform_fake(
+    seed: Tensor, op_id: int, shape: Sequence[int], strides: Sequence[int], offset: Tensor
+) -> Tensor:
+    return seed.new_empty(shape, dtype=torch.float32)
+
+
+RANDOM_UNIFORM = define(
+    "random_uniform(Tensor seed, int op_id, int[] shape, int[] strides, Tensor offset) -> Tensor",
+    _random_uniform,
+    _random_uniform_fake,
+)

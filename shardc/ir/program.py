@@ -1,0 +1,175 @@
+"""A compiled program as plain data: one body that every rank runs, the single-device graph it must agree with, and why.
+
+A program file is JSON: a version, a SHA-256 of the canonical content, and the content. It holds no code: loading one
+looks ops up by name and executes nothing. A file that was cut short, altered, or written by another version is refused
+(SC401, SC402, SC403). The checksum guards against accidents; it is no signature.
+
+    {
+    "format": "shardc-program",
+    "version": 1,
+    "sha256": "...",
+    "content": {...}                    one line, so that the last line says whether the file is whole
+    }
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from shardc.ir.collectives import Collective, collectives
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.plain import (
+    Plain,
+    diagnostic_from_plain,
+    diagnostic_to_plain,
+    graph_from_plain,
+    graph_to_plain,
+    mesh_from_plain,
+    mesh_to_plain,
+    tensor_from_plain,
+    tensor_to_plain,
+)
+from shardc.ir.text import print_graph
+
+FORMAT = "shardc-program"
+VERSION = 1
+AnnotationLine = tuple[str, str, str, str]  # kind, name or pattern, placement text, origin ("plan.yaml:9" or "")
+
+
+class ParameterBytes(NamedTuple):
+    per_rank: int
+    whole: int  # of the model
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What `compile` returns, without the means to run it."""
+
+    body: Graph  # localized: arguments are per-rank, types say which global tensor a value is a shard of
+    reference: Graph  # normalised, on one device
+    mesh: Mesh
+    diagnostics: tuple[Diagnostic, ...] = ()
+    annotations: tuple[AnnotationLine, ...] = ()
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # by their input port's name
+    plan: Mapping[str, Any] = field(default_factory=dict[str, Any])  # plain data: what the user asked for
+
+    def text(self) -> str:
+        """The body as text; `shardc.ir.parse` reads it back."""
+        return print_graph(self.body)
+
+    def collectives(self) -> list[Collective]:
+        """All communication, in program order."""
+        return collectives(self.body)
+
+    def parameter_bytes(self) -> ParameterBytes:
+        """Memory for parameters: what one rank stores, padding included, and the whole model's."""
+        types = [
+            type_of(value)
+            for port, value in zip(self.body.inputs, self.body.placeholders, strict=True)
+            if port.role == "param"
+        ]
+        return ParameterBytes(sum(t.local_bytes(self.mesh) for t in types), sum(t.numel() * t.dtype.itemsize for t in types))
+
+    # ------------------------------------------------------------------ files
+    def to_json(self) -> str:
+        content = _canonical(
+            {
+                "body": graph_to_plain(self.body),
+                "reference": graph_to_plain(self.reference),
+                "mesh": mesh_to_plain(self.mesh),
+                "diagnostics": [diagnostic_to_plain(d) for d in self.diagnostics],
+                "annotations": [list(line) for line in self.annotations],
+                "constants": {name: tensor_to_plain(t) for name, t in self.constants.items()},
+                # As it will be read: tuples become lists and keys strings before the checksum is taken, not after.
+                "plan": json.loads(json.dumps(dict(self.plan))),
+            }
+        )
+        head = {"format": FORMAT, "version": VERSION, "sha256": _checksum(content)}
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        return "{\n" + ",\n".join([*lines, f'"content": {content}']) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "<json>") -> Program:
+        """The program of a file's text; `origin` names the file in errors."""
+        content = _content(text, origin)
+        try:
+            return cls(
+                body=graph_from_plain(content["body"]),
+                reference=graph_from_plain(content["reference"]),
+                mesh=mesh_from_plain(content["mesh"]),
+                diagnostics=tuple(diagnostic_from_plain(d) for d in content["diagnostics"]),
+                annotations=tuple(cast(AnnotationLine, tuple(line)) for line in content["annotations"]),
+                constants={name: tensor_from_plain(t) for name, t in content["constants"].items()},
+                plan=content["plan"],
+            )
+        except ShardcError:
+            raise
+        except Exception as wrong:  # whatever a forged file trips over: its checksum is right, what it says is not
+            what = f"{type(wrong).__name__}: {wrong}"
+            raise error("SC402", f"the content is no program ({what})", location=origin, hint=_COMPILE) from wrong
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all: readers never see half a program."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> Program:
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            raise error("SC401", "this is no program file", location=str(path), hint=_COMPILE) from None
+        return cls.from_json(text, str(path))
+
+
+_COMPILE = "write the file anew: compile the program, then save it"
+
+
+def _content(text: str, origin: str) -> Plain:
+    """The content of a file that is whole, unaltered, and of this version."""
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        if not text.startswith(f'{{\n"format": "{FORMAT}"'):
+            raise error("SC401", "this is no program file", location=origin, hint=_COMPILE) from None
+        if not text.rstrip().endswith("\n}"):
+            message = f"the program file ends early, after {len(text)} characters"
+            raise error("SC401", message, location=origin, hint="copy it again, or " + _COMPILE) from None
+        raise error("SC402", "the program file is damaged: it is no JSON", location=origin, hint=_COMPILE) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise error("SC401", "this is no program file", location=origin, hint=_COMPILE)
+    if data.get("version") != VERSION:
+        message = f"the program file has version {data.get('version')}, this shardc reads version {VERSION}"
+        raise error("SC403", message, location=origin, hint=_COMPILE)
+    content: Any = data.get("content")
+    if not isinstance(content, dict) or data.get("sha256") != _checksum(_canonical(content)):
+        message = "the program file was altered after it was written: its checksum differs"
+        raise error("SC402", message, location=origin, hint=_COMPILE)
+    return content
+
+
+def _canonical(content: Plain) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _checksum(content: str) -> str:
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()

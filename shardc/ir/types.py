@@ -1,0 +1,175 @@
+"""Tensor types: a dtype, a global shape factored into atoms, and where each atom is sharded.
+
+A tensor dim is a product of *atoms*, major first; an atom is the smallest piece of a dim that a
+mesh axis may shard. A fused QKV weight of 3*8*64 columns sharded by heads prints as
+
+    f32[512, (3 8@tp 64)]
+
+so splits, head reshapes and flattened batches need no communication and no strided-shard special
+case. A size-1 dim has no atoms. A pending reduction prints as ``|sum tp``.
+
+Uneven atoms are padded: sharding size n by k stores ceil(n/k) on every rank, axis by axis, major
+first, so that gathering the minor axis yields exactly the layout of the major axis alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardc.ir.mesh import Mesh
+
+Axes = tuple[str, ...]
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def local_size(size: int, axes: Sequence[str], mesh: Mesh) -> int:
+    """Elements of an atom of `size` that one rank stores: ceil-divided by each axis in turn."""
+    for axis in axes:
+        size = -(-size // mesh.size(axis))
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One factor of one tensor dim: its global size, and the axes that shard it, major first."""
+
+    size: int
+    axes: Axes = ()
+
+    def local(self, mesh: Mesh) -> int:
+        return local_size(self.size, self.axes, mesh)
+
+    def uneven(self, mesh: Mesh) -> bool:
+        return self.size % math.prod(mesh.size(a) for a in self.axes) != 0
+
+    def __str__(self) -> str:
+        return str(self.size) + (f"@{'.'.join(self.axes)}" if self.axes else "")
+
+
+Dim = tuple[Atom, ...]
+Partial = tuple[tuple[str, str], ...]  # (axis, reduction), sorted
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """dtype, global shape as atoms with their axes, and pending reductions."""
+
+    dtype: torch.dtype
+    dims: tuple[Dim, ...]
+    partial: Partial = ()
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        """The unplaced type of a tensor: one atom a dim, none for a dim of size 1."""
+        return TensorType.plain(tensor.dtype, tensor.shape)
+
+    @staticmethod
+    def plain(dtype: torch.dtype, shape: Iterable[int]) -> TensorType:
+        return TensorType(dtype, tuple(() if n == 1 else (Atom(int(n)),) for n in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(math.prod(a.size for a in dim) for dim in self.dims)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def atoms(self) -> tuple[Atom, ...]:
+        """All atoms, dims flattened."""
+        return tuple(a for dim in self.dims for a in dim)
+
+    @property
+    def placement(self) -> tuple[Axes, ...]:
+        """The axes of each atom, dims flattened."""
+        return tuple(a.axes for dim in self.dims for a in dim)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every axis that shards some atom."""
+        return frozenset(axis for a in self.atoms for axis in a.axes)
+
+    @property
+    def partial_axes(self) -> frozenset[str]:
+        return frozenset(axis for axis, _ in self.partial)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape every rank stores (the same on all of them; uneven atoms are padded)."""
+        return tuple(math.prod(a.local(mesh) for a in dim) for dim in self.dims)
+
+    def local_atoms(self, mesh: Mesh) -> tuple[int, ...]:
+        return tuple(a.local(mesh) for a in self.atoms)
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        return math.prod(self.local_shape(mesh)) * self.dtype.itemsize
+
+    def place(self, placement: Sequence[Axes], partial: Iterable[tuple[str, str]] = ()) -> TensorType:
+        """The same tensor, each flat atom sharded by the given axes, with the given pending reductions."""
+        it = iter(placement)
+        dims = tuple(tuple(Atom(a.size, next(it)) for a in dim) for dim in self.dims)
+        return TensorType(self.dtype, dims, tuple(sorted(partial)))
+
+    def replicated(self) -> TensorType:
+        return self.place([()] * len(self.atoms))
+
+    def with_dtype(self, dtype: torch.dtype) -> TensorType:
+        return TensorType(dtype, self.dims, self.partial)
+
+    def uneven_atoms(self, mesh: Mesh) -> list[int]:
+        """Flat positions of the atoms that hold padding on some rank."""
+        return [i for i, a in enumerate(self.atoms) if a.axes and a.uneven(mesh)]
+
+    def __str__(self) -> str:
+        dims = ", ".join("1" if not d else str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims)
+        pending = "".join(f" |{kind} {axis}" for axis, kind in self.partial)
+        return f"{DTYPE_NAMES[self.dtype]}[{dims}]{pending}"
+
+    @staticmethod
+    def parse(text: str) -> TensorType:
+        """Read what `str` prints. Raises ValueError on anything else."""
+        match = re.fullmatch(r"(\w+)\[(.*?)\]((?: \|\w+ [\w:]+)*)", text.strip())
+        if match is None or match[1] not in DTYPES:
+            raise ValueError(f"not a tensor type: {text!r}")
+        dims = tuple(_parse_dim(d) for d in match[2].split(",")) if match[2].strip() else ()
+        pending = re.findall(r"\|(\w+) ([\w:]+)", match[3])
+        return TensorType(DTYPES[match[1]], dims, tuple(sorted((axis, kind) for kind, axis in pending)))
+
+
+def _parse_dim(text: str) -> Dim:
+    words = text.strip().removeprefix("(").removesuffix(")").split()
+    if words == ["1"]:
+        return ()
+    atoms: list[Atom] = []
+    for word in words:
+        size, _, axes = word.partition("@")
+        if not size.isdigit():
+            raise ValueError(f"not a dim: {text!r}")
+        atoms.append(Atom(int(size), tuple(axes.split(".")) if axes else ()))
+    return tuple(atoms)

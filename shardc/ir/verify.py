@@ -1,0 +1,206 @@
+"""What every graph must be, whatever pass made it: well typed, well named, well formed. (Rules are `passes.verify`'s.)
+
+Each check takes a graph and returns one line a violation. A violation is our own bug, or a program file's: never the
+user's. `violations` runs them all; the first finds what would make the others stumble.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from shardc.ir.graph import Graph, ValueInfo, info, op_name
+from shardc.ir.schema import find_op, yields_one_tensor
+from shardc.ir.types import TensorType
+
+INPUT_ROLES = {"param", "buffer", "input", "seed", "state"}
+OUTPUT_ROLES = {"loss", "grad", "output", "buffer", "state"}
+REDUCTIONS = {"sum", "max", "min"}
+
+
+def violations(graph: Graph) -> list[str]:
+    """Everything that is wrong with the structure of a graph."""
+    return formed(graph) or [line for check in CHECKS for line in check(graph)]
+
+
+def formed(graph: Graph) -> list[str]:
+    """Every node is an input, a call of an op of ours or aten's, a getitem of one, or the one output at the end."""
+    found: list[str] = []
+    nodes = list(graph.fx.nodes)
+    if not nodes or nodes[-1].op != "output" or not isinstance(nodes[-1].args[0], list | tuple):
+        return ["V0 the graph does not end in an output of a tuple"]
+    for node in nodes[:-1]:
+        if node.op not in ("placeholder", "call_function"):
+            found.append(f"V0 {node.name} is a {node.op}")
+        elif not isinstance(node.meta.get("shardc"), ValueInfo):
+            found.append(f"V0 {node.name} has no ValueInfo")
+        elif node.op == "call_function" and node.target is not operator.getitem and not _known(node.target):
+            found.append(f"V0 {info(node).name} calls {node.target}, which is no op of aten or shardc")
+    return found
+
+
+def types_sound(graph: Graph) -> list[str]:
+    """V1: in one value, an axis of the mesh shards one atom, once, or is pending; atoms are larger than 1."""
+    axes = frozenset(graph.mesh.names)
+    found: list[str] = []
+    for node in _nodes(graph):
+        about = info(node)
+        for type in (about.type, *about.results):
+            if type is not None and (wrong := _type_fault(type, axes)):
+                found.append(f"V1 {about.name}: {type} {wrong}")
+        split = [axis for _, over in about.assignment for axis in over] + list(about.passes)
+        if not axes.issuperset(split):
+            found.append(f"V1 {about.name}: its assignment names axes that the mesh lacks: {sorted(set(split) - axes)}")
+        if len(set(split)) != len(split):
+            found.append(f"V1 {about.name}: its assignment uses an axis twice")
+    return found
+
+
+def names_unique(graph: Graph) -> list[str]:
+    """No two nodes have one name, none has none."""
+    counts = Counter(info(node).name for node in _nodes(graph))
+    return [f"the name {name!r} is {count} nodes'" for name, count in counts.items() if count > 1 or not name]
+
+
+def ports_match(graph: Graph) -> list[str]:
+    """One port a placeholder and one an output, with roles that fit, under different names."""
+    found: list[str] = []
+    for side, ports, values, roles in (
+        ("input", graph.inputs, graph.placeholders, INPUT_ROLES),
+        ("output", graph.outputs, graph.output_values, OUTPUT_ROLES),
+    ):
+        if len(ports) != len(values):
+            found.append(f"{len(values)} {side}s have {len(ports)} ports")
+        found += [f"{side} {p.name!r} has the role {p.role!r}" for p in ports if p.role not in roles]
+        counts = Counter((p.role, name) for p in ports for name in {p.name, *p.aliases})
+        found += [f"{count} {side}s are {role} {name!r}" for (role, name), count in counts.items() if count > 1]
+    for port, value in zip(graph.outputs, graph.output_values, strict=False):
+        if not isinstance(value, fx.Node) or info(value).type is None:  # pyright: ignore[reportUnnecessaryIsInstance]
+            found.append(f"output {port.name!r} is no tensor")
+    return found
+
+
+def arguments_fit(graph: Graph) -> list[str]:
+    """Every call gives its op's schema what it asks for, tensors where it says Tensor and there alone."""
+    found: list[str] = []
+    for node in graph.calls():
+        names = [name for name, _, _ in _arguments(node.target)]
+        bound = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
+            found.append(f"{info(node).name}: the arguments are not those of {node.target._schema}")  # type: ignore[union-attr]
+            continue
+        for name, kind, required in _arguments(node.target):
+            if name not in bound:
+                if required:
+                    found.append(f"{info(node).name}: {op_name(node.target)} lacks {name!r}")
+            elif not _fits(bound[name], kind):
+                found.append(f"{info(node).name}: {name!r} is {bound[name]!r}, the schema wants {kind}")
+    return found
+
+
+def ordered(graph: Graph) -> list[str]:
+    """Values are defined before they are used; calls of several results are used through one getitem a result."""
+    found: list[str] = []
+    seen: set[fx.Node] = set()
+    for node in graph.fx.nodes:
+        name = "the output" if node.op == "output" else info(node).name
+        for value in node.all_input_nodes:
+            if value not in seen:
+                found.append(f"{name} uses {value.name} before it is defined")
+            elif info(value).type is None and node.target is not operator.getitem:
+                found.append(f"{name} uses {info(value).name} whole")
+        seen.add(node)
+        if node.op == "call_function" and node.target is not operator.getitem:
+            found += _results_fit(node)
+    return found
+
+
+CHECKS: tuple[Callable[[Graph], list[str]], ...] = (types_sound, names_unique, ports_match, arguments_fit, ordered)
+
+
+def _nodes(graph: Graph) -> Iterable[fx.Node]:
+    return (node for node in graph.fx.nodes if node.op != "output")
+
+
+@lru_cache(maxsize=4096)
+def _known(target: Any) -> bool:
+    return isinstance(target, OpOverload) and find_op(op_name(target)) is target
+
+
+@lru_cache(maxsize=65536)
+def _type_fault(type: TensorType, axes: frozenset[str]) -> str:
+    """Few types fill a graph of thousands of values, so each is looked at once."""
+    used = [axis for atom in type.atoms for axis in atom.axes] + [axis for axis, _ in type.partial]
+    if not axes.issuperset(used):
+        return f"names axes that the mesh lacks: {sorted(set(used) - axes)}"
+    if len(set(used)) != len(used):
+        return "uses an axis twice"
+    if any(atom.size == 1 for atom in type.atoms):
+        return "has an atom of size 1"
+    unknown = {kind for _, kind in type.partial} - REDUCTIONS
+    return f"is pending by {sorted(unknown)}" if unknown else ""
+
+
+def _results_fit(node: fx.Node) -> list[str]:
+    """The type or results that a call declares against its schema and its getitems."""
+    about = info(node)
+    if yields_one_tensor(node.target) != (about.type is not None):  # type: ignore[arg-type]
+        return [f"{about.name}: type {about.type} and {len(about.results)} results for {op_name(node.target)}"]
+    if about.type is not None:
+        return []
+    found: list[str] = []
+    taken: set[int] = set()
+    for user in node.users:
+        if user.target is not operator.getitem:
+            continue
+        index: Any = user.args[1]
+        type = info(user).type
+        declared = about.results[index] if isinstance(index, int) and 0 <= index < len(about.results) else None
+        if declared is None or type is None:
+            found.append(f"{info(user).name} takes result {index} of {about.name}, which is no tensor")
+        elif (declared.shape, declared.dtype) != (type.shape, type.dtype):
+            found.append(f"{info(user).name} is {type}, {about.name} declares {declared}")
+        if index in taken:
+            found.append(f"{info(user).name} takes result {index} of {about.name} a second time")
+        taken.add(index)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _arguments(op: OpOverload) -> tuple[tuple[str, str, bool], ...]:
+    """Name, type and necessity of each argument of a schema."""
+    return tuple((a.name, str(a.type), not a.has_default_value()) for a in op._schema.arguments)
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Is a value of the schema's type? Types that graphs hold little of (generators, storages) are not looked at."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(value, kind.removeprefix("Optional[").removesuffix("]"))
+    if kind.startswith("List["):
+        inner = kind.removeprefix("List[").removesuffix("]")
+        # `int[2] stride` takes one int for both, and so on.
+        return all(_fits(v, inner) for v in value) if isinstance(value, list | tuple) else _fits(value, inner)
+    if kind == "Tensor":  # torch wraps numbers
+        return isinstance(value, fx.Node | int | float)
+    if isinstance(value, fx.Node):
+        return False
+    match kind:
+        case "bool":
+            return isinstance(value, bool)
+        case "str":
+            return isinstance(value, str)
+        case "float":
+            return isinstance(value, int | float)
+        case "number":
+            return isinstance(value, bool | int | float | complex)
+        case "int":  # torch's dtypes, layouts and memory formats are ints to a schema
+            return isinstance(value, int | torch.dtype | torch.layout | torch.memory_format)
+        case _:
+            return True

@@ -1,0 +1,1 @@
+"""One transformation of the graph a file; `compiler.py` lists them in order."""

@@ -1,0 +1,17 @@
+"""What `normalize` rewrites, by topic. Importing this package fills the table."""
+
+from shardc.passes.decompositions import batch_norm, canonical, cross_entropy, losses, matmul, reductions
+from shardc.passes.decompositions.table import DECOMPOSITIONS, KEEP, REMOVED, Emit
+
+__all__ = [
+    "DECOMPOSITIONS",
+    "KEEP",
+    "REMOVED",
+    "Emit",
+    "batch_norm",
+    "canonical",
+    "cross_entropy",
+    "losses",
+    "matmul",
+    "reductions",
+]

@@ -1,0 +1,200 @@
+"""insert_reshards: make every operand exactly what its op demands.
+
+Needs: assignments and settled partials. Ensures: each operand's type is what the rule derives from the
+assignment; outputs are placed as their parameter, buffer or annotation is, and never pending.
+
+A value may be needed in several placements; each is made once and kept. The next need starts from the
+cheapest copy there is. What a gather made in forward is not kept for backward: it is gathered again there
+(Korthikanti et al. 2022, section 4.2.2), since keeping it would undo the memory that sharding saved. A
+reshard of a view moves to the root of the chain of views, so that a weight and its transpose are gathered once.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, replace_operands, results, type_of
+from shardc.ir.ops import collectives
+from shardc.ir.types import TensorType
+from shardc.passes.base import Pass, split_of
+from shardc.passes.reshard_steps import Step, plan
+from shardc.rules.projection import project
+from shardc.rules.registry import find_rule
+
+_GATHERS = {"all_gather", "all_to_all", "permute"}
+
+
+@dataclass(frozen=True)
+class InsertReshards(Pass):
+    """Insert `reshard` where a value is not as its consumer needs it."""
+
+    def run(self, graph: Graph) -> Graph:
+        copies = _Copies(graph)
+        for node in list(graph.fx.nodes):
+            if node.op == "placeholder":
+                copies.born(node)
+            elif node.op == "output":
+                outputs: list[fx.Node] = []
+                for i, v in enumerate(graph.output_values):
+                    with graph.fx.inserting_before(copies.earliest(v, node)):
+                        outputs.append(copies.get(v, output_type(graph, i), "out"))
+                node.args = (tuple(outputs),)
+            elif node.target is operator.getitem:
+                continue
+            else:
+                needs = operand_types(node)
+                with graph.fx.inserting_before(node):
+                    values = [
+                        copies.get(v, need, info(node).phase)
+                        for v, need in zip(operands(node), needs, strict=True)
+                    ]
+                replace_operands(node, values)
+                for v in results(node):
+                    if v is not None:
+                        copies.born(v)
+        graph.activations = {name: copies.current(v) for name, v in graph.activations.items()}
+        graph.erase_dead()
+        return graph
+
+
+def operand_types(node: fx.Node) -> list[TensorType]:
+    """What a call demands of its operands: each atom over the axes of its piece, pending where the op passes sums on."""
+    sources = operands(node)
+    types = [type_of(v) for v in sources]
+    if find_rule(node.target) is None:
+        return [t.replicated() for t in types]
+    if all(info(v).constant for v in sources):
+        return types
+    projection = project(node)
+    split = split_of(node, projection)
+    passes = info(node).passes
+    needs: list[TensorType] = []
+    for k, (value, type) in enumerate(zip(sources, types, strict=True)):
+        joint = projection.linear == "joint"
+        pending = [(a, "sum") for a in passes if joint or ((a, "sum") in type_of(value).partial and k in projection.linear)]
+        needs.append(type.place([split.get(p, ()) for p in projection.operands[k]], pending))
+    return needs
+
+
+def output_type(graph: Graph, index: int) -> TensorType:
+    """A gradient is placed as its parameter, a new buffer as the old one, an annotated output as annotated, the rest as it is."""
+    port, value = graph.outputs[index], graph.output_values[index]
+    type = type_of(value)
+    if port.role in ("grad", "buffer", "state"):
+        twin = type_of(graph.input(port.name))
+        return type.place(twin.placement)
+    if port.role == "loss":
+        return type.replicated()
+    if value in graph.seeds:
+        return type.place(graph.seeds[value].placement)
+    return type.place(type.placement)
+
+
+def find_view(value: fx.Node) -> bool:
+    """The value is a view of another, so that resharding it may start at another copy."""
+    entry = find_rule(value.target) if value.op == "call_function" else None
+    return entry is not None and entry.kind == "view"
+
+
+class _Copies:
+    """All placements in which each value is at hand."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.have: dict[fx.Node, list[tuple[TensorType, fx.Node, str | None]]] = {}  # phase None: kept for all phases
+        self.origin: dict[fx.Node, fx.Node] = {}
+
+    def born(self, value: fx.Node) -> None:
+        """A value as its op produced it; an annotated activation is brought to its annotation at once."""
+        self.have[value] = [(type_of(value), value, None)]
+        seed = self.graph.seeds.get(value)
+        if seed is None or value.op == "placeholder":
+            return
+        type = type_of(value)
+        placement = [want if fixed else has for want, fixed, has in zip(seed.placement, seed.fixed, type.placement, strict=True)]
+        target = type.place(placement)
+        if target != type:
+            following = value.next
+            while following.target is operator.getitem:
+                following = following.next
+            with self.graph.fx.inserting_before(following):
+                constrained = self._reshard(value, value, target, info(value).phase)
+            self.have[value] = [(target, constrained, None)]
+
+    def current(self, value: fx.Node) -> fx.Node:
+        return self.have[value][0][1] if value in self.have else value
+
+    def earliest(self, value: fx.Node, last: fx.Node) -> fx.Node:
+        """Where to make an output: as soon as its value is there, so that a gradient's reduction can overlap."""
+        if len(self.have[value]) > 1 or value.op == "placeholder" or find_view(value):
+            return last
+        following = value.next
+        while following.target is operator.getitem:
+            following = following.next
+        return following
+
+    def get(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node:
+        """The value as `need` says, made at the insertion point if it is not at hand."""
+        usable = [(t, n) for t, n, kept in self.have[value] if kept is None or kept == phase]
+        for type, node in usable:
+            if type == need:
+                return node
+        best: tuple[float, list[Step], fx.Node] | None = None
+        for type, node in usable:
+            planned = plan(type, need, self.graph.mesh)
+            if planned is not None and (best is None or planned[1] < best[0]):
+                best = (planned[1], planned[0], node)
+        assert best is not None, f"{info(value).name} cannot become {need}"
+        cost, steps, source = best
+        if cost > 0:
+            hoisted = self._at_view_root(value, need, phase)
+            if hoisted is not None:
+                self.have[value].append((need, hoisted, phase))
+                return hoisted
+        made = self._reshard(value, source, need, phase)
+        kept = None if not any(s.kind in _GATHERS for s in steps) else phase
+        self.have[value].append((need, made, kept))
+        return made
+
+    def _reshard(self, value: fx.Node, source: fx.Node, need: TensorType, phase: str) -> fx.Node:
+        name = f"{info(value).name}.reshard"
+        shown = info(value).phase if phase == "out" else phase
+        made = self.graph.call(
+            collectives.reshard, (source,), like=value, type=need, name=name, phase=shown
+        )
+        self.origin[made] = value
+        return made
+
+    def _at_view_root(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node | None:
+        """Reshard the view's input instead and repeat the view, where the two have the same pieces."""
+        entry = find_rule(value.target) if value.op == "call_function" else None
+        if entry is None or entry.kind != "view" or len(operands(value)) != 1 or value in self.graph.seeds:
+            return None
+        projection = project(value)
+        if set(projection.operands[0]) != set(projection.results[0]) or projection.blocked:
+            return None
+        of_piece = dict(zip(projection.results[0], need.placement, strict=True))
+        source = operands(value)[0]
+        root = self._root(source)
+        if root is None:
+            return None
+        wanted = type_of(root).place([of_piece[p] for p in projection.operands[0]], need.partial)
+        if not set(wanted.partial) <= set(type_of(root).partial):
+            return None
+        placed = self.get(root, wanted, phase)
+        split = tuple((projection.names[p], axes) for p, axes in of_piece.items() if axes)
+        shown = info(value).phase if phase == "out" else phase
+        passes = tuple(a for a, _ in need.partial)
+        again = self.graph.call(
+            value.target, value.args, dict(value.kwargs), like=value, type=need, name=info(value).name, assignment=split, passes=passes, phase=shown
+        )
+        replace_operands(again, [placed])
+        self.origin[again] = value
+        return again
+
+    def _root(self, placed: fx.Node) -> fx.Node | None:
+        """The value of which an operand, perhaps already a reshard, is a copy."""
+        return placed if placed in self.have else self.origin.get(placed)

@@ -1,0 +1,136 @@
+"""From one placement of a tensor to another, as a sequence of single steps, one collective each.
+
+    slice           an atom takes one more axis; every rank keeps its part; free
+    reduce_scatter  the same, on a pending sum
+    all_reduce      a pending sum is resolved in place
+    all_gather      an atom gives up its minor axis
+    all_to_all      an axis moves from one atom to another
+    permute         an atom exchanges its axis for another of the same size
+
+Reductions come first, while the tensor is large in ranks and small in each; gathers last. Each step
+touches an atom's minor-most axis only, which keeps unevenly padded layouts exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import TensorType
+
+LATENCY_BYTES = 64  # what starting a collective is worth, against bytes moved: fewer steps win ties
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective: `source` and `target` are flat atoms (-1 where the step has none)."""
+
+    kind: str
+    axis: str
+    before: TensorType
+    after: TensorType
+    source: int = -1
+    target: int = -1
+    reduction: str = "sum"
+    to_axis: str = ""  # of a permute
+
+
+def plan(before: TensorType, after: TensorType, mesh: Mesh) -> tuple[list[Step], float] | None:
+    """The steps and the bytes a rank sends; None when `after` is pending where `before` is not (never made up)."""
+    if not set(after.partial) <= set(before.partial):
+        return None
+    if before == after:
+        return [], 0.0
+    return _Planner(before, after, mesh).run()
+
+
+class _Planner:
+    def __init__(self, before: TensorType, after: TensorType, mesh: Mesh) -> None:
+        self.type = before
+        self.now = list(before.placement)
+        self.want = list(after.placement)
+        self.pending = dict(before.partial)
+        self.keep = dict(after.partial)
+        self.mesh = mesh
+        self.steps: list[Step] = []
+        self.cost = 0.0
+
+    def run(self) -> tuple[list[Step], float]:
+        while self._extend() or self._reduce() or self._shrink():
+            pass
+        assert self.now == self.want and self.pending == self.keep, "a reshard came to a halt before its target"
+        return self.steps, self.cost
+
+    def _emit(self, kind: str, axis: str, moved: float, **fields: object) -> None:
+        after = self.type.place(self.now, self.pending.items())
+        self.steps.append(Step(kind, axis, self.type, after, **fields))  # type: ignore[arg-type]
+        self.type = after
+        self.cost += moved + (LATENCY_BYTES if kind != "slice" else 0)
+
+    def _bytes(self) -> int:
+        return self.type.local_bytes(self.mesh)
+
+    def _extend(self) -> bool:
+        """Give an atom the next axis that it wants, if no other atom holds it."""
+        for i, want in enumerate(self.want):
+            now = self.now[i]
+            if len(now) < len(want) and now == want[: len(now)]:
+                axis = want[len(now)]
+                if any(axis in axes for axes in self.now):
+                    continue
+                k = self.mesh.size(axis)
+                self.now[i] = (*now, axis)
+                if axis in self.pending:
+                    reduction = self.pending.pop(axis)
+                    self._emit("reduce_scatter", axis, self._bytes() * (k - 1) / k, target=i, reduction=reduction)
+                else:
+                    self._emit("slice", axis, 0, target=i)
+                return True
+        return False
+
+    def _reduce(self) -> bool:
+        """Resolve a pending reduction whose axis no atom will take."""
+        wanted = {axis for axes in self.want for axis in axes}
+        for axis, reduction in list(self.pending.items()):
+            if axis not in self.keep and axis not in wanted:
+                k = self.mesh.size(axis)
+                del self.pending[axis]
+                self._emit("all_reduce", axis, 2 * self._bytes() * (k - 1) / k, reduction=reduction)
+                return True
+        return False
+
+    def _shrink(self) -> bool:
+        """Take an axis away that is in the way: move it where it is wanted, or gather."""
+        for i, now in enumerate(self.now):
+            if not now or now == self.want[i][: len(now)]:
+                continue
+            if self._permute(i):
+                return True
+            axis = now[-1]
+            k = self.mesh.size(axis)
+            home = next((j for j, axes in enumerate(self.want) if axis in axes), None)
+            self.now[i] = now[:-1]
+            if home is not None and home != i and self.now[home] == self.want[home][: self.want[home].index(axis)]:
+                self.now[home] = (*self.now[home], axis)
+                self._emit("all_to_all", axis, self._bytes() * (k - 1) / k, source=i, target=home)
+            else:
+                self._emit("all_gather", axis, self._bytes() * (k - 1), source=i)
+            return True
+        return False
+
+    def _permute(self, i: int) -> bool:
+        """a -> b on one atom, |a| = |b|: every rank sends its shard to one other."""
+        now, want = self.now[i], self.want[i]
+        if len(now) != 1 or len(want) != 1 or self.mesh.size(now) != self.mesh.size(want):
+            return False
+        if any(want[0] in axes for axes in self.now) or want[0] in self.pending:
+            return False
+        self.now[i] = want
+        self._emit("permute", now[0], self._bytes(), source=i, target=i, to_axis=want[0])
+        return True
+
+
+def even(type: TensorType, atom: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether an atom divides by the axes with nothing left over."""
+    return type.atoms[atom].size % math.prod(mesh.size(a) for a in axes) == 0

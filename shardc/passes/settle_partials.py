@@ -1,0 +1,171 @@
+"""settle_partials: decide where each pending sum is resolved, by one minimum cut an axis.
+
+Needs: assignments. Ensures: `info.passes` of each op that runs on pending sums; types say exactly what
+each op then produces.
+
+Resolving at once is wrong (the input gradients of q, k and v would each be all-reduced, instead of their
+sum), as late as possible is wrong too (a sum that passes a broadcast multiply grows). For an axis let V be
+the values that can be pending sums over it. Value v becomes two vertices, v_p (v as a pending sum) and
+v_r (v resolved), joined by an edge that costs what resolving v costs: an all-reduce, or half of it when
+all who read it want it sharded. The source feeds the values an op generates pending; consumers that
+cannot work on pending sums pull v_r to the sink; linear consumers tie v_r to their own result's w_p, so
+that they either run on all their inputs pending or on none. Ties resolve early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, results, type_of, update
+from shardc.ir.types import Axes, TensorType
+from shardc.passes.base import Pass, split_of
+from shardc.rules.projection import Projection, project
+from shardc.rules.registry import find_rule
+
+LATENCY_BYTES = 64  # what starting a collective is worth, against bytes moved
+
+
+@dataclass(frozen=True)
+class SettlePartials(Pass):
+    """Choose, for every linear op, whether it runs on pending sums."""
+
+    def run(self, graph: Graph) -> Graph:
+        ops = [_Op(n, project(n)) for n in graph.calls() if find_rule(n.target) is not None]
+        ops = [op for op in ops if not all(info(v).constant for v in op.sources)]
+        passing: dict[_Op, list[str]] = {op: [] for op in ops}
+        for axis in graph.mesh.names:
+            for op in _cut(graph, ops, axis):
+                passing[op].append(axis)
+        _finish(graph, ops, passing)
+        return graph
+
+
+class _Op:
+    """A call with its projection and split, looked up once."""
+
+    __slots__ = ("delayed", "node", "outs", "projection", "sources", "split")
+
+    def __init__(self, node: fx.Node, projection: Projection):
+        self.node = node
+        self.projection = projection
+        self.sources = operands(node)
+        self.outs = [v for v in results(node)]
+        self.split = split_of(node, projection)
+        self.delayed = {axis: projection.names.index(f) for axis, f in info(node).fallback}
+
+    def uses(self, axis: str) -> bool:
+        return any(axis in axes for axes in self.split.values())
+
+    def wants(self, operand: int, axis: str) -> bool:
+        """The op needs this operand sharded over the axis."""
+        return any(axis in self.split.get(p, ()) for p in self.projection.operands[operand])
+
+    def could_pass(self, pending: set[fx.Node], axis: str) -> bool:
+        """The op is linear in those of its operands that are pending."""
+        if self.uses(axis) or not self.projection.linear:
+            return False
+        having = [i for i, v in enumerate(self.sources) if v in pending]
+        if self.projection.linear == "joint":
+            return len(having) == len(self.sources) > 0
+        return len(having) == 1 and having[0] in self.projection.linear
+
+
+def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
+    """The ops that run on sums pending over the axis."""
+    generated: set[fx.Node] = set()
+    pending: set[fx.Node] = set()
+    eligible: set[_Op] = set()
+    users: dict[fx.Node, list[tuple[_Op, int]]] = {}
+    by_result: dict[fx.Node, _Op] = {}
+    for op in ops:  # topological: an op's operands are classified before it
+        for k, v in enumerate(op.outs):
+            if v is None:
+                continue
+            by_result[v] = op
+            if ("sum" in {kind for a, kind in op.projection.partial(op.split, k) if a == axis}):
+                generated.add(v)
+                pending.add(v)
+        if op.could_pass(pending, axis):
+            eligible.add(op)
+            pending.update(v for v in op.outs if v is not None)
+        for i, v in enumerate(op.sources):
+            if v in pending:
+                users.setdefault(v, []).append((op, i))
+    if not eligible:
+        return []
+    outputs = {v: p for p, v in zip(graph.outputs, graph.output_values, strict=True)}
+    wanted = {v: axis in type_of(graph.input(p.name)).axes for v, p in outputs.items() if p.role in ("grad", "buffer")}
+    chosen: list[_Op] = []
+    for values in _components(pending, eligible, users):
+        if all(op not in eligible for v in values for op, _ in users.get(v, [])):
+            continue
+        network: nx.DiGraph[object] = nx.DiGraph()
+        for v in values:
+            uses = users.get(v, [])
+            resolved = [(op, i) for op, i in uses if op not in eligible]
+            sharded = [op.wants(i, axis) for op, i in resolved]
+            sharded += [True for op, _ in uses if op in eligible and axis in op.delayed]
+            sharded += [wanted[v]] if v in wanted else []
+            once = bool(sharded) and all(sharded)
+            cost = type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + LATENCY_BYTES
+            network.add_edge((v, "p"), (v, "r"), capacity=cost)
+            if v in generated:
+                network.add_edge("source", (v, "p"))
+            else:
+                network.add_edge((v, "p"), "sink", capacity=1)  # ties resolve early
+            if v in outputs or resolved or v in graph.seeds:
+                network.add_edge((v, "r"), "sink")
+            for op, _ in uses:
+                if op in eligible:
+                    for w in op.outs:
+                        if w is not None:
+                            network.add_edge((v, "r"), (w, "p"))
+                            network.add_edge((w, "p"), (v, "p"))
+        if "source" not in network or "sink" not in network:
+            continue
+        _, (near, _) = nx.minimum_cut(network, "source", "sink")
+        for op in {op for v in values for op, _ in users.get(v, []) if op in eligible}:
+            if all((w, "p") in near for w in op.outs if w is not None):
+                chosen.append(op)
+    return chosen
+
+
+def _components(
+    pending: set[fx.Node], eligible: set[_Op], users: dict[fx.Node, list[tuple[_Op, int]]]
+) -> list[list[fx.Node]]:
+    """Values tied by eligible ops; each group is a cut of its own. Deterministic: in order of the users' table."""
+    ties: nx.Graph[fx.Node] = nx.Graph()
+    for v in users:
+        ties.add_node(v)
+        for op, _ in users[v]:
+            if op in eligible:
+                ties.add_edges_from((v, w) for w in op.outs if w is not None)
+    return [list(c) for c in nx.connected_components(ties)]
+
+
+def _finish(graph: Graph, ops: list[_Op], passing: dict[_Op, list[str]]) -> None:
+    """Give ops whose sums are resolved before them their fallback piece, and derive every produced type anew."""
+    order = graph.mesh.names
+    for op in ops:
+        for axis, piece in op.delayed.items():
+            if axis not in passing[op]:
+                op.split[piece] = tuple(sorted((*op.split.get(piece, ()), axis), key=order.index))
+        names = op.projection.names
+        update(
+            op.node,
+            assignment=tuple((names[p], axes) for p, axes in op.split.items()),
+            passes=tuple(passing[op]),
+            fallback=(),
+        )
+        for k, v in enumerate(op.outs):
+            if v is not None:
+                update(v, type=produced(type_of(v), op.projection, op.split, tuple(passing[op]), k))
+
+
+def produced(type: TensorType, projection: Projection, split: dict[int, Axes], passes: Axes, result: int) -> TensorType:
+    """What an op yields: each atom over its piece's axes; pending sums of its own and those it passes on."""
+    partial = [*projection.partial(split, result), *((axis, "sum") for axis in passes)]
+    return type.place([split.get(p, ()) for p in projection.results[result]], partial)

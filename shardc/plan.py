@@ -1,0 +1,313 @@
+"""A plan says how a model that one does not own is placed: patterns over names, and placements, in Python or YAML.
+
+    mesh: dp=2, tp=2
+    params:
+      "**.attn.c_attn.weight": "-, 3*tp"
+    inputs:
+      input_ids: "dp, -"
+
+Every annotation remembers where it was written, because every diagnostic that it leads to cites that line. A key that
+no one implements does not exist: an unknown one is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+
+from shardc.ir.annotation import KINDS, Annotation, match
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Placement
+
+Kind = Literal["params", "inputs", "activations", "outputs"]
+Annotations = dict[str, Annotation]
+TOTAL = "total"
+
+__all__ = ["Annotation", "Kind", "Plan", "match"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a plan's values were written: a file with the line of each key, or one line of Python for all of them."""
+
+    name: str | None = None
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
+    text: tuple[str, ...] = ()
+
+    def origin(self, *path: str) -> str | None:
+        line = self.lines.get(path)
+        return self.name if line is None else f"{self.name}:{line}"
+
+    def quote(self, *path: str) -> str | None:
+        line = self.lines.get(path)
+        return self.text[line - 1].strip() if line is not None and self.text else None
+
+    def locate(self, diagnostic: Diagnostic, *path: str) -> Diagnostic:
+        """The diagnostic, pointing at the key; text that it already quotes, with its caret, stays."""
+        quoted = diagnostic.source_text or self.quote(*path)
+        return replace(diagnostic, location=self.origin(*path), source_text=quoted)
+
+
+class Plan(BaseModel):
+    """What the user asks for. Build one with `Plan.of`, `Plan.load`, `Plan.from_dict` or `Plan.from_hf`.
+
+    The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
+    in `total`; over it, compiling fails. Under `strict` whatever could not be honoured is an error.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    mesh: Mesh | None = None
+    params: Annotations = {}
+    inputs: Annotations = {}
+    activations: Annotations = {}
+    outputs: Annotations = {}
+    strict: bool = False
+    budget: dict[str, int] = {}
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        mesh: object = None,
+        params: Mapping[str, object] | None = None,
+        inputs: Mapping[str, object] | None = None,
+        activations: Mapping[str, object] | None = None,
+        outputs: Mapping[str, object] | None = None,
+        strict: bool = False,
+        budget: Mapping[str, int | str] | None = None,
+        seed: int = 0,
+    ) -> Plan:
+        """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
+        maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs, "budget": budget}
+        given = {key: dict(value) for key, value in maps.items() if value is not None}
+        return cls.from_dict({"mesh": mesh, **given, "strict": strict, "seed": seed})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: Source | None = None) -> Plan:
+        """A plan from plain data; without a source, its annotations are of the line of Python that called us."""
+        source = source or Source(_caller())
+        try:
+            return cls.model_validate(dict(data), context=source)
+        except ValidationError as invalid:
+            found = [one for problem in invalid.errors() for one in _diagnostics(problem, source)]
+            raise ShardcError(*found) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a YAML file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as cannot:
+            why = getattr(cannot, "strerror", None) or "not UTF-8 text"
+            hint = "give the path of a YAML file; configs/plans/ has examples"
+            raise error("SC208", f"cannot read the plan {path}: {why}", hint=hint) from None
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "<plan>") -> Plan:
+        """Read YAML text; `plan.dump()` gives it back."""
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            data: object = yaml.safe_load(text)
+        except yaml.MarkedYAMLError as invalid:
+            at = invalid.problem_mark
+            where = f"{name}:{at.line + 1}" if at else name
+            quoted = text.splitlines()[at.line] if at and at.line < len(text.splitlines()) else None
+            hint = "quote patterns and placements"
+            message = f"not YAML: {invalid.problem}"
+            raise error("SC208", message, location=where, source_text=quoted, hint=hint) from None
+        if data is None:
+            return cls()
+        if not isinstance(data, dict):
+            raise error(
+                "SC208", "a plan is a mapping of keys", location=name, hint=f"keys: {', '.join(cls.model_fields)}"
+            )
+        lines = tuple(text.splitlines())
+        source = Source(name, _key_lines(root, name, lines), lines)
+        return cls.from_dict(cast(dict[str, Any], data), source)
+
+    @classmethod
+    def from_hf(cls, model: object, axis: str = "tp") -> Plan:
+        """The parameters' placements that Hugging Face's own `tp_plan` of this model asks for, over one axis."""
+        from shardc.hf_plan import tp_placements
+
+        name = type(model).__name__
+        return cls.from_dict({"params": tp_placements(model, axis)}, Source(f"tp_plan of {name}"))
+
+    def annotations(self, kind: Kind) -> tuple[Annotation, ...]:
+        return tuple(cast(Annotations, getattr(self, kind)).values())
+
+    def merge(self, other: Plan) -> Plan:
+        """Both plans; where they say something of the same pattern or key, the other one is heard."""
+        merged: dict[str, object] = {kind: {**getattr(self, kind), **getattr(other, kind)} for kind in KINDS}
+        merged["budget"] = {**self.budget, **other.budget}
+        rest = {key: getattr(other, key) for key in other.model_fields_set if key not in merged}
+        if other.mesh is None:
+            rest.pop("mesh", None)
+        return self.model_copy(update={**merged, **rest})
+
+    def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
+        """An error for each axis on which more bytes a rank are sent in a step than the budget allows."""
+        found: list[Diagnostic] = []
+        for axis, allowed in self.budget.items():
+            # Of the mesh that was compiled for, which need not be the plan's own.
+            if (unknown := _budget_axis(axis, mesh)) is not None:
+                found.append(unknown)
+                continue
+            used = sum(spent.values()) if axis == TOTAL else spent.get(axis, 0)
+            if used > allowed:
+                where = "in total" if axis == TOTAL else f"on axis '{axis}'"
+                message = f"{bytes_text(used)} a rank and step {where}; the budget is {bytes_text(allowed)}"
+                hint = "`shardc explain` names the annotation behind each collective"
+                found.append(Diagnostic("SC213", message, hint=hint))
+        return tuple(found)
+
+    def dump(self) -> str:
+        """The plan as YAML, without what is at its default."""
+        data: dict[str, object] = {}
+        if self.mesh is not None:
+            data["mesh"] = str(self.mesh)
+        for kind in KINDS:
+            if some := cast(Annotations, getattr(self, kind)):
+                data[kind] = {pattern: str(one.placement) for pattern, one in some.items()}
+        if self.strict:
+            data["strict"] = True
+        if self.budget:
+            data["budget"] = {axis: bytes_text(size) for axis, size in self.budget.items()}
+        if self.seed:
+            data["seed"] = self.seed
+        return yaml.safe_dump(data, sort_keys=False) if data else ""
+
+    @field_validator("mesh", mode="before")
+    @classmethod
+    def _read_mesh(cls, value: Any) -> Mesh | None:
+        if value is None or isinstance(value, Mesh):
+            return value
+        if isinstance(value, str):
+            return Mesh.parse(value)
+        if isinstance(value, Mapping):
+            return Mesh(cast(Mapping[str, int], value).items())
+        if hasattr(value, "mesh_dim_names"):
+            return Mesh.from_device_mesh(value)
+        raise error("SC210", f"{value!r} is not a mesh", hint='write "dp=2,tp=2"')
+
+    @field_validator(*KINDS, mode="before")
+    @classmethod
+    def _read_annotations(cls, value: Any, info: ValidationInfo) -> Annotations:
+        source, kind = _source(info), str(info.field_name)
+        if not isinstance(value, Mapping):
+            raise error(
+                "SC208", f"'{kind}' maps patterns to placements", hint=f'write {kind}: {{"**.weight": "-, tp"}}'
+            )
+        read: Annotations = {}
+        problems: list[Diagnostic] = []
+        for key, placement in cast(Mapping[object, object], value).items():
+            pattern = str(key)
+            if isinstance(placement, Annotation):
+                read[pattern] = placement
+                continue
+            try:
+                placed = Placement.of(placement, mesh=info.data.get("mesh"))
+            except ShardcError as wrong:
+                for one in wrong.diagnostics:
+                    problems.append(source.locate(replace(one, tensor=pattern), kind, pattern))
+                continue
+            read[pattern] = Annotation(pattern, placed, source.origin(kind, pattern))
+        if problems:
+            raise ShardcError(*problems)
+        return read
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _read_budget(cls, value: Any, info: ValidationInfo) -> dict[str, int]:
+        if not isinstance(value, Mapping):
+            raise error("SC208", "'budget' maps axes to bytes", hint='write budget: {tp: "2MiB", total: "1GiB"}')
+        budget = {str(axis): read_bytes(size) for axis, size in cast(Mapping[object, object], value).items()}
+        mesh: Mesh | None = info.data.get("mesh")
+        for axis in budget:
+            if mesh is not None and (unknown := _budget_axis(axis, mesh)) is not None:
+                raise ShardcError(_source(info).locate(unknown, "budget", axis))
+        return budget
+
+
+def _budget_axis(axis: str, mesh: Mesh) -> Diagnostic | None:
+    if axis in (*mesh.names, TOTAL):
+        return None
+    hint = did_you_mean(axis, (*mesh.names, TOTAL), "keys of the budget")
+    return Diagnostic("SC201", f"the budget names '{axis}', which is no axis of the mesh ({mesh})", hint=hint)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def read_bytes(value: object) -> int:
+    """Read 4096, "512 KiB", "2MiB", "1.5GB"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if found is None or isinstance(value, bool) or found[2].upper() not in _UNITS:
+        raise error("SC208", f"{value!r} is not a number of bytes", hint='write 4096, "512 KiB" or "2 MiB"')
+    return round(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def bytes_text(size: int) -> str:
+    """The largest binary unit that divides a size, so that reading it back is exact."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size and size % scale == 0:
+            return f"{size // scale} {unit}"
+    return f"{size} B"
+
+
+def _source(info: ValidationInfo) -> Source:
+    return info.context if isinstance(info.context, Source) else Source()
+
+
+def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
+    """What pydantic found, as ours: the key's line, and the nearest key for a typo."""
+    path = tuple(str(part) for part in problem["loc"])
+    ours = problem.get("ctx", {}).get("error")
+    if isinstance(ours, ShardcError):
+        return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
+    if problem["type"] == "extra_forbidden":
+        hint = did_you_mean(path[-1], Plan.model_fields, "keys of a plan")
+        return (source.locate(Diagnostic("SC208", f"a plan has no key '{path[-1]}'", hint=hint), *path),)
+    expected = problem["msg"].partition(",")[0].removeprefix("Input should be ")
+    message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
+    hint = {"strict": "write true or false", "seed": "write a whole number"}.get(path[0])
+    return (source.locate(Diagnostic("SC208", message, hint=hint), *path),)
+
+
+def _key_lines(root: Any, name: str, text: tuple[str, ...]) -> dict[tuple[str, ...], int]:
+    """The line of every key, by its path; YAML itself would let the second of two equal keys win in silence."""
+    lines: dict[tuple[str, ...], int] = {}
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            at, line = (*path, str(key.value)), key.start_mark.line + 1
+            if at in lines:
+                message = f"'{key.value}' is written twice, first in line {lines[at]}"
+                place = f"{name}:{line}"
+                raise error("SC208", message, location=place, source_text=text[line - 1], hint="keep one of them")
+            lines[at] = line
+            visit(value, at)
+
+    visit(root, ())
+    return lines
+
+
+def _caller() -> str | None:
+    """The line of the user's code that called into this package."""
+    package, frame = str(Path(__file__).parent), inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else None

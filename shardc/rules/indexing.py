@@ -1,0 +1,267 @@
+"""Gather, scatter and indexing. Dims that the index does not touch are free.
+
+The dim that is indexed counts in global positions. Where reading it yields one element each (`gather`,
+`index_select`), its shards read what they own and add up; where adding to it is all that happens
+(`scatter_add`, `index_add`), each shard adds what it owns. Otherwise that dim is whole, and an op whose result
+size depends on data (nonzero, a boolean mask as an index) has no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardc.ir.types import TensorType
+from shardc.rules.embedding import keep_owned, owned, sharded
+from shardc.rules.local import LocalCall
+from shardc.rules.notation import Dims, Notation
+from shardc.rules.registry import example, rule
+
+aten = torch.ops.aten
+
+
+def _text(labels: Sequence[str]) -> str:
+    return " ".join(labels) or "()"
+
+
+# ------------------------------------------------------------------------------------------------ index, index_put
+def _indexed(x: Dims, indices: Sequence[Dims | None]) -> tuple[list[str], list[str], list[str]]:
+    """Labels of each index, of the elements they pick, and which dims of x are indexed."""
+    given = [i for i in indices if i is not None]
+    ndim = max(i.ndim for i in given)
+    picked = [f"i{d}" if any(i.ndim >= ndim - d and i.shape[i.ndim - ndim + d] != 1 for i in given) else "1" for d in range(ndim)]
+    texts = [
+        _text([label if n != 1 else "1" for label, n in zip(picked[ndim - i.ndim :], i.shape, strict=True)]) for i in given
+    ]
+    at = [d for d, i in enumerate(indices) if i is not None]
+    rest = [x[d] for d in range(x.ndim) if d not in at]
+    # Indices that stand together leave their dims in place; apart, they go to the front.
+    together = at == list(range(at[0], at[0] + len(at)))
+    front = at[0] if together else 0
+    return texts, [*rest[:front], *picked, *rest[front:]], [x[d] for d in at]
+
+
+@rule(
+    aten.index.Tensor,
+    examples=[
+        example((6, 5), [(4, 3)], ints={"indices": 6}),
+        example((2, 6, 5), [None, (4,)], ints={"indices": 6}),
+        example((6, 6, 5), [(4, 1), (3,)], ints={"indices": 6}),
+        example((6, 5, 6), [(4,), None, (4,)], ints={"indices": 6}),
+    ],
+)
+def index(self: Dims, indices: Sequence[Dims | None]) -> Notation:
+    texts, result, at = _indexed(self, indices)
+    return Notation(f"{', '.join([str(self), *texts])} -> {_text(result)}", whole=" ".join(at), linear=(0,))
+
+
+@rule(
+    aten.index_put.default,
+    examples=[
+        example((6, 5), [(4,)], (4, 5), True, ints={"indices": 6}),
+        example((2, 6, 5), [None, (4,)], (4, 5), True, ints={"indices": 6}),
+        example((6, 6, 5), [(4, 1), (3,)], (), True, ints={"indices": 6}),
+        example((6, 5), [(1,)], (5,), ints={"indices": 6}),
+    ],
+)
+def index_put(self: Dims, indices: Sequence[Dims | None], values: Dims, accumulate: bool = False) -> Notation:
+    texts, result, at = _indexed(self, indices)
+    aligned = result[len(result) - values.ndim :]
+    value = _text([label if n != 1 else "1" for label, n in zip(aligned, values.shape, strict=True)])
+    picked = [label for label in result if label not in self.labels]
+    whole = " ".join([*at, *(p for p in picked if p != "1")])  # each shard would add to its own copy of self
+    return Notation(f"{', '.join([str(self), *texts, value])} -> {self}", whole=whole)
+
+
+# ------------------------------------------------------------------------------------------------ along one dim
+def _aligned(x: Dims, other: Dims, dim: int, along: str) -> tuple[str, str]:
+    """Labels of a tensor that lies beside x; and x's dims that it covers only in part, whole on both sides."""
+    labels: list[str] = []
+    whole: list[str] = []
+    for d in range(x.ndim):
+        if d == dim:
+            labels.append(along)
+        elif other.shape[d] == x.shape[d]:
+            labels.append(x[d])
+        else:
+            labels.append(other[d])
+            whole += [x[d], other[d]]
+    return _text(labels), " ".join(whole)
+
+
+def _position(call: LocalCall, operand: int = 0) -> tuple[int, Any]:
+    """The indexed dim, counted from the front, and its atoms."""
+    dims = call.operands[operand].dims
+    dim = call.args["dim"] % max(1, len(dims))
+    return dim, dims[dim] if dims else ()
+
+
+def _gather_owned(call: LocalCall) -> Any:
+    _, atoms = _position(call)
+    if not sharded(atoms):
+        return call.with_args()
+    index, mine = owned(call, call.args["index"], atoms)
+    picked = call.emit(aten.gather.default, call.args["self"], call.args["dim"], index, type=call.results[0])
+    return keep_owned(call, picked, mine)
+
+
+@rule(
+    aten.gather.default,
+    localize=_gather_owned,
+    examples=[
+        example((4, 8), 1, (4, 3), ints={"index": 8}),
+        example((4, 8, 3), -2, (4, 1, 3), ints={"index": 8}),
+        example((8, 4), 0, (5, 2), ints={"index": 8}),
+    ],
+)
+def gather(self: Dims, dim: int, index: Dims, sparse_grad: bool = False) -> Notation:
+    if not self.ndim:
+        return Notation("(), () -> ()", linear=(0,))
+    dim = self.dim(dim)
+    text, whole = _aligned(self, index, dim, "j")
+    return Notation(f"{self}, {text} -> {text}", sum=self[dim], whole=whole, linear=(0,))
+
+
+def _select_owned(call: LocalCall) -> Any:
+    dim, atoms = _position(call)
+    if not sharded(atoms):
+        return call.with_args()
+    index, mine = owned(call, call.args["index"], atoms)
+    picked = call.emit(aten.index_select.default, call.args["self"], dim, index, type=call.results[0])
+    return keep_owned(call, picked, mine, before=dim)
+
+
+@rule(
+    aten.index_select.default,
+    localize=_select_owned,
+    examples=[example((4, 8, 3), 1, (5,), ints={"index": 8}), example((8, 4), 0, (5,), ints={"index": 8})],
+)
+def index_select(self: Dims, dim: int, index: Dims) -> Notation:
+    dim = self.dim(dim)
+    return Notation(f"{self}, {'j' if index.ndim else '()'} -> {self.replace(dim, 'j')}", sum=self[dim], linear=(0,))
+
+
+def _scatter_add_owned(call: LocalCall) -> Any:
+    _, atoms = _position(call)
+    if not sharded(atoms):
+        return call.with_args()
+    index, mine = owned(call, call.args["index"], atoms)
+    # src may be larger than index; only its leading part is read, so the mask is laid over that part.
+    src, type = call.args["src"], call.operands[2]
+    for d, (size, wanted) in enumerate(zip(type.shape, call.operands[1].shape, strict=True)):
+        if size != wanted:
+            dims = (*type.dims[:d], call.operands[1].dims[d], *type.dims[d + 1 :])
+            type = TensorType(type.dtype, dims)
+            src = call.emit(aten.slice.Tensor, src, d, 0, wanted, type=type)
+    target, args, kwargs = keep_owned(call, src, mine)
+    return call.with_args(index=index, src=call.emit(target, *args, type=type, **kwargs))
+
+
+def _scattered(x: Dims, dim: int, index: Dims, src: Dims | None) -> tuple[str, str]:
+    """The text, and what must be whole but for the dim of x that is scattered to."""
+    text, whole = _aligned(x, index, dim, "j")
+    if src is None:
+        return f"{x}, {text} -> {x}", f"{whole} j"
+    from_text, from_whole = _aligned(x, src, dim, "j" if src.shape[dim] == index.shape[dim] else "l")
+    if src.shape != index.shape:  # covered in part: whichever of the dims differ
+        partly = [x[d] for d in range(x.ndim) if d != dim and src.shape[d] != index.shape[d]]
+        from_whole = " ".join([from_whole, *partly])
+    return f"{x}, {text}, {from_text} -> {x}", f"{whole} {from_whole} j l"
+
+
+@rule(
+    aten.scatter_add.default,
+    localize=_scatter_add_owned,
+    examples=[
+        example((4, 8), 1, (4, 3), (4, 3), ints={"index": 8}),
+        example((8, 4, 3), 0, (5, 4, 2), (6, 4, 3), ints={"index": 8}),
+    ],
+)
+def scatter_add(self: Dims, dim: int, index: Dims, src: Dims) -> Notation:
+    text, whole = _scattered(self, self.dim(dim), index, src)
+    return Notation(text, whole=whole)
+
+
+@rule(
+    aten.scatter.src,
+    examples=[example((4, 8), 1, (4, 1), (4, 1), ints={"index": 8}), example((8, 4), 0, (1, 3), (2, 4), ints={"index": 8})],
+)
+def scatter_src(self: Dims, dim: int, index: Dims, src: Dims) -> Notation:
+    dim = self.dim(dim)
+    text, whole = _scattered(self, dim, index, src)
+    return Notation(text, whole=f"{whole} {self[dim]}")
+
+
+@rule(
+    aten.scatter_reduce.two,
+    examples=[
+        example((4, 8), 1, (4, 3), (4, 3), reduce, include_self=itself, ints={"index": 8})
+        for reduce in ("sum", "amax", "mean")
+        for itself in (True, False)
+    ],
+)
+def scatter_reduce(
+    self: Dims, dim: int, index: Dims, src: Dims, reduce: str, include_self: bool = True
+) -> Notation:
+    return scatter_src(self, dim, index, src)
+
+
+@rule(aten.scatter.reduce, examples=[example((4, 8), 1, (4, 3), (4, 3), reduce="multiply", ints={"index": 8})])
+def scatter_with(self: Dims, dim: int, index: Dims, src: Dims, reduce: str) -> Notation:
+    return scatter_src(self, dim, index, src)
+
+
+@rule(aten.scatter.value, examples=[example((4, 8), 1, (4, 3), 1.5, ints={"index": 8})])
+def scatter_value(self: Dims, dim: int, index: Dims, value: float) -> Notation:
+    dim = self.dim(dim)
+    text, whole = _scattered(self, dim, index, None)
+    return Notation(text, whole=f"{whole} {self[dim]}")
+
+
+# ------------------------------------------------------------------------------------------------ whole slices
+def _index_add_owned(call: LocalCall) -> Any:
+    dim, atoms = _position(call)
+    if not sharded(atoms):
+        return call.with_args()
+    index, mine = owned(call, call.args["index"], atoms)
+    type = call.operands[2]
+    target, args, kwargs = keep_owned(call, call.args["source"], mine, before=dim)
+    return call.with_args(index=index, source=call.emit(target, *args, type=type, **kwargs))
+
+
+@rule(
+    aten.index_add.default,
+    localize=_index_add_owned,
+    examples=[
+        example((4, 8, 3), 1, (5,), (4, 5, 3), ints={"index": 8}),
+        example((8, 4), 0, (5,), (5, 4), alpha=2.0, ints={"index": 8}),
+    ],
+)
+def index_add(self: Dims, dim: int, index: Dims, source: Dims, alpha: float = 1) -> Notation:
+    return Notation(f"{self}, {_one('j', index)}, {self.replace(dim, _one('j', source, dim))} -> {self}", whole="j")
+
+
+@rule(aten.index_copy.default, examples=[example((4, 8, 3), 1, (1,), (4, 1, 3), ints={"index": 8})])
+def index_copy(self: Dims, dim: int, index: Dims, source: Dims) -> Notation:
+    whole = f"j {self[self.dim(dim)]}"
+    return Notation(f"{self}, {_one('j', index)}, {self.replace(dim, _one('j', source, dim))} -> {self}", whole=whole)
+
+
+@rule(aten.index_fill.int_Scalar, examples=[example((4, 8, 3), 1, (5,), 2.5, ints={"index": 8})])
+def index_fill(self: Dims, dim: int, index: Dims, value: float) -> Notation:
+    return Notation(f"{self}, {_one('j', index)} -> {self}", whole=f"j {self[self.dim(dim)]}")
+
+
+def _one(label: str, x: Dims, dim: int = 0) -> str:
+    """A label, or what stands for it where the tensor is a scalar or has size 1 there."""
+    if not x.ndim:
+        return "()"
+    return label if x.shape[dim] != 1 else "1"
+
+
+# ------------------------------------------------------------------------------------------------ counting
+@rule(aten.bucketize.Tensor, examples=[((4, 6), (5,))])
+def bucketize(self: Dims, boundaries: Dims, *options: Any) -> Notation:
+    return Notation(f"{self if self.ndim else '()'}, k -> {self if self.ndim else '()'}", whole="k")

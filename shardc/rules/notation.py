@@ -1,0 +1,221 @@
+"""Factor notation: one line says what an op's dims have in common.
+
+    b m k, b k n -> b m n        sum="k", linear="each"
+
+Operands and results are lists of dims; a name is a *factor* of the op's iteration space. `(a b)` is a
+dim made of two factors, major first; `...` stands for any leading dims, broadcast right-aligned; `1`
+is a dim of size 1; another number, as in `(3 d)`, is a factor of that size that no axis may split.
+A factor missing from a result must be named: `sum=`, `max=`, `min=` say how shards combine, `whole=`
+that no axis may split it. From this everything else is derived: propagation in both directions,
+legality, pending sums, local shapes, communication.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Shape = tuple[int, ...]
+Labels = tuple[tuple[str, ...], ...]  # one tensor: for each dim its factors, major first
+Linear = Literal["joint"] | tuple[int, ...]
+
+
+class RuleError(Exception):
+    """A rule is malformed, or does not fit the shapes that it was given."""
+
+
+@dataclass(frozen=True)
+class Notation:
+    """A rule's text and what it says of its factors. Names in `sum`, `max`, `min`, `whole` are space-separated.
+
+    `linear="joint"`: all operands may be pending sums together (add, cat, any unary linear op).
+    `linear="each"`: one operand at a time (mm, mul); a tuple lists which.
+    """
+
+    text: str
+    sum: str = ""
+    max: str = ""
+    min: str = ""
+    whole: str = ""
+    linear: Literal["joint", "each"] | tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FactorRule:
+    """A rule fitted to shapes. Size-1 dims have no factors, and factors of size 1 are gone.
+
+    `fit` yields one object for the same notation and shapes, so rules compare by identity.
+    """
+
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    sizes: dict[str, int]
+    reduces: dict[str, str]  # factor -> "sum" | "max" | "min"
+    whole: frozenset[str]
+    linear: Linear = ()
+
+    def __str__(self) -> str:
+        def tensor(labels: Labels) -> str:
+            return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in labels) or "()"
+
+        return f"{', '.join(map(tensor, self.operands))} -> {', '.join(map(tensor, self.results))}"
+
+
+class Dims:
+    """One tensor operand inside a rule function: prints as its dims, one factor each.
+
+    `f"{x} -> {x.swap(0, 1)}"` is the rule of a transpose. `x[d]` is the name of dim d.
+    """
+
+    def __init__(self, name: str, shape: Sequence[int], labels: Sequence[str] | None = None):
+        self.name = name
+        self.shape = tuple(shape)
+        self.labels = list(labels) if labels is not None else [f"{name}{i}" for i in range(len(self.shape))]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self, d: int) -> int:
+        """`d` counted from the front."""
+        return d % max(1, self.ndim)
+
+    def __getitem__(self, d: int) -> str:
+        return self.labels[d]
+
+    def __str__(self) -> str:
+        return " ".join(self.labels)
+
+    def swap(self, a: int, b: int) -> Dims:
+        order = list(range(self.ndim))
+        order[a], order[b] = order[b], order[a]
+        return self.permute(order)
+
+    def permute(self, order: Sequence[int]) -> Dims:
+        order = [self.dim(d) for d in order]
+        return Dims(self.name, [self.shape[d] for d in order], [self.labels[d] for d in order])
+
+    def replace(self, d: int, label: str | None) -> Dims:
+        """Dim `d` under another label; None removes it."""
+        d = self.dim(d)
+        labels = [*self.labels[:d], *([label] if label is not None else []), *self.labels[d + 1 :]]
+        return Dims(self.name, [0] * len(labels), labels)
+
+
+def fit(notation: Notation, operands: Sequence[Shape], results: Sequence[Shape]) -> FactorRule:
+    """The rule of one call. Raises RuleError when the shapes do not fit the notation."""
+    return _fit(notation, tuple(map(tuple, operands)), tuple(map(tuple, results)))
+
+
+@lru_cache(maxsize=65536)
+def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> FactorRule:
+    left, right = _parse(notation.text)
+    if len(left) != len(operands) or len(right) != len(results):
+        raise RuleError(f"{notation.text!r} has {len(left)} -> {len(right)} tensors, the call {len(operands)} -> {len(results)}")
+    sizes: dict[str, int] = {}
+    spread = _ellipsis_sizes(left, operands) | _ellipsis_sizes(right, results)
+    labelled = [_label(term, shape, sizes, spread, notation) for term, shape in zip((*left, *right), (*operands, *results), strict=True)]
+    _infer(labelled, (*operands, *results), sizes)
+    solved = [_check(dims, shape, sizes, notation) for dims, shape in zip(labelled, (*operands, *results), strict=True)]
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    tensors = [tuple(tuple(f for f in dim if f in sizes) for dim in dims) for dims in solved]
+    ins, outs = tuple(tensors[: len(left)]), tuple(tensors[len(left) :])
+    spread_names = [name for name in sizes if name.startswith("~")]
+
+    def names(text: str) -> list[str]:
+        return [n for word in text.split() for n in (spread_names if word == "..." else [word]) if n in sizes]
+
+    reduces = {n: kind for kind in ("sum", "max", "min") for n in names(getattr(notation, kind))}
+    whole = frozenset(names(notation.whole)) | {n for n in sizes if n.isdigit()}
+    linear: Linear = tuple(range(len(ins))) if notation.linear == "each" else notation.linear
+    for labels in outs:
+        present = {f for dim in labels for f in dim}
+        missing = {f for tensor in ins for dim in tensor for f in dim} - present - set(reduces) - whole
+        if missing:
+            raise RuleError(f"{notation.text!r}: {sorted(missing)} missing from a result; name them in sum=, max=, min= or whole=")
+    return FactorRule(ins, outs, sizes, reduces, whole, linear)
+
+
+Term = tuple[tuple[str, ...], ...]  # one tensor in the text: its dims, each a tuple of names; ("...",) spreads
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f"{text!r} has no '->'")
+
+    def tensors(side: str) -> tuple[Term, ...]:
+        if not side.strip():
+            return ()
+        return tuple(_parse_tensor(part, text) for part in side.split(","))
+
+    return tensors(left), tensors(right)
+
+
+def _parse_tensor(part: str, text: str) -> Term:
+    dims: list[tuple[str, ...]] = []
+    for token in re.findall(r"\([^()]*\)|\S+", part):
+        dims.append(tuple(token[1:-1].split()) if token.startswith("(") else (token,))
+    if sum(d == ("...",) for d in dims) > 1 or any("..." in d and len(d) > 1 for d in dims):
+        raise RuleError(f"{text!r}: at most one '...' a tensor, and not inside a dim")
+    return tuple(d for d in dims if d != ("()",) and d != ())
+
+
+def _ellipsis_sizes(terms: Sequence[Term], shapes: Sequence[Shape]) -> dict[str, int]:
+    """Sizes of the `...` dims, named from the right: ~0 is the last of them. Broadcasting takes the largest."""
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        if ("...",) in term:
+            at = term.index(("...",))
+            count = len(shape) - (len(term) - 1)
+            for i in range(count):
+                name = f"~{count - 1 - i}"
+                sizes[name] = max(sizes.get(name, 1), shape[at + i])
+    return sizes
+
+
+def _label(term: Term, shape: Shape, sizes: dict[str, int], spread: dict[str, int], notation: Notation) -> list[tuple[str, ...]]:
+    """Replace `...` by its names and record the sizes that single-factor dims tell."""
+    if ("...",) in term:
+        at, count = term.index(("...",)), len(shape) - (len(term) - 1)
+        inner = tuple((f"~{count - 1 - i}",) if shape[at + i] != 1 else ("1",) for i in range(count))
+        term = term[:at] + inner + term[at + 1 :]
+        sizes.update({n: s for n, s in spread.items()})
+    if len(term) != len(shape):
+        raise RuleError(f"{notation.text!r}: {len(term)} dims against shape {shape}")
+    for dim, size in zip(term, shape, strict=True):
+        for name in dim:
+            if name.isdigit():
+                sizes[name] = int(name)
+        if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
+            raise RuleError(f"{notation.text!r}: factor {dim[0]!r} is {sizes[dim[0]]} and {size}")
+    return list(term)
+
+
+def _infer(tensors: Sequence[list[tuple[str, ...]]], shapes: Sequence[Shape], sizes: dict[str, int]) -> None:
+    """The one unknown factor of a compound dim, wherever there is one, until nothing more follows."""
+    todo = [(dim, size) for dims, shape in zip(tensors, shapes, strict=True) for dim, size in zip(dims, shape, strict=True)]
+    progress = True
+    while progress:
+        progress = False
+        for dim, size in todo:
+            unknown = [n for n in dim if n not in sizes]
+            known = math.prod(sizes[n] for n in dim if n in sizes)
+            if len(unknown) == 1 and known and size % known == 0:
+                sizes[unknown[0]] = size // known
+                progress = True
+
+
+def _check(dims: list[tuple[str, ...]], shape: Shape, sizes: dict[str, int], notation: Notation) -> list[tuple[str, ...]]:
+    """Every dim is the product of its factors."""
+    for dim, size in zip(dims, shape, strict=True):
+        if any(n not in sizes for n in dim):
+            raise RuleError(f"{notation.text!r}: cannot factor {size} into {dim}")
+        if math.prod(sizes[n] for n in dim) != size:
+            raise RuleError(f"{notation.text!r}: {dim} is {math.prod(sizes[n] for n in dim)}, not {size}")
+    return dims

@@ -1,0 +1,166 @@
+"""An op's factors laid over the atoms of its tensors: the one view through which placements pass.
+
+A rule speaks of factors, tensors of atoms; a factor may span several atoms (`v` of an embedding whose
+rows are `(4 16)`). A projection splits the rule's factors into *pieces*, one an atom, so that moving a
+placement between tensors is an index lookup:
+
+    linear  s k, n k -> s n       x: f32[10, 64]   w: f32[(3 8 64), 64]
+    pieces  s:10 k:64 n.0:3 n.1:8 n.2:64
+    x = [s, k]   w = [n.0, n.1, n.2, k]   y = [s, n.0, n.1, n.2]
+
+It is a pure function of the op and its tensors' atoms, so the verifier can derive it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import fx
+
+from shardc.ir.graph import info, operands, results, type_of
+from shardc.ir.types import Axes, TensorType
+from shardc.rules.notation import FactorRule, Labels, Linear
+from shardc.rules.registry import rule_of
+
+Piece = int  # an index into Projection.sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The pieces of one call. `operands[i]` and `results[j]` list a piece for each flat atom."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    operands: tuple[tuple[Piece, ...], ...]
+    results: tuple[tuple[Piece, ...], ...]
+    blocked: frozenset[Piece]  # no axis may split these
+    reduces: dict[Piece, str]  # how shards of a result combine when the piece is missing from it
+    linear: Linear
+
+    @property
+    def operand_pieces(self) -> frozenset[Piece]:
+        return frozenset(p for tensor in self.operands for p in tensor)
+
+    def partial(self, split: dict[Piece, Axes], result: int) -> list[tuple[str, str]]:
+        """Pending reductions of a result when the pieces are split so."""
+        present = self.results[result]
+        inputs = self.operand_pieces
+        return [
+            (axis, self.reduces[piece])
+            for piece, axes in split.items()
+            if piece not in present and piece in inputs
+            for axis in axes
+        ]
+
+
+def project(node: fx.Node) -> Projection:
+    """The projection of a call. KeyError when its op has no rule."""
+    ins = [type_of(v) for v in operands(node)]
+    outs = result_types(node)
+    return overlay(rule_of(node), ins, outs)
+
+
+def result_types(node: fx.Node) -> list[TensorType]:
+    """Types of all results, in the order of the rule."""
+    found = info(node)
+    if found.type is not None:
+        return [found.type]
+    declared = [t for t in found.results if t is not None]
+    return [declared[i] if v is None else type_of(v) for i, v in enumerate(results(node))]
+
+
+def overlay(rule: FactorRule, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> Projection:
+    """Lay a fitted rule over tensors. A dim whose atoms straddle its factors blocks those factors."""
+    sizes = tuple(tuple(tuple(a.size for a in dim) for dim in t.dims) for t in (*ins, *outs))
+    return _overlay(rule, sizes)
+
+
+AtomSizes = tuple[tuple[int, ...], ...]  # of one tensor, a dim each
+
+
+@lru_cache(maxsize=65536)
+def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
+    tensors = list(zip((*rule.operands, *rule.results), atom_sizes, strict=True))
+    split: dict[str, tuple[int, ...]] = {}
+    blocked: set[str] = set(rule.whole)
+    for labels, dims in tensors:
+        for dim, atoms in zip(labels, dims, strict=True):
+            groups = group(atoms, [rule.sizes[f] for f in dim])
+            for i, f in enumerate(dim):
+                if groups is None or split.setdefault(f, groups[i]) != groups[i]:
+                    blocked.add(f)
+    names: list[str] = []
+    sizes: list[int] = []
+    of_factor: dict[str, tuple[Piece, ...]] = {}
+    for f, parts in split.items():
+        of_factor[f] = tuple(range(len(names), len(names) + len(parts)))
+        names += [f] if len(parts) == 1 else [f"{f}.{i}" for i in range(len(parts))]
+        sizes += parts
+    opaque: set[Piece] = set()
+
+    def lay(labels: Labels, dims: AtomSizes) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        for dim, atoms in zip(labels, dims, strict=True):
+            own = [p for f in dim for p in of_factor.get(f, ())]
+            if tuple(sizes[p] for p in own) != atoms:
+                own = list(range(len(names), len(names) + len(atoms)))
+                names.extend(f"?{p}" for p in own)
+                sizes.extend(atoms)
+                opaque.update(own)
+            pieces += own
+        return tuple(pieces)
+
+    laid = [lay(labels, dims) for labels, dims in tensors]
+    count = len(rule.operands)
+    closed = frozenset(p for f in blocked for p in of_factor.get(f, ())) | opaque
+    reduces = {p: kind for f, kind in rule.reduces.items() for p in of_factor.get(f, ())}
+    return Projection(
+        tuple(names), tuple(sizes), tuple(laid[:count]), tuple(laid[count:]), closed, reduces, rule.linear
+    )
+
+
+def group(atoms: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """Cut a dim's atom sizes into runs whose products are the factor sizes; None when they do not nest."""
+    runs: list[tuple[int, ...]] = []
+    at = 0
+    for size in factors:
+        run: list[int] = []
+        product = 1
+        while product < size and at < len(atoms):
+            run.append(atoms[at])
+            product *= atoms[at]
+            at += 1
+        if product != size:
+            return None
+        runs.append(tuple(run))
+    return runs if at == len(atoms) else None
+
+
+def refine(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...] | None:
+    """The coarsest factorisation of a dim that nests in both; None when their cuts do not divide each other.
+
+    >>> refine((6, 4), (3, 8))
+    >>> refine((12,), (3, 4))
+    (3, 4)
+    >>> refine((6, 4), (2, 12))
+    (2, 3, 4)
+    """
+    if tuple(a) == tuple(b):
+        return tuple(a)
+    if 0 in a or 0 in b:  # an empty dim stays whole
+        return None
+    cuts = sorted(_strides(a) | _strides(b), reverse=True)
+    if any(x % y for x, y in zip(cuts, cuts[1:], strict=False)):
+        return None
+    return tuple(x // y for x, y in zip(cuts, cuts[1:], strict=False))
+
+
+def _strides(sizes: Sequence[int]) -> set[int]:
+    strides = {1}
+    product = 1
+    for size in reversed(sizes):
+        product *= size
+        strides.add(product)
+    return strides

@@ -1,0 +1,161 @@
+"""The table of ops: one line, in factor notation, for each.
+
+    rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear="each")
+
+    @rule(aten.transpose.int, linear="joint", examples=[((4, 6, 2), 0, 2)])
+    def transpose(x: Dims, dim0: int, dim1: int) -> str:
+        return f"{x} -> {x.swap(dim0, dim1)}"
+
+A rule function receives the call's arguments by the schema's order, tensors as `Dims` (a list of
+them for Tensor[], None for an absent one), and returns the notation. Examples are argument tuples in
+which a tensor stands as its shape; `example(...)` adds keywords and says which tensors hold indices or
+truth values. Rules given as text have theirs drawn from the notation, unless they list some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import info, operands, type_of
+from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, fit
+
+RuleFunction = Callable[..., "str | Notation"]
+Localize = Callable[..., Any]  # (LocalCall) -> what to emit; see rules/local.py
+
+
+@dataclass(frozen=True)
+class Example:
+    """Arguments to try a rule on. Tensors stand as shapes, floating unless named in `ints` or `bools`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ints: dict[str, int]  # argument -> exclusive upper bound of its values
+    bools: tuple[str, ...] = ()
+
+
+def example(*args: Any, ints: dict[str, int] | None = None, bools: Sequence[str] = (), **kwargs: Any) -> Example:
+    """`example((8, 4), 0, (3, 4), ints={"index": 8})`: a gather whose indices are below 8."""
+    return Example(args, kwargs, ints or {}, tuple(bools))
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """What is known of one op."""
+
+    op: torch._ops.OpOverload
+    defaults: Notation  # the text, or the options that a function's text is combined with
+    function: RuleFunction | None = None
+    examples: tuple[Example, ...] = ()
+    shape_arg: str = ""  # the argument that holds the result's shape and becomes the local one
+    localize: Localize | None = None
+    kind: Literal["compute", "view", "create", "pointwise"] = "compute"
+    exact: bool = True  # False: shards agree with the whole only up to rounding of a different algorithm
+
+
+_RULES: dict[Any, OpRule] = {}
+_FITTED: dict[Any, FactorRule] = {}
+
+
+def rule(
+    ops: Any,
+    text: str | None = None,
+    *,
+    sum: str = "",
+    max: str = "",
+    min: str = "",
+    whole: str = "",
+    linear: Literal["joint", "each"] | tuple[int, ...] = (),
+    examples: Sequence[tuple[Any, ...] | Example] = (),
+    shape_arg: str = "",
+    localize: Localize | None = None,
+    kind: Literal["compute", "view", "create", "pointwise"] = "compute",
+) -> Any:
+    """Register one rule for an op or several. With `text`, at once; without, as a decorator of a rule function."""
+    targets = ops if isinstance(ops, (list, tuple)) else [ops]
+    options = Notation(text or "", sum, max, min, whole, linear)
+    tries = tuple(e if isinstance(e, Example) else Example(tuple(e), {}, {}) for e in examples)
+
+    def register(function: RuleFunction | None) -> RuleFunction | None:
+        for op in targets:
+            if op in _RULES:
+                raise RuleError(f"{op} has a rule already")
+            _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind)
+        return function
+
+    return register(None) if text is not None else register
+
+
+def find_rule(target: Any) -> OpRule | None:
+    """The rule of an op, or None."""
+    return _RULES.get(target)
+
+
+def all_rules() -> list[OpRule]:
+    return list(_RULES.values())
+
+
+def rule_of(node: fx.Node) -> FactorRule:
+    """The rule of a call fitted to its global shapes; KeyError when the op has none, RuleError when it does not fit."""
+    shapes = tuple(type_of(v).shape for v in operands(node))
+    out = result_shapes(node)
+    key = (node.target, _freeze(node.args), _freeze(node.kwargs), out)
+    found = _FITTED.get(key)
+    if found is None:
+        entry = _RULES[node.target]
+        found = _FITTED[key] = fit(notation_of(entry, bind(node)), shapes, out)
+    return found
+
+
+def notation_of(entry: OpRule, arguments: dict[str, Any]) -> Notation:
+    """The notation of a call whose tensors, in `arguments`, are `Dims`."""
+    if entry.function is None:
+        return entry.defaults
+    said = entry.function(*arguments.values())
+    if isinstance(said, str):
+        return replace(entry.defaults, text=said)
+    return said
+
+
+def bind(node: fx.Node) -> dict[str, Any]:
+    """The call's arguments by schema name, defaults filled in, tensors as `Dims`."""
+    return bind_call(node.target, node.args, dict(node.kwargs), lambda name, v: Dims(name, type_of(v).shape))
+
+
+def bind_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Arguments by schema name; fx nodes and real tensors go through `tensor(name, value)`."""
+    bound: dict[str, Any] = {}
+    for i, arg in enumerate(target._schema.arguments):
+        if i < len(args) and not arg.kwarg_only:
+            value = args[i]
+        elif arg.name in kwargs:
+            value = kwargs[arg.name]
+        else:
+            value = arg.default_value if arg.has_default_value() else None
+        if isinstance(value, (fx.Node, torch.Tensor)):
+            value = tensor(arg.name, value)
+        elif isinstance(value, (list, tuple)):
+            value = [tensor(f"{arg.name}{k}_", v) if isinstance(v, (fx.Node, torch.Tensor)) else v for k, v in enumerate(value)]
+        bound[arg.name] = value
+    return bound
+
+
+def result_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Global shapes of all results that are tensors, used or not."""
+    if info(node).type is not None:
+        return (type_of(node).shape,)
+    return tuple(t.shape for t in info(node).results if t is not None)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return ("tensor", type_of(value).shape)
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _freeze(v)) for k, v in value.items())
+    return (type(value), value) if isinstance(value, (bool, int, float)) else value

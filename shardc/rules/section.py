@@ -1,0 +1,282 @@
+"""Ops that take or place a section of a dim. The section decides what an axis may do with that dim:
+
+    the whole dim                       d -> d         a factor like any other
+    the i-th of n equal sections        (3 d) -> d     the selector `3` is whole, `d` is free
+    anything else                       s -> r         both whole
+
+Equal sections are what a fused QKV weight, a gated MLP and RoPE's rotate-half are made of, so none of
+them needs communication when `d` is sharded: each shard takes the same section of its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardc.rules.local import LocalCall
+from shardc.rules.notation import Dims, Notation
+from shardc.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Section:
+    """Elements [start, end) of a dim of `size`, every `step`-th."""
+
+    size: int
+    start: int
+    end: int
+    step: int = 1
+
+    @staticmethod
+    def of(size: int, start: int | None, end: int | None, step: int = 1) -> Section:
+        """As Python reads the slice: from the back when negative, cut off at the ends."""
+        first, last, _ = slice(start, end, step).indices(size)
+        return Section(size, first, max(first, last), step)
+
+    @property
+    def length(self) -> int:
+        return -(-(self.end - self.start) // self.step)
+
+    @property
+    def full(self) -> bool:
+        return self.length == self.size
+
+    @property
+    def equal(self) -> bool:
+        """Is the dim made of sections of this one's length, this one among them?"""
+        n = self.length
+        return self.step == 1 and n > 0 and self.size % n == 0 and self.start % n == 0
+
+    def labels(self, label: str) -> tuple[str, str, str]:
+        """How the whole dim is spelled, how the section is, and which of these names are whole."""
+        if self.full:
+            return label, label, ""
+        if self.equal:
+            return f"(of_{label} {label})", label, f"of_{label}"
+        return label, f"part_{label}", f"{label} part_{label}"
+
+    def local(self, size: int) -> Section:
+        """The same section of a dim of which this rank holds `size` elements."""
+        if self.full:
+            return Section(size, 0, size)
+        if self.equal:
+            n = size * self.length // self.size
+            return Section(size, self.start // self.length * n, (self.start // self.length + 1) * n)
+        return self
+
+
+def _taking(x: Dims, dim: int, section: Section) -> Notation:
+    """`x -> its section`."""
+    big, small, whole = section.labels(x[x.dim(dim)])
+    return Notation(f"{x.replace(dim, big)} -> {x.replace(dim, small)}", whole=whole, linear="joint")
+
+
+# ------------------------------------------------------------------------------------------------------- slices
+def localize_slice(call: LocalCall) -> Any:
+    dim = call.args["dim"] % call.operands[0].ndim
+    section = Section.of(call.operands[0].shape[dim], call.args["start"], call.args["end"], call.args["step"])
+    local = section.local(call.operand_shape(0)[dim])
+    return call.with_args(dim=dim, start=local.start, end=local.end)
+
+
+SLICES = [((4, 6), 1, 2, 4), ((4, 6), 1, 3), ((4, 6), 1, -2, 10**9), ((4, 7), 1, 2, 5), ((4, 6), 0, 0, None), ((6, 4), 0, 0, 6, 2)]
+
+
+@rule(aten.slice.Tensor, linear="joint", localize=localize_slice, examples=[*SLICES, ((4, 6), 1, 5), ((4, 6), 1, 3, 3)])
+def slice_(self: Dims, dim: int, start: int | None, end: int | None, step: int) -> Notation:
+    return _taking(self, dim, Section.of(self.shape[self.dim(dim)], start, end, step))
+
+
+def localize_slice_backward(call: LocalCall) -> Any:
+    dim = call.args["dim"] % call.results[0].ndim
+    section = Section.of(call.results[0].shape[dim], call.args["start"], call.args["end"], call.args["step"])
+    sizes = list(call.result_shape())
+    local = section.local(sizes[dim])
+    return call.with_args(input_sizes=sizes, dim=dim, start=local.start, end=local.end)
+
+
+@rule(
+    aten.slice_backward.default,
+    linear="joint",
+    localize=localize_slice_backward,
+    examples=[((4, 2), (4, 6), 1, 2, 4, 1), ((4, 6), (4, 6), 1, 0, 10**9, 1), ((4, 3), (4, 7), 1, 2, 5, 1), ((2, 4), (6, 4), 0, 0, 6, 3)],
+)
+def slice_backward(grad_output: Dims, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Notation:
+    dim = dim % len(input_sizes)
+    big, small, whole = Section.of(input_sizes[dim], start, end, step).labels(grad_output[dim])
+    return Notation(f"{grad_output.replace(dim, small)} -> {grad_output.replace(dim, big)}", whole=whole, linear="joint")
+
+
+def localize_slice_scatter(call: LocalCall) -> Any:
+    dim = call.args["dim"] % call.operands[0].ndim
+    section = Section.of(call.operands[0].shape[dim], call.args["start"], call.args["end"], call.args["step"])
+    local = section.local(call.operand_shape(0)[dim])
+    return call.with_args(dim=dim, start=local.start, end=local.end)
+
+
+@rule(
+    aten.slice_scatter.default,
+    linear="joint",
+    localize=localize_slice_scatter,
+    examples=[((4, 6), (4, 2), 1, 2, 4), ((4, 6), (4, 6), 1), ((4, 7), (4, 3), 1, 2, 5), ((6, 4), (2, 4), 0, 1, 6, 3)],
+)
+def slice_scatter(self: Dims, src: Dims, dim: int, start: int | None, end: int | None, step: int) -> Notation:
+    big, small, whole = Section.of(self.shape[self.dim(dim)], start, end, step).labels(self[self.dim(dim)])
+    x = self.replace(dim, big)
+    return Notation(f"{x}, {self.replace(dim, small)} -> {x}", whole=whole, linear="joint")
+
+
+# ------------------------------------------------------------------------------------------- one index of a dim
+@rule(aten.select.int, linear="joint", examples=[((4, 6, 3), 1, 2), ((4, 6), -1, -1), ((4, 1), 1, 0)])
+def select(self: Dims, dim: int, index: int) -> Notation:
+    gone = self.replace(dim, None)
+    return Notation(f"{self} -> {gone if gone.ndim else '()'}", whole=self[self.dim(dim)], linear="joint")
+
+
+def local_input_sizes(call: LocalCall) -> Any:
+    return call.with_args(input_sizes=list(call.result_shape()))
+
+
+@rule(
+    aten.select_backward.default,
+    linear="joint",
+    localize=local_input_sizes,
+    examples=[((4, 3), (4, 6, 3), 1, 2), ((4,), (4, 6), -1, -1), ((), (5,), 0, 1)],
+)
+def select_backward(grad_output: Dims, input_sizes: Sequence[int], dim: int, index: int) -> Notation:
+    labels = list(grad_output.labels)
+    labels.insert(dim % len(input_sizes), "s")
+    return Notation(f"{grad_output if grad_output.ndim else '()'} -> {' '.join(labels)}", whole="s", linear="joint")
+
+
+@rule(aten.select_scatter.default, linear="joint", examples=[((4, 6, 3), (4, 3), 1, 2), ((5,), (), 0, 1)])
+def select_scatter(self: Dims, src: Dims, dim: int, index: int) -> Notation:
+    part = self.replace(dim, None)
+    return Notation(f"{self}, {part if part.ndim else '()'} -> {self}", whole=self[self.dim(dim)], linear="joint")
+
+
+@rule(aten.unbind.int, linear="joint", examples=[((4, 3), 1), ((2, 4, 3),), ((3,),)])
+def unbind(self: Dims, dim: int) -> Notation:
+    part = self.replace(dim, None)
+    parts = ", ".join([str(part) if part.ndim else "()"] * self.shape[self.dim(dim)])
+    return Notation(f"{self} -> {parts}", whole=self[self.dim(dim)], linear="joint")
+
+
+# ------------------------------------------------------------------------------------------------ split and join
+def _splitting(x: Dims, dim: int, sizes: Sequence[int]) -> Notation:
+    label = x[x.dim(dim)]
+    if len(sizes) == 1:
+        return Notation(f"{x} -> {x}", linear="joint")
+    if len(set(sizes)) == 1 and sizes[0] > 0:
+        parts = ", ".join([str(x)] * len(sizes))
+        return Notation(f"{x.replace(dim, f'({len(sizes)} {label})')} -> {parts}", linear="joint")
+    names = [f"part{i}_{label}" for i in range(len(sizes))]
+    parts = ", ".join(str(x.replace(dim, name)) for name in names)
+    return Notation(f"{x} -> {parts}", whole=" ".join([label, *names]), linear="joint")
+
+
+def localize_split(call: LocalCall) -> Any:
+    dim = call.args["dim"] % call.operands[0].ndim
+    held = call.operand_shape(0)[dim]
+    # Sections are equal, or the dim is whole and nothing changes.
+    share = held / call.operands[0].shape[dim]
+    return call.with_args(dim=dim, split_size=round(call.args["split_size"] * share))
+
+
+@rule(
+    [aten.split.Tensor, aten.unsafe_split.Tensor],
+    linear="joint",
+    localize=localize_split,
+    examples=[((4, 6), 2, 1), ((4, 6), 6, 1), ((7, 2), 3), ((4, 6), 4, -1), ((4, 6), 1, 0), ((2, 15), 5, 1)],
+)
+def split(self: Dims, split_size: int, dim: int) -> Notation:
+    size = self.shape[self.dim(dim)]
+    split_size = max(split_size, 1)
+    return _splitting(self, dim, [min(split_size, size - at) for at in range(0, size, split_size)] or [0])
+
+
+def localize_split_with_sizes(call: LocalCall) -> Any:
+    dim = call.args["dim"] % call.operands[0].ndim
+    sizes = call.args["split_sizes"]
+    held = call.operand_shape(0)[dim]
+    if len(set(sizes)) == 1:
+        sizes = [held // len(sizes)] * len(sizes)
+    return call.with_args(dim=dim, split_sizes=sizes)
+
+
+@rule(
+    aten.split_with_sizes.default,
+    linear="joint",
+    localize=localize_split_with_sizes,
+    examples=[((4, 6), (2, 2, 2), 1), ((4, 6), (6,), 1), ((4, 6), (4, 1, 1), -1), ((5, 4), (2, 3))],
+)
+def split_with_sizes(self: Dims, split_sizes: Sequence[int], dim: int) -> Notation:
+    return _splitting(self, dim, split_sizes)
+
+
+@rule(
+    aten.cat.default,
+    linear="joint",
+    examples=[([(4, 6), (4, 6)], 1), ([(4, 2), (4, 3)], -1), ([(4, 6)],), ([(3, 2)] * 3,), ([(0,), (4, 6)], -1), ([(4, 1), (4, 1)], 1)],
+)
+def cat(tensors: Sequence[Dims], dim: int) -> Notation:
+    # A 1-d tensor without elements joins anything: the cache of a model that has seen no token.
+    real = [x for x in tensors if x.shape != (0,)] or list(tensors[:1])
+    first = real[0]
+    dim = first.dim(dim)
+    sizes = [x.shape[dim] for x in real]
+    label = first[dim]
+    if len(set(sizes)) == 1 and sizes[0] > 0:
+        names = [label] * len(real)
+        joined, whole = label if len(real) == 1 else f"({len(real)} {label})", ""
+    else:
+        names = [f"part{i}_{label}" for i in range(len(real))]
+        joined, whole = label, " ".join([label, *names])
+    spelled = dict(zip(map(id, real), names, strict=True))
+    parts = ", ".join(str(first.replace(dim, spelled[id(x)])) if id(x) in spelled else f"none{i}" for i, x in enumerate(tensors))
+    return Notation(f"{parts} -> {first.replace(dim, joined)}", whole=whole, linear="joint")
+
+
+@rule(aten.stack.default, linear="joint", examples=[([(4, 6), (4, 6)], 1), ([(4, 6)] * 3, -1), ([(), ()],)])
+def stack(tensors: Sequence[Dims], dim: int) -> Notation:
+    first = tensors[0]
+    labels = list(first.labels)
+    labels.insert(dim % (first.ndim + 1), "s")
+    part = str(first) if first.ndim else "()"
+    return Notation(f"{', '.join([part] * len(tensors))} -> {' '.join(labels)}", whole="s", linear="joint")
+
+
+# ------------------------------------------------------------------------------------------- moved within a dim
+@rule(aten.constant_pad_nd.default, examples=[((4, 6), (1, 0)), ((4, 6), (0, -2), 1.5), ((4, 6), (0, 0, 1, 2)), ((4, 6), (0, 0))])
+def constant_pad_nd(self: Dims, pad: Sequence[int], value: float) -> Notation:
+    after = self
+    for i in range(0, len(pad), 2):
+        if pad[i] or pad[i + 1]:
+            dim = self.ndim - 1 - i // 2
+            after = after.replace(dim, f"padded{dim}")
+    changed = [n for a, b in zip(self.labels, after.labels, strict=True) if a != b for n in (a, b)]
+    linear = "joint" if value == 0 or not changed else ()
+    return Notation(f"{self} -> {after}", whole=" ".join(changed), linear=linear)
+
+
+@rule(aten.roll.default, linear="joint", examples=[((4, 6), (1,), (1,)), ((4, 6), (2, -1), (0, 1)), ((4, 6), (1,))])
+def roll(self: Dims, shifts: Sequence[int], dims: Sequence[int]) -> Notation:
+    moved = [self[self.dim(d)] for d in dims] or self.labels
+    return Notation(f"{self} -> {self}", whole=" ".join(moved), linear="joint")
+
+
+@rule(aten.flip.default, linear="joint", examples=[((4, 6), (1,)), ((4, 6, 3), (0, -1))])
+def flip(self: Dims, dims: Sequence[int]) -> Notation:
+    return Notation(f"{self} -> {self}", whole=" ".join(self[self.dim(d)] for d in dims), linear="joint")
+
+
+@rule(aten.unfold.default, linear="joint", examples=[((4, 6), 1, 3, 2)])
+def unfold(self: Dims, dimension: int, size: int, step: int) -> Notation:
+    label = self[self.dim(dimension)]
+    after = f"{self.replace(dimension, 'windows')} {label}_in"
+    return Notation(f"{self} -> {after}", whole=f"{label} windows {label}_in", linear="joint")

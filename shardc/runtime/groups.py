@@ -1,0 +1,130 @@
+"""The communicator of a real job: torch.distributed process groups, one for every set of axes that a program uses.
+
+torch numbers the members of a group by rank, we along the axes as they are given, major first; where the two differ
+(`("tp", "dp")` on a mesh dp x tp) rows are reordered around the call. Results are always fresh tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.ir.graph import Graph
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.torch_compat import all_gather_single, reduce_scatter_single
+
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def axes_used(graph: Graph) -> list[tuple[str, ...]]:
+    """The sets of axes that the collectives of a graph run along, each as it is first named, in program order."""
+    found: dict[frozenset[str], tuple[str, ...]] = {}
+    for node in graph.calls():
+        if node.target in COLLECTIVES:
+            names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+            at = names.index("axes")
+            axes: Any = node.args[at] if at < len(node.args) else node.kwargs["axes"]
+            axes = graph.mesh.resolve(list(axes))
+            found.setdefault(frozenset(axes), tuple(axes))
+    return list(found.values())
+
+
+class ProcessGroupCommunicator:
+    """A `Communicator` over gloo or NCCL; also what gathers a whole tensor, along all axes of the mesh.
+
+    Making a group is itself collective: every rank makes all groups, also those that it is no member of, in one order.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, axes: Iterable[Sequence[str]], timeout: timedelta) -> None:
+        self.mesh, self.rank = mesh, rank
+        made: dict[tuple[int, ...], Any] = {tuple(range(mesh.world_size)): dist.group.WORLD}
+        for names in axes:
+            for ranks in mesh.groups(names):
+                members = tuple(sorted(ranks))
+                if len(members) > 1 and members not in made:
+                    made[members] = dist.new_group(list(members), timeout=timeout)
+        self._made = made
+        self._members: dict[tuple[str, ...], _Members] = {}
+
+    def all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
+        members = self._of(axes)
+        result = x.clone(memory_format=torch.contiguous_format)
+        if members.count > 1:
+            dist.all_reduce(result, op=REDUCE_OPS[op], group=members.group)
+        return result
+
+    def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        members = self._of(axes)
+        if members.count == 1:
+            return x.unsqueeze(0).clone(memory_format=torch.contiguous_format)
+        rows = x.new_empty((members.count * math.prod(x.shape),))
+        all_gather_single(rows, x.contiguous().view(-1), members.group)
+        return members.to_ours(rows.view(members.count, *x.shape))
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
+        members = self._of(axes)
+        if members.count == 1:
+            return x[0].clone(memory_format=torch.contiguous_format)
+        row = x.new_empty((math.prod(x.shape[1:]),))
+        reduce_scatter_single(row, members.to_theirs(x).contiguous().view(-1), REDUCE_OPS[op], members.group)
+        return row.view(x.shape[1:])
+
+    def all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        members = self._of(axes)
+        if members.count == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        rows = members.to_theirs(x).contiguous()
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=members.group)
+        return members.to_ours(received)
+
+    def permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> torch.Tensor:
+        members = self._of(axes)
+        own = members.ranks.index(self.rank)
+        if source[own] == own:
+            received = x.clone(memory_format=torch.contiguous_format)
+        else:
+            received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x = x.contiguous()
+        transfers = [
+            dist.P2POp(dist.isend, x, members.ranks[to], group=members.group)
+            for to, origin in enumerate(source)
+            if origin == own and to != own
+        ]
+        if source[own] != own:
+            transfers.append(dist.P2POp(dist.irecv, received, members.ranks[source[own]], group=members.group))
+        if transfers:
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+        return received
+
+    def _of(self, axes: Sequence[str]) -> _Members:
+        key = tuple(axes)
+        found = self._members.get(key)
+        if found is None:
+            ranks = self.mesh.group_of(self.rank, key)
+            group = self._made[tuple(sorted(ranks))] if len(ranks) > 1 else None
+            found = self._members[key] = _Members(ranks, group)
+        return found
+
+
+class _Members:
+    """One group: its ranks in our order, torch's handle, and how rows pass from the one order to the other."""
+
+    def __init__(self, ranks: Sequence[int], group: Any) -> None:
+        self.ranks, self.group, self.count = tuple(ranks), group, len(ranks)
+        theirs = sorted(ranks)
+        self._ours = None if theirs == list(ranks) else [theirs.index(rank) for rank in ranks]
+        self._theirs = None if self._ours is None else [self.ranks.index(rank) for rank in theirs]
+
+    def to_ours(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._ours is None else rows[self._ours]
+
+    def to_theirs(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._theirs is None else rows[self._theirs]

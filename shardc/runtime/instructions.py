@@ -1,0 +1,186 @@
+"""A graph flattened for running: one `Instruction` a call, values in numbered slots, each freed after its last use.
+
+Interpreting an fx graph costs more than many of its ops, so the graph is walked once. A `getitem` is folded into the
+call that it takes from; arguments become a template with the places of its tensors. The graph is device-neutral, and
+so is a template: devices are filled in here, and so is another float dtype where one is asked for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.context import Communicator, RankContext
+
+
+class Env(Protocol):
+    """The value of each slot; None before and after its life."""
+
+    def __getitem__(self, slot: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Where tensors live, and the dtype that stands for every floating one: None leaves dtypes as compiled.
+
+    Widening the whole graph is what makes an exact comparison possible where a library hard-codes float32.
+    """
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype | None = None
+
+    def lift(self, dtype: torch.dtype) -> torch.dtype:
+        if self.dtype is None:
+            return dtype
+        if dtype.is_complex:
+            return torch.complex128 if self.dtype == torch.float64 else torch.complex64
+        return self.dtype if dtype.is_floating_point else dtype
+
+    def cast(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(device=self.device, dtype=self.lift(value.dtype))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One call. `arguments(env)` gives its args and kwargs; `yields` says which results go to which slots."""
+
+    node: fx.Node
+    target: Callable[..., Any]
+    arguments: Callable[[Env], tuple[Sequence[Any], dict[str, Any]]]
+    reads: tuple[int, ...]
+    yields: tuple[
+        tuple[fx.Node, int | None, int], ...
+    ]  # value, its position among the results (None: the only one), slot
+    free: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return info(self.node).name
+
+    @property
+    def where(self) -> str:
+        """How an error cites the instruction: its name, and the user's line if it has one."""
+        found = info(self.node)
+        return f"%{found.name}" + (f" ({found.source})" if found.source else "")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The instructions of a graph in order. Inputs lie in the slots of `inputs`; an output without a value is None."""
+
+    graph: Graph
+    size: int
+    inputs: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int | None, ...]
+    unused: tuple[int, ...]  # inputs that nothing reads
+
+
+# The trace's views relied on strides that a collective or a kernel in between may not keep.
+_KERNELS: dict[Any, Callable[..., Any]] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+
+
+def flatten(graph: Graph, numerics: Numerics, keep: Sequence[fx.Node] = ()) -> Listing:
+    """List a graph's calls. Outputs, and the values in `keep`, live to the end."""
+    slots: dict[fx.Node, int] = {}
+    placeholders = graph.placeholders
+    for node in placeholders:
+        slots[node] = len(slots)
+    calls = list(graph.calls())
+    yields = [_yields(node) for node in calls]
+    for found in yields:
+        for value, _ in found:
+            slots[value] = len(slots)
+    outputs = [slots[v] if isinstance(v, fx.Node) else None for v in cast("list[object]", graph.output_values)]
+    last = {slot: len(calls) for slot in [*(s for s in outputs if s is not None), *(slots[n] for n in keep)]}
+    for at, node in enumerate(calls):
+        for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[at])]:
+            last[slot] = max(last.get(slot, 0), at)
+    dying: dict[int, list[int]] = {}
+    for slot, at in last.items():
+        dying.setdefault(at, []).append(slot)
+    instructions = tuple(
+        Instruction(
+            node,
+            _KERNELS.get(node.target, cast("Callable[..., Any]", node.target)),
+            _arguments(node, slots, numerics),
+            tuple(slots[v] for v in operands(node)),
+            tuple((value, position, slots[value]) for value, position in found),
+            tuple(dying.get(at, ())),
+        )
+        for at, (node, found) in enumerate(zip(calls, yields, strict=True))
+    )
+    inputs = tuple(slots[node] for node in placeholders)
+    return Listing(graph, len(slots), inputs, instructions, tuple(outputs), tuple(s for s in inputs if s not in last))
+
+
+def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:
+    """The context of a rank; an axis that was split into sub-axes keeps its coordinate under its own name."""
+    coordinate = mesh.coordinate(rank)
+    for name in mesh.names:
+        parent = mesh.parent(name)
+        while parent not in coordinate:
+            coordinate[parent] = mesh.index(rank, parent)
+            parent = mesh.parent(parent)
+    return RankContext(mesh, coordinate, comm)
+
+
+def _yields(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
+    if info(node).type is not None:
+        return [(node, None)]
+    return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
+
+
+def _arguments(
+    node: fx.Node, slots: dict[fx.Node, int], numerics: Numerics
+) -> Callable[[Env], tuple[Sequence[Any], dict[str, Any]]]:
+    args = [_constant(arg, numerics) for arg in node.args]
+    kwargs = {name: _constant(arg, numerics) for name, arg in node.kwargs.items()}
+    _fill_in(node, args, kwargs, numerics)
+    places = [(i, slots[arg]) for i, arg in enumerate(args) if isinstance(arg, fx.Node)]
+    nested = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and _has_node(arg)]
+    named = [(name, arg) for name, arg in kwargs.items() if isinstance(arg, fx.Node) or _has_node(arg)]
+
+    def plain(env: Env) -> tuple[Sequence[Any], dict[str, Any]]:
+        filled = args.copy()
+        for i, slot in places:
+            filled[i] = env[slot]
+        return filled, kwargs
+
+    def general(env: Env) -> tuple[Sequence[Any], dict[str, Any]]:
+        filled, _ = plain(env)
+        for i, arg in nested:
+            filled[i] = fx.map_arg(arg, lambda n: env[slots[n]])  # type: ignore[index]
+        return filled, {**kwargs, **{name: fx.map_arg(arg, lambda n: env[slots[n]]) for name, arg in named}}  # type: ignore[index]
+
+    return general if nested or named else plain
+
+
+def _has_node(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(_has_node(item) for item in cast("Sequence[Any]", arg))
+    return isinstance(arg, fx.Node)
+
+
+def _constant(arg: Any, numerics: Numerics) -> Any:
+    return numerics.lift(arg) if isinstance(arg, torch.dtype) else arg
+
+
+def _fill_in(node: fx.Node, args: list[Any], kwargs: dict[str, Any], numerics: Numerics) -> None:
+    """Name the device and the dtype that an op would otherwise take from torch's defaults."""
+    schema = getattr(node.target, "_schema", None)
+    names = {a.name for a in schema.arguments} if schema is not None else set[str]()
+    if "device" in names and ("device" in kwargs or not operands(node)):
+        kwargs["device"] = numerics.device
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    type = info(node).type
+    if "dtype" in names and not operands(node) and kwargs.get("dtype") is None and type is not None:
+        kwargs["dtype"] = numerics.lift(type.dtype)

@@ -1,0 +1,225 @@
+"""`Trainer`: the steps of a program, on this rank of a running job, or on all ranks simulated in this process.
+
+    trainer = launch(program)            # torchrun --nproc-per-node 4 train.py, or plain python
+    for batch in batches:
+        result = trainer.step(batch)     # loss, gradients; updated buffers are kept
+        trainer.sgd(1e-3)
+
+In a job each rank holds its shards alone, from the moment they are loaded: parameters are read slice by slice, or made
+one at a time and cut. In simulation the tensors are whole, and the same calls give the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardc.ir.diagnostic import error
+from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import TensorType
+from shardc.runtime.job import Job
+from shardc.runtime.simulate import simulate, supplied
+from shardc.runtime.weights import Init, Read, Source, Weights, find, source_of
+from shardc.torch_compat import flatten_with_paths
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Launchable(Protocol):
+    """What of a program a trainer needs."""
+
+    @property
+    def body(self) -> Graph: ...
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step. In simulation gradients and buffers are whole, in a job they are this rank's shards."""
+
+    loss: torch.Tensor
+    grads: Tensors
+    buffers: Tensors
+    outputs: Tensors = field(default_factory=Tensors)
+
+    @classmethod
+    def of(cls, body: Graph, outputs: Mapping[Port, torch.Tensor]) -> StepResult:
+        """Sort a graph's outputs by what they are."""
+        by_role: dict[str, Tensors] = {"loss": {}, "grad": {}, "buffer": {}, "output": {}}
+        for port, value in outputs.items():
+            by_role.setdefault(port.role, {})[port.name] = value
+        assert len(by_role["loss"]) == 1, f"graph @{body.name} returns {len(by_role['loss'])} losses"
+        (loss,) = by_role["loss"].values()
+        return cls(loss, by_role["grad"], by_role["buffer"], by_role["output"])
+
+
+class Engine(Protocol):
+    """Who runs the steps: `Simulation` below, or a `Job`. A `held` tensor is whole in the one, a shard in the other."""
+
+    def load(self, read: Read, type: TensorType) -> torch.Tensor: ...
+    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
+    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor: ...
+    def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]: ...
+    def close(self) -> None: ...
+
+
+class Simulation:
+    """All ranks here, in lock-step."""
+
+    def __init__(self, body: Graph) -> None:
+        self.body = body
+
+    def load(self, read: Read, type: TensorType) -> torch.Tensor:
+        return read(tuple(slice(0, n) for n in type.shape)).to(type.dtype, copy=True)
+
+    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
+        return whole
+
+    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
+        return held
+
+    def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]:
+        return simulate(self.body, held)
+
+    def close(self) -> None:
+        pass
+
+
+class Trainer:
+    """Holds the state of a program and steps it; see `launch`."""
+
+    def __init__(self, body: Graph, engine: Engine, sources: list[Source], init: Init | None, seed: int) -> None:
+        self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
+        self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
+        self._outputs = {
+            (p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True) if n is not None
+        }
+        self.state: Tensors = {}
+        for name, (port, type) in self._inputs.items():
+            if port.role in ("param", "buffer", "state"):
+                self.state[name] = self._loaded(port, type, sources, init)
+        self._grads: Tensors = {}
+
+    def step(self, batch: Any) -> StepResult:
+        """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
+        held = dict(self.state)
+        for port, type, value in self._batch(batch):
+            held[port.name] = self.engine.hold(value, type)
+        outputs = self.engine.run(held, self.steps)
+        result = StepResult.of(self.body, outputs)
+        self._grads = result.grads
+        for name, value in result.buffers.items():
+            self.state[name] = self._as_input("buffer", name, value).clone()
+        self.steps += 1
+        return result
+
+    @torch.no_grad()
+    def sgd(self, lr: float) -> None:
+        """Plain gradient descent with the last step's gradients, in place on the held parameters."""
+        for name, grad in self._grads.items():
+            self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
+
+    def gather_grads(self) -> Tensors:
+        """The last step's gradients, whole; every rank must call it."""
+        return {name: self.engine.whole(g, self._outputs["grad", name]) for name, g in self._grads.items()}
+
+    def state_dict(self) -> Tensors:
+        """Parameters and buffers, whole and under all their names; every rank must call it."""
+        found: Tensors = {}
+        for name, held in self.state.items():
+            port, type = self._inputs[name]
+            whole = self.engine.whole(held, type)
+            found |= dict.fromkeys((name, *port.aliases), whole)
+        return found
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that one rank holds, the padding of uneven shards included."""
+        types = (type for port, type in self._inputs.values() if port.role == "param")
+        return sum(type.local_bytes(self.body.mesh) for type in types)
+
+    def close(self) -> None:
+        """Leave the job; a trainer is also a context manager."""
+        self.engine.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _batch(self, batch: Any) -> list[tuple[Port, TensorType, torch.Tensor]]:
+        """The batch's tensors, checked, and this step's seed: the same on every rank, another every step."""
+        ports = [port for port, _ in self._inputs.values() if port.role == "input"]
+        given: Tensors = named_batch(batch, [port.name for port in ports])
+        for port, type in self._inputs.values():
+            if port.role == "seed":
+                given[port.name] = torch.full(type.shape, self.seed + self.steps, dtype=type.dtype)
+        placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
+        values = supplied([(port, type) for port, type in placed], given)
+        return [(port, type, value) for (port, type), value in zip(placed, values, strict=True)]
+
+    def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A gradient or buffer in the layout of the state that it belongs to."""
+        made, kept = self._outputs[role, name], self._inputs[name][1]
+        if made.dims == kept.dims and not made.partial:
+            return value
+        return self.engine.hold(self.engine.whole(value, made), kept)
+
+    def _loaded(self, port: Port, type: TensorType, sources: list[Source], init: Init | None) -> torch.Tensor:
+        read = find(sources, (port.name, *port.aliases))
+        if read is not None:
+            return self.engine.load(read, type)
+        if init is not None:
+            made = init(port.name, type.shape, type.dtype)
+            assert tuple(made.shape) == type.shape, f"init gave {tuple(made.shape)} for '{port.name}' of {type.shape}"
+            return self.engine.load(lambda slices: made[slices], type)
+        hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
+        raise error("SC504", f"{port.role} '{port.name}' was not supplied", tensor=port.name, hint=hint)
+
+
+def launch(
+    program: Launchable,
+    *,
+    state: Weights | None = None,
+    init: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    device: str | None = None,
+) -> Trainer:
+    """The trainer of a program: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
+
+    Values come from `state` (a mapping, or a path of safetensors), then from the program's model unless it is on meta,
+    then from `init(name, shape, dtype)`, which is called one tensor at a time and must give the same on every rank. A
+    rank that is dead or stuck is an error that names it, at most `timeout` seconds later.
+    """
+    body = program.body
+    model: nn.Module | None = getattr(program, "model", None)
+    sources = [source_of(state)] if state is not None else []
+    if model is not None:
+        own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        sources.append(source_of(dict(own)))
+    sources.append(source_of(getattr(program, "constants", {})))
+    engine: Engine = Simulation(body)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        engine = Job(body, timeout, device)
+    try:
+        return Trainer(body, engine, sources, init, seed)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def named_batch(batch: Any, names: list[str]) -> Tensors:
+    """A batch's tensors by the program's names for them: a mapping's by their keys, others' in order."""
+    leaves = [(path, leaf) for path, leaf in flatten_with_paths(batch) if isinstance(leaf, torch.Tensor)]
+    if isinstance(batch, Mapping):
+        return dict(leaves)
+    return dict(zip(names, (leaf for _, leaf in leaves), strict=False))

@@ -1,0 +1,161 @@
+"""Which rank is to blame: each rank says in the job's store that it lives, and which instruction it is at.
+
+A broken connection tells the survivors that *someone* is gone, and a timeout not even that; worse, the first survivor
+to give up breaks the connections of the others. So each rank writes a record every second (its beat, its step and
+instruction, the error it died of, if it could say), and one whose collective fails reads everyone's:
+
+    silent, without an error of its own    it died: SC502, even where others failed of it first
+    an error of its own                    it failed: SC502, with that error
+    alive, at an earlier instruction       it is late or stuck: SC503
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardc.ir.diagnostic import ShardcError, error
+
+BEAT = 0.5  # seconds
+SILENCE = 6 * BEAT  # without a new beat for so long, a rank counts as dead
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank last said of itself. `own` is the error it failed of, if that was not a collective's."""
+
+    beat: int = -1
+    step: int = 0
+    at: int = 0  # index of the instruction
+    failed: bool = False
+    own: str = ""
+    left: bool = False  # it finished its work and closed
+
+
+class Monitor:
+    """Beats in a thread of its own. The executor sets `at`; `names` says what the instructions are called.
+
+    `fatal` is for NCCL, whose collectives run behind the program's back: when one hangs, nothing raises. The thread then
+    also listens, and ends the process with the error in its last output when another rank has died.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int, names: Sequence[str], fatal: bool = False) -> None:
+        self.rank, self.ranks, self.names = rank, ranks, names
+        self.step = self.at = 0
+        self._store, self._beat = store, 0
+        self._last_words: dict[str, Any] = {}  # what every further beat repeats
+        self._fatal = fatal
+        self._stop = threading.Event()
+        self._say()
+        self._thread = threading.Thread(target=self._run, name="shardc-monitor", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        self.step, self.at = step, 0
+        self._say()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._say(left=True)
+
+    def failed_alone(self, why: str) -> None:
+        """This rank fails for a reason of its own; the others should hear it from here."""
+        self._say(failed=True, own=why)
+
+    def blame(self, failure: BaseException) -> ShardcError:
+        """The error for a collective that failed here: names the rank that made it fail, and the instruction."""
+        before: dict[int, Record] = {}
+        seen: dict[int, Record] = {}
+        deadline = time.monotonic() + SILENCE
+        self._say(failed=True)
+        try:
+            before = self._records()
+            # A dead rank is known only by its silence; but an error of its own says all at once.
+            while time.monotonic() < deadline and not any(record.own for record in (seen or before).values()):
+                time.sleep(BEAT)
+                seen = self._records()
+        except Exception:
+            return self._died(0, None, "and with it the store of the job")
+        seen = seen or before
+        for rank, record in seen.items():
+            if record.own:
+                return self._died(rank, record, f"of an error of its own: {record.own}")
+        silent = [r for r, record in seen.items() if record.beat == before[r].beat and not record.failed]
+        for rank in silent:
+            return self._died(
+                rank, seen[rank], "it closed its trainer" if seen[rank].left else "without an error of its own"
+            )
+        others = {r: record for r, record in seen.items() if not record.failed}
+        if others:
+            rank = min(others, key=lambda r: (others[r].step, others[r].at))
+            return self._late(rank, others[rank], failure)
+        return error("SC502", f"{self._here()} failed on every rank: {failure}", hint="see the ranks' own messages")
+
+    def _here(self) -> str:
+        return f"instruction {self.names[self.at]} of step {self.step}"
+
+    def _last(self, rank: int, record: Record) -> str:
+        where = f"instruction {self.names[record.at]} of step {record.step}"
+        return f"rank {rank} last said that it was at {where}; ranks say so every {BEAT} seconds and at the start of a step"
+
+    def _died(self, rank: int, record: Record | None, how: str) -> ShardcError:
+        message = f"rank {rank} died, {how}; rank {self.rank} was waiting for it in {self._here()}"
+        where = self._last(rank, record) if record else None
+        return error(
+            "SC502", message, cause=where, hint=f"look for the last output of rank {rank}, or for the OOM killer"
+        )
+
+    def _late(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
+        message = f"rank {rank} did not come to {self._here()} in time; rank {self.rank} waited for it"
+        where = f"rank {rank} is alive, at instruction {self.names[record.at]} of step {record.step}\n{failure}"
+        return error("SC503", message, cause=where, hint="if it is only slow, launch with a larger timeout")
+
+    def _records(self) -> dict[int, Record]:
+        keys = {rank: f"rank{rank}" for rank in range(self.ranks) if rank != self.rank}
+        return {
+            rank: Record(**json.loads(self._store.get(key))) if self._store.check([key]) else Record()
+            for rank, key in keys.items()
+        }
+
+    def _say(self, **what: Any) -> None:
+        self._beat += 1
+        self._last_words |= what
+        record = Record(self._beat, self.step, self.at, **self._last_words)
+        # The store may be gone, because the rank that hosts it is; then there is nobody to tell.
+        with contextlib.suppress(Exception):
+            self._store.set(f"rank{self.rank}", json.dumps(asdict(record)))
+
+    def _run(self) -> None:
+        heard: dict[int, tuple[int, float]] = {}
+        while not self._stop.wait(BEAT):
+            self._say()
+            if self._fatal:
+                self._listen(heard)
+
+    def _listen(self, heard: dict[int, tuple[int, float]]) -> None:
+        try:
+            records = self._records()
+        except Exception:
+            self._end(self._died(0, None, "and with it the store of the job"))
+            return
+        now = time.monotonic()
+        for rank, record in records.items():
+            if heard.get(rank, (None,))[0] != record.beat:
+                heard[rank] = record.beat, now
+            if record.own:
+                self._end(self._died(rank, record, f"of an error of its own: {record.own}"))
+            elif now - heard[rank][1] > SILENCE and not record.left and not record.failed:
+                self._end(self._died(rank, record, "without an error of its own"))
+
+    def _end(self, why: ShardcError) -> None:
+        if not self._stop.is_set():
+            print(why, file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,238 @@
+"""Is the distributed program the single-device one? Run both, compare the loss, every gradient and updated buffer.
+
+The relative error of a tensor is
+
+    max|a - b| / max(max|b|, 1e-6 * largest gradient)
+
+so that a gradient which is zero in exact arithmetic (a key bias's: softmax does not see it) does not divide rounding
+by rounding. Ranks that should hold the same value and do not count as an error too. When something differs, both runs
+are repeated instruction by instruction: passes keep the names of values, so the first one that differs from its
+namesake on the single device is where the compiler went wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, producer, type_of
+from shardc.runtime.layout import assemble, replica_spread, shard
+from shardc.runtime.simulate import run_reference, simulate
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+ZERO_GRADIENT = 1e-6  # of the largest gradient: below this a gradient is measured against the others
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output compared. `eager_error` is the reference's own error against eager PyTorch, where that was given."""
+
+    role: str
+    name: str
+    error: float
+    shape: tuple[int, ...]
+    eager_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first instruction whose value is not that of its namesake on one device, and the ranks that hold it wrong."""
+
+    name: str
+    op: str
+    type: str
+    error: float
+    ranks: tuple[int, ...]
+    source: str = ""
+    source_text: str = ""
+    fqn: str = ""
+    cause: str = ""
+
+    def diagnostic(self) -> Diagnostic:
+        ranks = ", ".join(map(str, self.ranks))
+        return Diagnostic(
+            "SC505",
+            f"%{self.name} is the first value that differs from the single device, by {self.error:.1e}, on ranks {ranks}",
+            location=self.source or None,
+            source_text=self.source_text or None,
+            fqn=self.fqn or None,
+            tensor=f"%{self.name} : {self.type}",
+            op=self.op,
+            cause=self.cause or None,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; true when every row is within the tolerance."""
+
+    rows: tuple[Row, ...]
+    tolerance: float
+    dtype: torch.dtype
+    ranks: int
+    first_mismatch: Mismatch | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.max_rel_error <= self.tolerance
+
+    @property
+    def max_rel_error(self) -> float:
+        return max((row.error for row in self.rows), default=0.0)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        verdict = "equal to the single device" if self.ok else "DIFFERENT from the single device"
+        head = (
+            f"{self.ranks} ranks in {name}: {verdict}; error {self.max_rel_error:.1e}, tolerance {self.tolerance:.0e}"
+        )
+        lines = [head]
+        for role, many in (("loss", "losses"), ("grad", "gradients"), ("buffer", "buffers"), ("output", "outputs")):
+            rows = sorted((row for row in self.rows if row.role == role), key=lambda row: -row.error)
+            if not rows:
+                continue
+            label = role if len(rows) == 1 else many
+            lines.append(f"  {len(rows):>4} {label:<10} {rows[0].error:.1e} at worst ({rows[0].name})")
+            if not self.ok:
+                wrong = [row for row in rows if not row.error <= self.tolerance]
+                lines += [f"       {row.error:.1e}  {row.name} {list(row.shape)}" for row in wrong[:10]]
+                if len(wrong) > 10:
+                    lines.append(f"       and {len(wrong) - 10} more")
+        eager = [row.eager_error for row in self.rows if row.eager_error is not None]
+        if eager:
+            lines.append(f"  the reference against eager PyTorch: {max(eager):.1e}")
+        if self.first_mismatch is not None:
+            lines += ["", self.first_mismatch.diagnostic().render()]
+        return "\n".join(lines)
+
+
+def verify(
+    body: Graph,
+    reference: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.float64,
+    eager: Mapping[str, torch.Tensor] | None = None,
+) -> Report:
+    """Compare all simulated ranks of `body` with `reference` on one device, in `dtype`, on the same global inputs.
+
+    `eager` gives what PyTorch itself finds, by output name, to compare the reference with in turn.
+    """
+    spreads: dict[fx.Node, float] = {}
+    returned = set(body.output_values)
+
+    def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        if node in returned:
+            spreads[node] = replica_spread(dict(enumerate(values)), type_of(node), body.mesh)
+
+    expected = run_reference(reference, inputs, dtype=dtype)
+    found = simulate(body, inputs, dtype=dtype, observe=watch)
+    floor = ZERO_GRADIENT * max((magnitude(v) for port, v in expected.items() if port.role == "grad"), default=0.0)
+    rows: list[Row] = []
+    nodes: dict[Port, fx.Node] = dict(zip(body.outputs, body.output_values, strict=True))
+    for port, want in expected.items():
+        assert port in found, f"the body does not return {port.role} '{port.name}'"
+        spread = spreads[nodes[port]] / max(magnitude(want), floor, sys.float_info.min)
+        error = max(relative_error(found[port], want, floor), spread)
+        checked = eager.get(port.name) if eager else None
+        rows.append(
+            Row(
+                port.role,
+                port.name,
+                error,
+                tuple(want.shape),
+                None if checked is None else relative_error(want, checked.to(want.dtype), floor),
+            )
+        )
+    report = Report(tuple(rows), TOLERANCE[dtype], dtype, body.mesh.world_size)
+    if report.ok:
+        return report
+    first = first_mismatch(body, reference, inputs, dtype, floor)
+    return Report(report.rows, report.tolerance, dtype, report.ranks, first)
+
+
+def first_mismatch(
+    body: Graph, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
+) -> Mismatch | None:
+    """Compare value by value, in the body's order, everything that has a namesake in the reference."""
+    wanted: dict[str, torch.Tensor] = {}
+    names = {info(node).name for node in body.values()}
+
+    def record(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        if info(node).name in names:
+            wanted[info(node).name] = values[0]
+
+    run_reference(reference, inputs, dtype=dtype, observe=record)
+    found: list[Mismatch] = []
+
+    def compare(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        want = wanted.get(info(node).name)
+        type = type_of(node)
+        # A namesake that a pass gave another shape is another value; nothing after the first find matters.
+        if found or want is None or tuple(want.shape) != type.shape:
+            return
+        shards = dict(enumerate(values))
+        scale = floor if info(node).phase == "bwd" else 0.0
+        gap = relative_error(assemble(shards, type, body.mesh), want, scale)
+        gap = max(gap, replica_spread(shards, type, body.mesh) / max(magnitude(want), scale, sys.float_info.min))
+        if not gap <= TOLERANCE[dtype]:
+            found.append(_mismatch(node, info(node), gap, _wrong_ranks(node, values, want, body, scale, dtype)))
+
+    simulate(body, inputs, dtype=dtype, observe=compare)
+    return found[0] if found else None
+
+
+def _wrong_ranks(
+    node: fx.Node, values: Sequence[torch.Tensor], want: torch.Tensor, body: Graph, floor: float, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Ranks whose own shard is wrong; of a pending reduction no rank is right or wrong alone."""
+    type, mesh = type_of(node), body.mesh
+    everyone = tuple(range(mesh.world_size))
+    if type.partial:
+        return everyone
+    scale = max(magnitude(want), floor)
+    wrong: list[int] = []
+    for rank in everyone:
+        # Put the rank's shard into the right tensor: padding then falls away by itself.
+        mixed = {r: shard(want, type, mesh, r) for r in everyone} | {rank: values[rank]}
+        replicas_gap = replica_spread(mixed, type, mesh)
+        gap = max(
+            relative_error(assemble(mixed, type, mesh), want, scale), replicas_gap / max(scale, sys.float_info.min)
+        )
+        if not gap <= TOLERANCE[dtype]:
+            wrong.append(rank)
+    return tuple(wrong)
+
+
+def _mismatch(node: fx.Node, found: ValueInfo, gap: float, ranks: tuple[int, ...]) -> Mismatch:
+    op = op_name(producer(node)[0].target) if node.op == "call_function" else "input"
+    return Mismatch(
+        found.name, op, str(found.type), gap, ranks, found.source, found.source_text, found.fqn, found.cause
+    )
+
+
+def magnitude(x: torch.Tensor) -> float:
+    """The largest finite magnitude; masks are full of infinities, which scale nothing."""
+    if not x.numel():
+        return 0.0
+    size = x.abs() if x.is_complex() else x.double().abs()
+    return float(size.masked_fill(~size.isfinite(), 0.0).max())
+
+
+def relative_error(found: torch.Tensor, want: torch.Tensor, floor: float = 0.0) -> float:
+    """max|a - b| / max(max|b|, floor); infinite where one has an infinity or a NaN that the other has not."""
+    assert found.shape == want.shape, f"{tuple(found.shape)} against {tuple(want.shape)}"
+    if not want.numel() or torch.equal(found, want):
+        return 0.0
+    a, b = (x if x.is_complex() else x.double() for x in (found, want))
+    gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    worst = float(gap.nan_to_num(nan=math.inf).max())
+    return worst / max(magnitude(want), floor, sys.float_info.min)

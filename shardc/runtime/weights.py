@@ -1,0 +1,84 @@
+"""Where parameters come from, one tensor at a time and of each only the slices that are asked for.
+
+A source is a mapping of tensors, a safetensors file, or a directory of them with its index; several are asked in turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardc.ir.diagnostic import did_you_mean, error
+
+Read = Callable[[tuple[slice, ...]], torch.Tensor]
+Source = Callable[[str], Read | None]  # by name; None where it has no such tensor
+Weights = Mapping[str, torch.Tensor] | str | Path
+Init = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+
+INDEX = "model.safetensors.index.json"
+
+
+def source_of(weights: Weights) -> Source:
+    if isinstance(weights, str | Path):
+        return _safetensors(Path(weights))
+    return _tensors(weights)
+
+
+def find(sources: Sequence[Source], names: Sequence[str]) -> Read | None:
+    """The first source that has the tensor under one of its names."""
+    for source in sources:
+        for name in names:
+            read = source(name)
+            if read is not None:
+                return read
+    return None
+
+
+def _tensors(tensors: Mapping[str, torch.Tensor]) -> Source:
+    def source(name: str) -> Read | None:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.is_meta:
+            return None
+        return lambda slices: tensor.detach()[slices]
+
+    return source
+
+
+def _safetensors(path: Path) -> Source:
+    from safetensors import safe_open
+
+    files = _files(path)
+    opened: dict[Path, Any] = {}
+    where: dict[str, Path] = {}
+    for file in files:
+        # Kept open: pages are mapped, not read, until a slice is asked for.
+        opened[file] = safe_open(str(file), framework="pt")  # pyright: ignore[reportNoOverloadImplementation]
+        where |= dict.fromkeys(opened[file].keys(), file)
+
+    def source(name: str) -> Read | None:
+        if name not in where:
+            return None
+        file = opened[where[name]]
+        return lambda slices: file.get_slice(name)[slices] if slices else file.get_tensor(name)
+
+    return source
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / INDEX
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [path / name for name in sorted(set(weight_map.values()))]
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not found:
+        hint = did_you_mean(
+            path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], "beside it"
+        )
+        raise error("SC504", f"there are no safetensors at {path}", hint=hint)
+    return found

@@ -1,0 +1,287 @@
+# pyright: reportPrivateUsage=false
+"""The one file that uses torch's private or version-dependent APIs. Supports torch 2.11 to 2.13.
+
+Everything else in shardc is written against public torch; what a new torch release breaks, it breaks here. Each
+function does one thing that the tracer needs and says why the public API does not do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.fx.config
+from torch import Tensor, fx, nn
+from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+
+Decompositions = Mapping[OpOverload, Callable[..., Any]]
+
+# Dropped from graphs: they are identities once there is neither autograd nor mutation.
+IDENTITIES: tuple[OpOverload, ...] = tuple(
+    getattr(torch.ops.aten, name).default for name in ("detach", "alias", "lift", "lift_fresh", "lift_fresh_copy")
+)
+
+
+# ------------------------------------------------------------------ fake tensors
+def fake_mode() -> FakeTensorMode:
+    """A mode in which real tensors that the model holds on to are constants, not errors."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(mode: FakeTensorMode, t: Tensor) -> Tensor:
+    """A fake CPU tensor of the same geometry, whatever device `t` is on (meta too).
+
+    Never a fake CUDA tensor: without a GPU, autograd on those aborts the process.
+    """
+    with mode:
+        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+
+
+def is_fake(t: Tensor) -> bool:
+    return isinstance(t, FakeTensor)
+
+
+# ------------------------------------------------------------------ recording
+def record(
+    fn: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    mode: FakeTensorMode,
+    decompositions: Decompositions,
+    on_node: Callable[[fx.Node], None],
+) -> fx.GraphModule:
+    """Run `fn(*inputs)` on fakes and return what ATen saw, autograd's backward included."""
+    options: dict[str, Any] = {"decomposition_table": dict(decompositions)}
+    if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
+        options["_disable_torch_fn_metadata_mode"] = True  # a mode that only labels nodes with torch functions
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        # Composite ops resolve through Python kernels and so decompose the same way on every device.
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(_node_hook(on_node))
+        stack.enter_context(_quiet_stacks())
+        return make_fx(fn, **options)(*inputs)
+
+
+def functionalized(
+    gm: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    mode: FakeTensorMode,
+    run_node: Callable[[fx.Node, Callable[[], Any]], Any],
+    on_node: Callable[[fx.Node], None],
+) -> fx.GraphModule:
+    """Retrace without mutation. In-place changes of an input end as `copy_` into its placeholder.
+
+    `run_node(node, run)` surrounds the execution of each old node, so that the caller can carry things over.
+    """
+
+    class Replay(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            return run_node(n, lambda: fx.Interpreter.run_node(self, n))
+
+    def replay(*args: Tensor) -> Any:
+        return Replay(gm, garbage_collect_values=True).run(*args)
+
+    # Not `functionalize` around the joint function itself: requires_grad_ is refused inside the transform.
+    with torch.no_grad():
+        return record(functionalize(replay, remove="mutations"), inputs, mode, {}, on_node)
+
+
+def node_of(t: Tensor) -> fx.Node | None:
+    """The node that computed `t` in the recording under way; None for constants, or outside a recording."""
+    proxy_mode = get_proxy_mode()
+    if proxy_mode is None:
+        return None
+    if torch._is_functional_tensor(t):
+        torch._sync(t)
+        t = torch._from_functional_tensor(t)
+    slot = proxy_mode.tracer.tensor_tracker.get(t)
+    return None if slot is None else slot.proxy.node
+
+
+@contextmanager
+def _node_hook(on_node: Callable[[fx.Node], None]) -> Generator[None]:
+    """Call `on_node` for every node as it is made, deep inside the op that made it.
+
+    make_fx can record stacks and module paths itself, at more than twice the cost of the rest of a trace.
+    """
+    original = PythonKeyTracer.create_node
+
+    def create_node(self: PythonKeyTracer, *args: Any, **kwargs: Any) -> fx.Node:
+        node = original(self, *args, **kwargs)
+        on_node(node)
+        return node
+
+    PythonKeyTracer.create_node = create_node
+    try:
+        yield
+    finally:
+        PythonKeyTracer.create_node = original
+
+
+@contextmanager
+def _quiet_stacks() -> Generator[None]:
+    saved = torch.fx.config.do_not_emit_stack_traces
+    torch.fx.config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        torch.fx.config.do_not_emit_stack_traces = saved
+
+
+def decompositions(names: Iterable[str]) -> dict[OpOverload, Callable[..., Any]]:
+    """torch's own decompositions of the ATen ops of these names."""
+    table = get_decompositions([getattr(torch.ops.aten, name) for name in names])
+    return {op: how for op, how in table.items() if isinstance(op, OpOverload)}
+
+
+# ------------------------------------------------------------------ dispatcher
+@contextmanager
+def override_aten(implementations: Mapping[str, Callable[..., Any]]) -> Generator[None]:
+    """Replace composite ATen ops above autograd, for C++ callers too (a TorchFunctionMode misses those)."""
+
+    def flush() -> None:  # the Python dispatcher remembers which kernel an op resolved to
+        for name in implementations:
+            getattr(torch.ops.aten, name).default._dispatch_cache.clear()
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, implementation in implementations.items():
+        library.impl(name, implementation, "AutogradCPU")
+    flush()
+    try:
+        yield
+    finally:
+        library._destroy()
+        flush()
+
+
+# ------------------------------------------------------------------ autograd
+def sequence_number() -> int:
+    """The number of the autograd node made last: what a forward op and its backward have in common."""
+    return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def on_backward(root: Any, before: Callable[[int], None], after: Callable[[], None]) -> None:
+    """Call `before(sequence number)` and `after()` around the execution of every autograd node under `root`."""
+    seen: set[Any] = set()
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(parent for parent, _ in node.next_functions)
+        number = node._sequence_nr()
+
+        def pre(_: Any, number: int = number) -> None:
+            before(number)
+
+        def post(_grad_inputs: Any, _grad_outputs: Any) -> None:
+            after()
+
+        node.register_prehook(pre)
+        node.register_hook(post)
+
+
+# ------------------------------------------------------------------ trees of tensors
+Structure = pytree.TreeSpec
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """("x.0.key", leaf) for every leaf. Hugging Face's outputs and caches count as trees, as they do in torch."""
+
+    def text(key: Any) -> str:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                return str(getattr(key, attribute))
+        return str(key)
+
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return [(".".join(text(key) for key in path), leaf) for path, leaf in leaves]
+
+
+# ------------------------------------------------------------------ errors
+def is_data_dependent(error: BaseException) -> bool:
+    """Did the model ask a fake tensor for its values, or for a shape that depends on values?"""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    text = str(error)
+    return "_local_scalar_dense" in text or "get value out of a tracing tensor" in text or "data-dependent" in text
+
+
+# ------------------------------------------------------------------ Hugging Face
+@contextmanager
+def hugging_face_patches(model: nn.Module) -> Generator[None]:
+    """What keeps transformers' models from taking their slow path when they see fakes. No import if there is none.
+
+    Without values, the library cannot tell that position_ids are not those of packed sequences and builds a mask of
+    [B, 1, S, S]; we assume that they are not packed. And a training step has no use for a key-value cache.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            configs[id(config)] = config
+    dynamo: Any = sys.modules.get("torch._dynamo.config")
+    nested = getattr(dynamo, "error_on_nested_fx_trace", None)
+    if find is not None:
+        masking.find_packed_sequence_indices = lambda position_ids: None  # pyright: ignore[reportUnknownLambdaType]
+    for config in configs.values():
+        config.use_cache = False
+    if nested is not None:  # a torch.compile inside the model runs uncompiled
+        dynamo.error_on_nested_fx_trace = False
+    try:
+        yield
+    finally:
+        if find is not None:
+            masking.find_packed_sequence_indices = find
+        for config in configs.values():
+            config.use_cache = True
+        if nested is not None:
+            dynamo.error_on_nested_fx_trace = nested
+
+
+# ------------------------------------------------------------------ distributed
+def all_gather_single(out: Tensor, x: Tensor, group: Any) -> None:
+    """One flat all-gather; torch 2.13 renamed it and warns of the old name."""
+    import torch.distributed as dist
+
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, x, group=group)
+
+
+def reduce_scatter_single(out: Tensor, x: Tensor, op: Any, group: Any) -> None:
+    """One flat reduce-scatter; torch 2.13 renamed it and warns of the old name."""
+    import torch.distributed as dist
+
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, x, op=op, group=group)
+
+
+def job_store() -> Any:
+    """A connection of one's own to the store of the running job; torch has no public way from a group to its store."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store().clone()

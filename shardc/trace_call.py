@@ -1,0 +1,62 @@
+"""The sample batch as a flat list of named tensors, and the call of the model that it stands for.
+
+A batch is a tensor, a tuple of positional arguments or a dict of keyword arguments, each nested as deep as the model
+likes. Its tensors are named by forward's own parameters, so `(x, {"key": y})` for `forward(self, pair)` given as
+`{"pair": ...}` is "pair.0" and "pair.1.key". Leaves that are no tensors are part of the program.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from shardc import torch_compat
+from shardc.ir.diagnostic import error
+
+
+class Call:
+    """The leaves of one batch."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        if isinstance(batch, Mapping):  # a BatchEncoding, say, is not a tree to torch
+            batch = dict(cast("Mapping[str, Any]", batch))
+        self.leaves, self.structure = torch_compat.flatten(batch)
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in self.leaves]
+        self.tensors: list[Tensor] = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.names = self._names(inspect.signature(model.forward))
+
+    def batch(self, tensors: tuple[Tensor, ...]) -> Any:
+        """The batch as the user shaped it, with these tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if fits else leaf for fits, leaf in zip(self.is_tensor, self.leaves, strict=True)]
+        return torch_compat.unflatten(leaves, self.structure)
+
+    @staticmethod
+    def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(batch, dict):
+            return (), batch
+        return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+    def _names(self, signature: inspect.Signature) -> list[str]:
+        """Paths of the batch's tensors, beginning with the names of forward's parameters."""
+        numbers = torch_compat.unflatten(range(len(self.leaves)), self.structure)
+        args, kwargs = self.arguments(numbers)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as problem:
+            raise error(
+                "SC103",
+                f"the batch does not fit forward{signature}: {problem}",
+                hint="give a tensor, a tuple of positional arguments or a dict of keyword arguments",
+            ) from None
+        named: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                named.update(value)
+            else:
+                named[name] = value
+        by_number = {number: path for path, number in torch_compat.flatten_with_paths(named)}
+        return [by_number[number] for number, fits in enumerate(self.is_tensor) if fits]

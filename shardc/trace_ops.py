@@ -1,0 +1,128 @@
+"""What a trace puts in the place of ATen ops: composites kept whole, random numbers made layout-proof.
+
+Three tables. `overrides` acts above autograd and keeps `linear`, attention and grouped products one node each.
+`random_decompositions` acts below it and turns every source of randomness into `shardc::random_uniform` and
+ordinary arithmetic. `SMALL_DECOMPOSITIONS` takes apart a few ops that would only multiply the rules to write;
+more would lose what backends know (silu, layer_norm, gelu, softmax stay whole).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardc.ir.ops.attention import attention
+from shardc.ir.ops.grouped import grouped_mm
+from shardc.ir.ops.linear import linear
+from shardc.ir.ops.random import RANDOM_UNIFORM
+
+aten = torch.ops.aten
+
+SMALL_DECOMPOSITIONS = (
+    "addcdiv", "addcmul", "addmm", "baddbmm", "dot", "linalg_vector_norm", "log_sigmoid_forward", "masked_fill",
+    "mse_loss", "mse_loss_backward", "mv", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "rsub",
+    "softplus_backward", "stack", "unsafe_split", "zeros", "zeros_like",
+)  # fmt: skip
+
+
+def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """aten.dropout, with nothing left of it where it does nothing."""
+    return aten.native_dropout(x, p, train)[0] if train and p > 0.0 else x
+
+
+def overrides() -> dict[str, Callable[..., Any]]:
+    """ATen op -> stand-in, for `torch_compat.override_aten`."""
+    return {"linear": linear, "scaled_dot_product_attention": attention, "_grouped_mm": grouped_mm, "dropout": dropout}
+
+
+class RandomOps:
+    """The random ops of one trace: each draws its uniforms from `seed` under a number of its own.
+
+    The running number lives in torch's own CPU generator, as its seed. Activation checkpointing saves and restores
+    that generator to draw the same masks again when it recomputes, and so gets the same numbers again.
+    """
+
+    def __init__(self) -> None:
+        self.seed: Tensor | None = None
+
+    @contextmanager
+    def numbered(self) -> Generator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            yield
+
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        """Float32 uniforms in [0, 1), one node; its op number is the next."""
+        assert self.seed is not None, "random ops are traced under a seed"
+        op_id = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed(op_id + 1)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        offset = aten.full.default([], 0, dtype=torch.int64, device=torch.device("cpu"), pin_memory=False)
+        return RANDOM_UNIFORM(self.seed, op_id, list(shape), strides, offset)
+
+    def normal(self, shape: Sequence[int]) -> Tensor:
+        """Float32 standard normals, by Box and Muller; 1 - u is in (0, 1] and has a logarithm."""
+        radius = ((1.0 - self.uniform(shape)).log() * -2.0).sqrt()
+        return radius * (self.uniform(shape) * (2.0 * math.pi)).cos()
+
+    def decompositions(self) -> dict[OpOverload, Callable[..., Any]]:
+        def dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+            if train is False or p == 0.0:
+                return x.clone(), aten.full.default(x.shape, True, dtype=torch.bool, device=x.device, pin_memory=False)
+            keep = self.uniform(x.shape) >= p
+            return x * keep * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), keep
+
+        def dropout_backward(g: Tensor, keep: Tensor, scale: float) -> Tensor:
+            return g * keep * scale
+
+        def uniform_(x: Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> Tensor:
+            return x.copy_(self.uniform(x.shape) * (high - low) + low)
+
+        def normal_(x: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
+            return x.copy_(self.normal(x.shape) * std + mean)
+
+        def exponential_(x: Tensor, lambd: float = 1.0, generator: Any = None) -> Tensor:
+            return x.copy_((1.0 - self.uniform(x.shape)).log() * (-1.0 / lambd))
+
+        def bernoulli_(x: Tensor, p: Any = 0.5, generator: Any = None) -> Tensor:
+            return x.copy_(self.uniform(x.shape) < p)
+
+        def bernoulli_p(x: Tensor, p: Any, generator: Any = None) -> Tensor:
+            return (self.uniform(x.shape) < p).to(x.dtype)
+
+        def bernoulli(x: Tensor, generator: Any = None) -> Tensor:
+            return (self.uniform(x.shape) < x).to(x.dtype)
+
+        def made(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
+            def make(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+                return draw(size).to(dtype or torch.get_default_dtype())
+
+            return make
+
+        def made_like(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
+            def make(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+                return draw(x.shape).to(dtype or x.dtype)
+
+            return make
+
+        return {
+            aten.native_dropout.default: dropout,
+            aten.native_dropout_backward.default: dropout_backward,
+            aten.uniform_.default: uniform_,
+            aten.normal_.default: normal_,
+            aten.exponential_.default: exponential_,
+            aten.bernoulli_.float: bernoulli_,
+            aten.bernoulli_.Tensor: bernoulli_,
+            aten.bernoulli.p: bernoulli_p,
+            aten.bernoulli.default: bernoulli,
+            aten.rand.default: made(self.uniform),
+            aten.rand_like.default: made_like(self.uniform),
+            aten.randn.default: made(self.normal),
+            aten.randn_like.default: made_like(self.normal),
+        }

@@ -1,0 +1,167 @@
+"""Where a node comes from: the module, the user's source line, and the forward op that a backward op belongs to.
+
+While the model runs, hooks keep the stack of modules; when a node is made, the Python frames above it are walked to
+the nearest that is not torch's or ours. Backward has neither modules nor the user's frames, but each autograd node
+has the sequence number that its forward op had, and its module and line with it. Sums of gradients that meet belong
+to no op; they take the module and line of the op executed last.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from shardc import torch_compat
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+_OURS = tuple(
+    os.path.join(os.path.dirname(__file__), name)
+    for name in ("torch_compat.py", "trace.py", "trace_ops.py", "trace_origin.py", "ir" + os.sep)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What is known of one node when it is made. `number` links a backward node to its forward node."""
+
+    fqn: str = ""
+    source: str = ""
+    source_text: str = ""
+    phase: Literal["fwd", "bwd"] = "fwd"
+    number: int | None = None
+
+
+@dataclass
+class Origins:
+    """The origins of all nodes of a trace in the making."""
+
+    names: dict[nn.Module, str]  # modules by identity -> FQN
+    root: CodeType  # code of the function being traced: the walk up the frames ends there
+    of: dict[fx.Node, Origin] = field(default_factory=dict[fx.Node, Origin])
+    module_outputs: list[tuple[str, fx.Node]] = field(default_factory=list[tuple[str, fx.Node]])
+    phase: Literal["fwd", "bwd"] = "fwd"
+    _stack: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
+    _first: dict[int, Origin] = field(default_factory=dict[int, Origin])  # of the forward, by sequence number
+    _last: Origin = Origin()
+    _number: int | None = None
+    _foreign: dict[str, bool] = field(default_factory=dict[str, bool])
+
+    @property
+    def fqn(self) -> str:
+        return self._stack[-1][1] if self._stack else ""
+
+    # -------------------------------------------------------------- events
+    def on_node(self, node: fx.Node) -> None:
+        if self.phase == "bwd" and not self._stack:
+            first = self._first.get(self._number) if self._number is not None else None
+            self._last = first or self._last
+            last = self._last
+            origin = Origin(last.fqn, last.source, last.source_text, "bwd", self._number)
+        else:
+            number = torch_compat.sequence_number() if self.phase == "fwd" else None  # bwd: a recomputed forward
+            origin = Origin(self.fqn, *self.where(sys._getframe(1)), self.phase, number)  # pyright: ignore[reportPrivateUsage]
+            if number is not None and node.op == "call_function":
+                self._first.setdefault(number, origin)
+        self.of[node] = origin
+
+    def before_backward(self, number: int) -> None:
+        self._number = number
+
+    def after_backward(self) -> None:
+        self._number = None
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Follow module calls."""
+
+        def enter(module: nn.Module, _args: Any) -> None:
+            self._stack.append((module, self.names.get(module, self.fqn)))
+
+        def leave(module: nn.Module, _args: Any, output: Any) -> None:
+            # An exception that the model caught may have left deeper modules behind.
+            while self._stack and self._stack[-1][0] is not module:
+                self._stack.pop()
+            if self._stack:
+                self._stack.pop()
+            if self.phase == "fwd" and module in self.names:
+                tensor = first_tensor(output)
+                node = None if tensor is None else torch_compat.node_of(tensor)
+                if node is not None:
+                    self.module_outputs.append((self.names[module], node))
+
+        hooks = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # -------------------------------------------------------------- frames
+    def where(self, frame: FrameType | None) -> tuple[str, str]:
+        """("model.py:11", its text) of the nearest frame that is the user's or a library's.
+
+        A model made of torch's modules alone has none; then the nearest module of torch's.
+        """
+        fallback: tuple[str, int] | None = None
+        while frame is not None and frame.f_code is not self.root:
+            path = frame.f_code.co_filename
+            if self._is_foreign(path):
+                return place(path, frame.f_lineno)
+            if fallback is None and path.startswith(_MODULES) and not path.endswith("module.py"):
+                fallback = path, frame.f_lineno
+            frame = frame.f_back
+        return place(*fallback) if fallback else ("", "")
+
+    def where_raised(self, traceback: TracebackType | None) -> tuple[str, str]:
+        """The same for an exception."""
+        found = ("", "")
+        inside = False
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            if inside and self._is_foreign(code.co_filename):
+                found = place(code.co_filename, traceback.tb_lineno)
+            inside = inside or code is self.root
+            traceback = traceback.tb_next
+        return found
+
+    def _is_foreign(self, path: str) -> bool:
+        known = self._foreign.get(path)
+        if known is None:
+            known = not (path.startswith((_TORCH, "<")) or path.startswith(_OURS))
+            self._foreign[path] = known
+        return known
+
+
+@lru_cache(maxsize=4096)
+def place(path: str, line: int) -> tuple[str, str]:
+    """A frame's location in words, the same on every machine where possible, and the text of its line."""
+    text = linecache.getline(path, line).strip()
+    _, packaged, tail = path.rpartition(f"site-packages{os.sep}")
+    if packaged:
+        path = tail
+    elif path.startswith(os.getcwd() + os.sep):
+        path = os.path.relpath(path)
+    return f"{path}:{line}", text
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The first tensor of a module's output, whatever it is wrapped in."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return next((t for item in output if (t := first_tensor(item)) is not None), None)
+    return None

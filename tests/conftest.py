@@ -1,0 +1,36 @@
+"""What all tests share: one thread, so that runs repeat; hypothesis profiles; golden files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# One process a core runs tests; more threads would only compete, and sum in another order.
+torch.set_num_threads(1)
+
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("fuzz", deadline=None, max_examples=5000)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite golden files with what the code says now")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("placement/too_many_dims.txt", text)` compares text with a file beside the test."""
+    folder = Path(str(request.path)).parent
+
+    def compare(name: str, text: str) -> None:
+        path = folder / name
+        text = text.rstrip() + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path} is missing: write it with --update-golden, and read it"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs: see the diff, then --update-golden"
+
+    return compare

@@ -1,0 +1,63 @@
+"""Every way to get a plan or a placement wrong, and what we say about it, word for word."""
+
+from collections.abc import Callable
+
+import pytest
+
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import P, Placement
+from shardc.plan import Plan, match
+
+NAMES = [f"transformer.h.{i}.{name}.weight" for i in range(2) for name in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")]
+TIED = 'params:\n  wte.weight: "tp"\n  lm_head.weight: "-, tp"'
+ALIASES = {"wte.weight": ("lm_head.weight",)}
+MESH = Mesh(dp=2, tp=2)
+
+
+def plan(text: str) -> Plan:
+    return Plan.parse(text, "gpt2.yaml")
+
+
+def params(text: str) -> None:
+    """Match the plan's parameters and check each against the mesh, as the compiler does."""
+    for name, annotation in match(plan(text).annotations("params"), NAMES, "params").items():
+        annotation.check(MESH, 2, name)
+
+
+def inputs(text: str) -> None:
+    match(plan(text).annotations("inputs"), ["input_ids", "labels"], "inputs")
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "unknown_axis": lambda: params('params:\n  "**.c_fc.weight": "-, tpp"'),
+    "no_match_typo": lambda: params('params:\n  "**.attn.c_atn.weight": "-, tp"'),
+    "no_match_prefix": lambda: params('params:\n  h.*.mlp.c_fc.weight: "-, tp"'),
+    "no_match_input": lambda: inputs('inputs:\n  input_id: "dp"'),
+    "axis_twice": lambda: plan('params:\n  "**.c_fc.weight": "tp, tp"'),
+    "axis_twice_python": lambda: P("dp", ("tp", "dp")),
+    "too_many_dims": lambda: params('params:\n  "**.c_fc.weight": "-, -, tp"'),
+    "conflict": lambda: params('params:\n  "**.h.*.mlp.c_fc.weight": "-, tp"\n  "**.*.0.mlp.c_fc.weight": "dp"'),
+    "conflict_tied": lambda: match(plan(TIED).annotations("params"), ["wte.weight"], "params", ALIASES),
+    "key_typo": lambda: plan('mesh: tp=2\nparms:\n  "**.c_fc.weight": "-, tp"'),
+    "key_twice": lambda: plan('params:\n  a: "tp"\n  a: "dp"'),
+    "value_kind": lambda: plan("strict: maybe"),
+    "not_a_map": lambda: plan("params: tp"),
+    "not_yaml": lambda: plan('params:\n  "**.c_fc.weight: "-, tp"\n'),
+    "no_file": lambda: Plan.load("no/such/plan.yaml"),
+    "mesh": lambda: plan("mesh: dp=2,tp"),
+    "mesh_size": lambda: Mesh(tp=0),
+    "budget_axis": lambda: plan("mesh: tp=2\nbudget:\n  tq: 2MiB"),
+    "budget_size": lambda: plan("budget:\n  tp: much"),
+    "placement_text": lambda: plan('params:\n  "**.c_fc.weight": "-, 3**tp"'),
+    "placement_text_end": lambda: Placement.parse("-, "),
+    "placement_value": lambda: P(None, 3),
+    "several_at_once": lambda: plan('parms: {}\nparams:\n  a: "tp,, -"\n  b: "tp, tp"\nmesh: 3'),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case: str, golden: Callable[[str, str], None]) -> None:
+    with pytest.raises(ShardcError) as raised:
+        CASES[case]()
+    golden(f"plan/{case}.txt", str(raised.value))

@@ -1,0 +1,94 @@
+"""Cutting a tensor into shards loses nothing, whatever the atoms, the axes and the sizes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import Atom, TensorType
+from shardc.runtime.layout import assemble, load_shard, replica_spread, shard, shard_slices
+
+MESHES = [Mesh(a=2), Mesh(a=2, b=3), Mesh(a=3, b=2), Mesh(a=2, b=2, c=2), Mesh(a=1, b=4)]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[TensorType, Mesh]:
+    """Any mesh, up to three dims of up to three atoms each, every axis put on some atom or on none."""
+    mesh = draw(st.sampled_from(MESHES))
+    dims = draw(st.lists(st.lists(st.integers(2, 7), max_size=3), max_size=3))
+    count = sum(len(dim) for dim in dims)
+    axes: list[list[str]] = [[] for _ in range(count)]
+    for axis in draw(st.permutations(mesh.names)):
+        at = draw(st.integers(-1, count - 1))
+        if at >= 0:
+            axes[at].append(axis)
+    it = iter(axes)
+    placed = tuple(tuple(Atom(size, tuple(next(it))) for size in dim) for dim in dims)
+    return TensorType(torch.float64, placed), mesh
+
+
+def numbered(type: TensorType) -> torch.Tensor:
+    return torch.arange(1, math.prod(type.shape) + 1, dtype=type.dtype).reshape(type.shape)
+
+
+@given(layouts())
+@settings(max_examples=200, deadline=None)
+def test_assemble_undoes_shard(layout: tuple[TensorType, Mesh]) -> None:
+    type, mesh = layout
+    whole = numbered(type)
+    shards = {rank: shard(whole, type, mesh, rank) for rank in range(mesh.world_size)}
+    assert {tuple(x.shape) for x in shards.values()} == {type.local_shape(mesh)}
+    assert torch.equal(assemble(shards, type, mesh), whole)
+    assert replica_spread(shards, type, mesh) == 0
+
+
+@given(layouts())
+@settings(max_examples=200, deadline=None)
+def test_a_shard_loads_block_by_block(layout: tuple[TensorType, Mesh]) -> None:
+    type, mesh = layout
+    whole = numbered(type)
+    for rank in range(mesh.world_size):
+        assert torch.equal(load_shard(lambda at: whole[at], type, mesh, rank), shard(whole, type, mesh, rank))
+
+
+def test_shards_of_a_fused_weight() -> None:
+    type = TensorType.parse("f32[2, (3 8@tp 4)]")
+    rows, columns = shard_slices(type, Mesh(tp=2), 1)
+    assert [run.whole for run in rows] == [slice(0, 2)]
+    assert [run.whole for run in columns] == [slice(16, 32), slice(48, 64), slice(80, 96)]
+    assert [run.local for run in columns] == [slice(0, 16), slice(16, 32), slice(32, 48)]
+
+
+def test_nested_uneven_gathers_to_the_layout_of_the_major_axis() -> None:
+    """5 over (a=2, b=2): a cuts 3 and 2, b cuts each in chunks of 2; rank (0, 1) holds one element, the last none padded."""
+    mesh = Mesh(a=2, b=2)
+    whole = torch.arange(1, 6)
+    nested = [shard(whole, TensorType.parse("i64[5@a.b]"), mesh, rank).tolist() for rank in range(4)]
+    assert nested == [[1, 2], [3, 0], [4, 5], [0, 0]]
+
+
+def test_a_rank_of_padding_alone() -> None:
+    mesh = Mesh(tp=4)
+    type = TensorType.parse("i64[5@tp]")
+    shards = {rank: shard(torch.arange(1, 6), type, mesh, rank) for rank in range(4)}
+    assert [x.tolist() for x in shards.values()] == [[1, 2], [3, 4], [5, 0], [0, 0]]
+    shards[3] += 7  # padding holds anything
+    assert assemble(shards, type, mesh).tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("sum", [4.0, 6.0]), ("max", [3.0, 4.0]), ("min", [1.0, 2.0])])
+def test_pending_reductions_are_resolved(kind: str, expected: list[float]) -> None:
+    mesh = Mesh(dp=2, tp=2)
+    type = TensorType.parse(f"f64[2@dp] |{kind} tp")
+    shards = {0: torch.tensor([1.0]), 1: torch.tensor([3.0]), 2: torch.tensor([2.0]), 3: torch.tensor([4.0])}
+    assert assemble(shards, type, mesh).tolist() == expected
+    assert replica_spread(shards, type, mesh) == 0
+
+
+def test_replicas_that_disagree() -> None:
+    type = TensorType.parse("f64[2@dp]")
+    shards = {0: torch.tensor([1.0]), 1: torch.tensor([1.5]), 2: torch.tensor([2.0]), 3: torch.tensor([2.0])}
+    assert replica_spread(shards, type, Mesh(dp=2, tp=2)) == 0.5
