@@ -1,9 +1,9 @@
 """The public API: annotate an unmodified model, compile it, and get a `Program` to read, verify and run.
 
-    program = shardc.compile(model, batch, mesh=Mesh(dp=2, tp=2), plan="configs/plans/gpt2.yaml")
-    print(program.text())
-    assert program.verify().ok             # all ranks simulated here against the single device
-    trainer = program.launch()             # this rank under torchrun; simulated in this process otherwise
+program = shardc.compile(model, batch, mesh=Mesh(dp=2, tp=2), plan="configs/plans/gpt2.yaml")
+print(program.text())
+assert program.verify().ok             # all ranks simulated here against the single device
+trainer = program.launch()             # this rank under torchrun; simulated in this process otherwise
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardc import compiler
 from shardc.compiler import Options, Watch
+from shardc.explain import Explanation, explain
 from shardc.ingest import batch_inputs
 from shardc.ir import program as data
 from shardc.ir.annotation import Annotation, match
@@ -128,6 +129,10 @@ class Program(data.Program):
         """
         return verify(self.body, self.reference, self.inputs(batch, params), dtype)
 
+    def explain(self, value: str | int) -> Explanation:
+        """Why a collective exists, given by its name or its index in `collectives()`, and what would remove it."""
+        return explain(self, value)
+
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""
         batch = self.sample if batch is None else batch
@@ -230,7 +235,9 @@ def _under(fqn: str, plan: Plan) -> Plan:
 
     def prefixed(annotations: Iterable[Annotation]) -> dict[str, Annotation]:
         return {
-            f"{fqn}.{a.pattern}" if a.pattern else fqn: Annotation(f"{fqn}.{a.pattern}" if a.pattern else fqn, a.placement, a.origin)
+            f"{fqn}.{a.pattern}" if a.pattern else fqn: Annotation(
+                f"{fqn}.{a.pattern}" if a.pattern else fqn, a.placement, a.origin
+            )
             for a in annotations
         }
 
@@ -245,7 +252,9 @@ def _plan(plan: Plan | Mapping[str, Any] | str | Path) -> Plan:
 
 def _mesh(mesh: Any) -> Mesh:
     if mesh is None:
-        raise error("SC210", "there is no mesh", hint='pass mesh=Mesh(dp=2, tp=2), or write "mesh: dp=2, tp=2" in the plan')
+        raise error(
+            "SC210", "there is no mesh", hint='pass mesh=Mesh(dp=2, tp=2), or write "mesh: dp=2, tp=2" in the plan'
+        )
     if isinstance(mesh, Mesh):
         return mesh
     found = Plan.of(mesh=mesh).mesh

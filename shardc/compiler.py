@@ -123,6 +123,8 @@ def _cuts(graph: Graph, bound: Sequence[Bound]) -> list[tuple[str, int, tuple[in
         shape = type_of(value).shape
         for d, wanted in enumerate(one.placement.dims[: len(shape)]):
             if wanted.blocks > 1 and shape[d] % wanted.blocks == 0:
-                port = next((p.name for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value), one.name)
+                port = next(
+                    (p.name for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value), one.name
+                )
                 cuts.append((port, d, (wanted.blocks, shape[d] // wanted.blocks)))
     return cuts

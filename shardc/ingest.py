@@ -44,7 +44,9 @@ def ingest(traced: Traced, mesh: Mesh) -> Graph:
         if node.op == "output":
             node.meta = {}
     graph.erase_dead()
-    graph.activations = {k: v for k, v in graph.activations.items() if v.graph is graph.fx and (v.users or v.op == "placeholder")}
+    graph.activations = {
+        k: v for k, v in graph.activations.items() if v.graph is graph.fx and (v.users or v.op == "placeholder")
+    }
     return graph
 
 
@@ -73,10 +75,14 @@ def _describe(graph: Graph, node: fx.Node, fqns: dict[str, str]) -> str:
         fqn = meta.get("fqn") or fqns.get(meta.get("fwd_node") or "", "")
         phase = meta.get("phase", "fwd")
         prefix = ["d"] if phase == "bwd" else []
-        name = ".".join([*prefix, *([fqn] if fqn else []), op_name(node.target).removeprefix("shardc.").partition(".")[0]])
+        name = ".".join(
+            [*prefix, *([fqn] if fqn else []), op_name(node.target).removeprefix("shardc.").partition(".")[0]]
+        )
         source, text = meta.get("source", ""), meta.get("source_text", "")
     single = isinstance(value, torch.Tensor)
-    many = tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in value) if _is_sequence(value) else ()
+    many = (
+        tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in value) if _is_sequence(value) else ()
+    )
     set_info(
         node,
         ValueInfo(

@@ -63,7 +63,9 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
     axes: Axes = tuple(args["axes"])
     group = graph.mesh.size(axes)
     payload = _payload(graph, kind, args, node, group)
-    sent = {"all_reduce": 2 * (group - 1) * payload / group, "permute": payload}.get(kind, (group - 1) * payload / group)
+    sent = {"all_reduce": 2 * (group - 1) * payload / group, "permute": payload}.get(
+        kind, (group - 1) * payload / group
+    )
     about = info(node)
     return Collective(
         kind,

@@ -29,6 +29,7 @@ CODES: dict[str, Code] = {
     "SC103": Code("bad-batch", "the sample batch does not fit the signature of the model's forward"),
     "SC104": Code("trace-failed", "the model raised an error while it was traced on fake tensors"),
     "SC105": Code("bad-target", "a command's TARGET names no file, factory or configuration that can be loaded"),
+    "SC106": Code("no-collective", "a value to explain is no collective of the program"),
     "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
     "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),
     "SC203": Code("unaligned-axis", "an axis cannot shard the factor that a view or split asks it to"),

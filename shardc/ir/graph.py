@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 from torch import fx
@@ -72,7 +73,9 @@ class Graph:
     `inputs` pairs with the placeholders in order, `outputs` with the elements of the output node.
     """
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, inputs: Sequence[Port], outputs: Sequence[Port], name: str = "step"):
+    def __init__(
+        self, graph: fx.Graph, mesh: Mesh, inputs: Sequence[Port], outputs: Sequence[Port], name: str = "step"
+    ):
         self.fx = graph
         self.mesh = mesh
         self.inputs = tuple(inputs)
@@ -90,7 +93,7 @@ class Graph:
     # ------------------------------------------------------------------ reading
     @property
     def placeholders(self) -> list[fx.Node]:
-        return [n for n in self.fx.nodes if n.op == "placeholder"]
+        return list(takewhile(lambda n: n.op == "placeholder", self.fx.nodes))  # they lead
 
     @property
     def output_node(self) -> fx.Node:
@@ -202,23 +205,26 @@ def type_of(node: fx.Node) -> TensorType:
 def operands(node: fx.Node) -> list[fx.Node]:
     """Tensor operands in order of appearance in args then kwargs, lists flattened, repeats kept."""
     found: list[fx.Node] = []
-
-    def visit(arg: Any) -> None:
-        if isinstance(arg, fx.Node):
-            found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            for item in arg:  # pyright: ignore[reportUnknownVariableType]
-                visit(item)
-
     for arg in node.args:
-        visit(arg)
-    for arg in node.kwargs.values():
-        visit(arg)
+        _collect(arg, found)
+    if node.kwargs:
+        for arg in node.kwargs.values():
+            _collect(arg, found)
     return found
+
+
+def _collect(arg: Any, found: list[fx.Node]) -> None:
+    if isinstance(arg, fx.Node):
+        found.append(arg)
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:  # pyright: ignore[reportUnknownVariableType]
+            _collect(item, found)
 
 
 def replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:
     """Put `new` in the places that `operands` lists."""
+    if all(a is b for a, b in zip(operands(node), new, strict=True)):
+        return
     it = iter(new)
     node.args = tuple(fx.map_arg(a, lambda _: next(it)) for a in node.args)
     node.kwargs = {k: fx.map_arg(a, lambda _: next(it)) for k, a in node.kwargs.items()}

@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error, suggest
 from shardc.ir.graph import Graph, Phase, Port, Role, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import AXIS_NAME, Mesh
-from shardc.ir.schema import WORDS, arrange, find_op, yields_one_tensor
+from shardc.ir.schema import WORDS, arrange, find_op, schema_of, yields_one_tensor
 from shardc.ir.text import BARE_NAME
 from shardc.ir.types import DTYPES, Axes, TensorType
 
@@ -211,7 +211,7 @@ class _Parser:
         try:
             return arrange(op, args, kwargs)
         except ValueError as wrong:
-            self.refuse(str(wrong), at, str(op._schema))
+            self.refuse(str(wrong), at, str(schema_of(op)))
 
     def argument(self) -> Any:
         match self.peek():
@@ -359,7 +359,7 @@ def _module(name: str) -> str:
 
 
 def _call_name(op: OpOverload, targets: list[str | None]) -> str:
-    """`h.0.ln` when its results are `h.0.ln.0`, `h.0.ln.1`, as `ingest` names them; else the op's name, in their module."""
+    """`h.0.ln` when its results are `h.0.ln.0`, `h.0.ln.1`, as `ingest` has it; else the op's name in their module."""
     for i, name in enumerate(targets):
         if name is not None and name.endswith(f".{i}"):
             return name.removesuffix(f".{i}")

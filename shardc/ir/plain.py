@@ -26,7 +26,7 @@ from shardc.ir.schema import WORDS, find_op, word_of
 from shardc.ir.types import DTYPE_NAMES, DTYPES, TensorType
 
 Plain = dict[str, Any]
-_DEFAULTS = {f.name: None if f.default is MISSING else f.default for f in fields(ValueInfo)}
+_DEFAULTS: Plain = {f.name: None if f.default is MISSING else f.default for f in fields(ValueInfo)}
 
 
 def graph_to_plain(graph: Graph) -> Plain:
@@ -119,12 +119,13 @@ def _field(value: Any) -> Any:
 
 
 def _info(data: Plain) -> ValueInfo:
-    known = {name: _tuples(data[name]) for name in _DEFAULTS if name in data}
+    known: Plain = {name: _tuples(data[name]) for name in _DEFAULTS if name in data}
     if "type" in known:
         known["type"] = TensorType.parse(known["type"])
     if "results" in known:
         known["results"] = tuple(None if text is None else TensorType.parse(text) for text in known["results"])
-    return ValueInfo(**{"type": None, **known})
+    known.setdefault("type", None)
+    return ValueInfo(**known)
 
 
 def _tuples(value: Any) -> Any:

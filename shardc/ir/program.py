@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -78,7 +78,9 @@ class Program:
             for port, value in zip(self.body.inputs, self.body.placeholders, strict=True)
             if port.role == "param"
         ]
-        return ParameterBytes(sum(t.local_bytes(self.mesh) for t in types), sum(t.numel() * t.dtype.itemsize for t in types))
+        return ParameterBytes(
+            sum(t.local_bytes(self.mesh) for t in types), sum(t.numel() * t.dtype.itemsize for t in types)
+        )
 
     # ------------------------------------------------------------------ files
     def to_json(self) -> str:
@@ -112,8 +114,8 @@ class Program:
                 constants={name: tensor_from_plain(t) for name, t in content["constants"].items()},
                 plan=content["plan"],
             )
-        except ShardcError:
-            raise
+        except ShardcError as wrong:
+            raise ShardcError(*(replace(d, location=d.location or origin) for d in wrong.diagnostics)) from None
         except Exception as wrong:  # whatever a forged file trips over: its checksum is right, what it says is not
             what = f"{type(wrong).__name__}: {wrong}"
             raise error("SC402", f"the content is no program ({what})", location=origin, hint=_COMPILE) from wrong

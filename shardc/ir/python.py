@@ -30,7 +30,7 @@ def emit_python(graph: Graph) -> str:
     inputs = zip(graph.inputs, graph.placeholders, strict=True)
     outputs = zip(graph.outputs, graph.output_values, strict=True)
     lines = [
-        f'"""@{graph.name} for mesh({graph.mesh}): every rank runs this on its own shards. Written by shardc."""',
+        f"# {graph.name!r} for mesh({graph.mesh}), written by shardc. Every rank runs it, on its own shards.",
         "",
         "import torch",
         "",

@@ -33,7 +33,9 @@ WORDS: dict[str, Any] = {
     **{str(f).removeprefix("torch."): f for f in (torch.channels_last, torch.channels_last_3d)},
     "strided": torch.strided,
 }
-_WORD_OF: dict[Any, str] = {v: w for w, v in WORDS.items() if isinstance(v, torch.dtype | torch.memory_format | torch.layout)}
+_WORD_OF: dict[Any, str] = {
+    v: w for w, v in WORDS.items() if isinstance(v, torch.dtype | torch.memory_format | torch.layout)
+}
 
 
 def word_of(value: Any) -> str | None:
@@ -64,16 +66,21 @@ def find_op(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
+def schema_of(op: Any) -> Any:
+    """The schema of an op; torch has no public name for it."""
+    return op._schema
+
+
 def yields_one_tensor(op: OpOverload) -> bool:
     """Does a call hold its value itself, or does it take getitems to get at several?"""
-    returns = op._schema.returns
+    returns = schema_of(op).returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def given(node: fx.Node) -> dict[str, Any]:
     """The arguments that a call gives, by schema name and in the schema's order."""
     assert isinstance(node.target, OpOverload), f"{node.target} is no op"
-    arguments = node.target._schema.arguments
+    arguments = schema_of(node.target).arguments
     bound = {arg.name: value for arg, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
     return {arg.name: bound[arg.name] for arg in arguments if arg.name in bound}
 
@@ -83,7 +90,7 @@ def arrange(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
     ValueError, in words for the user, when they do not fit the schema.
     """
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     positional = [arg for arg in arguments if not arg.kwarg_only]
     if len(args) > len(positional):
         raise ValueError(f"{op_name(op)} takes {len(positional)} arguments by position, here are {len(args)}")
@@ -99,5 +106,5 @@ def arrange(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     if missing:
         raise ValueError(f"{op_name(op)} lacks its argument '{missing[0]}'")
     count = max((i + 1 for i, arg in enumerate(positional) if arg.name in bound), default=0)
-    front = tuple(bound[arg.name] if arg.name in bound else arg.default_value for arg in positional[:count])
+    front = tuple(bound.get(arg.name, arg.default_value) for arg in positional[:count])
     return front, {arg.name: bound[arg.name] for arg in arguments if arg.kwarg_only and arg.name in bound}

@@ -30,7 +30,7 @@ from torch import fx
 
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.graph import Graph, Phase, Port, ValueInfo, info, op_name, producer
-from shardc.ir.schema import given, word_of
+from shardc.ir.schema import given, schema_of, word_of
 from shardc.ir.types import TensorType
 
 BARE_NAME = re.compile(r"[A-Za-z0-9_.\-/]+")
@@ -65,7 +65,7 @@ def print_graph(graph: Graph, *, comments: bool = True) -> str:
 
 
 def value_name(value: fx.Node) -> str:
-    """`%h.0.mlp.mm`; a name with other characters is quoted. Several getitems of one result go by the first one's name."""
+    """`%h.0.mlp.mm`; a name with other characters is quoted. Several getitems of one result go by one name."""
     call, index = producer(value)
     if call is not value:
         value = next(u for u in call.users if u.target is operator.getitem and u.args[1] == index)
@@ -140,7 +140,7 @@ def _braced(entries: Mapping[str, str]) -> str:
 
 def _arguments(node: fx.Node) -> list[str]:
     """By position what needs no name to be understood: leading tensors, and up to two further required ones of aten."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = schema_of(node.target).arguments
     required = [arg for arg in arguments if not arg.has_default_value() and not arg.kwarg_only]
     leading = next((i for i, arg in enumerate(required) if "Tensor" not in str(arg.type)), len(required))
     plain = node.target.namespace == "aten" and len(required) - leading <= 2  # type: ignore[union-attr]

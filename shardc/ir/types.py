@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -68,6 +69,11 @@ class Atom:
         return str(self.size) + (f"@{'.'.join(self.axes)}" if self.axes else "")
 
 
+@lru_cache(maxsize=4096)
+def _atom(size: int, axes: Axes) -> Atom:
+    return Atom(size, axes)
+
+
 Dim = tuple[Atom, ...]
 Partial = tuple[tuple[str, str], ...]  # (axis, reduction), sorted
 
@@ -79,6 +85,19 @@ class TensorType:
     dtype: torch.dtype
     dims: tuple[Dim, ...]
     partial: Partial = ()
+    # Derived once: passes read these of every value many times.
+    shape: tuple[int, ...] = field(init=False, compare=False, repr=False)  # global
+    sizes: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)  # of the atoms, dim by dim
+    atoms: tuple[Atom, ...] = field(init=False, compare=False, repr=False)  # dims flattened
+    placement: tuple[Axes, ...] = field(init=False, compare=False, repr=False)  # the axes of each flat atom
+
+    def __post_init__(self) -> None:
+        sizes = tuple([tuple([a.size for a in dim]) for dim in self.dims])
+        atoms = tuple([a for dim in self.dims for a in dim])
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "atoms", atoms)
+        object.__setattr__(self, "shape", tuple([math.prod(dim) for dim in sizes]))
+        object.__setattr__(self, "placement", tuple([a.axes for a in atoms]))
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorType:
@@ -90,23 +109,8 @@ class TensorType:
         return TensorType(dtype, tuple(() if n == 1 else (Atom(int(n)),) for n in shape))
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The global shape."""
-        return tuple(math.prod(a.size for a in dim) for dim in self.dims)
-
-    @property
     def ndim(self) -> int:
         return len(self.dims)
-
-    @property
-    def atoms(self) -> tuple[Atom, ...]:
-        """All atoms, dims flattened."""
-        return tuple(a for dim in self.dims for a in dim)
-
-    @property
-    def placement(self) -> tuple[Axes, ...]:
-        """The axes of each atom, dims flattened."""
-        return tuple(a.axes for dim in self.dims for a in dim)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -132,9 +136,12 @@ class TensorType:
 
     def place(self, placement: Sequence[Axes], partial: Iterable[tuple[str, str]] = ()) -> TensorType:
         """The same tensor, each flat atom sharded by the given axes, with the given pending reductions."""
+        pending = tuple(sorted(partial))
+        if pending == self.partial and tuple(placement) == self.placement:
+            return self
         it = iter(placement)
-        dims = tuple(tuple(Atom(a.size, next(it)) for a in dim) for dim in self.dims)
-        return TensorType(self.dtype, dims, tuple(sorted(partial)))
+        dims = tuple([tuple([_atom(size, next(it)) for size in dim]) for dim in self.sizes])
+        return TensorType(self.dtype, dims, pending)
 
     def replicated(self) -> TensorType:
         return self.place([()] * len(self.atoms))
@@ -147,7 +154,9 @@ class TensorType:
         return [i for i, a in enumerate(self.atoms) if a.axes and a.uneven(mesh)]
 
     def __str__(self) -> str:
-        dims = ", ".join("1" if not d else str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims)
+        dims = ", ".join(
+            "1" if not d else str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims
+        )
         pending = "".join(f" |{kind} {axis}" for axis, kind in self.partial)
         return f"{DTYPE_NAMES[self.dtype]}[{dims}]{pending}"
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardc.ir.graph import Graph, ValueInfo, info, op_name
-from shardc.ir.schema import find_op, yields_one_tensor
+from shardc.ir.schema import find_op, schema_of, yields_one_tensor
 from shardc.ir.types import TensorType
 
 INPUT_ROLES = {"param", "buffer", "input", "seed", "state"}
@@ -94,7 +94,7 @@ def arguments_fit(graph: Graph) -> list[str]:
         names = [name for name, _, _ in _arguments(node.target)]
         bound = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
-            found.append(f"{info(node).name}: the arguments are not those of {node.target._schema}")  # type: ignore[union-attr]
+            found.append(f"{info(node).name}: the arguments are not those of {schema_of(node.target)}")
             continue
         for name, kind, required in _arguments(node.target):
             if name not in bound:
@@ -176,7 +176,7 @@ def _results_fit(node: fx.Node) -> list[str]:
 @lru_cache(maxsize=4096)
 def _arguments(op: OpOverload) -> tuple[tuple[str, str, bool], ...]:
     """Name, type and necessity of each argument of a schema."""
-    return tuple((a.name, str(a.type), not a.has_default_value()) for a in op._schema.arguments)
+    return tuple((a.name, str(a.type), not a.has_default_value()) for a in schema_of(op).arguments)
 
 
 def _fits(value: Any, kind: str) -> bool:

@@ -76,7 +76,8 @@ class _Walk:
             if not candidates:
                 continue
             piece = min(
-                candidates, key=lambda p: (candidates[p], self._cost(sources, outs, projection, axis, p), projection.names[p])
+                candidates,
+                key=lambda p: (candidates[p], self._cost(sources, outs, projection, axis, p), projection.names[p]),
             )
             if self._may_wait(sources, projection, axis, piece):
                 delayed[axis] = piece

@@ -48,8 +48,7 @@ class InsertReshards(Pass):
                 needs = operand_types(node)
                 with graph.fx.inserting_before(node):
                     values = [
-                        copies.get(v, need, info(node).phase)
-                        for v, need in zip(operands(node), needs, strict=True)
+                        copies.get(v, need, info(node).phase) for v, need in zip(operands(node), needs, strict=True)
                     ]
                 replace_operands(node, values)
                 for v in results(node):
@@ -74,7 +73,9 @@ def operand_types(node: fx.Node) -> list[TensorType]:
     needs: list[TensorType] = []
     for k, (value, type) in enumerate(zip(sources, types, strict=True)):
         joint = projection.linear == "joint"
-        pending = [(a, "sum") for a in passes if joint or ((a, "sum") in type_of(value).partial and k in projection.linear)]
+        pending = [
+            (a, "sum") for a in passes if joint or ((a, "sum") in type_of(value).partial and k in projection.linear)
+        ]
         needs.append(type.place([split.get(p, ()) for p in projection.operands[k]], pending))
     return needs
 
@@ -114,7 +115,9 @@ class _Copies:
         if seed is None or value.op == "placeholder":
             return
         type = type_of(value)
-        placement = [want if fixed else has for want, fixed, has in zip(seed.placement, seed.fixed, type.placement, strict=True)]
+        placement = [
+            want if fixed else has for want, fixed, has in zip(seed.placement, seed.fixed, type.placement, strict=True)
+        ]
         target = type.place(placement)
         if target != type:
             following = value.next
@@ -162,9 +165,7 @@ class _Copies:
     def _reshard(self, value: fx.Node, source: fx.Node, need: TensorType, phase: str) -> fx.Node:
         name = f"{info(value).name}.reshard"
         shown = info(value).phase if phase == "out" else phase
-        made = self.graph.call(
-            collectives.reshard, (source,), like=value, type=need, name=name, phase=shown
-        )
+        made = self.graph.call(collectives.reshard, (source,), like=value, type=need, name=name, phase=shown)
         self.origin[made] = value
         return made
 
@@ -189,7 +190,15 @@ class _Copies:
         shown = info(value).phase if phase == "out" else phase
         passes = tuple(a for a, _ in need.partial)
         again = self.graph.call(
-            value.target, value.args, dict(value.kwargs), like=value, type=need, name=info(value).name, assignment=split, passes=passes, phase=shown
+            value.target,
+            value.args,
+            dict(value.kwargs),
+            like=value,
+            type=need,
+            name=info(value).name,
+            assignment=split,
+            passes=passes,
+            phase=shown,
         )
         replace_operands(again, [placed])
         self.origin[again] = value

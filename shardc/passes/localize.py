@@ -83,7 +83,7 @@ class _Walk:
         values = operands(node)
         for piece, axes in split.items():
             kind = projection.reduces.get(piece)
-            gone = any(piece not in r for r in projection.results)
+            gone = any(piece not in r for r, v in zip(projection.results, results(node), strict=True) if v is not None)
             if kind is None or not gone or projection.sizes[piece] % mesh.size(axes) == 0:
                 continue
             for i, pieces in enumerate(projection.operands):
@@ -121,7 +121,7 @@ class _Walk:
                 self.zero[value] = set()
 
     def _follow(self, node: fx.Node, projection: Projection) -> None:
-        """A result's padding along a piece is 0 if that of the operands that have the piece is, and the op is linear in them."""
+        """Padding of a result is 0 along a piece if that of the operands having the piece is, and the op linear in them."""
         sources = operands(node)
         linear = range(len(sources)) if projection.linear == "joint" else projection.linear
         for value, pieces in zip(results(node), projection.results, strict=True):

@@ -12,7 +12,7 @@ survives, and is equal up to rounding.
 
 One forward walk: each call is stripped of its device, looked up in the table of decompositions, and then among
 the calls seen so far. Calls of different phases are not merged, which would undo activation checkpointing, except
-constants, of which one will do; a random op differs in its id from every other.
+constants, of which one will do; random ops not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import fx
 from shardc.ir.graph import Graph, info, op_name, type_of, update
 from shardc.passes.base import Check, Pass
 from shardc.passes.decompositions import DECOMPOSITIONS, REMOVED, Emit
-from shardc.passes.decompositions.table import is_constant
+from shardc.passes.decompositions.table import is_constant, is_random
 from shardc.rules.registry import bind_call
 
 # A graph is compiled for no device in particular, and layout in memory is not its concern.
@@ -90,6 +90,8 @@ class _Walk:
 
     def _merge(self, node: fx.Node) -> None:
         """Use an identical earlier call instead, if there is one."""
+        if is_random(node.target):
+            return
         constant = is_constant(node.target, node.args, node.kwargs)
         key = self.emit.key(node.target, node.args, node.kwargs, constant)
         found = self.emit.seen.setdefault(key, node)

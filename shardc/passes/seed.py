@@ -174,7 +174,9 @@ def _land(atoms: Sequence[tuple[int, int]], axes: Sequence[str], mesh: Mesh) -> 
     return landing
 
 
-def _candidates(classes: Classes, bound: Bound, value: fx.Node, dim: int, wanted: DimPlacement) -> list[tuple[int, int]]:
+def _candidates(
+    classes: Classes, bound: Bound, value: fx.Node, dim: int, wanted: DimPlacement
+) -> list[tuple[int, int]]:
     """The atoms of a dim that its axes may land on, in order of preference of the leading ones."""
     type = type_of(value)
     start = sum(len(d) for d in type.dims[:dim])
@@ -197,7 +199,13 @@ def _candidates(classes: Classes, bound: Bound, value: fx.Node, dim: int, wanted
 def _refuse(code: str, message: str, bound: Bound, hint: str) -> ShardcError:
     return ShardcError(
         Diagnostic(
-            code, message, location=bound.location, tensor=bound.name, placement=str(bound.placement), cause=bound.cause, hint=hint
+            code,
+            message,
+            location=bound.location,
+            tensor=bound.name,
+            placement=str(bound.placement),
+            cause=bound.cause,
+            hint=hint,
         )
     )
 
@@ -238,7 +246,9 @@ def _notes(
         skipped *= atoms[i].size
     if skipped != wanted.blocks:
         text = f"{skipped}*{'.'.join(wanted.axes)}"
-        message = f"dim {dim} of {bound.name} is sharded as {text}: its leading factor {skipped} selects or is needed whole"
+        message = (
+            f"dim {dim} of {bound.name} is sharded as {text}: its leading factor {skipped} selects or is needed whole"
+        )
         notes.append(Diagnostic("SC203", message, "note", **where, hint=f'write "{text}" for this dim to say so'))
     return notes
 

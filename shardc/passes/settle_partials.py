@@ -85,7 +85,7 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
             if v is None:
                 continue
             by_result[v] = op
-            if ("sum" in {kind for a, kind in op.projection.partial(op.split, k) if a == axis}):
+            if "sum" in {kind for a, kind in op.projection.partial(op.split, k) if a == axis}:
                 generated.add(v)
                 pending.add(v)
         if op.could_pass(pending, axis):

@@ -86,7 +86,12 @@ def outputs_as_asked(graph: Graph) -> list[str]:
         if type_of(value) != want:
             found.append(f"V5 {graph.outputs[i].name} is {type_of(value)}, asked for {want}")
     for node in graph.calls():
-        if node.target in {collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all}:
+        if node.target in {
+            collectives.all_reduce,
+            collectives.all_gather,
+            collectives.reduce_scatter,
+            collectives.all_to_all,
+        }:
             if info(node).constant:
                 found.append(f"V5 {info(node).name} communicates a constant")
     return found

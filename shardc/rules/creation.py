@@ -17,7 +17,12 @@ def _dims(size: Sequence[int]) -> str:
     return " ".join(f"d{i}" for i in range(len(size))) or "()"
 
 
-@rule([aten.zeros.default, aten.ones.default, aten.empty.memory_format], shape_arg="size", kind="create", examples=[((4, 6),), ((),)])
+@rule(
+    [aten.zeros.default, aten.ones.default, aten.empty.memory_format],
+    shape_arg="size",
+    kind="create",
+    examples=[((4, 6),), ((),)],
+)
 def constant(size: Sequence[int], *options: Any) -> str:
     return f"-> {_dims(size)}"
 

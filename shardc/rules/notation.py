@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -111,14 +111,43 @@ def fit(notation: Notation, operands: Sequence[Shape], results: Sequence[Shape])
     return _fit(notation, tuple(map(tuple, operands)), tuple(map(tuple, results)))
 
 
+def validate(notation: Notation) -> None:
+    """Raise RuleError for what is wrong with a rule whatever the shapes."""
+    left, right = _parse(notation.text)
+    for term in (*left, *right):
+        names = [n for dim in term for n in dim if not n.isdigit()]
+        for name in names:
+            if names.count(name) > 1:
+                raise RuleError(f"{notation.text!r}: factor {name!r} twice in one tensor")
+    known = {n for term in (*left, *right) for dim in term for n in dim}
+    said = [n for names in (notation.sum, notation.max, notation.min, notation.whole) for n in names.split()]
+    for name in said:
+        if name not in known:
+            raise RuleError(f"{notation.text!r}: factor {name!r} is not in the rule")
+    inside = {n for term in left for dim in term for n in dim if not n.isdigit()}
+    for term in right:
+        missing = inside - {n for dim in term for n in dim} - set(said)
+        if missing:
+            raise RuleError(_missing(notation, missing))
+
+
+def _missing(notation: Notation, names: Iterable[str]) -> str:
+    return f"{notation.text!r}: {sorted(names)} missing from a result; name them in sum=, max=, min= or whole="
+
+
 @lru_cache(maxsize=65536)
 def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> FactorRule:
     left, right = _parse(notation.text)
     if len(left) != len(operands) or len(right) != len(results):
-        raise RuleError(f"{notation.text!r} has {len(left)} -> {len(right)} tensors, the call {len(operands)} -> {len(results)}")
+        raise RuleError(
+            f"{notation.text!r} has {len(left)} -> {len(right)} tensors, the call {len(operands)} -> {len(results)}"
+        )
     sizes: dict[str, int] = {}
     spread = _ellipsis_sizes(left, operands) | _ellipsis_sizes(right, results)
-    labelled = [_label(term, shape, sizes, spread, notation) for term, shape in zip((*left, *right), (*operands, *results), strict=True)]
+    labelled = [
+        _label(term, shape, sizes, spread, notation)
+        for term, shape in zip((*left, *right), (*operands, *results), strict=True)
+    ]
     _infer(labelled, (*operands, *results), sizes)
     solved = [_check(dims, shape, sizes, notation) for dims, shape in zip(labelled, (*operands, *results), strict=True)]
     sizes = {name: size for name, size in sizes.items() if size > 1}
@@ -136,10 +165,11 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
         present = {f for dim in labels for f in dim}
         missing = {f for tensor in ins for dim in tensor for f in dim} - present - set(reduces) - whole
         if missing:
-            raise RuleError(f"{notation.text!r}: {sorted(missing)} missing from a result; name them in sum=, max=, min= or whole=")
+            raise RuleError(_missing(notation, missing))
     return FactorRule(ins, outs, sizes, reduces, whole, linear)
 
 
+_NAME = r"(?:[A-Za-z_]\w*|\d+|\.\.\.)"
 Term = tuple[tuple[str, ...], ...]  # one tensor in the text: its dims, each a tuple of names; ("...",) spreads
 
 
@@ -159,6 +189,8 @@ def _parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
 
 def _parse_tensor(part: str, text: str) -> Term:
     dims: list[tuple[str, ...]] = []
+    if not re.fullmatch(rf"\s*(?:(?:{_NAME}|\((?:\s*{_NAME}(?=[\s)]))*\s*\))(?:\s+|$))*", part):
+        raise RuleError(f"{text!r}: cannot read {part.strip()!r}")
     for token in re.findall(r"\([^()]*\)|\S+", part):
         dims.append(tuple(token[1:-1].split()) if token.startswith("(") else (token,))
     if sum(d == ("...",) for d in dims) > 1 or any("..." in d and len(d) > 1 for d in dims):
@@ -179,13 +211,15 @@ def _ellipsis_sizes(terms: Sequence[Term], shapes: Sequence[Shape]) -> dict[str,
     return sizes
 
 
-def _label(term: Term, shape: Shape, sizes: dict[str, int], spread: dict[str, int], notation: Notation) -> list[tuple[str, ...]]:
+def _label(
+    term: Term, shape: Shape, sizes: dict[str, int], spread: dict[str, int], notation: Notation
+) -> list[tuple[str, ...]]:
     """Replace `...` by its names and record the sizes that single-factor dims tell."""
     if ("...",) in term:
         at, count = term.index(("...",)), len(shape) - (len(term) - 1)
         inner = tuple((f"~{count - 1 - i}",) if shape[at + i] != 1 else ("1",) for i in range(count))
         term = term[:at] + inner + term[at + 1 :]
-        sizes.update({n: s for n, s in spread.items()})
+        sizes.update(spread)
     if len(term) != len(shape):
         raise RuleError(f"{notation.text!r}: {len(term)} dims against shape {shape}")
     for dim, size in zip(term, shape, strict=True):
@@ -199,7 +233,9 @@ def _label(term: Term, shape: Shape, sizes: dict[str, int], spread: dict[str, in
 
 def _infer(tensors: Sequence[list[tuple[str, ...]]], shapes: Sequence[Shape], sizes: dict[str, int]) -> None:
     """The one unknown factor of a compound dim, wherever there is one, until nothing more follows."""
-    todo = [(dim, size) for dims, shape in zip(tensors, shapes, strict=True) for dim, size in zip(dims, shape, strict=True)]
+    todo = [
+        (dim, size) for dims, shape in zip(tensors, shapes, strict=True) for dim, size in zip(dims, shape, strict=True)
+    ]
     progress = True
     while progress:
         progress = False
@@ -211,7 +247,9 @@ def _infer(tensors: Sequence[list[tuple[str, ...]]], shapes: Sequence[Shape], si
                 progress = True
 
 
-def _check(dims: list[tuple[str, ...]], shape: Shape, sizes: dict[str, int], notation: Notation) -> list[tuple[str, ...]]:
+def _check(
+    dims: list[tuple[str, ...]], shape: Shape, sizes: dict[str, int], notation: Notation
+) -> list[tuple[str, ...]]:
     """Every dim is the product of its factors."""
     for dim, size in zip(dims, shape, strict=True):
         if any(n not in sizes for n in dim):

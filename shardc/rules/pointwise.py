@@ -180,12 +180,12 @@ pointwise(aten.elu_backward.default, [((4, 6), 1.0, 1.0, 1.0, False, (4, 6))], l
 
 
 # -------------------------------------------------------------------------------------------- elementwise losses
-def _reduced(reduction: int, *tensors: Any, linear: tuple[int, ...] = ()) -> Notation:
+def _reduced(reduction: int, *tensors: Any) -> Notation:
     """0 keeps the elements, 2 sums them; a mean (1) divides by a global count, so it stays whole."""
     if reduction == 0:
-        return Notation(aligned(*tensors), linear=linear)
-    gone = {"sum": "..."} if reduction == 2 else {"whole": "..."}
-    return Notation(aligned(*tensors).replace("-> ...", "-> ()"), **gone)
+        return Notation(aligned(*tensors))
+    scalar = aligned(*tensors).replace("-> ...", "-> ()")
+    return Notation(scalar, sum="..." if reduction == 2 else "", whole="..." if reduction == 1 else "")
 
 
 @rule(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -25,6 +26,7 @@ from shardc.rules.notation import FactorRule, Labels, Linear
 from shardc.rules.registry import rule_of
 
 Piece = int  # an index into Projection.sizes
+AtomSizes = tuple[tuple[int, ...], ...]  # of one tensor, a dim each
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,35 @@ class Projection:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A projection and all that it was derived from."""
+
+    target: object
+    args: object
+    kwargs: object
+    sizes: tuple[AtomSizes, ...]
+    operands: list[fx.Node]
+    projection: Projection
+
+
+_known: WeakKeyDictionary[fx.Node, _Known] = WeakKeyDictionary()
+
+
 def project(node: fx.Node) -> Projection:
-    """The projection of a call. KeyError when its op has no rule."""
-    ins = [type_of(v) for v in operands(node)]
-    outs = result_types(node)
-    return overlay(rule_of(node), ins, outs)
+    """The projection of a call. KeyError when its op has no rule.
+
+    Every pass and every check asks for it, so it is kept for as long as the call and its tensors' atoms are the same.
+    """
+    known = _known.get(node)
+    same = known is not None and known.target is node.target and known.args is node.args and known.kwargs is node.kwargs
+    ins = known.operands if known is not None and same else operands(node)
+    sizes = tuple([t.sizes for t in (*map(type_of, ins), *result_types(node))])
+    if known is not None and same and known.sizes == sizes:
+        return known.projection
+    projection = _overlay(rule_of(node), sizes)
+    _known[node] = _Known(node.target, node.args, node.kwargs, sizes, ins, projection)
+    return projection
 
 
 def result_types(node: fx.Node) -> list[TensorType]:
@@ -73,11 +99,7 @@ def result_types(node: fx.Node) -> list[TensorType]:
 
 def overlay(rule: FactorRule, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> Projection:
     """Lay a fitted rule over tensors. A dim whose atoms straddle its factors blocks those factors."""
-    sizes = tuple(tuple(tuple(a.size for a in dim) for dim in t.dims) for t in (*ins, *outs))
-    return _overlay(rule, sizes)
-
-
-AtomSizes = tuple[tuple[int, ...], ...]  # of one tensor, a dim each
+    return _overlay(rule, tuple([t.sizes for t in (*ins, *outs)]))
 
 
 @lru_cache(maxsize=65536)

@@ -20,7 +20,9 @@ from shardc.rules.registry import example, rule
 aten = torch.ops.aten
 
 
-def reduced(x: Dims, dims: Sequence[int] | None, keepdim: bool, how: Literal["sum", "max", "min", "whole"], results: int = 1) -> Notation:
+def reduced(
+    x: Dims, dims: Sequence[int] | None, keepdim: bool, how: Literal["sum", "max", "min", "whole"], results: int = 1
+) -> Notation:
     """`x` without `dims` (all of them if none are given), which combine as `how` says."""
     gone = {x.dim(d) for d in dims} if dims else set(range(x.ndim))
     kept = ["1" if d in gone else x[d] for d in range(x.ndim) if keepdim or d not in gone]
@@ -135,7 +137,10 @@ def var_dim(self: Dims, dim: Sequence[int] | None, unbiased: bool, keepdim: bool
     return reduced(self, dim, keepdim, "whole")
 
 
-@rule([aten.var.correction, aten.std.correction], examples=[((4, 6, 3), (1,)), example((4, 6), (0,), correction=0, keepdim=True)])
+@rule(
+    [aten.var.correction, aten.std.correction],
+    examples=[((4, 6, 3), (1,)), example((4, 6), (0,), correction=0, keepdim=True)],
+)
 def var_correction(self: Dims, dim: Sequence[int] | None, correction: Any, keepdim: bool) -> Notation:
     return reduced(self, dim, keepdim, "whole")
 
@@ -145,7 +150,9 @@ def var_mean(self: Dims, dim: Sequence[int] | None, correction: Any, keepdim: bo
     return reduced(self, dim, keepdim, "whole", results=2)
 
 
-@rule([aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default], examples=[((4, 6, 3), 2, (1,)), ((4, 6), 2, (0,), True)])
+@rule(
+    [aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default], examples=[((4, 6, 3), 2, (1,)), ((4, 6), 2, (0,), True)]
+)
 def norm(self: Dims, p: Any, dim: Sequence[int] | None, keepdim: bool, *options: Any) -> Notation:
     return reduced(self, dim, keepdim, "whole")
 

@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from shardc.ir.graph import info, operands, type_of
-from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, fit
+from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, fit, validate
 
 RuleFunction = Callable[..., "str | Notation"]
 Localize = Callable[..., Any]  # (LocalCall) -> what to emit; see rules/local.py
@@ -47,7 +48,7 @@ def example(*args: Any, ints: dict[str, int] | None = None, bools: Sequence[str]
 class OpRule:
     """What is known of one op."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     defaults: Notation  # the text, or the options that a function's text is combined with
     function: RuleFunction | None = None
     examples: tuple[Example, ...] = ()
@@ -87,7 +88,10 @@ def rule(
             _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind)
         return function
 
-    return register(None) if text is not None else register
+    if text is None:
+        return register
+    validate(options)
+    return register(None)
 
 
 def find_rule(target: Any) -> OpRule | None:
@@ -126,7 +130,9 @@ def bind(node: fx.Node) -> dict[str, Any]:
     return bind_call(node.target, node.args, dict(node.kwargs), lambda name, v: Dims(name, type_of(v).shape))
 
 
-def bind_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor: Callable[[str, Any], Any]) -> dict[str, Any]:
+def bind_call(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor: Callable[[str, Any], Any]
+) -> dict[str, Any]:
     """Arguments by schema name; fx nodes and real tensors go through `tensor(name, value)`."""
     bound: dict[str, Any] = {}
     for i, arg in enumerate(target._schema.arguments):
@@ -139,7 +145,10 @@ def bind_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor: 
         if isinstance(value, (fx.Node, torch.Tensor)):
             value = tensor(arg.name, value)
         elif isinstance(value, (list, tuple)):
-            value = [tensor(f"{arg.name}{k}_", v) if isinstance(v, (fx.Node, torch.Tensor)) else v for k, v in enumerate(value)]
+            value = [
+                tensor(f"{arg.name}{k}_", v) if isinstance(v, (fx.Node, torch.Tensor)) else v
+                for k, v in enumerate(value)
+            ]
         bound[arg.name] = value
     return bound
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardc.rules.local import LocalCall
-from shardc.rules.notation import Dims, Notation
+from shardc.rules.notation import Dims, Linear, Notation
 from shardc.rules.registry import rule
 
 aten = torch.ops.aten
@@ -84,7 +84,14 @@ def localize_slice(call: LocalCall) -> Any:
     return call.with_args(dim=dim, start=local.start, end=local.end)
 
 
-SLICES = [((4, 6), 1, 2, 4), ((4, 6), 1, 3), ((4, 6), 1, -2, 10**9), ((4, 7), 1, 2, 5), ((4, 6), 0, 0, None), ((6, 4), 0, 0, 6, 2)]
+SLICES = [
+    ((4, 6), 1, 2, 4),
+    ((4, 6), 1, 3),
+    ((4, 6), 1, -2, 10**9),
+    ((4, 7), 1, 2, 5),
+    ((4, 6), 0, 0, None),
+    ((6, 4), 0, 0, 6, 2),
+]
 
 
 @rule(aten.slice.Tensor, linear="joint", localize=localize_slice, examples=[*SLICES, ((4, 6), 1, 5), ((4, 6), 1, 3, 3)])
@@ -104,12 +111,21 @@ def localize_slice_backward(call: LocalCall) -> Any:
     aten.slice_backward.default,
     linear="joint",
     localize=localize_slice_backward,
-    examples=[((4, 2), (4, 6), 1, 2, 4, 1), ((4, 6), (4, 6), 1, 0, 10**9, 1), ((4, 3), (4, 7), 1, 2, 5, 1), ((2, 4), (6, 4), 0, 0, 6, 3)],
+    examples=[
+        ((4, 2), (4, 6), 1, 2, 4, 1),
+        ((4, 6), (4, 6), 1, 0, 10**9, 1),
+        ((4, 3), (4, 7), 1, 2, 5, 1),
+        ((2, 4), (6, 4), 0, 0, 6, 3),
+    ],
 )
-def slice_backward(grad_output: Dims, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Notation:
+def slice_backward(
+    grad_output: Dims, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int
+) -> Notation:
     dim = dim % len(input_sizes)
     big, small, whole = Section.of(input_sizes[dim], start, end, step).labels(grad_output[dim])
-    return Notation(f"{grad_output.replace(dim, small)} -> {grad_output.replace(dim, big)}", whole=whole, linear="joint")
+    return Notation(
+        f"{grad_output.replace(dim, small)} -> {grad_output.replace(dim, big)}", whole=whole, linear="joint"
+    )
 
 
 def localize_slice_scatter(call: LocalCall) -> Any:
@@ -222,7 +238,14 @@ def split_with_sizes(self: Dims, split_sizes: Sequence[int], dim: int) -> Notati
 @rule(
     aten.cat.default,
     linear="joint",
-    examples=[([(4, 6), (4, 6)], 1), ([(4, 2), (4, 3)], -1), ([(4, 6)],), ([(3, 2)] * 3,), ([(0,), (4, 6)], -1), ([(4, 1), (4, 1)], 1)],
+    examples=[
+        ([(4, 6), (4, 6)], 1),
+        ([(4, 2), (4, 3)], -1),
+        ([(4, 6)],),
+        ([(3, 2)] * 3,),
+        ([(0,), (4, 6)], -1),
+        ([(4, 1), (4, 1)], 1),
+    ],
 )
 def cat(tensors: Sequence[Dims], dim: int) -> Notation:
     # A 1-d tensor without elements joins anything: the cache of a model that has seen no token.
@@ -238,7 +261,9 @@ def cat(tensors: Sequence[Dims], dim: int) -> Notation:
         names = [f"part{i}_{label}" for i in range(len(real))]
         joined, whole = label, " ".join([label, *names])
     spelled = dict(zip(map(id, real), names, strict=True))
-    parts = ", ".join(str(first.replace(dim, spelled[id(x)])) if id(x) in spelled else f"none{i}" for i, x in enumerate(tensors))
+    parts = ", ".join(
+        str(first.replace(dim, spelled[id(x)])) if id(x) in spelled else f"none{i}" for i, x in enumerate(tensors)
+    )
     return Notation(f"{parts} -> {first.replace(dim, joined)}", whole=whole, linear="joint")
 
 
@@ -252,7 +277,10 @@ def stack(tensors: Sequence[Dims], dim: int) -> Notation:
 
 
 # ------------------------------------------------------------------------------------------- moved within a dim
-@rule(aten.constant_pad_nd.default, examples=[((4, 6), (1, 0)), ((4, 6), (0, -2), 1.5), ((4, 6), (0, 0, 1, 2)), ((4, 6), (0, 0))])
+@rule(
+    aten.constant_pad_nd.default,
+    examples=[((4, 6), (1, 0)), ((4, 6), (0, -2), 1.5), ((4, 6), (0, 0, 1, 2)), ((4, 6), (0, 0))],
+)
 def constant_pad_nd(self: Dims, pad: Sequence[int], value: float) -> Notation:
     after = self
     for i in range(0, len(pad), 2):
@@ -260,7 +288,7 @@ def constant_pad_nd(self: Dims, pad: Sequence[int], value: float) -> Notation:
             dim = self.ndim - 1 - i // 2
             after = after.replace(dim, f"padded{dim}")
     changed = [n for a, b in zip(self.labels, after.labels, strict=True) if a != b for n in (a, b)]
-    linear = "joint" if value == 0 or not changed else ()
+    linear: Linear = "joint" if value == 0 or not changed else ()
     return Notation(f"{self} -> {after}", whole=" ".join(changed), linear=linear)
 
 

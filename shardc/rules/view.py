@@ -88,7 +88,7 @@ RESHAPES = [((2, 6, 8), (12, 8)), ((12, 8), (3, 4, 8)), ((2, 3, 4), (6, 2, 2)), 
     examples=[*RESHAPES, ((2, 6, 8), (-1, 8)), ((4, 6), (2, 12))],
 )
 def view(self: Dims, size: Sequence[int]) -> Notation:
-    known = math.prod(n for n in size if n != -1)
+    known = math.prod(n for n in size if n != -1) or 1
     return reshape_notation(self.shape, [math.prod(self.shape) // known if n == -1 else n for n in size])
 
 
@@ -128,7 +128,11 @@ def squeeze_dim(self: Dims, dim: int) -> str:
 
 
 @rule(
-    aten.squeeze.dims, linear="joint", kind="view", localize=to_local_shape, examples=[((1, 3, 1), (0, 2)), ((2, 1), (0, 1))]
+    aten.squeeze.dims,
+    linear="joint",
+    kind="view",
+    localize=to_local_shape,
+    examples=[((1, 3, 1), (0, 2)), ((2, 1), (0, 1))],
 )
 def squeeze_dims(self: Dims, dim: Sequence[int]) -> str:
     return _squeezed(self, dim)
@@ -155,7 +159,9 @@ rule(
 )
 
 
-@rule(aten.repeat.default, linear="joint", examples=[((4, 6), (2, 1)), ((4, 6), (3, 2, 2)), ((1, 5), (3, 1)), ((), (3,))])
+@rule(
+    aten.repeat.default, linear="joint", examples=[((4, 6), (2, 1)), ((4, 6), (3, 2, 2)), ((1, 5), (3, 1)), ((), (3,))]
+)
 def repeat(self: Dims, repeats: Sequence[int]) -> Notation:
     # Copies are whole: a dim of n copies of d is `(n d)`, and every shard repeats its own part of d.
     new = len(repeats) - self.ndim

@@ -77,8 +77,7 @@ class Executor:
             if explained is failure:
                 raise
             raise explained from failure
-        ports = zip(self.body.outputs, self.listing.outputs, strict=True)
-        return {port: env[slot] for port, slot in ports if slot is not None}
+        return {port: env[slot] for port, slot in zip(self.body.outputs, self.listing.outputs, strict=True)}
 
     def _explained(self, failure: Exception, at: int, monitor: Monitor | None) -> Exception:
         failure.add_note(f"in instruction {self.names[at]}, on rank {self.rank}")

@@ -18,12 +18,16 @@ from torch import fx
 from shardc.ir.graph import Graph, info, operands
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.context import Communicator, RankContext
+from shardc.ir.ops.kernels import KERNELS
 
 
 class Env(Protocol):
     """The value of each slot; None before and after its life."""
 
     def __getitem__(self, slot: int, /) -> Any: ...
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Numerics:
     Widening the whole graph is what makes an exact comparison possible where a library hard-codes float32.
     """
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     dtype: torch.dtype | None = None
 
     def lift(self, dtype: torch.dtype) -> torch.dtype:
@@ -49,15 +53,16 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One call. `arguments(env)` gives its args and kwargs; `yields` says which results go to which slots."""
+    """One call. `arguments(env)` gives its args and kwargs.
+
+    `yields` lists, for each result in use, its value, its position (None for a call's only one) and its slot.
+    """
 
     node: fx.Node
     target: Callable[..., Any]
     arguments: Callable[[Env], tuple[Sequence[Any], dict[str, Any]]]
     reads: tuple[int, ...]
-    yields: tuple[
-        tuple[fx.Node, int | None, int], ...
-    ]  # value, its position among the results (None: the only one), slot
+    yields: tuple[tuple[fx.Node, int | None, int], ...]
     free: tuple[int, ...]
 
     @property
@@ -73,22 +78,17 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Listing:
-    """The instructions of a graph in order. Inputs lie in the slots of `inputs`; an output without a value is None."""
+    """The instructions of a graph in order, and the slots of its inputs and outputs."""
 
     graph: Graph
     size: int
     inputs: tuple[int, ...]
     instructions: tuple[Instruction, ...]
-    outputs: tuple[int | None, ...]
-    unused: tuple[int, ...]  # inputs that nothing reads
+    outputs: tuple[int, ...]
 
 
-# The trace's views relied on strides that a collective or a kernel in between may not keep.
-_KERNELS: dict[Any, Callable[..., Any]] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
-
-
-def flatten(graph: Graph, numerics: Numerics, keep: Sequence[fx.Node] = ()) -> Listing:
-    """List a graph's calls. Outputs, and the values in `keep`, live to the end."""
+def flatten(graph: Graph, numerics: Numerics) -> Listing:
+    """List a graph's calls. Outputs live to the end."""
     slots: dict[fx.Node, int] = {}
     placeholders = graph.placeholders
     for node in placeholders:
@@ -98,8 +98,8 @@ def flatten(graph: Graph, numerics: Numerics, keep: Sequence[fx.Node] = ()) -> L
     for found in yields:
         for value, _ in found:
             slots[value] = len(slots)
-    outputs = [slots[v] if isinstance(v, fx.Node) else None for v in cast("list[object]", graph.output_values)]
-    last = {slot: len(calls) for slot in [*(s for s in outputs if s is not None), *(slots[n] for n in keep)]}
+    outputs = tuple(slots[node] for node in graph.output_values)
+    last = dict.fromkeys(outputs, len(calls))
     for at, node in enumerate(calls):
         for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[at])]:
             last[slot] = max(last.get(slot, 0), at)
@@ -109,7 +109,7 @@ def flatten(graph: Graph, numerics: Numerics, keep: Sequence[fx.Node] = ()) -> L
     instructions = tuple(
         Instruction(
             node,
-            _KERNELS.get(node.target, cast("Callable[..., Any]", node.target)),
+            KERNELS.get(node.target, cast("Callable[..., Any]", node.target)),
             _arguments(node, slots, numerics),
             tuple(slots[v] for v in operands(node)),
             tuple((value, position, slots[value]) for value, position in found),
@@ -118,7 +118,7 @@ def flatten(graph: Graph, numerics: Numerics, keep: Sequence[fx.Node] = ()) -> L
         for at, (node, found) in enumerate(zip(calls, yields, strict=True))
     )
     inputs = tuple(slots[node] for node in placeholders)
-    return Listing(graph, len(slots), inputs, instructions, tuple(outputs), tuple(s for s in inputs if s not in last))
+    return Listing(graph, len(slots), inputs, instructions, outputs)
 
 
 def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:

@@ -80,6 +80,6 @@ def _device(asked: str | None) -> torch.device:
         asked = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked)
     if device.type == "cuda":
-        device = torch.device("cuda", local if device.index is None else device.index)
+        device = torch.device("cuda", local if ":" not in asked else device.index)
         torch.cuda.set_device(device)
     return device

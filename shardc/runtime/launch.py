@@ -98,9 +98,7 @@ class Trainer:
     def __init__(self, body: Graph, engine: Engine, sources: list[Source], init: Init | None, seed: int) -> None:
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
-        self._outputs = {
-            (p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True) if n is not None
-        }
+        self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
         self.state: Tensors = {}
         for name, (port, type) in self._inputs.items():
             if port.role in ("param", "buffer", "state"):

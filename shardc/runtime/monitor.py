@@ -42,8 +42,8 @@ class Record:
 class Monitor:
     """Beats in a thread of its own. The executor sets `at`; `names` says what the instructions are called.
 
-    `fatal` is for NCCL, whose collectives run behind the program's back: when one hangs, nothing raises. The thread then
-    also listens, and ends the process with the error in its last output when another rank has died.
+    `fatal` is for NCCL, whose collectives run behind the program's back: when one hangs, nothing raises. The thread
+    then also listens, and when another rank has died it prints the error and ends the process.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, names: Sequence[str], fatal: bool = False) -> None:
@@ -100,11 +100,13 @@ class Monitor:
         return error("SC502", f"{self._here()} failed on every rank: {failure}", hint="see the ranks' own messages")
 
     def _here(self) -> str:
-        return f"instruction {self.names[self.at]} of step {self.step}"
+        # On a GPU the program runs ahead of its collectives.
+        return f"{'or before ' if self._fatal else ''}instruction {self.names[self.at]} of step {self.step}"
 
     def _last(self, rank: int, record: Record) -> str:
         where = f"instruction {self.names[record.at]} of step {record.step}"
-        return f"rank {rank} last said that it was at {where}; ranks say so every {BEAT} seconds and at the start of a step"
+        often = f"ranks say so every {BEAT} seconds and at the start of a step"
+        return f"rank {rank} last said that it was at {where}; {often}"
 
     def _died(self, rank: int, record: Record | None, how: str) -> ShardcError:
         message = f"rank {rank} died, {how}; rank {self.rank} was waiting for it in {self._here()}"

@@ -130,8 +130,9 @@ def _run(
             env[slot] = None
     outputs: dict[Port, torch.Tensor] = {}
     for port, slot, node in zip(graph.outputs, listing.outputs, graph.output_values, strict=True):
-        if slot is not None and (values := env[slot]) is not None:
-            outputs[port] = assemble(dict(enumerate(values)), type_of(node), mesh)
+        values = env[slot]
+        assert values is not None, f"output {port.name} was freed"
+        outputs[port] = assemble(dict(enumerate(values)), type_of(node), mesh)
     return outputs
 
 
@@ -251,7 +252,7 @@ class _Rank:
 class _Nobody:
     """In simulation collectives meet in `_meet`; nothing may call a communicator."""
 
-    def _refuse(self, *_: Any) -> torch.Tensor:
+    def _refuse(self, *_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("a simulated rank cannot communicate by itself")
 
     all_reduce = all_gather = reduce_scatter = all_to_all = permute = _refuse

@@ -58,7 +58,7 @@ class Mismatch:
         ranks = ", ".join(map(str, self.ranks))
         return Diagnostic(
             "SC505",
-            f"%{self.name} is the first value that differs from the single device, by {self.error:.1e}, on ranks {ranks}",
+            f"%{self.name} is the first value that is not the single device's, by {self.error:.1e}, on ranks {ranks}",
             location=self.source or None,
             source_text=self.source_text or None,
             fqn=self.fqn or None,

@@ -29,7 +29,7 @@ MOVES = {
     "gather uneven": (TP, "f64[2, 5@tp]", [("all_gather", (["tp"], [2, 3], 1, 5, [2, 5]), "f64[2, 5]")]),
     "gather an atom": (TP, "f64[(3 5@tp 2)]", [("all_gather", (["tp"], [3, 3, 2], 1, 5, [30]), "f64[(3 5 2)]")]),
     "gather two axes at once": (AB, "f64[8@a.b]", [("all_gather", (["a", "b"], [2], 0, 8, [8]), "f64[8]")]),
-    "gather two axes, minor first in the mesh": (AB, "f64[8@b.a]", [("all_gather", (["b", "a"], [2], 0, 8, [8]), "f64[8]")]),
+    "gather two axes, minor first": (AB, "f64[8@b.a]", [("all_gather", (["b", "a"], [2], 0, 8, [8]), "f64[8]")]),
     "uneven over two axes, gathered back": (  # DTensor returns wrong values here, without an exception
         AB,
         "f64[5@a.b, 2]",
@@ -45,7 +45,11 @@ MOVES = {
     "slice the minor axis": (AB, "f64[5@a]", [("shard_slice", (["b"], [3], 0, [2]), "f64[5@a.b]")]),
     "all_to_all": (TP, "f64[4@tp, 6]", [("all_to_all", (["tp"], [2, 6], 1, 0, 4, [4, 3]), "f64[4, 6@tp]")]),
     "all_to_all forward": (TP, "f64[4, 6@tp]", [("all_to_all", (["tp"], [4, 3], 0, 1, 6, [2, 6]), "f64[4@tp, 6]")]),
-    "all_to_all uneven": (TP, "f64[5@tp, 7, 2]", [("all_to_all", (["tp"], [3, 7, 2], 1, 0, 5, [5, 4, 2]), "f64[5, 7@tp, 2]")]),
+    "all_to_all uneven": (
+        TP,
+        "f64[5@tp, 7, 2]",
+        [("all_to_all", (["tp"], [3, 7, 2], 1, 0, 5, [5, 4, 2]), "f64[5, 7@tp, 2]")],
+    ),
     "all_to_all within a dim": (
         TP,
         "f64[(5@tp 2 7)]",
@@ -56,7 +60,7 @@ MOVES = {
         "f64[4@a.b, 8]",
         [("all_to_all", (["a", "b"], [1, 8], 1, 0, 4, [4, 2]), "f64[4, 8@a.b]")],
     ),
-    "permute to the other order of axes": (AB, "f64[8@a.b]", [("permute_ranks", (["a", "b"], [0, 2, 1, 3]), "f64[8@b.a]")]),
+    "permute to another order": (AB, "f64[8@a.b]", [("permute_ranks", (["a", "b"], [0, 2, 1, 3]), "f64[8@b.a]")]),
     "pad masked": (TP, "f64[2, 5@tp]", [("mask_pad", ([2, 3], 1, 5, ["tp"], 9.0), "f64[2, 5@tp]")]),
     "nothing": (TP, "f64[5@tp]", [("reshard", (), "f64[5@tp]")]),
 }  # fmt: skip

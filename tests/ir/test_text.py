@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ir.grown import graphs
-from tests.handmade import MESH, Builder, mlp
-from hypothesis import given
+from hypothesis import given, settings
 from torch import fx
 
 from shardc.ir.diagnostic import ShardcError
@@ -19,6 +17,8 @@ from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.schema import given as given_arguments
 from shardc.ir.text import format_argument, print_graph
+from tests.handmade import MESH, Builder, mlp
+from tests.ir.grown import graphs
 
 aten = torch.ops.aten
 
@@ -57,7 +57,9 @@ def test_plain_round_trip(graph: Graph) -> None:
     assert print_graph(read) == print_graph(graph)
     assert [info(n) for n in nodes(read)] == [info(n) for n in nodes(graph)]
     assert (read.inputs, read.outputs, read.mesh, read.name) == (graph.inputs, graph.outputs, graph.mesh, graph.name)
-    assert {k: info(v).name for k, v in read.activations.items()} == {k: info(v).name for k, v in graph.activations.items()}
+    assert {k: info(v).name for k, v in read.activations.items()} == {
+        k: info(v).name for k, v in graph.activations.items()
+    }
 
 
 def nodes(graph: Graph) -> list[fx.Node]:
@@ -76,7 +78,10 @@ def test_golden_of_every_construct(golden: Callable[[str, str], None]) -> None:
     x = b.input("x", "f32[8@dp, 32]", "input")
     norm = b.call("h.0.ln.native_layer_norm", None, aten.native_layer_norm.default, x, [32], None, None, 1e-05)
     update(norm, results=tuple(b.type(t).replicated() for t in ("f32[8, 32]", "f32[8, 1]", "f32[8, 1]")))
-    items = [b.call(f"h.0.ln.native_layer_norm.{i}", t, operator.getitem, norm, i) for i, t in ((0, "f32[8@dp, 32]"), (2, "f32[8@dp, 1]"))]
+    items = [
+        b.call(f"h.0.ln.native_layer_norm.{i}", t, operator.getitem, norm, i)
+        for i, t in ((0, "f32[8@dp, 32]"), (2, "f32[8@dp, 1]"))
+    ]
     mask = b.call("mask", "bool[8, 32]", aten.ones.default, [8, 32], dtype=torch.bool, device=torch.device("cpu"))
     update(mask, constant=True)
     y = b.call("h.0.where", "f32[8@dp, 32]", aten.where.self, mask, items[0], items[1])
@@ -142,12 +147,14 @@ def test_errors(name: str, golden: Callable[[str, str], None]) -> None:
     golden(f"text_errors/{name}.txt", str(caught.value))
 
 
+@settings(max_examples=30)
 @given(graphs())
 def test_damaged_text_never_crashes(graph: Graph) -> None:
     text = print_graph(graph, comments=False)
-    for at in range(0, len(text) - 2, 1 + len(text) // 40):
+    for at in range(0, len(text) - 2, 1 + len(text) // 12):
         for damaged in (text[:at], text[:at] + "?" + text[at + 1 :], text[:at] + text[at + 1 :]):
             try:
                 parse(damaged)
             except ShardcError as refused:
-                assert refused.code == "SC404"
+                if refused.code != "SC404":
+                    raise

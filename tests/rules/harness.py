@@ -183,7 +183,9 @@ class Trial:
         assignment = tuple((projection.names[p], axes) for p, axes in split.items())
         update(self.node, assignment=assignment, passes=tuple(pending))
 
-    def agree(self, split: dict[int, Axes], pending: dict[str, Sequence[int]], zero: bool, seed: int, tolerance: float) -> None:
+    def agree(
+        self, split: dict[int, Axes], pending: dict[str, Sequence[int]], zero: bool, seed: int, tolerance: float
+    ) -> None:
         """Split, run on every rank, and compare. `zero`: padding of the operands is 0, and known to be."""
         self.place(project(self.node), split, pending)
         inputs = [self._shards(i, zero, seed) for i in range(len(self.inputs))]
@@ -210,7 +212,9 @@ class Trial:
         addends = {(): tensor}
         for axis in sorted(type.partial_axes):
             addends = {
-                (*key, c): part for key, t in addends.items() for c, part in enumerate(_addends(t, self.mesh.size(axis), seed + i))
+                (*key, c): part
+                for key, t in addends.items()
+                for c, part in enumerate(_addends(t, self.mesh.size(axis), seed + i))
             }
         held: list[torch.Tensor] = []
         for rank in range(self.mesh.world_size):
@@ -238,9 +242,13 @@ class Trial:
                         raise
         return env
 
-    def _compare(self, k: int, type: TensorType, shards: dict[int, torch.Tensor], expected: torch.Tensor, tolerance: float) -> None:
+    def _compare(
+        self, k: int, type: TensorType, shards: dict[int, torch.Tensor], expected: torch.Tensor, tolerance: float
+    ) -> None:
         for rank, t in shards.items():
-            assert tuple(t.shape) == type.local_shape(self.mesh), f"result {k} of rank {rank}: {tuple(t.shape)} for {type}"
+            assert tuple(t.shape) == type.local_shape(self.mesh), (
+                f"result {k} of rank {rank}: {tuple(t.shape)} for {type}"
+            )
             assert t.dtype == expected.dtype, f"result {k} is {t.dtype}, not {expected.dtype}"
         if self.call.op in UNINITIALISED:
             return
@@ -296,8 +304,6 @@ def pending_choices(trial: Trial, projection: Projection) -> list[tuple[int, ...
     values = operands(trial.node)
     if not values:
         return []
-    if projection.linear == "joint":
-        choices = [tuple(range(len(values)))]
-    else:
-        choices = [(i,) for i in projection.linear]
+    together = tuple(range(len(values)))
+    choices = [together] if projection.linear == "joint" else [(i,) for i in projection.linear]
     return [c for c in choices if all(type_of(values[i]).dtype.is_floating_point for i in c)]

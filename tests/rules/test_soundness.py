@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Axes
-from shardc.rules import all_rules
-from shardc.rules.notation import _parse
+from shardc.rules import all_rules, example, registry
+from shardc.rules.notation import Notation, RuleError, _parse
 from shardc.rules.projection import project
 from shardc.rules.registry import Example, OpRule
 from tests.rules.harness import Trial, call_of, pending_choices, splittable
 
+aten = torch.ops.aten
 RULES = sorted(all_rules(), key=lambda entry: str(entry.op))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 1e-1}
 AXES = ("a", "b", "p")  # `p` is the one on which operands are pending
@@ -108,7 +109,9 @@ def splits(draw: st.DrawFn, pieces: list[int]) -> dict[int, Axes]:
 
 def trial_of(data: st.DataObject, entry: OpRule, dtype: torch.dtype) -> Trial:
     example = data.draw(examples_of(entry), label="example")
-    trial = Trial(call_of(entry, example, data.draw(st.integers(0, 99), label="seed"), dtype), data.draw(meshes(), label="mesh"))
+    trial = Trial(
+        call_of(entry, example, data.draw(st.integers(0, 99), label="seed"), dtype), data.draw(meshes(), label="mesh")
+    )
     whole = data.draw(st.booleans(), label="one atom a factor")
 
     def cut(factor: str, size: int) -> tuple[int, ...]:
@@ -153,3 +156,88 @@ def test_pending_sums_pass_through_linear_operands(entry: OpRule) -> None:
         trial.agree(split, {"p": pending}, data.draw(st.booleans(), label="padding is 0"), 1, 1e-11)
 
     check()
+
+
+def in_other_precision(entry: OpRule) -> bool:
+    """Ops whose results change by rounding only: no steps, no orders, and no example that fixes a dtype."""
+    return entry.kind == "compute" and bool(entry.defaults.linear or entry.defaults.sum) and entry.function is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("entry", [e for e in RULES if in_other_precision(e)], ids=lambda entry: str(entry.op))
+def test_shards_agree_in_training_precision(entry: OpRule, dtype: torch.dtype) -> None:
+    @settings(max_examples=max(3, runs(entry) // 4))
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        trial = trial_of(data, entry, dtype)
+        projection = project(trial.node)
+        split = data.draw(splits(splittable(trial, projection)), label="split")
+        trial.agree(split, {}, False, 1, TOLERANCE[dtype])
+
+    check()
+
+
+# ------------------------------------------------------------------------------------------ what a rule must bring
+@pytest.mark.parametrize("entry", RULES, ids=lambda entry: str(entry.op))
+def test_a_rule_can_be_tried(entry: OpRule) -> None:
+    needed = [a for a in entry.op._schema.arguments if "Tensor" not in str(a.type) and not a.has_default_value()]
+    optional = [a for a in needed if "Optional" not in str(a.type)]
+    if entry.function is not None or optional:
+        assert entry.examples, f"{entry.op}: give its rule examples; nothing tests it without"
+
+
+class _Wrong:
+    """Registers a rule for as long as a test runs, in place of the one there is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def __call__(self, op: Any, notation: Notation, *examples: Example, **options: Any) -> OpRule:
+        entry = OpRule(op, notation, None, examples, **options)
+        self.monkeypatch.setitem(registry._RULES, op, entry)
+        self.monkeypatch.setattr(registry, "_FITTED", {})
+        return entry
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> _Wrong:
+    return _Wrong(monkeypatch)
+
+
+WRONG = {
+    "a mean is no sum": (aten.mean.dim, Notation("a b -> a", sum="b"), [example((4, 6), (1,))]),
+    "a scan is not free": (aten.cumsum.default, Notation("a b -> a b"), [example((4, 6), 1)]),
+    "an index counts from the start": (aten.argmax.default, Notation("a b -> a", max="b"), [example((4, 6), 1)]),
+    "a view keeps its order": (aten.view.default, Notation("(a b) -> (b a)"), [example((12,), (12,))]),
+    "a whole section is cut": (aten.select.int, Notation("a b -> a", sum="b"), [example((4, 6), 1, 0)]),
+    "the diagonal is global": (aten.tril.default, Notation("m n -> m n"), [example((4, 6))]),
+    "padding is in a product's sum": (aten.prod.dim_int, Notation("a b -> a", sum="b"), [example((4, 5), 1)]),
+    "a size is global": (aten.full.default, Notation("-> a b"), [example((4, 6), 1.5)]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_caught(name: str, wrong: _Wrong) -> None:
+    op, notation, examples = WRONG[name]
+    with pytest.raises((AssertionError, RuntimeError, RuleError, BaseExceptionGroup)):
+        test_shards_put_together_equal_the_whole(wrong(op, notation, *examples))
+
+
+WRONGLY_LINEAR = {
+    "adding a number": (aten.add.Scalar, Notation("... -> ...", linear="joint"), [example((4, 6), 1)]),
+    "the other branch of a where": (
+        aten.where.self,
+        Notation("..., ..., ... -> ...", linear=(1,)),
+        [example((4, 6), (4, 6), (4, 6), bools=("condition",))],
+    ),
+    "both factors at once": (aten.mul.Tensor, Notation("..., ... -> ...", linear="joint"), []),
+    "a divisor": (aten.div.Tensor, Notation("..., ... -> ...", linear="each"), []),
+    "a square": (aten.square.default, Notation("... -> ...", linear="joint"), []),
+}
+
+
+@pytest.mark.parametrize("name", WRONGLY_LINEAR)
+def test_a_wrong_claim_of_linearity_is_caught(name: str, wrong: _Wrong) -> None:
+    op, notation, examples = WRONGLY_LINEAR[name]
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        test_pending_sums_pass_through_linear_operands(wrong(op, notation, *examples))

@@ -63,7 +63,7 @@ def test_shards_of_a_fused_weight() -> None:
 
 
 def test_nested_uneven_gathers_to_the_layout_of_the_major_axis() -> None:
-    """5 over (a=2, b=2): a cuts 3 and 2, b cuts each in chunks of 2; rank (0, 1) holds one element, the last none padded."""
+    """5 over (a=2, b=2): a cuts 3 and 2, b cuts each in chunks of 2; the last rank holds padding alone."""
     mesh = Mesh(a=2, b=2)
     whole = torch.arange(1, 6)
     nested = [shard(whole, TensorType.parse("i64[5@a.b]"), mesh, rank).tolist() for rank in range(4)]

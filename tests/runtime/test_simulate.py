@@ -51,7 +51,7 @@ class Count(TorchDispatchMode):
 def test_replicas_are_computed_once() -> None:
     with Count() as count:
         simulate(mlp(), mlp_inputs())
-    # x@w1, a@w2 and the three of backward differ on all four ranks; after the all-reduce over tp, y is one object in it.
+    # All five products differ on all four ranks; after the all-reduce over tp, y is one object in each of its groups.
     assert count.calls["aten::mm"] == 5 * 4
     assert count.calls["aten::mul.Tensor"] == 2 * 2
     assert count.calls["aten::t"] == 2 + 2 + 4  # w2 over tp, x over dp, a over both

@@ -1,4 +1,4 @@
-"""`verify` accepts what is right, and names the first wrong instruction, its line and its ranks when something is not."""
+"""`verify` accepts what is right; of what is not it names the first instruction, its line and its ranks."""
 
 import pytest
 import torch

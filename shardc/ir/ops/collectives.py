@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from shardc.ir.ops.context import Communicator, current
@@ -119,7 +120,7 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _collective(schema: str, steps: Callable[..., Steps], fake: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
+def _collective(schema: str, steps: Callable[..., Steps], fake: Callable[..., torch.Tensor]) -> OpOverload:
     return define(schema, partial(run_collective, steps), fake)
 
 

@@ -1,4 +1,4 @@
-"""Ops that differ between ranks without talking to anyone: take one's own chunk, mask one's own padding, know one's offset.
+"""Ops that differ between ranks without talking: take one's own chunk, mask one's own padding, know one's offset.
 
 All three rest on `span`: which global indices of an atom a rank holds. 10 over (a=2, b=3), axis by axis, major first:
 

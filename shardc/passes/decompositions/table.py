@@ -169,7 +169,12 @@ def is_constant(target: Any, args: Any, kwargs: Any) -> bool:
         return node
 
     fx.map_arg((args, kwargs), visit)
-    return constant and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
+    return constant and not is_random(target)
+
+
+def is_random(target: Any) -> bool:
+    """Whether an op draws from torch's generator. `shardc::random_uniform` does not: it is a function of its id."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 # ---------------------------------------------------------------------- types of new calls

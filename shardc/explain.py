@@ -1,0 +1,174 @@
+"""`explain`: why does this collective exist, what does it cost, and what would make it go away.
+
+    print(shardc.compile(...).explain("h.0.mlp.c_proj.mm.all_reduce"))
+
+It says which op leaves the communication to do and which op needs it done (`explain_chain`), the annotation that it
+all comes from, the bytes, and the cheapest change of the plan that removes it, found by trying (`explain_changes`).
+Where every change that removes it gives up splitting the work, it is inherent, and the reason is said. It needs no
+more than a program's reference graph and annotations, so a program that was loaded from a file explains itself too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.explain_chain import Step, Trail, trails
+from shardc.explain_changes import Change, Cost, compiled, measure, propose, removals
+from shardc.ir.collectives import Collective, human_bytes
+from shardc.ir.diagnostic import did_you_mean, error
+from shardc.ir.graph import Graph, info
+from shardc.ir.placement import Placement
+from shardc.ir.program import Program
+from shardc.passes.seed import Bound
+
+SECONDS = 60.0  # for trying changes; the likeliest are tried first
+PHASES = {"fwd": "forward", "bwd": "backward", "opt": "the optimizer"}
+SHOWN_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one collective exists. `changes` are all that remove it, the best first; `inherent` says why none is good."""
+
+    collective: Collective
+    fqn: str
+    source_text: str
+    trails: tuple[Trail, ...]
+    changes: tuple[Change, ...]
+    tried: int
+    untried: int  # for lack of time
+    inherent: str  # "" when `changes[0]` removes it, sends less, and splits the work as before
+
+    @property
+    def cheapest(self) -> Change | None:
+        """The change that removes it, splits the work no less than before, and sends least; None if there is none."""
+        return next((c for c in self.changes if not c.gives_up), None)
+
+    def __str__(self) -> str:
+        c = self.collective
+        op = f" ({c.op})" if c.op else ""
+        lines = [
+            f"%{c.value}: {c.kind}{op} over {'.'.join(c.axes)} ({c.group_size} ranks), {PHASES[c.phase]}, "
+            f"{human_bytes(c.bytes_per_rank)} sent by a rank, of a payload of {human_bytes(c.payload_bytes)}"
+        ]
+        place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
+        lines += [f"  --> {place}"] if place else []
+        lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
+        for trail in self.trails:
+            lines += _field("why", trail.why)
+            lines += _field("needed", trail.needed)
+            lines += _field("cause", trail.cause or "no annotation: an op asked for it")
+            lines += _field("way", _way(trail.steps))
+        lines += _field("inherent", self.inherent)
+        lines += self._advice()
+        left = f", {self.untried} left out for lack of time" if self.untried else ""
+        lines += _field("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{left}")
+        return "\n".join(lines)
+
+    def _advice(self) -> list[str]:
+        if not self.inherent:
+            return _field("change", str(self.changes[0]))
+        lines: list[str] = []
+        if self.cheapest is not None:
+            lines += _field("instead", str(self.cheapest))
+        given_up = next((c for c in self.changes if c.gives_up), None)
+        return lines + (_field("give up", str(given_up)) if given_up is not None else [])
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What is read off the graph that the program was lowered from, while it exists."""
+
+    trails: list[Trail]
+    cost: Cost
+    candidates: list[tuple[str, tuple[Bound, ...]]]
+
+
+def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> Explanation:
+    """Explain a collective of a program, given by its name or by its index in `program.collectives()`.
+
+    `seconds` bounds the time spent on trying changes; with 0, one is tried.
+    """
+    target = find(program, value)
+    bound = bound_of(program)
+    found = compiled(program.reference, bound, lambda graph: _look(graph, bound, target.value))
+    changes, tried = removals(program.reference, bound, target, found.cost, found.candidates, seconds)
+    node = program.body.by_name(target.value)
+    best = changes[0] if changes else None
+    inherent = "" if best is not None and not best.gives_up and best.sent < 0 else _inherent(target, found.trails)
+    about = info(node)
+    return Explanation(
+        target,
+        about.fqn,
+        about.source_text,
+        tuple(found.trails),
+        tuple(changes),
+        tried,
+        len(found.candidates) - tried,
+        inherent,
+    )
+
+
+def find(program: Program, value: str | int) -> Collective:
+    """The collective of that name (with or without its %), or at that index."""
+    known = program.collectives()
+    if isinstance(value, str) and not value.lstrip("-").isdecimal():
+        name = value.removeprefix("%")
+        found = next((c for c in known if c.value == name), None)
+        if found is not None:
+            return found
+        hint = did_you_mean(name, (c.value for c in known), "collectives")
+        raise error("SC106", f"'{name}' is no collective of the program", hint=hint)
+    if not -len(known) <= int(value) < len(known):
+        message = f"there is no collective {value}: the program has {len(known)}"
+        raise error("SC106", message, hint="they are numbered from 0, in the order of the program")
+    return known[int(value)]
+
+
+def bound_of(program: Program) -> list[Bound]:
+    """The program's annotations as the compiler takes them."""
+    bound: list[Bound] = []
+    for kind, name, text, origin in program.annotations:
+        cause = f'{name} = "{text}"' + (f"   ({origin})" if origin else "")
+        bound.append(Bound(kind, name, Placement.parse(text), cause, origin or None))
+    return bound
+
+
+def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:
+    node: fx.Node | None = next((n for n in graph.calls() if info(n).name == name), None)
+    if node is None:
+        message = f"compiling the program's reference anew does not give %{name}: it was written by another compiler"
+        raise error("SC403", message, hint="compile the model again")
+    found = trails(graph, node)
+    return _Findings(found, measure(graph), propose(graph, bound, found))
+
+
+def _inherent(target: Collective, found: list[Trail]) -> str:
+    """Why nothing but giving up the split helps."""
+    axis = " and ".join(dict.fromkeys(t.axis for t in found))
+    if target.kind in ("all_reduce", "reduce_scatter"):
+        gradient = any(t.needed.startswith("it is the gradient") for t in found)
+        what = "the terms of the gradient are" if gradient else "what is summed here is"
+        if target.op != "sum":
+            what = f"what the {target.op} is taken of is"
+        return f"{what} split over {axis}: the parts must meet once, or the work is not split"
+    return f"no other placement over {axis} that was tried splits the work as well and sends less"
+
+
+def _way(steps: tuple[Step, ...]) -> str:
+    """Calls from the annotated tensor on; of a long way the views and pointwise ops are left out, then its middle."""
+    shown = list(steps) if len(steps) <= SHOWN_STEPS else [s for s in steps if s.main]
+    if len(shown) > SHOWN_STEPS:
+        half = SHOWN_STEPS // 2
+        names = [f"%{s.value}" for s in shown]
+        return " -> ".join([*names[:half], f"({len(names) - 2 * half} more)", *names[-half:]])
+    return " -> ".join(f"%{s.value}" for s in shown)
+
+
+def _field(label: str, text: str) -> list[str]:
+    if not text:
+        return []
+    first, *more = text.splitlines()
+    return [f"  {label + ':':<10}{first}", *(f"            {line}" for line in more)]

@@ -1,0 +1,220 @@
+"""What a command's TARGET names: a factory in a Python file, a Hugging Face configuration, or a saved program.
+
+    examples/gpt2.py:gpt2            factory() returns (model, batch) or (model, batch, loss)
+    hf:llama                         a model type, small: 2 layers, 64 wide
+    hf:llama?num_hidden_layers=32    with the configuration's own keys set, and `batch` and `seq`
+    hf:path/to/config.json           a configuration as it is
+    program.json                     what `compile -o program.json` or Program.save wrote
+
+A Hugging Face model is built from its configuration alone: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardc.api import Program
+from shardc.ir.diagnostic import ShardcError, did_you_mean, error
+
+FORMS = "write file.py:factory, hf:MODEL_TYPE, hf:config.json, or the path of a saved program"
+# What an unqualified model type is made with, where its configuration has such a key.
+SMALL: dict[str, int] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "d_kv": 16,
+    "d_ff": 128,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to compile, with what `compile` needs beside the plan."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any, Any], Tensor] | None = None
+
+
+def load(text: str, *, meta: bool = True) -> Target | Program:
+    """The target that a command names; `meta` builds Hugging Face models without weights. Raises SC105."""
+    if text.startswith("hf:"):
+        return _hugging_face(text, meta)
+    path, colon, factory = text.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_file(Path(path), factory)
+    if text.endswith(".py"):
+        known = _factories(_module(Path(text)))
+        hint = f"write {text}:{known[0]}" if known else "write file.py:factory; the factory returns (model, batch)"
+        raise error("SC105", f"'{text}' names no factory", hint=hint)
+    if text.endswith(".json"):
+        if not Path(text).is_file():
+            raise error("SC105", f"there is no file {text}", hint=FORMS)
+        return cast(Program, Program.load(text))
+    raise error("SC105", f"cannot tell what '{text}' is", hint=FORMS)
+
+
+def load_program(text: str) -> Program:
+    """A target that has to be a saved program."""
+    found = load(text)
+    if isinstance(found, Target):
+        raise error("SC105", f"'{text}' is no saved program", hint="write one with: shardc compile TARGET --plan FILE -o program.json")
+    return found
+
+
+# ---------------------------------------------------------------------- files
+def _from_file(path: Path, name: str) -> Target:
+    module = _module(path)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        hint = did_you_mean(name, _factories(module), f"functions in {path}")
+        raise error("SC105", f"{path} has no function '{name}'", location=str(path), hint=hint)
+    try:
+        made: object = factory()
+    except ShardcError:
+        raise
+    except Exception as problem:
+        raise _failed(f"{name}() failed", path, problem) from problem
+    parts = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+        message = f"{name}() returned {_shape(made)}, not (model, batch) or (model, batch, loss)"
+        raise error("SC105", message, location=str(path), hint="return the nn.Module first, then a sample batch")
+    return Target(parts[0], parts[1], parts[2] if len(parts) == 3 else None)
+
+
+def _module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise error("SC105", f"there is no file {path}", hint=FORMS)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look a class's module up by name
+    sys.path.insert(0, str(path.parent.resolve()))  # as python file.py does, so that it may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        raise _failed("importing it failed", path, problem) from problem
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _factories(module: ModuleType) -> list[str]:
+    return [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__ and not isinstance(v, type)]
+
+
+def _failed(what: str, path: Path, problem: Exception) -> ShardcError:
+    """The user's own line in the file that raised."""
+    frames = [f for f in traceback.extract_tb(problem.__traceback__) if Path(f.filename) == path]
+    where, line = (f"{path}:{frames[-1].lineno}", frames[-1].line) if frames else (str(path), None)
+    message = f"{what}: {type(problem).__name__}: {problem}"
+    return error("SC105", message, location=where, source_text=line or None, hint="does it run under python by itself?")
+
+
+def _shape(made: object) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in cast('tuple[Any, ...]', made))})"
+    return type(made).__name__
+
+
+# ---------------------------------------------------------------------- Hugging Face
+def _hugging_face(text: str, meta: bool) -> Target:
+    try:
+        import transformers
+    except ImportError:
+        raise error("SC105", f"'{text}' needs transformers", hint="pip install 'shardc[examples]'") from None
+    name, _, query = text.removeprefix("hf:").partition("?")
+    options = dict(_option(item, text) for item in query.split("&") if item)
+    batch, seq = int(options.pop("batch", 8)), int(options.pop("seq", 16))
+    config = _config(transformers, name, options)
+    auto = _auto_class(transformers, config, text)
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        model = auto.from_config(config)
+    return Target(model, _sample(config, auto is transformers.AutoModelForImageClassification, batch, seq))
+
+
+def _option(item: str, text: str) -> tuple[str, Any]:
+    key, equals, value = item.partition("=")
+    if not equals:
+        raise error("SC105", f"'{item}' in '{text}' is no key=value", hint="write hf:gpt2?n_layer=4&batch=2")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _config(transformers: Any, name: str, options: dict[str, Any]) -> Any:
+    """The configuration of a model type, small where the user does not say, or that of a file."""
+    if name.endswith(".json"):
+        if not Path(name).is_file():
+            raise error("SC105", f"there is no file {name}", hint="give the path of a model's config.json")
+        try:
+            data = json.loads(Path(name).read_text(encoding="utf-8")) | options
+            return transformers.AutoConfig.for_model(**data)
+        except (ValueError, KeyError, TypeError) as wrong:
+            hint = 'a configuration holds "model_type"'
+            raise error("SC105", f"{name} is no model's configuration: {wrong}", location=name, hint=hint) from None
+    types = list(transformers.CONFIG_MAPPING.keys())
+    if name not in types:
+        raise error("SC105", f"transformers has no model type '{name}'", hint=did_you_mean(name, types, "model types"))
+    plain = transformers.AutoConfig.for_model(name)
+    own: dict[str, str] = getattr(plain, "attribute_map", {})
+    for key in options:
+        if not hasattr(plain, key):
+            hint = did_you_mean(key, [k for k in plain.to_dict() if not k.startswith("_")], "keys")
+            raise error("SC105", f"the configuration of '{name}' has no key '{key}'", hint=hint)
+    small = {own.get(k, k): n for k, n in SMALL.items() if isinstance(getattr(plain, k, None), int)}
+    if "num_key_value_heads" not in small and hasattr(plain, "num_key_value_heads"):
+        small["num_key_value_heads"] = SMALL["num_key_value_heads"]
+    quiet = {k: v for k, v in (("use_cache", False), ("num_labels", 10)) if hasattr(plain, k)}
+    tokens = {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(plain, k)}
+    tokens |= {"decoder_start_token_id": 0} if getattr(plain, "is_encoder_decoder", False) else {}
+    given = {own.get(k, k): v for k, v in options.items()}
+    return transformers.AutoConfig.for_model(name, **{**small, **quiet, **tokens, **given})
+
+
+def _auto_class(transformers: Any, config: Any, text: str) -> Any:
+    """The head to train with."""
+    heads = [
+        transformers.AutoModelForImageClassification,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModelForCausalLM,
+    ]
+    for auto in heads:
+        if type(config) in auto._model_mapping.keys():  # noqa: SIM118 (a lazy mapping: `in` imports every model)
+            return auto
+    hint = "write a factory that returns (model, batch), and name it file.py:factory"
+    raise error("SC105", f"'{text}' is neither a language model nor an image classifier", hint=hint)
+
+
+def _sample(config: Any, image: bool, batch: int, seq: int) -> dict[str, Tensor]:
+    if image:
+        side = getattr(config, "image_size", 32)
+        pixels = torch.randn(batch, getattr(config, "num_channels", 3), side, side)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,))}
+    tokens = torch.randint(1, config.vocab_size, (batch, seq))
+    return {"input_ids": tokens, "labels": tokens}

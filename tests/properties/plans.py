@@ -1,0 +1,54 @@
+"""Random meshes of up to three axes and eight ranks, and random placements of some of a model's tensors on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+from hypothesis import strategies as st
+
+from shardc.ir.mesh import Mesh
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Mapping[str, Shape]]  # kind ("params", "inputs", "activations") -> name -> shape
+
+NAMES = ("dp", "tp", "cp")
+MESHES = [
+    Mesh(zip(NAMES, sizes, strict=False))
+    for count in (1, 2, 3)
+    for sizes in product((2, 3, 4, 1), repeat=count)
+    if 2 <= Mesh(zip(NAMES, sizes, strict=False)).world_size <= 8 and sizes.count(1) <= 1
+]
+meshes = st.sampled_from(MESHES)
+
+
+@st.composite
+def placements(draw: st.DrawFn, shape: Shape, mesh: Mesh) -> str:
+    """The text of one placement: axes in any order on any dims, several on one dim, blocks where they divide, OPEN."""
+    free = list(draw(st.permutations(mesh.names)))
+    dims: list[str] = ["-"] * len(shape)
+    for dim in draw(st.permutations(range(len(shape)))):
+        # Most dims of most tensors take no axis or one; what is left goes to the dims drawn later.
+        count = min(len(free), draw(st.sampled_from((1, 0, 1, 2, 0, 3))))
+        axes = [free.pop() for _ in range(count)]
+        blocks = [n for n in (2, 3) if shape[dim] % n == 0 and shape[dim] > n]
+        if axes:
+            block = draw(st.sampled_from(("", "", *(f"{n}*" for n in blocks))))
+            dims[dim] = block + ".".join(axes)
+        elif draw(st.integers(0, 5)) == 5:
+            dims[dim] = "?"
+    return ", ".join(dims)
+
+
+@st.composite
+def plans(draw: st.DrawFn, shapes: Shapes, mesh: Mesh, most: int = 5) -> dict[str, dict[str, str]]:
+    """A plan in full names: a few of the tensors of each kind, placed at random."""
+    plan: dict[str, dict[str, str]] = {}
+    for kind, tensors in shapes.items():
+        names = [name for name, shape in tensors.items() if shape]
+        if not names:
+            continue
+        least = 1 if kind == "inputs" and not any(shapes["params"].values()) else 0
+        chosen = draw(st.lists(st.sampled_from(names), unique=True, min_size=least, max_size=min(most, len(names))))
+        plan[kind] = {name: draw(placements(tensors[name], mesh)) for name in chosen}
+    return {kind: named for kind, named in plan.items() if named}
