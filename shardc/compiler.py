@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from shardc.ingest import ingest
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import violations
-from shardc.ingest import ingest
 from shardc.passes.assign import Assign
 from shardc.passes.atomize import Atomize
 from shardc.passes.base import Pass

@@ -28,6 +28,7 @@ from shardc.api import Program
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 
 FORMS = "write file.py:factory, hf:MODEL_TYPE, hf:config.json, or the path of a saved program"
+_FACTORY = "set the keys that it asks for, or write a factory that returns (model, batch): file.py:factory"
 # What an unqualified model type is made with, where its configuration has such a key.
 SMALL: dict[str, int] = {
     "hidden_size": 64,
@@ -151,8 +152,12 @@ def _hugging_face(text: str, meta: bool) -> Target:
     auto = _auto_class(transformers, config, text)
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    with torch.device("meta" if meta else "cpu"):
-        model = auto.from_config(config)
+    try:
+        with torch.device("meta" if meta else "cpu"):
+            model = auto.from_config(config)
+    except Exception as problem:
+        message = f"transformers cannot build '{text}': {type(problem).__name__}: {problem}"
+        raise error("SC105", message, hint=_FACTORY) from problem
     return Target(model, _sample(config, auto is transformers.AutoModelForImageClassification, batch, seq))
 
 
@@ -207,8 +212,7 @@ def _auto_class(transformers: Any, config: Any, text: str) -> Any:
     for auto in heads:
         if type(config) in auto._model_mapping.keys():  # noqa: SIM118 (a lazy mapping: `in` imports every model)
             return auto
-    hint = "write a factory that returns (model, batch), and name it file.py:factory"
-    raise error("SC105", f"'{text}' is neither a language model nor an image classifier", hint=hint)
+    raise error("SC105", f"'{text}' is neither a language model nor an image classifier", hint=_FACTORY)
 
 
 def _sample(config: Any, image: bool, batch: int, seq: int) -> dict[str, Tensor]:

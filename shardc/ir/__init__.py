@@ -1,1 +1,1 @@
-"""The vocabulary: meshes, placements, typed graphs, programs, diagnostics. Everything else imports this; it imports nothing of ours."""
+"""The vocabulary: meshes, placements, typed graphs, programs, diagnostics. Everything imports it; it imports nothing."""

@@ -131,9 +131,10 @@ class Graph:
             else:
                 table[node] = fresh.node_copy(node, lambda n: table[n])
         made = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
-        made.activations = {name: table[n] for name, n in self.activations.items()}
-        made.seeds = {table[n]: seed for n, seed in self.seeds.items()}
-        made.priorities = {table[n]: p for n, p in self.priorities.items()}
+        # Passes may have erased values that these tables still hold.
+        made.activations = {name: table[n] for name, n in self.activations.items() if n in table}
+        made.seeds = {table[n]: seed for n, seed in self.seeds.items() if n in table}
+        made.priorities = {table[n]: p for n, p in self.priorities.items() if n in table}
         made.diagnostics = list(self.diagnostics)
         return made
 
@@ -161,7 +162,7 @@ class Graph:
         name: str | None = None,
         **fields: Any,
     ) -> fx.Node:
-        """Insert a call at the current insertion point; its info is that of `like` with `type`, `name`, `fields` changed.
+        """Insert a call at the insertion point; its info is that of `like` with `type`, `name`, `fields` changed.
 
         The default name is that of `like`'s module followed by the op's.
         """

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,14 +37,16 @@ BARE_NAME = re.compile(r"[A-Za-z0-9_.\-/]+")
 WIDTH = 120
 
 
-def print_graph(graph: Graph, *, comments: bool = True) -> str:
-    """The graph as text."""
+def print_graph(graph: Graph, *, comments: bool = True, keep: Callable[[fx.Node], bool] | None = None) -> str:
+    """The graph as text; with `keep`, only the calls that it is true of, which is for reading and not for `parse`."""
     lines = [f"graph @{_bare(graph.name)} mesh({graph.mesh}) {{"]
     ports = dict(zip(graph.placeholders, graph.inputs, strict=True))
     phase: Phase = "fwd"
     source = ""
     for node in graph.fx.nodes:
         if node.op == "output" or node.target is operator.getitem:
+            continue
+        if keep is not None and node.op != "placeholder" and not keep(node):
             continue
         about = info(node)
         if about.phase != phase:

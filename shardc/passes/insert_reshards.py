@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardc.ir.graph import Graph, info, operands, replace_operands, results, type_of
+from shardc.ir.graph import Graph, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass, split_of
@@ -60,7 +60,7 @@ class InsertReshards(Pass):
 
 
 def operand_types(node: fx.Node) -> list[TensorType]:
-    """What a call demands of its operands: each atom over the axes of its piece, pending where the op passes sums on."""
+    """What a call demands of its operands: atoms over their pieces' axes, pending where the op passes sums on."""
     sources = operands(node)
     types = [type_of(v) for v in sources]
     if find_rule(node.target) is None:
@@ -71,17 +71,16 @@ def operand_types(node: fx.Node) -> list[TensorType]:
     split = split_of(node, projection)
     passes = info(node).passes
     needs: list[TensorType] = []
+    linear = range(len(sources)) if projection.linear == "joint" else projection.linear
     for k, (value, type) in enumerate(zip(sources, types, strict=True)):
         joint = projection.linear == "joint"
-        pending = [
-            (a, "sum") for a in passes if joint or ((a, "sum") in type_of(value).partial and k in projection.linear)
-        ]
+        pending = [(a, "sum") for a in passes if joint or ((a, "sum") in type_of(value).partial and k in linear)]
         needs.append(type.place([split.get(p, ()) for p in projection.operands[k]], pending))
     return needs
 
 
 def output_type(graph: Graph, index: int) -> TensorType:
-    """A gradient is placed as its parameter, a new buffer as the old one, an annotated output as annotated, the rest as it is."""
+    """Gradients are placed as their parameters, new buffers as the old, annotated outputs so, the rest as it is."""
     port, value = graph.outputs[index], graph.output_values[index]
     type = type_of(value)
     if port.role in ("grad", "buffer", "state"):
@@ -90,8 +89,19 @@ def output_type(graph: Graph, index: int) -> TensorType:
     if port.role == "loss":
         return type.replicated()
     if value in graph.seeds:
-        return type.place(graph.seeds[value].placement)
+        return as_annotated(type, graph.seeds[value])
     return type.place(type.placement)
+
+
+def as_annotated(type: TensorType, seed: Seed) -> TensorType:
+    """The dims that an annotation fixes as it says; the open ones as they are, less the axes that those take."""
+    taken = {axis for axes, fixed in zip(seed.placement, seed.fixed, strict=True) if fixed for axis in axes}
+    return type.place(
+        [
+            want if fixed else tuple(axis for axis in has if axis not in taken)
+            for want, fixed, has in zip(seed.placement, seed.fixed, type.placement, strict=True)
+        ]
+    )
 
 
 def find_view(value: fx.Node) -> bool:

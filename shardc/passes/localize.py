@@ -121,7 +121,7 @@ class _Walk:
                 self.zero[value] = set()
 
     def _follow(self, node: fx.Node, projection: Projection) -> None:
-        """Padding of a result is 0 along a piece if that of the operands having the piece is, and the op linear in them."""
+        """Padding of a result is 0 along a piece if that of all operands having it is, and the op is linear in them."""
         sources = operands(node)
         linear = range(len(sources)) if projection.linear == "joint" else projection.linear
         for value, pieces in zip(results(node), projection.results, strict=True):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.mesh import Mesh
@@ -49,7 +49,7 @@ def emit_step(graph: Graph, value: fx.Node, step: Step, like: fx.Node) -> fx.Nod
     return graph.call(target, args, like=like, type=step.after, name=name)
 
 
-def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[torch._ops.OpOverload, tuple[object, ...]]:
+def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[object, ...]]:
     """The op and its arguments for a step."""
     atoms = list(step.before.local_atoms(mesh))
     shape = list(step.after.local_shape(mesh))

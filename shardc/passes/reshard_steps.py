@@ -59,7 +59,7 @@ class _Planner:
     def run(self) -> tuple[list[Step], float]:
         while self._extend() or self._reduce() or self._shrink():
             pass
-        assert self.now == self.want and self.pending == self.keep, "a reshard came to a halt before its target"
+        assert (self.now, self.pending) == (self.want, self.keep), "a reshard came to a halt before its target"
         return self.steps, self.cost
 
     def _emit(self, kind: str, axis: str, moved: float, **fields: object) -> None:

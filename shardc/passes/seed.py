@@ -162,6 +162,8 @@ def _land(atoms: Sequence[tuple[int, int]], axes: Sequence[str], mesh: Mesh) -> 
         axis, size = todo.pop(0)
         while left == 1 and queue:
             at, left = queue.pop(0)
+        if at < 0 and size == 1:  # nothing to shard, and nobody to share it with
+            continue
         if left == 1 and size > 1:
             landing.dropped.append(axis)
         elif left >= size or size % left:
@@ -230,14 +232,21 @@ def _notes(
     bound: Bound, value: fx.Node, dim: int, wanted: DimPlacement, landing: _Landing, mesh: Mesh
 ) -> list[Diagnostic]:
     atoms = type_of(value).atoms
-    where = dict(location=bound.location, tensor=bound.name, placement=str(bound.placement), cause=bound.cause)
+    about = f"dim {dim} of {bound.name}"
+    where: dict[str, str | None] = {
+        "location": bound.location,
+        "tensor": bound.name,
+        "placement": str(bound.placement),
+        "cause": bound.cause,
+    }
     notes: list[Diagnostic] = []
     for axis in landing.dropped:
-        message = f"axis '{axis}' ({mesh.size(axis)}) finds nothing left to shard in dim {dim} of {bound.name}: replicated over it"
+        message = f"axis '{axis}' ({mesh.size(axis)}) finds nothing left to shard in {about}: replicated over it"
         notes.append(Diagnostic("SC209", message, "warning", **where, hint="a smaller axis, or fewer axes on this dim"))
     for i, axes in landing.axes.items():
         if Atom(atoms[i].size, tuple(axes)).uneven(mesh):
-            message = f"{atoms[i].size} of dim {dim} of {bound.name} over {'.'.join(axes)} ({mesh.size(axes)}): the last shards are padded"
+            over = f"{'.'.join(axes)} ({mesh.size(axes)})"
+            message = f"the {atoms[i].size} of {about} over {over}: the last shards are padded"
             notes.append(Diagnostic("SC211", message, "note", **where))
     start = sum(len(d) for d in type_of(value).dims[:dim])
     first = min(landing.axes, default=start)

@@ -52,7 +52,7 @@ class _Op:
         self.node = node
         self.projection = projection
         self.sources = operands(node)
-        self.outs = [v for v in results(node)]
+        self.outs = results(node)
         self.split = split_of(node, projection)
         self.delayed = {axis: projection.names.index(f) for axis, f in info(node).fallback}
 
@@ -138,9 +138,9 @@ def _components(
 ) -> list[list[fx.Node]]:
     """Values tied by eligible ops; each group is a cut of its own. Deterministic: in order of the users' table."""
     ties: nx.Graph[fx.Node] = nx.Graph()
-    for v in users:
+    for v, uses in users.items():
         ties.add_node(v)
-        for op, _ in users[v]:
+        for op, _ in uses:
             if op in eligible:
                 ties.add_edges_from((v, w) for w in op.outs if w is not None)
     return [list(c) for c in nx.connected_components(ties)]

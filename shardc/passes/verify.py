@@ -29,7 +29,7 @@ def no_axis_twice(graph: Graph) -> list[str]:
 
 
 def atoms_nest(graph: Graph) -> list[str]:
-    """V2: the atoms of every operand and result agree with the factors of the rule, except where it keeps them whole."""
+    """V2: the atoms of every operand and result agree with the factors of the rule, or it keeps them whole."""
     found: list[str] = []
     for node in _ruled(graph):
         projection = project(node)
@@ -62,7 +62,7 @@ def results_follow_rules(graph: Graph) -> list[str]:
 
 
 def operands_match(graph: Graph) -> list[str]:
-    """V4: every operand is as its op demands; pending sums reach linear operands only, all of a sum's or one of a product's."""
+    """V4: operands are as their op demands; pending sums reach linear operands, a sum's all or a product's one."""
     found: list[str] = []
     for node in _ruled(graph):
         for value, need in zip(operands(node), operand_types(node), strict=True):
@@ -79,21 +79,15 @@ def operands_match(graph: Graph) -> list[str]:
 
 
 def outputs_as_asked(graph: Graph) -> list[str]:
-    """V5: outputs are placed as their parameter, buffer or annotation, none pending; constants are never communicated."""
+    """V5: outputs are placed as their parameter, buffer or annotation, none pending; no constant is communicated."""
     found: list[str] = []
     for i, value in enumerate(graph.output_values):
         want = output_type(graph, i)
         if type_of(value) != want:
             found.append(f"V5 {graph.outputs[i].name} is {type_of(value)}, asked for {want}")
     for node in graph.calls():
-        if node.target in {
-            collectives.all_reduce,
-            collectives.all_gather,
-            collectives.reduce_scatter,
-            collectives.all_to_all,
-        }:
-            if info(node).constant:
-                found.append(f"V5 {info(node).name} communicates a constant")
+        if node.target in collectives.COLLECTIVES and info(node).constant:
+            found.append(f"V5 {info(node).name} communicates a constant")
     return found
 
 

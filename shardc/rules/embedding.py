@@ -149,5 +149,3 @@ def embedding_backward(
     if scale_grad_by_freq:  # divides by how often a row occurs in all the indices
         return Notation(text, whole=f"{indices} v", linear=(0,))
     return Notation(text, sum=str(indices), linear=(0,))
-
-

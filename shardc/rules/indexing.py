@@ -31,9 +31,13 @@ def _indexed(x: Dims, indices: Sequence[Dims | None]) -> tuple[list[str], list[s
     """Labels of each index, of the elements they pick, and which dims of x are indexed."""
     given = [i for i in indices if i is not None]
     ndim = max(i.ndim for i in given)
-    picked = [f"i{d}" if any(i.ndim >= ndim - d and i.shape[i.ndim - ndim + d] != 1 for i in given) else "1" for d in range(ndim)]
+    picked = [
+        f"i{d}" if any(i.ndim >= ndim - d and i.shape[i.ndim - ndim + d] != 1 for i in given) else "1"
+        for d in range(ndim)
+    ]
     texts = [
-        _text([label if n != 1 else "1" for label, n in zip(picked[ndim - i.ndim :], i.shape, strict=True)]) for i in given
+        _text([label if n != 1 else "1" for label, n in zip(picked[ndim - i.ndim :], i.shape, strict=True)])
+        for i in given
     ]
     at = [d for d, i in enumerate(indices) if i is not None]
     rest = [x[d] for d in range(x.ndim) if d not in at]
@@ -186,7 +190,10 @@ def scatter_add(self: Dims, dim: int, index: Dims, src: Dims) -> Notation:
 
 @rule(
     aten.scatter.src,
-    examples=[example((4, 8), 1, (4, 1), (4, 1), ints={"index": 8}), example((8, 4), 0, (1, 3), (2, 4), ints={"index": 8})],
+    examples=[
+        example((4, 8), 1, (4, 1), (4, 1), ints={"index": 8}),
+        example((8, 4), 0, (1, 3), (2, 4), ints={"index": 8}),
+    ],
 )
 def scatter_src(self: Dims, dim: int, index: Dims, src: Dims) -> Notation:
     dim = self.dim(dim)
@@ -202,9 +209,7 @@ def scatter_src(self: Dims, dim: int, index: Dims, src: Dims) -> Notation:
         for itself in (True, False)
     ],
 )
-def scatter_reduce(
-    self: Dims, dim: int, index: Dims, src: Dims, reduce: str, include_self: bool = True
-) -> Notation:
+def scatter_reduce(self: Dims, dim: int, index: Dims, src: Dims, reduce: str, include_self: bool = True) -> Notation:
     return scatter_src(self, dim, index, src)
 
 

@@ -30,7 +30,11 @@ def _parts(x: Dims, normalized: Sequence[int]) -> tuple[str, str, str]:
 
 @rule(
     aten.native_layer_norm.default,
-    examples=[((4, 3, 6), (6,), (6,), (6,), 1e-5), ((4, 3, 6), (3, 6), (3, 6), None, 1e-5), ((4, 6), (6,), None, None, 1e-5)],
+    examples=[
+        ((4, 3, 6), (6,), (6,), (6,), 1e-5),
+        ((4, 3, 6), (3, 6), (3, 6), None, 1e-5),
+        ((4, 6), (6,), None, None, 1e-5),
+    ],
 )
 def layer_norm(
     input: Dims, normalized_shape: Sequence[int], weight: Dims | None, bias: Dims | None, eps: float

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from torch import fx
@@ -174,9 +175,9 @@ def refine(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...] | None:
     if 0 in a or 0 in b:  # an empty dim stays whole
         return None
     cuts = sorted(_strides(a) | _strides(b), reverse=True)
-    if any(x % y for x, y in zip(cuts, cuts[1:], strict=False)):
+    if any(x % y for x, y in pairwise(cuts)):
         return None
-    return tuple(x // y for x, y in zip(cuts, cuts[1:], strict=False))
+    return tuple(x // y for x, y in pairwise(cuts))
 
 
 def _strides(sizes: Sequence[int]) -> set[int]:

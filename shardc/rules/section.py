@@ -198,10 +198,9 @@ def _splitting(x: Dims, dim: int, sizes: Sequence[int]) -> Notation:
 
 def localize_split(call: LocalCall) -> Any:
     dim = call.args["dim"] % call.operands[0].ndim
-    held = call.operand_shape(0)[dim]
-    # Sections are equal, or the dim is whole and nothing changes.
-    share = held / call.operands[0].shape[dim]
-    return call.with_args(dim=dim, split_size=round(call.args["split_size"] * share))
+    held, size = call.operand_shape(0)[dim], call.operands[0].shape[dim]
+    # Sections are equal and divide what is held, or the dim is whole and nothing changes.
+    return call.with_args(dim=dim, split_size=call.args["split_size"] * held // size)
 
 
 @rule(

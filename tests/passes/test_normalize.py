@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "pool to 2x2": (with_gradients(lambda x: F.adaptive_avg_pool2d(x, 2), 1), (normal(2, 3, 4, 5),)),
     "masked_fill": (lambda x, v: (x.masked_fill(x > 0, -torch.inf), x.masked_fill(x < 0, v)), (normal(4, 3), normal())),
     "rsub, stack": (lambda x, y: torch.stack([1 - x, torch.rsub(x, y, alpha=2)], -1), (normal(4, 3), normal(4, 3))),
-    "addcmul": (lambda x, y: (torch.addcmul(x, x, y, value=0.5), torch.addcdiv(x, x, y)), (normal(4), normal(4, seed=1))),
+    "addcmul": (lambda x, y: (torch.addcmul(x, x, y, value=0.5), torch.addcdiv(x, x, y)), (normal(4), normal(4) + 9)),
     "constants": (
         lambda x: (torch.zeros_like(x) + torch.ones(3), torch.full_like(x, 2), x.new_zeros(2), x.new_full((2,), 3.0)),
         (normal(4, 3),),
@@ -169,7 +169,9 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "smooth_l1 sharp": lambda x, y, reduction: F.smooth_l1_loss(x, y, reduction=reduction, beta=0.0),
     "huber": lambda x, y, reduction: F.huber_loss(x, y, reduction=reduction, delta=0.7),
     "bce": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction=reduction),
-    "bce weighted": lambda x, y, reduction: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), y.exp(), reduction=reduction),
+    "bce weighted": lambda x, y, reduction: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), y.exp(), reduction=reduction
+    ),
     "bce_with_logits": lambda x, y, reduction: F.binary_cross_entropy_with_logits(
         x * 50, y.sigmoid(), weight=y.exp(), pos_weight=y[0].exp(), reduction=reduction
     ),
@@ -212,22 +214,12 @@ def test_cross_entropy_and_its_gradient_mean_the_same(
     lead: tuple[int, ...], classes: int, reduction: str, ignore: int, weighted: bool, smoothing: float, seed: int
 ) -> None:
     shape = (*lead[:1], classes, *lead[1:])
-    weight = normal(classes, seed=seed + 1).exp() if weighted else None
+    weight = [normal(classes, seed=seed + 1).exp()] if weighted else []
 
-    def loss(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(
-            x, target, weight, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing
-        )
+    def loss(x: Tensor, target: Tensor, *weight: Tensor) -> Tensor:
+        return F.cross_entropy(x, target, *weight, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing)
 
-    # The weight is a constant of the function, which make_fx leaves as an attribute: give it as an input instead.
-    if weight is not None:
-
-        def loss(x: Tensor, target: Tensor, weight: Tensor = weight) -> Tensor:
-            return F.cross_entropy(
-                x, target, weight, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing
-            )
-
-    inputs = [normal(*shape, seed=seed) * 5, targets(lead, classes, ignore, seed), *([weight] if weighted else [])]
+    inputs = [normal(*shape, seed=seed) * 5, targets(lead, classes, ignore, seed), *weight]
     agree(with_gradients(loss, 1), *inputs, tolerance=1e-12)
 
 
@@ -238,7 +230,9 @@ def test_nll_of_any_log_probabilities() -> None:
 
 def cross_entropy_graph(dtype: torch.dtype = torch.float64) -> Graph:
     logits, target = normal(6, 11, dtype=dtype), targets((6,), 11, -100, 0)
-    return agree(with_gradients(F.cross_entropy, 1), logits, target, tolerance=1e-13 if dtype == torch.float64 else 1e-6)
+    return agree(
+        with_gradients(F.cross_entropy, 1), logits, target, tolerance=1e-13 if dtype == torch.float64 else 1e-6
+    )
 
 
 def test_a_sharded_vocabulary_is_reduced_three_times_forward_and_never_backward() -> None:
@@ -251,7 +245,15 @@ def test_a_sharded_vocabulary_is_reduced_three_times_forward_and_never_backward(
     assert reductions == ["amax", "sum.dim_IntList", "sum.dim_IntList"]
     whole = [op_name(n.target) for n in graph.calls() if info(n).type is not None and type_of(n).shape == (6, 11)]
     # forward: x - max, exp, the one-hot mask, what it picks; backward: softmax, the one-hot's part, their difference
-    assert whole == ["sub.Tensor", "exp", "eq.Tensor", "where.ScalarOther", "mul.Tensor", "where.ScalarOther", "sub.Tensor"]
+    assert whole == [
+        "sub.Tensor",
+        "exp",
+        "eq.Tensor",
+        "where.ScalarOther",
+        "mul.Tensor",
+        "where.ScalarOther",
+        "sub.Tensor",
+    ]
 
 
 def test_float32_cross_entropy_is_as_accurate_as_torchs() -> None:
@@ -334,12 +336,11 @@ def test_identical_calls_are_one_and_constants_are_marked() -> None:
 
 
 def test_phases_are_not_merged_so_that_recomputation_stays() -> None:
-    graph = traced(lambda x: (x.exp(), x.exp(), torch.arange(3) + 1, torch.arange(3) + 1), normal(3))
-    first, second = (n for n in graph.calls() if op_name(n.target) == "exp")
-    for node in list(graph.calls())[list(graph.calls()).index(second) :]:
+    graph = traced(lambda x: (x.exp(), x.exp(), x.exp(), torch.arange(3), torch.arange(3)), normal(3))
+    for node in list(graph.calls())[1:]:
         update(node, phase="bwd")
     normalized(graph)
-    assert ops(graph) == Counter({"exp": 2, "arange": 1, "add.Tensor": 1})
+    assert ops(graph) == Counter({"exp": 2, "arange": 1})
 
 
 def test_random_draws_are_never_merged() -> None:
@@ -375,7 +376,12 @@ def test_a_models_step_means_the_same(make: Callable[[], tuple[nn.Module, dict[s
     model = model.double()
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     step = trace(model, batch)
-    values: dict[str, Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters()), **batch, **step.constants}
+    values: dict[str, Tensor] = {
+        **dict(model.named_buffers()),
+        **dict(model.named_parameters()),
+        **batch,
+        **step.constants,
+    }
     inputs = tuple(torch.tensor(0) if port.role == "seed" else values[port.name] for port in step.inputs)
     graph = ingest(step, Mesh())
     before = run(copied(graph), inputs, RunWide)

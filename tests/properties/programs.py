@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +154,10 @@ class Grower:
     def finish(self) -> Program:
         leaves = [name for name in self.tensors if name.startswith("v") and name not in self.used] or [self.floats()[-1]]
         lines = [*self.lines, "loss = 0.0"]
-        lines += [f"loss = loss + {_loss(name, i)}" for i, name in enumerate(leaves)]
+        lines += [f"loss = loss + {_loss(name, self.shape(name), i)}" for i, name in enumerate(leaves)]
+        text = "\n".join(lines)
+        self.params = {name: shape for name, shape in self.params.items() if re.search(rf"self\.{name}\b", text)}
+        self.modules = {name: made for name, made in self.modules.items() if f"self.{name}(" in text}
         if not self.params:
             # Something must be trained.
             lines.append(f"loss = loss * {self.param(1)}.sum()")
@@ -166,8 +170,10 @@ class Grower:
         )
 
 
-def _loss(name: str, number: int) -> str:
-    return (f"{name}.square().mean()", f"{name}.sum()", f"({name} * {name}).sum()")[number % 3]
+def _loss(name: str, shape: Shape, number: int) -> str:
+    """A loss to which every element matters differently: the plain sum of a softmax, say, has no gradient at all."""
+    weights = f"torch.arange({math.prod(shape)}).reshape({list(shape)}).cos()"
+    return (f"({name} * {weights}).sum()", f"F.mse_loss({name}, {weights})", f"({name} * {name} * {weights}).mean()")[number % 3]
 
 
 class _Meta:

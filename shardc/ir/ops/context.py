@@ -6,7 +6,7 @@ An executor sets it around each rank's program; there is none while compiling.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def current() -> RankContext:
 
 
 @contextmanager
-def running(context: RankContext) -> Iterator[None]:
+def running(context: RankContext) -> Generator[None]:
     """Run the body as that rank."""
     token = _current.set(context)
     try:

@@ -13,9 +13,10 @@ from shardc.passes.decompositions.reductions import moments
 from shardc.passes.decompositions.table import Emit, Node, Result, aten, decompose, dtype_of, shape_of
 
 
-def _channels(e: Emit, vector: Node | None, x: Node) -> Node | None:
+def _channels(e: Emit, vector: Node | None, x: Node) -> Node:
     """A per-channel vector in the broadcast shape [1, C, 1, ...], wide."""
-    return None if vector is None else e.along(e.wide(vector), 1, len(shape_of(x)))
+    assert vector is not None, "batch norm without the statistics that it needs"
+    return e.along(e.wide(vector), 1, len(shape_of(x)))
 
 
 def _others(x: Node) -> list[int]:
@@ -23,9 +24,8 @@ def _others(x: Node) -> list[int]:
 
 
 def _scale_shift(e: Emit, xhat: Node, weight: Node | None, bias: Node | None, x: Node) -> Node:
-    scale, shift = _channels(e, weight, x), _channels(e, bias, x)
-    out = xhat if scale is None else e.mul(xhat, scale)
-    out = out if shift is None else e.add(out, shift)
+    out = xhat if weight is None else e.mul(xhat, _channels(e, weight, x))
+    out = out if bias is None else e.add(out, _channels(e, bias, x))
     return e.cast(out, dtype_of(x))
 
 
@@ -37,9 +37,7 @@ def _rstd(e: Emit, var: Node, eps: float) -> Node:
     return e(aten.rsqrt.default, e.add(var, eps))
 
 
-def _training(
-    e: Emit, x: Node, weight: Node | None, bias: Node | None, eps: float
-) -> tuple[Node, Node, Node, Node]:
+def _training(e: Emit, x: Node, weight: Node | None, bias: Node | None, eps: float) -> tuple[Node, Node, Node, Node]:
     """Output, mean, rstd and the biased variance, the last three flat."""
     wide = e.wide(x)
     var, mean = moments(e, wide, _others(x))
@@ -49,10 +47,9 @@ def _training(
 
 
 def _inference(
-    e: Emit, x: Node, weight: Node | None, bias: Node | None, mean: Node, var: Node, eps: float
+    e: Emit, x: Node, weight: Node | None, bias: Node | None, mean: Node | None, var: Node | None, eps: float
 ) -> Node:
     centre, spread = _channels(e, mean, x), _channels(e, var, x)
-    assert centre is not None and spread is not None
     return _scale_shift(e, e.mul(e.sub(e.wide(x), centre), _rstd(e, spread, eps)), weight, bias, x)
 
 
@@ -81,7 +78,6 @@ def native_batch_norm(
     training: bool, momentum: float, eps: float,
 ) -> Result:  # fmt: skip
     if not training:
-        assert mean is not None and var is not None, "batch norm in eval mode needs running statistics"
         empty = e.full([0], 0.0, dtype_of(e.wide(x)))
         return _inference(e, x, weight, bias, mean, var, eps), empty, empty
     return _training(e, x, weight, bias, eps)[:3]
@@ -110,15 +106,14 @@ def batch_norm_backward(
     dims, grad = _others(x), e.wide(g)
     centre = _channels(e, save_mean if training else mean, x)
     spread = _channels(e, save_rstd if training else var, x)
-    assert centre is not None and spread is not None, "batch norm's backward needs the statistics of its forward"
     rstd = spread if training else _rstd(e, spread, eps)
     xhat = e.mul(e.sub(e.wide(x), centre), rstd)
     sum_g, sum_gx = e.sum(grad, dims, True), e.sum(e.mul(grad, xhat), dims, True)
     if training:
         n = math.prod(shape_of(x)[d] for d in dims)
         grad = e.sub(e.sub(grad, e.div(sum_g, n)), e.mul(xhat, e.div(sum_gx, n)))
-    scale = _channels(e, weight, x)
-    dx = e.cast(e.mul(grad, rstd if scale is None else e.mul(rstd, scale)), dtype_of(x))
+    scale = rstd if weight is None else e.mul(rstd, _channels(e, weight, x))
+    dx = e.cast(e.mul(grad, scale), dtype_of(x))
     kind = dtype_of(x) if weight is None else dtype_of(weight)
     dweight, dbias = e.cast(_flat(e, sum_gx), kind), e.cast(_flat(e, sum_g), kind)
     return tuple(value if wanted else None for value, wanted in zip((dx, dweight, dbias), mask, strict=True))

@@ -72,9 +72,7 @@ def binary_cross_entropy(e: Emit, x: Node, y: Node, weight: Node | None, reducti
 
 
 @decompose(aten.binary_cross_entropy_backward.default)
-def binary_cross_entropy_backward(
-    e: Emit, g: Node, x: Node, y: Node, weight: Node | None, reduction: int
-) -> Result:
+def binary_cross_entropy_backward(e: Emit, g: Node, x: Node, y: Node, weight: Node | None, reduction: int) -> Result:
     spread = e(aten.clamp.default, e.sub(x, e.mul(x, x)), 1e-12)
     slope = e.div(e.sub(x, y), spread)
     slope = slope if weight is None else e.mul(slope, weight)
@@ -87,9 +85,7 @@ def binary_cross_entropy_with_logits(
 ) -> Result:
     # (1 - y) x + w log(1 + exp(-x)), with w = 1 + (pos_weight - 1) y, in the form that does not overflow
     flipped = e.neg(x)
-    softplus = e.add(
-        e(aten.log1p.default, e.exp(e.neg(e(aten.abs.default, x)))), e(aten.clamp.default, flipped, 0)
-    )
+    softplus = e.add(e(aten.log1p.default, e.exp(e.neg(e(aten.abs.default, x)))), e(aten.clamp.default, flipped, 0))
     if pos_weight is not None:
         softplus = e.mul(softplus, e.add(e.mul(e.sub(pos_weight, 1), y), 1))
     rows = e.add(e.mul(e.add(e.neg(y), 1), x), softplus)

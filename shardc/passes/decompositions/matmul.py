@@ -1,6 +1,6 @@
 """Fused products taken apart: a bias must be added once, not once for every pending sum.
 
-    addmm(b, x, w)  ->  mm(x, w) + b          convolution(x, w, b)  ->  convolution(x, w) + b
+addmm(b, x, w)  ->  mm(x, w) + b          convolution(x, w, b)  ->  convolution(x, w) + b
 """
 
 from __future__ import annotations

@@ -62,9 +62,7 @@ def moments(e: Emit, x: Node, dims: Sequence[int], correction: float = 0) -> tup
     return e.div(e.sum(e.mul(off, off), dims, True), max(0, n - correction)), centre
 
 
-def _spread(
-    e: Emit, x: Node, dim: Dims, correction: float | None, keepdim: bool, root: bool
-) -> tuple[Node, Node]:
+def _spread(e: Emit, x: Node, dim: Dims, correction: float | None, keepdim: bool, root: bool) -> tuple[Node, Node]:
     dims = canonical_dims(dim, len(shape_of(x)))
     shape = [n if d not in dims else 1 for d, n in enumerate(shape_of(x)) if keepdim or d not in dims]
     var, centre = moments(e, e.wide(x), dims, 1 if correction is None else correction)

@@ -1,0 +1,324 @@
+"""The command line. Every command is a call of the API and a way to show what it returns.
+
+What was asked for goes to stdout; diagnostics, progress and, where stdout carries a program, the summary go to stderr.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+import typer.core
+from rich.console import Console
+
+from shardc import api
+from shardc.api import Program
+from shardc.ir.annotation import Annotation
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
+from shardc.ir.dot import emit_dot
+from shardc.ir.graph import Graph, info
+from shardc.ir.placement import Placement
+from shardc.ir.python import emit_python
+from shardc.ir.text import print_graph
+from shardc.passes.base import Pass
+from shardc.processes import run_processes, state_of, step_inputs
+from shardc.summary import collective_list, local_graph, rank_view, summary
+from shardc.targets import Target, load
+
+MISMATCH, BAD_INPUT, FAILURE = 1, 2, 3
+RUNTIME_CODES = {"SC502", "SC503"}  # a rank died, a collective hung
+QUIET = 1.0  # seconds before progress is shown
+EPILOG = (
+    "\b\nTARGET is file.py:factory (factory() returns (model, batch) or (model, batch, loss)), hf:MODEL_TYPE[?key=value&...]\n"
+    "(built small from its configuration, nothing is downloaded), hf:config.json, or a saved program.json.\n\n"
+    "\b\nExit codes: 0 ok; 1 the program differs from the single device; 2 bad input; 3 a failure while running."
+)
+
+
+
+class Commands(typer.core.TyperGroup):
+    """The user's errors are printed as diagnostics; whatever else goes wrong is ours, and says so."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShardcError as wrong:
+            typer.echo(str(wrong), err=True)
+            raise typer.Exit(FAILURE if wrong.code in RUNTIME_CODES else BAD_INPUT) from None
+        except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
+            raise
+        except Exception:
+            traceback.print_exc()
+            typer.echo("this is a fault of shardc, not of your input", err=True)
+            raise typer.Exit(FAILURE) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Compile an unmodified PyTorch model and a plan of placements into a distributed program.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Emit(str, Enum):
+    """The forms of a program."""
+
+    text = "text"
+    json = "json"
+    python = "python"
+    dot = "dot"
+
+
+EMITTERS: dict[Emit, Callable[[Program], str]] = {
+    Emit.text: lambda program: program.text(),
+    Emit.json: lambda program: program.to_json(),
+    Emit.python: lambda program: emit_python(program.body),
+    Emit.dot: lambda program: emit_dot(program.body),
+}
+SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot}
+
+TargetText = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")]
+PlanPath = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan, a YAML file.")]
+MeshText = Annotated[str | None, typer.Option("--mesh", metavar="dp=2,tp=2", help="The mesh; overrides the plan's.")]
+Strict = Annotated[bool, typer.Option("--strict", help="What cannot be honoured is an error, not a warning.")]
+
+
+@app.command("compile", epilog=EPILOG)
+def compile_command(
+    target: TargetText,
+    plan: PlanPath = None,
+    mesh: MeshText = None,
+    print_after: Annotated[list[str] | None, typer.Option(metavar="PASS", help="Print the graph after this pass; repeatable.")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Print what passes change: all, or those of --print-after.")] = False,
+    rank: Annotated[int | None, typer.Option(help="Print what one rank holds and runs, in its local shapes.")] = None,
+    emit: Annotated[Emit | None, typer.Option(help="Write the program in this form.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; the suffix tells the form.")] = None,
+    check: Annotated[bool, typer.Option("--verify", help="Simulate all ranks against the single device.")] = False,
+    strict: Strict = False,
+    module_filter: Annotated[str | None, typer.Option(metavar="GLOB", help="Print only calls of modules whose names match.")] = None,
+) -> None:
+    """Compile, and print a summary; or print the program, the graph after a pass, or one rank's view."""
+    printer = _Printer(tuple(print_after or ()), diff, module_filter)
+    program, batch = _program(target, plan, mesh, strict, meta=not check, printer=printer)
+    printer.check()
+    form = emit or (SUFFIXES.get(output.suffix, Emit.text) if output is not None else None)
+    piped = printer.used or rank is not None or (form is not None and output is None)
+    if form is not None:
+        text = print_graph(program.body, keep=_keep(module_filter)) if form is Emit.text else EMITTERS[form](program)
+        _write(text, output)
+    if rank is not None:
+        _show_rank(program, rank, module_filter)
+    shown = _err() if piped else _out()
+    for part in summary(program):
+        shown.print(part)
+    _diagnose(program.diagnostics)
+    if check:
+        _verify(program, batch, shown)
+
+
+@app.command(epilog=EPILOG)
+def explain(
+    target: TargetText,
+    value: Annotated[str | None, typer.Argument(metavar="[VALUE]", help="A collective: its name or number. Without: list them.")] = None,
+    plan: PlanPath = None,
+    mesh: MeshText = None,
+    strict: Strict = False,
+) -> None:
+    """Say why a collective exists, what it costs, and the cheapest change that removes it."""
+    program, _ = _program(target, plan, mesh, strict, meta=True)
+    if value is None:
+        _out().print(collective_list(program.collectives()))
+        return
+    with _progress("trying changes of the plan"):
+        found = program.explain(value)
+    typer.echo(str(found))
+
+
+@app.command(epilog=EPILOG)
+def verify(target: TargetText, plan: PlanPath = None, mesh: MeshText = None, strict: Strict = False) -> None:
+    """Simulate all ranks and compare the loss, every gradient and buffer with the single device."""
+    program, batch = _program(target, plan, mesh, strict, meta=False)
+    _diagnose(program.diagnostics)
+    _verify(program, batch, _out())
+
+
+@app.command(epilog=EPILOG)
+def run(
+    target: TargetText,
+    plan: PlanPath = None,
+    mesh: MeshText = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of plain gradient descent on the one batch.")] = 5,
+    lr: Annotated[float, typer.Option(help="The step size.")] = 0.1,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Start this many real processes; without, ranks are simulated.")] = None,
+    strict: Strict = False,
+) -> None:
+    """Train for a few steps and print the losses."""
+    program, batch = _program(target, plan, mesh, strict, meta=False)
+    _diagnose(program.diagnostics)
+
+    def report(step: int, loss: float) -> None:
+        typer.echo(f"step {step}  loss {loss:.6f}")
+
+    if nproc is not None:
+        run_processes(program, batch, nproc=nproc, steps=steps, lr=lr, report=report)
+        return
+    inputs = step_inputs(program, batch)
+    with program.launch(state=state_of(program)) as trainer:
+        for step in range(steps):
+            with _progress(f"step {step}"):
+                loss = float(trainer.step(inputs).loss)
+            report(step, loss)
+            trainer.sgd(lr)
+
+
+# ---------------------------------------------------------------------- what the commands share
+def _program(
+    text: str, plan: Path | None, mesh: str | None, strict: bool, *, meta: bool, printer: _Printer | None = None
+) -> tuple[Program, Any]:
+    """The compiled target and its sample batch, which a saved program lacks."""
+    with _progress(f"loading {text}"):
+        found = load(text, meta=meta)
+    if isinstance(found, Program):
+        if plan is not None or mesh is not None or (printer is not None and printer.used):
+            message = f"{text} is compiled already: --plan, --mesh, --print-after and --diff do not apply"
+            raise error("SC105", message, hint="give the model that it was compiled from")
+        return found, None
+    return _compile(found, plan, mesh, strict, printer), found.batch
+
+
+def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, printer: _Printer | None) -> Program:
+    with _progress("tracing") as say:
+
+        def watch(one: Pass, graph: Graph, seconds: float) -> None:
+            say(f"{one.name} done, {seconds:.1f} s")
+            if printer is not None:
+                printer.watch(one, graph, seconds)
+
+        return api.compile(
+            target.model, target.batch, mesh=mesh, plan=plan, loss=target.loss, strict=strict, watch=watch
+        )
+
+
+def _verify(program: Program, batch: Any, shown: Console) -> None:
+    with _progress("simulating all ranks"):
+        report = program.verify(step_inputs(program, batch), params=state_of(program))
+    shown.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(MISMATCH)
+
+
+def _show_rank(program: Program, rank: int, module_filter: str | None) -> None:
+    if not 0 <= rank < program.mesh.world_size:
+        message = f"there is no rank {rank}: the mesh ({program.mesh}) has ranks 0 to {program.mesh.world_size - 1}"
+        raise error("SC210", message, hint="write another --rank")
+    for part in rank_view(program, rank):
+        _out().print(part)
+    typer.echo(print_graph(local_graph(program.body), keep=_keep(module_filter)), nl=False)
+
+
+@dataclass
+class _Printer:
+    """Prints the graph after passes, or what they changed, as they run."""
+
+    wanted: tuple[str, ...]
+    diff: bool
+    module_filter: str | None
+    seen: list[str] = field(default_factory=list[str])
+    before: list[str] | None = None
+
+    @property
+    def used(self) -> bool:
+        return bool(self.wanted) or self.diff
+
+    def watch(self, one: Pass, graph: Graph, _: float) -> None:
+        chosen = one.name in self.wanted or (self.diff and not self.wanted)
+        self.seen.append(one.name)
+        if not self.used:
+            return
+        if self.diff:
+            after = print_graph(graph, comments=False, keep=_keep(self.module_filter)).splitlines()
+            if chosen and self.before is not None:
+                names = (self.seen[-2], one.name)
+                for line in difflib.unified_diff(self.before, after, *names, n=1, lineterm=""):
+                    typer.echo(line)
+            self.before = after
+        elif chosen:
+            typer.echo(f"# after {one.name}\n{print_graph(graph, keep=_keep(self.module_filter))}")
+
+    def check(self) -> None:
+        """Every pass that was asked for did run."""
+        for name in self.wanted:
+            if name not in self.seen:
+                hint = did_you_mean(name, self.seen, "passes")
+                raise error("SC105", f"--print-after: there is no pass '{name}'", hint=hint)
+
+
+def _keep(module_filter: str | None) -> Callable[[Any], bool] | None:
+    if module_filter is None:
+        return None
+    pattern = Annotation(module_filter, Placement())
+    return lambda node: pattern.matches(info(node).fqn)
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as cannot:
+        raise error("SC105", f"cannot write {output}: {cannot.strerror}", hint="give another path to -o") from None
+
+
+def _diagnose(found: tuple[Diagnostic, ...]) -> None:
+    for one in found:
+        typer.echo(one.render(), err=True)
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is going on, if it takes long and someone is watching."""
+    console = _err()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    status = console.status(doing)
+    start = threading.Timer(QUIET, status.start)
+    start.daemon = True
+    start.start()
+    begun = time.monotonic()
+    try:
+        yield lambda text: status.update(f"{text} ({time.monotonic() - begun:.0f} s in all)")
+    finally:
+        start.cancel()
+        start.join()
+        status.stop()
+
+
+def _out() -> Console:
+    return _console(stderr=False)
+
+
+def _err() -> Console:
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    """Made anew each time, so that it writes to where sys.stdout points now; a pipe is as wide as the text needs."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200)
+

@@ -1,0 +1,87 @@
+"""A compiled program in a few tables: what it communicates, what a rank stores, what a rank's place in the mesh is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardc.ir.collectives import Collective, human_bytes
+from shardc.ir.graph import Graph, Port, info, type_of, update
+from shardc.ir.program import Program
+from shardc.ir.types import TensorType
+
+
+def summary(program: Program) -> list[RenderableType]:
+    """Collectives by phase, axis and kind; parameters and their bytes."""
+    stored, whole = program.parameter_bytes()
+    ports = [(p, v) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True) if p.role == "param"]
+    sharded = sum(1 for _, v in ports if type_of(v).axes)
+    calls = sum(1 for _ in program.body.calls())
+    head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {calls} instructions; "
+    params = f"{len(ports)} parameters, {sharded} sharded: {human_bytes(stored)} a rank of {human_bytes(whole)}"
+    return [Text(head + params), collective_table(program.collectives())]
+
+
+def collective_table(found: Sequence[Collective]) -> RenderableType:
+    """Counts and bytes, a row for each phase, axes and kind."""
+    if not found:
+        return Text("no collectives: every rank works alone")
+    rows: dict[tuple[str, str, str], list[Collective]] = {}
+    for one in found:
+        rows.setdefault((one.phase, ".".join(one.axes), one.kind + (f" ({one.op})" if one.op else "")), []).append(one)
+    table = _table("phase", "axis", "collective", "count", "sent by a rank", number=(3, 4))
+    for (phase, axes, kind), some in rows.items():
+        table.add_row(phase, axes, kind, str(len(some)), human_bytes(sum(c.bytes_per_rank for c in some)))
+    table.add_section()
+    table.add_row("total", "", "", str(len(found)), human_bytes(sum(c.bytes_per_rank for c in found)))
+    return table
+
+
+def collective_list(found: Sequence[Collective]) -> RenderableType:
+    """Every collective with its number and where it comes from: what `explain` is asked about."""
+    table = _table("#", "value", "collective", "axis", "phase", "sent by a rank", "line", number=(0, 5))
+    for i, one in enumerate(found):
+        kind = one.kind + (f" ({one.op})" if one.op else "")
+        sent = human_bytes(one.bytes_per_rank)
+        table.add_row(str(i), f"%{one.value}", kind, ".".join(one.axes), one.phase, sent, one.source)
+    return table
+
+
+def rank_view(program: Program, rank: int) -> list[RenderableType]:
+    """A rank's coordinate, its groups along the axes that it communicates over, and its parameters' local shapes."""
+    mesh = program.mesh
+    place = ", ".join(f"{axis}={at}" for axis, at in mesh.coordinate(rank).items())
+    groups = _table("axis", "group", "position", number=(2,))
+    for axes in dict.fromkeys(c.axes for c in program.collectives()):
+        members = " ".join(map(str, mesh.group_of(rank, axes)))
+        groups.add_row(".".join(axes), members, str(mesh.index(rank, axes)))
+    shapes = _table("parameter", "whole", "here", "bytes", number=(3,))
+    for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
+        if port.role == "param":
+            shapes.add_row(*_shape_row(port, type_of(value), program.body))
+    return [Text(f"rank {rank} of {mesh.world_size}: {place}"), groups, shapes]
+
+
+def _shape_row(port: Port, type: TensorType, body: Graph) -> tuple[str, ...]:
+    local = list(type.local_shape(body.mesh))
+    return port.name, str(type), str(local), human_bytes(type.local_bytes(body.mesh))
+
+
+def local_graph(body: Graph) -> Graph:
+    """The body with the shapes that one rank holds, for reading."""
+    copy = body.copy()
+    for node in copy.fx.nodes:
+        if node.op != "output" and (type := info(node).type) is not None:
+            update(node, type=TensorType.plain(type.dtype, type.local_shape(body.mesh)))
+    return copy
+
+
+def _table(*columns: str, number: tuple[int, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in number else "left", overflow="fold")
+    return table
