@@ -5,17 +5,25 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
-def gpt2(batch: int = 8, seq: int = 16, layers: int = 2, vocab: int = 256) -> tuple[nn.Module, dict[str, Tensor]]:
+def gpt2(
+    batch: int = 8,
+    seq: int = 16,
+    layers: int = 2,
+    vocab: int = 256,
+    heads: int = 4,
+    width: int = 64,
+    dropout: float = 0.0,
+) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=layers,
-        n_head=4,
-        n_embd=64,
+        n_head=heads,
+        n_embd=width,
         n_positions=max(seq, 64),
         vocab_size=vocab,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
+        attn_pdrop=dropout,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,

@@ -5,13 +5,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def llama(batch: int = 8, seq: int = 16, layers: int = 2, vocab: int = 256) -> tuple[nn.Module, dict[str, Tensor]]:
+def llama(
+    batch: int = 8, seq: int = 16, layers: int = 2, vocab: int = 256, heads: int = 4, kv_heads: int = 2, width: int = 64
+) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=64,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=width,
         intermediate_size=128,
         max_position_embeddings=max(seq, 64),
         vocab_size=vocab,

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from shardc import compiler
 from shardc.compiler import Options, Watch
 from shardc.explain import Explanation, explain
-from shardc.ingest import batch_inputs
 from shardc.ir import program as data
 from shardc.ir.annotation import Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
@@ -27,7 +26,8 @@ from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
 from shardc.passes.seed import Bound
 from shardc.plan import Plan
-from shardc.runtime.launch import StepResult, Trainer
+from shardc.runtime.eager import eager_outputs
+from shardc.runtime.launch import StepResult, Trainer, batch_inputs
 from shardc.runtime.launch import launch as launch_program
 from shardc.runtime.simulate import simulate
 from shardc.runtime.verify import Report, verify
@@ -127,7 +127,13 @@ class Program(data.Program):
         The reference is the traced graph; with the model at hand (and no random ops) also the eager model itself.
         Floats are lifted to `dtype`, those that a library hard-codes to float32 too.
         """
-        return verify(self.body, self.reference, self.inputs(batch, params), dtype)
+        model, sample = self.model, self.sample if batch is None else batch
+        random = any(port.role == "seed" for port in self.reference.inputs)
+        drawn = model is None or any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        eager = None
+        if model is not None and params is None and not random and not drawn:
+            eager = eager_outputs(model, sample, self.loss, dtype)
+        return verify(self.body, self.reference, self.inputs(batch, params), dtype, eager)
 
     def explain(self, value: str | int) -> Explanation:
         """Why a collective exists, given by its name or its index in `collectives()`, and what would remove it."""

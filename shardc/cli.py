@@ -9,16 +9,15 @@ import difflib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
-import click
 import typer
-import typer.core
 from rich.console import Console
 
 from shardc import api
@@ -35,36 +34,40 @@ from shardc.processes import run_processes, state_of, step_inputs
 from shardc.summary import collective_list, local_graph, rank_view, summary
 from shardc.targets import Target, load
 
-MISMATCH, BAD_INPUT, FAILURE = 1, 2, 3
+P = ParamSpec("P")
+MISMATCH, BAD_INPUT, FAILURE, INTERRUPTED = 1, 2, 3, 130
 RUNTIME_CODES = {"SC502", "SC503"}  # a rank died, a collective hung
 QUIET = 1.0  # seconds before progress is shown
 EPILOG = (
-    "\b\nTARGET is file.py:factory (factory() returns (model, batch) or (model, batch, loss)), hf:MODEL_TYPE[?key=value&...]\n"
-    "(built small from its configuration, nothing is downloaded), hf:config.json, or a saved program.json.\n\n"
+    "\b\nTARGET is file.py:factory, whose factory() returns (model, batch) or (model, batch, loss);\n"
+    "hf:MODEL_TYPE[?key=value&...], built small from its configuration alone; hf:config.json; or a program.json.\n\n"
     "\b\nExit codes: 0 ok; 1 the program differs from the single device; 2 bad input; 3 a failure while running."
 )
 
 
-
-class Commands(typer.core.TyperGroup):
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
     """The user's errors are printed as diagnostics; whatever else goes wrong is ours, and says so."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    @wraps(command)
+    def run_it(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            return super().invoke(ctx)
+            command(*args, **kwargs)
+        except typer.Exit:
+            raise
         except ShardcError as wrong:
             typer.echo(str(wrong), err=True)
             raise typer.Exit(FAILURE if wrong.code in RUNTIME_CODES else BAD_INPUT) from None
-        except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
-            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
         except Exception:
             traceback.print_exc()
             typer.echo("this is a fault of shardc, not of your input", err=True)
             raise typer.Exit(FAILURE) from None
 
+    return run_it
+
 
 app = typer.Typer(
-    cls=Commands,
     help="Compile an unmodified PyTorch model and a plan of placements into a distributed program.",
     epilog=EPILOG,
     no_args_is_help=True,
@@ -74,7 +77,7 @@ app = typer.Typer(
 )
 
 
-class Emit(str, Enum):
+class Emit(StrEnum):
     """The forms of a program."""
 
     text = "text"
@@ -91,25 +94,36 @@ EMITTERS: dict[Emit, Callable[[Program], str]] = {
 }
 SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot}
 
-TargetText = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")]
+TargetText = Annotated[
+    str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")
+]
 PlanPath = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan, a YAML file.")]
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="dp=2,tp=2", help="The mesh; overrides the plan's.")]
 Strict = Annotated[bool, typer.Option("--strict", help="What cannot be honoured is an error, not a warning.")]
 
 
 @app.command("compile", epilog=EPILOG)
+@guarded
 def compile_command(
     target: TargetText,
     plan: PlanPath = None,
     mesh: MeshText = None,
-    print_after: Annotated[list[str] | None, typer.Option(metavar="PASS", help="Print the graph after this pass; repeatable.")] = None,
-    diff: Annotated[bool, typer.Option("--diff", help="Print what passes change: all, or those of --print-after.")] = False,
+    print_after: Annotated[
+        list[str] | None, typer.Option(metavar="PASS", help="Print the graph after this pass; repeatable.")
+    ] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Print what passes change: all, or those of --print-after.")
+    ] = False,
     rank: Annotated[int | None, typer.Option(help="Print what one rank holds and runs, in its local shapes.")] = None,
     emit: Annotated[Emit | None, typer.Option(help="Write the program in this form.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; the suffix tells the form.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; the suffix tells the form.")
+    ] = None,
     check: Annotated[bool, typer.Option("--verify", help="Simulate all ranks against the single device.")] = False,
     strict: Strict = False,
-    module_filter: Annotated[str | None, typer.Option(metavar="GLOB", help="Print only calls of modules whose names match.")] = None,
+    module_filter: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Print only calls of modules whose names match.")
+    ] = None,
 ) -> None:
     """Compile, and print a summary; or print the program, the graph after a pass, or one rank's view."""
     printer = _Printer(tuple(print_after or ()), diff, module_filter)
@@ -131,9 +145,12 @@ def compile_command(
 
 
 @app.command(epilog=EPILOG)
+@guarded
 def explain(
     target: TargetText,
-    value: Annotated[str | None, typer.Argument(metavar="[VALUE]", help="A collective: its name or number. Without: list them.")] = None,
+    value: Annotated[
+        str | None, typer.Argument(metavar="[VALUE]", help="A collective: its name or number. Without: list them.")
+    ] = None,
     plan: PlanPath = None,
     mesh: MeshText = None,
     strict: Strict = False,
@@ -149,6 +166,7 @@ def explain(
 
 
 @app.command(epilog=EPILOG)
+@guarded
 def verify(target: TargetText, plan: PlanPath = None, mesh: MeshText = None, strict: Strict = False) -> None:
     """Simulate all ranks and compare the loss, every gradient and buffer with the single device."""
     program, batch = _program(target, plan, mesh, strict, meta=False)
@@ -157,13 +175,16 @@ def verify(target: TargetText, plan: PlanPath = None, mesh: MeshText = None, str
 
 
 @app.command(epilog=EPILOG)
+@guarded
 def run(
     target: TargetText,
     plan: PlanPath = None,
     mesh: MeshText = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of plain gradient descent on the one batch.")] = 5,
     lr: Annotated[float, typer.Option(help="The step size.")] = 0.1,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Start this many real processes; without, ranks are simulated.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Start this many real processes; without, ranks are simulated.")
+    ] = None,
     strict: Strict = False,
 ) -> None:
     """Train for a few steps and print the losses."""
@@ -290,7 +311,7 @@ def _diagnose(found: tuple[Diagnostic, ...]) -> None:
 
 
 @contextmanager
-def _progress(doing: str) -> Iterator[Callable[[str], None]]:
+def _progress(doing: str) -> Generator[Callable[[str], None]]:
     """A line on stderr that says what is going on, if it takes long and someone is watching."""
     console = _err()
     if not console.is_terminal:
@@ -321,4 +342,3 @@ def _console(*, stderr: bool) -> Console:
     """Made anew each time, so that it writes to where sys.stdout points now; a pipe is as wide as the text needs."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200)
-

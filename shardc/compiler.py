@@ -20,6 +20,7 @@ from shardc.passes.assign import Assign
 from shardc.passes.atomize import Atomize
 from shardc.passes.base import Pass
 from shardc.passes.combine import Combine
+from shardc.passes.group_sums import GroupSums
 from shardc.passes.insert_reshards import InsertReshards
 from shardc.passes.localize import Localize
 from shardc.passes.lower_reshards import LowerReshards
@@ -51,6 +52,7 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
         SeedAnnotations(tuple(bound)),
         Propagate(),
         Assign(),
+        GroupSums(),
         SettlePartials(),
         InsertReshards(),
         LowerReshards(),

@@ -39,7 +39,7 @@ class Explanation:
     changes: tuple[Change, ...]
     tried: int
     untried: int  # for lack of time
-    inherent: str  # "" when `changes[0]` removes it, sends less, and splits the work as before
+    inherent: str  # "" when some change saves it
 
     @property
     def cheapest(self) -> Change | None:
@@ -49,10 +49,9 @@ class Explanation:
     def __str__(self) -> str:
         c = self.collective
         op = f" ({c.op})" if c.op else ""
-        lines = [
-            f"%{c.value}: {c.kind}{op} over {'.'.join(c.axes)} ({c.group_size} ranks), {PHASES[c.phase]}, "
-            f"{human_bytes(c.bytes_per_rank)} sent by a rank, of a payload of {human_bytes(c.payload_bytes)}"
-        ]
+        sent = f"{human_bytes(c.bytes_per_rank)} sent by a rank, of a payload of {human_bytes(c.payload_bytes)}"
+        over = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
+        lines = [f"%{c.value}: {c.kind}{op} {over}, {PHASES[c.phase]}, {sent}"]
         place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
         lines += [f"  --> {place}"] if place else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
@@ -69,7 +68,7 @@ class Explanation:
 
     def _advice(self) -> list[str]:
         if not self.inherent:
-            return _field("change", str(self.changes[0]))
+            return _field("change", str(self.cheapest))
         lines: list[str] = []
         if self.cheapest is not None:
             lines += _field("instead", str(self.cheapest))
@@ -96,8 +95,7 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     found = compiled(program.reference, bound, lambda graph: _look(graph, bound, target.value))
     changes, tried = removals(program.reference, bound, target, found.cost, found.candidates, seconds)
     node = program.body.by_name(target.value)
-    best = changes[0] if changes else None
-    inherent = "" if best is not None and not best.gives_up and best.sent < 0 else _inherent(target, found.trails)
+    inherent = "" if any(change.saves for change in changes) else _inherent(target, found.trails)
     about = info(node)
     return Explanation(
         target,

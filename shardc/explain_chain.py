@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trail:
-    """One axis of a collective: what the op before it leaves, what the op after it needs, and where the axis is from."""
+    """One axis of a collective: what the op before it leaves, what the op after it needs, where the axis is from."""
 
     axis: str  # as the user named it
     why: str
@@ -99,10 +99,15 @@ def _sum(value: fx.Node, axis: str, shown: str) -> tuple[fx.Node, list[Place], s
     split = split_of(call, projection)
     pieces = [p for p, axes in split.items() if axis in axes]
     starts = [
-        (v, own.index(p)) for v, own in zip(operands(call), projection.operands, strict=True) for p in pieces if p in own
+        (v, own.index(p))
+        for v, own in zip(operands(call), projection.operands, strict=True)
+        for p in pieces
+        if p in own
     ]
     what = _places(starts)
-    part = "its own part of the sum" if all(kind == "sum" for _, kind in type_of(value).partial) else "only its own part"
+    part = (
+        "its own part of the sum" if all(kind == "sum" for _, kind in type_of(value).partial) else "only its own part"
+    )
     why = f"{op_name(call.target)} splits {what} over {shown}{_notation(call)}: each rank is left with {part}"
     if passed:
         why += f", carried on unsummed through {passed} linear op{'s' if passed > 1 else ''}"
@@ -181,7 +186,7 @@ def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 # ---------------------------------------------------------------------- the way back
 def _way(graph: Graph, starts: Sequence[Place], axis: str) -> list[tuple[Place, fx.Node | None]]:
-    """From an annotated atom to one of `starts`: each place with the call that handed it the axis; [] if none leads there."""
+    """From an annotated atom to one of `starts`: each place with the call that handed it the axis."""
     forward = any(info(v).phase == "fwd" for v, _ in starts)
     for allowed in (_upstream, _forward if forward else _anywhere, _anywhere):
         if found := _search(graph, starts, axis, allowed):
@@ -242,7 +247,9 @@ def _through(call: fx.Node, value: fx.Node, atom: int, axis: str) -> Iterator[Pl
     sides = list(_sides(call, projection))
     pieces = {own[atom] for v, own in sides if v is value and axis in split.get(own[atom], ())}
     for v, own in sides:
-        yield from ((v, j) for j, p in enumerate(own) if p in pieces and v is not value and axis in type_of(v).placement[j])
+        yield from (
+            (v, j) for j, p in enumerate(own) if p in pieces and v is not value and axis in type_of(v).placement[j]
+        )
 
 
 def _sides(call: fx.Node, projection: Projection) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:

@@ -3,8 +3,8 @@
 Candidates come from the annotations behind the collective (leave one out, move its axis to another dim, shard it in
 blocks), from the parameters of the ops on both sides of it, and from the activations around it. Each is compiled from
 the same reference graph, without tracing again. What it costs is measured on the result: bytes sent, parameters held,
-and *work*, the points of iteration space that a rank computes, by which a change that merely gives up parallelism is
-told from one that communicates less.
+and *work*, the multiplications that a rank does in matmuls, convolutions and attention (points of their iteration
+space), by which a change that merely gives up parallelism is told from one that communicates less.
 
 A change speaks of all layers alike: `h.0.mlp.c_fc.weight` stands for the line of the plan that placed it, and that line
 for the weight in every layer.
@@ -63,11 +63,17 @@ class Change:
     parameter_bytes: int
     work: float  # relative: 0.5 is half as much again
     instead: tuple[str, ...]  # collectives that it brings
+    same_value: bool  # one of them moves the same value: the same communication in another form
 
     @property
     def gives_up(self) -> bool:
         """It avoids the communication by not splitting the work."""
         return self.work > GAVE_UP
+
+    @property
+    def saves(self) -> bool:
+        """It does away with the communication, not with the splitting of work, and nothing dearer comes instead."""
+        return self.sent < 0 and not self.gives_up and not self.same_value
 
     def __str__(self) -> str:
         effect = [_difference(self.sent, "communication")]
@@ -93,19 +99,28 @@ def compiled(reference: Graph, bound: Sequence[Bound], look: Callable[[Graph], F
 
 def measure(graph: Graph) -> Cost:
     """The cost of a graph after `combine`."""
-    work = 0.0
     params = 0
-    for node in graph.calls():
-        rule = find_rule(node.target)
-        if rule is None or rule.kind == "view" or not operands(node) or info(node).constant:
-            continue
-        projection = project(node)
-        split = split_of(node, projection)
-        used = {p for side in (*projection.operands, *projection.results) for p in side}
-        work += math.prod(projection.sizes[p] / graph.mesh.size(split.get(p, ())) for p in used)
+    work = sum(_work(graph, node) for node in graph.calls())
     for port, value in zip(graph.inputs, graph.placeholders, strict=True):
         params += type_of(value).local_bytes(graph.mesh) if port.role == "param" else 0
     return Cost(tuple(collectives(graph)), params, work)
+
+
+def _work(graph: Graph, node: fx.Node) -> float:
+    """A rank's points of a call that contracts two tensors; pointwise ops cost next to nothing beside them."""
+    rule = find_rule(node.target)
+    if rule is None or info(node).constant:
+        return 0.0
+    projection = project(node)
+    floats = [
+        own for v, own in zip(operands(node), projection.operands, strict=True) if type_of(v).dtype.is_floating_point
+    ]
+    shared = {p for own in floats for p in own if sum(p in other for other in floats) > 1}
+    if not any(shared - set(side) for side in projection.results):
+        return 0.0
+    split = split_of(node, projection)
+    used = {p for side in (*projection.operands, *projection.results) for p in side}
+    return math.prod(projection.sizes[p] / graph.mesh.size(split.get(p, ())) for p in used)
 
 
 def removals(
@@ -116,7 +131,7 @@ def removals(
     candidates: Sequence[tuple[str, tuple[Bound, ...]]],
     seconds: float,
 ) -> tuple[list[Change], int]:
-    """The candidates that remove `target`, those that keep the work split and send least first; and how many were tried."""
+    """The candidates that remove `target`, the best first; and how many were tried."""
     found: list[Change] = []
     deadline = time.monotonic() + seconds
     tried = 0
@@ -131,7 +146,8 @@ def removals(
         if _removed(target, now, cost):
             work = cost.work / now.work - 1 if now.work else 0.0
             sent, params = cost.sent - now.sent, cost.parameter_bytes - now.parameter_bytes
-            found.append(Change(text, plan, sent, params, work, _instead(now, cost)))
+            same = any(_base(c) == _base(target) and set(c.axes) & set(target.axes) for c in cost.collectives)
+            found.append(Change(text, plan, sent, params, work, _instead(now, cost), same))
     return sorted(found, key=lambda c: (c.gives_up, c.sent, c.parameter_bytes)), tried
 
 
@@ -280,7 +296,9 @@ def _placed(
         yield _rewrite(bound, line, placement, before)
 
 
-def _line(bound: Sequence[Bound], kind: str, name: str, names: Iterator[str] | Sequence[str] | dict[str, fx.Node] = ()) -> _Line:
+def _line(
+    bound: Sequence[Bound], kind: str, name: str, names: Iterator[str] | Sequence[str] | dict[str, fx.Node] = ()
+) -> _Line:
     """All tensors that are placed alike with this one, or could be: the same name in every layer."""
     pattern = _pattern(name)
     same = [b for b in bound if b.kind == kind and _pattern(b.name) == pattern]
@@ -294,7 +312,9 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _rewrite(bound: Sequence[Bound], line: _Line, placement: Placement, before: str | None) -> tuple[str, tuple[Bound, ...]]:
+def _rewrite(
+    bound: Sequence[Bound], line: _Line, placement: Placement, before: str | None
+) -> tuple[str, tuple[Bound, ...]]:
     text = f'{line.pattern} = "{placement}"'
     plan = {(b.kind, b.name): b for b in bound}
     for name in line.names:
@@ -313,7 +333,9 @@ def _parameters(ends: Sequence[fx.Node]) -> Iterator[fx.Node]:
         for value in operands(call):
             while value.op == "call_function":
                 rule = find_rule(value.target)
-                if len(operands(value)) != 1 or not (value.target in MOVES or (rule is not None and rule.kind == "view")):
+                if len(operands(value)) != 1 or not (
+                    value.target in MOVES or (rule is not None and rule.kind == "view")
+                ):
                     break
                 value = operands(value)[0]
             if value.op == "placeholder" and type_of(value).dtype.is_floating_point and value not in seen:

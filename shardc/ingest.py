@@ -16,7 +16,6 @@ from torch import fx
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.torch_compat import flatten_with_paths
 from shardc.trace import Traced
 
 
@@ -101,12 +100,3 @@ def _describe(graph: Graph, node: fx.Node, fqns: dict[str, str]) -> str:
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
-
-
-def batch_inputs(batch: Any, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """A batch's tensors by the names that tracing gave them: a dict by its keys, a tuple or tensor in order."""
-    flat = {path: leaf for path, leaf in flatten_with_paths(batch) if isinstance(leaf, torch.Tensor)}
-    names = list(names)
-    if isinstance(batch, dict):
-        return {name: flat[name] for name in names if name in flat}
-    return dict(zip(names, flat.values(), strict=False))

@@ -22,9 +22,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from shardc.api import Program, model_state
-from shardc.ingest import batch_inputs
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
+from shardc.runtime.launch import batch_inputs
 
 POLL = 0.2  # seconds
 Report = Callable[[int, float], None]  # a step and its loss
@@ -33,7 +33,9 @@ Report = Callable[[int, float], None]  # a step and its loss
 def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: float, report: Report) -> None:
     """Train for some steps on one batch in `nproc` processes; `report` is called in this one, after each step."""
     if nproc != program.mesh.world_size:
-        message = f"{nproc} processes were asked for, the program's mesh ({program.mesh}) has {program.mesh.world_size} ranks"
+        message = (
+            f"{nproc} processes were asked for, the program's mesh ({program.mesh}) has {program.mesh.world_size} ranks"
+        )
         raise error("SC506", message, hint=f"write --nproc {program.mesh.world_size}, or another --mesh")
     with tempfile.TemporaryDirectory(prefix="shardc-") as name:
         folder = Path(name)

@@ -12,13 +12,14 @@ A Hugging Face model is built from its configuration alone: nothing is downloade
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -75,14 +76,6 @@ def load(text: str, *, meta: bool = True) -> Target | Program:
     raise error("SC105", f"cannot tell what '{text}' is", hint=FORMS)
 
 
-def load_program(text: str) -> Program:
-    """A target that has to be a saved program."""
-    found = load(text)
-    if isinstance(found, Target):
-        raise error("SC105", f"'{text}' is no saved program", hint="write one with: shardc compile TARGET --plan FILE -o program.json")
-    return found
-
-
 # ---------------------------------------------------------------------- files
 def _from_file(path: Path, name: str) -> Target:
     module = _module(path)
@@ -96,7 +89,7 @@ def _from_file(path: Path, name: str) -> Target:
         raise
     except Exception as problem:
         raise _failed(f"{name}() failed", path, problem) from problem
-    parts = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
+    parts: list[Any] = [*cast("tuple[Any, ...]", made)] if isinstance(made, tuple) else []
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         message = f"{name}() returned {_shape(made)}, not (model, batch) or (model, batch, loss)"
         raise error("SC105", message, location=str(path), hint="return the nn.Module first, then a sample batch")
@@ -122,7 +115,14 @@ def _module(path: Path) -> ModuleType:
 
 
 def _factories(module: ModuleType) -> list[str]:
-    return [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__ and not isinstance(v, type)]
+    """Functions that the file defines itself and that can be called without arguments."""
+
+    def fits(value: object) -> bool:
+        if not isinstance(value, FunctionType) or value.__module__ != module.__name__:
+            return False
+        return all(p.default is not p.empty for p in inspect.signature(value).parameters.values())
+
+    return [name for name, value in vars(module).items() if fits(value)]
 
 
 def _failed(what: str, path: Path, problem: Exception) -> ShardcError:

@@ -58,6 +58,7 @@ def linked_gradients(graph: Graph) -> list[tuple[fx.Node, fx.Node]]:
 class _Op:
     tensors: list[tuple[Slot, tuple[tuple[str, ...], ...]]]  # each with the factors of its dims
     split: dict[str, Sizes]  # factor -> atoms
+    once: bool  # no tensor stands here twice: what is said of the second would be news to the first
 
 
 @dataclass
@@ -71,20 +72,26 @@ class _Atoms:
     def __post_init__(self) -> None:
         for value in self.graph.values():
             self._add(value, type_of(value))
+        self._tie(linked_gradients(self.graph))
         for node in self.graph.calls():
             if find_rule(node.target) is None:
                 continue
             rule = rule_of(node)
             slots: list[Slot] = [*operands(node), *self._results(node)]
             self._op(slots, (*rule.operands, *rule.results), rule)
-        for value, twin in linked_gradients(self.graph):
-            labels = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(type_of(value).shape))
-            sizes = {f"d{i}": n for i, n in enumerate(type_of(value).shape)}
-            self._op([value, twin], (labels, labels), FactorRule((labels,), (labels,), sizes, {}, frozenset()))
 
     def _add(self, slot: Slot, type: TensorType) -> None:
         self.dims[slot] = [tuple(a.size for a in dim) for dim in type.dims]
         self.users[slot] = []
+
+    def _tie(self, pairs: list[tuple[fx.Node, fx.Node]]) -> None:
+        """Make pairs one: where cuts do not nest, a gradient must still be factored exactly as its parameter is."""
+        tied: dict[fx.Node, list[fx.Node]] = {}
+        for a, b in pairs:
+            joined = tied.get(a, [a]) + [v for v in tied.get(b, [b]) if v not in tied.get(a, [a])]
+            for value in joined:
+                tied[value] = joined
+                self.dims[value], self.users[value] = self.dims[a], self.users[a]
 
     def _results(self, node: fx.Node) -> list[Slot]:
         declared = [(i, t) for i, t in enumerate(info(node).results) if t is not None]
@@ -99,9 +106,11 @@ class _Atoms:
         return slots
 
     def _op(self, slots: list[Slot], labels: tuple[tuple[tuple[str, ...], ...], ...], rule: FactorRule) -> None:
-        op = _Op(list(zip(slots, labels, strict=True)), {f: (n,) for f, n in rule.sizes.items()})
-        for slot in set(slots):
-            self.users[slot].append(op)
+        users = {id(self.users[slot]): self.users[slot] for slot in slots}
+        once = len(users) == len(slots)
+        op = _Op(list(zip(slots, labels, strict=True)), {f: (n,) for f, n in rule.sizes.items()}, once)
+        for known in users.values():
+            known.append(op)
         self._push(op)
 
     def _push(self, op: _Op) -> None:
@@ -136,6 +145,7 @@ class _Atoms:
                     continue
                 if merged != have:
                     dims[d] = merged
+                    changed = changed or not op.once
                     for user in self.users[slot]:
                         if user is not op:
                             self._push(user)

@@ -125,10 +125,7 @@ class _Copies:
         if seed is None or value.op == "placeholder":
             return
         type = type_of(value)
-        placement = [
-            want if fixed else has for want, fixed, has in zip(seed.placement, seed.fixed, type.placement, strict=True)
-        ]
-        target = type.place(placement)
+        target = as_annotated(type, seed)
         if target != type:
             following = value.next
             while following.target is operator.getitem:
@@ -144,7 +141,7 @@ class _Copies:
         """Where to make an output: as soon as its value is there, so that a gradient's reduction can overlap."""
         if len(self.have[value]) > 1 or value.op == "placeholder" or find_view(value):
             return last
-        following = value.next
+        following = self.current(value).next
         while following.target is operator.getitem:
             following = following.next
         return following

@@ -153,9 +153,12 @@ class _Landing:
 
 
 def _land(atoms: Sequence[tuple[int, int]], axes: Sequence[str], mesh: Mesh) -> _Landing:
-    """Lay axes over (flat index, size) atoms in turn; an axis larger than its atom continues on the next."""
+    """Lay axes over (flat index, size) atoms in turn; an axis larger than its atom continues on the next.
+
+    An axis of size 1 shards nothing: kept, it would reduce over groups of one rank.
+    """
     landing = _Landing()
-    todo = [(axis, mesh.size(axis)) for axis in axes]
+    todo = [(axis, mesh.size(axis)) for axis in axes if mesh.size(axis) > 1]
     queue = list(atoms)
     at, left = queue.pop(0) if queue else (-1, 1)
     while todo:

@@ -77,15 +77,20 @@ def to_copy(self: Dims, dtype: torch.dtype | None = None, *options: Any) -> Nota
 @rule(
     [aten.add.Tensor, aten.sub.Tensor],
     kind="pointwise",
-    examples=[*BINARY, ((4, 6), 2.0), example((4, 6), (6,), alpha=2)],
+    examples=[*BINARY, ((4, 6), 2.0), (2.0, (4, 6)), example((4, 6), (6,), alpha=2)],
 )
-def add(self: Dims, other: Dims | float, alpha: float = 1) -> Notation:
-    return Notation(aligned(self, other), linear="joint" if isinstance(other, Dims) else ())
+def add(self: Dims | float, other: Dims | float, alpha: float = 1) -> Notation:
+    both = isinstance(self, Dims) and isinstance(other, Dims)  # a number may stand first, as in 1 - x
+    return Notation(aligned(self, other), linear="joint" if both else ())
 
 
 pointwise(aten.rsub.Tensor, BINARY, linear="joint")
 pointwise(aten.mul.Tensor, [*BINARY, ((4, 6), 2.0)], linear="each")
-pointwise(aten.div.Tensor, [*BINARY, ((4, 6), 2.0)], linear=(0,))
+
+
+@rule(aten.div.Tensor, kind="pointwise", examples=[*BINARY, ((4, 6), 2.0), (2.0, (4, 6))])
+def div(self: Dims | float, other: Dims | float) -> Notation:
+    return Notation(aligned(self, other), linear=(0,) if isinstance(self, Dims) else ())
 
 
 @rule(

@@ -12,7 +12,7 @@ one at a time and cut. In simulation the tensors are whole, and the same calls g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -156,7 +156,7 @@ class Trainer:
     def _batch(self, batch: Any) -> list[tuple[Port, TensorType, torch.Tensor]]:
         """The batch's tensors, checked, and this step's seed: the same on every rank, another every step."""
         ports = [port for port, _ in self._inputs.values() if port.role == "input"]
-        given: Tensors = named_batch(batch, [port.name for port in ports])
+        given: Tensors = batch_inputs(batch, [port.name for port in ports])
         for port, type in self._inputs.values():
             if port.role == "seed":
                 given[port.name] = torch.full(type.shape, self.seed + self.steps, dtype=type.dtype)
@@ -215,9 +215,13 @@ def launch(
         raise
 
 
-def named_batch(batch: Any, names: list[str]) -> Tensors:
-    """A batch's tensors by the program's names for them: a mapping's by their keys, others' in order."""
-    leaves = [(path, leaf) for path, leaf in flatten_with_paths(batch) if isinstance(leaf, torch.Tensor)]
+def batch_inputs(batch: Any, names: Sequence[str]) -> Tensors:
+    """A batch's tensors by the names that tracing gave them: a mapping's by their keys, others' in order.
+
+    What a mapping has beyond the names comes along, so that an error over a missing name can suggest it.
+    """
+    tree = dict(batch) if isinstance(batch, Mapping) else batch
+    leaves = [(path, leaf) for path, leaf in flatten_with_paths(tree) if isinstance(leaf, torch.Tensor)]
     if isinstance(batch, Mapping):
         return dict(leaves)
     return dict(zip(names, (leaf for _, leaf in leaves), strict=False))

@@ -21,6 +21,7 @@ from shardc.ir.graph import Graph, Port, ValueInfo, info, operands, set_info, ty
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import local as _local  # noqa: F401 (registers shard_slice, mask_pad and axis_offset)
 from shardc.ir.ops.context import RankContext, running
+from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.ops.local import span
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.localize import _Walk
@@ -236,7 +237,7 @@ class Trial:
                 if node.op == "call_function":
                     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
                     try:
-                        env[node] = node.target(*args, **kwargs)
+                        env[node] = KERNELS.get(node.target, node.target)(*args, **kwargs)
                     except Exception as failure:
                         failure.add_note(f"rank {rank}: {node.format_node()}")
                         raise

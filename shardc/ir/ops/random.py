@@ -69,7 +69,7 @@ def _random_uniform(seed: Tensor, op_id: int, shape: Sequence[int], strides: Seq
         low, high = part & _LOW32, (part >> 32) & _LOW32
         words = philox((low, torch.full_like(part, op_id), high, torch.zeros_like(part)), key)
         out[start : start + _CHUNK] = _uniform(words[0])
-    return out.view(*shape)
+    return out.view(list(shape))
 
 
 def _random_uniform_fake(

@@ -1,6 +1,6 @@
 """What `normalize` rewrites, by topic. Importing this package fills the table."""
 
-from shardc.passes.decompositions import batch_norm, canonical, cross_entropy, losses, matmul, reductions
+from shardc.passes.decompositions import batch_norm, canonical, cross_entropy, indexing, losses, matmul, reductions
 from shardc.passes.decompositions.table import DECOMPOSITIONS, KEEP, REMOVED, Emit
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "batch_norm",
     "canonical",
     "cross_entropy",
+    "indexing",
     "losses",
     "matmul",
     "reductions",

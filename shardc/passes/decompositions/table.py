@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx
@@ -28,16 +28,17 @@ Node = fx.Node
 KEEP: Literal["keep"] = "keep"
 Result = Node | tuple[Node | None, ...] | Literal["keep"]
 Decomposition = Callable[..., Result]
+F = TypeVar("F", bound=Decomposition)
 DECOMPOSITIONS: dict[Any, Decomposition] = {}
 REMOVED: set[Any] = set()  # ops that never survive: those whose decomposition has no case to keep
 
 HALF = (torch.bfloat16, torch.float16)
 
 
-def decompose(*ops: Any, sometimes: bool = False) -> Callable[[Decomposition], Decomposition]:
+def decompose(*ops: Any, sometimes: bool = False) -> Callable[[F], F]:
     """Put a function in the table, under each of the ops; one that may return `KEEP` says `sometimes`."""
 
-    def register(function: Decomposition) -> Decomposition:
+    def register(function: F) -> F:
         for op in ops:
             assert op not in DECOMPOSITIONS, f"{op} has a decomposition already"
             DECOMPOSITIONS[op] = function

@@ -1,0 +1,140 @@
+"""Which GPU kernel computes attention, chosen when a call runs, from the local shapes that it has then.
+
+    cuDNN        halves, no mask, Hopper and later: the fastest there
+    flash        halves, no mask
+    efficient    halves, a mask (made an additive bias), or value heads of another size
+    reference    everything else: float32 and float64, odd shapes, the gradient of a mask
+
+All of them give the same `o` and `lse`, so backward chooses for itself. torch's own public predicates say what each
+kernel takes on this GPU, and which of them the user has switched off (`torch.nn.attention.sdpa_kernel`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shardc import torch_compat
+from shardc.ir.ops import attention
+from shardc.ir.ops.library import LIBRARY
+
+Kernel = Literal["cudnn", "flash", "efficient", "reference"]
+HALVES = (torch.bfloat16, torch.float16)
+ALIGNED = 8  # elements of a half: 16 bytes, what the kernels load at once
+BIAS_ALIGNED = 16
+LSE_ALIGNED = 32  # rows: how the efficient kernels store lse
+
+
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Kernel:
+    """The fastest kernel that takes these operands; k and v may have fewer heads than q."""
+    if q.dtype not in HALVES or q.ndim != 4 or not (q.numel() and k.numel() and v.numel()):
+        return "reference"
+    if any(t.shape[-1] % ALIGNED or t.stride(-1) != 1 for t in (q, k, v)):
+        return "reference"
+    grouped = q.shape[1] != k.shape[1]
+    # Off the diagonal kernels disagree on what causal means; ours is aligned top left.
+    square = not causal or q.shape[2] == k.shape[2]
+    fits = torch_compat.fused_kernels(q, k, v, bias, causal, grouped)
+    if bias is None and square and q.shape[-1] == v.shape[-1]:
+        if fits.cudnn and torch.cuda.get_device_capability(q.device) >= (9, 0):
+            return "cudnn"
+        if fits.flash:
+            return "flash"
+    return "efficient" if fits.efficient and not grouped else "reference"
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as the efficient kernels take it: additive, of q's dtype, rows aligned in memory, one row per query."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+    keys = k.shape[-2]
+    bias = mask.to(q.dtype).expand(*mask.shape[:-1], keys)
+    missing = -keys % BIAS_ALIGNED
+    bias = (pad(bias, [0, missing]) if missing else bias.contiguous())[..., :keys]
+    return bias.expand(*q.shape[:-1], keys)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor, kernel_takes_groups: bool) -> tuple[Tensor, Tensor]:
+    times = q.shape[1] // k.shape[1]
+    if times == 1 or kernel_takes_groups:
+        return k, v
+    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+
+
+def _promised(t: Tensor) -> Tensor:
+    """In the layout that `sdpa` promises, which is also what the kernels give, but for a few shapes."""
+    rows = t.transpose(1, 2)
+    return t if rows.is_contiguous() else rows.contiguous().transpose(1, 2)
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
+) -> tuple[Tensor, Tensor]:
+    chosen = _chosen(q, k, v, mask, causal)
+    if chosen is None:
+        return attention.reference(q, k, v, mask, causal, scale, gqa)
+    kernel, keys, values, bias = chosen
+    match kernel:
+        case "cudnn":
+            o, lse = torch_compat.cudnn_attention(q, keys, values, causal, scale)
+        case "flash":
+            o, lse = torch_compat.flash_attention(q, keys, values, causal, scale)
+        case _:
+            o, lse = torch_compat.efficient_attention(q, keys, values, bias, causal, scale)
+    lse = lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
+    if bias is not None:  # a row without keys yields 0
+        dead = lse == float("-inf")
+        o = o.masked_fill(dead.unsqueeze(-1), 0.0)
+    return _promised(o), lse.contiguous()
+
+
+def _sdpa_bwd(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    chosen = None if need_mask and mask is not None else _chosen(q, k, v, mask, causal)
+    if chosen is None:
+        return attention.reference_backward(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
+    kernel, keys, values, bias = chosen
+    g, o = (_promised(t) for t in (g, o))
+    match kernel:
+        case "cudnn":
+            rows = lse.unsqueeze(-1)
+            dq, dk, dv = torch_compat.cudnn_attention_backward(g, q, keys, values, o, rows, causal, scale)
+        case "flash":
+            dq, dk, dv = torch_compat.flash_attention_backward(g, q, keys, values, o, lse, causal, scale)
+        case _:
+            # exp(score - inf) = 0: what padded rows, and rows that see no key, are to contribute.
+            rows = pad(lse, [0, -lse.shape[-1] % LSE_ALIGNED], value=float("inf"))
+            rows = rows.masked_fill(rows == float("-inf"), float("inf"))
+            dq, dk, dv = torch_compat.efficient_attention_backward(g, q, keys, values, bias, o, rows, causal, scale)
+    if dk.shape != k.shape:
+        dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
+    return _promised(dq), _promised(dk), _promised(dv), q.new_empty(0)
+
+
+def _chosen(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Kernel, Tensor, Tensor, Tensor | None] | None:
+    """The kernel, and keys, values and bias as it takes them; None for the reference."""
+    if q.dtype not in HALVES or q.ndim != 4:
+        return None
+    bias = _bias(mask, q, k)
+    kernel = kernel_for(q, k, v, bias, causal)
+    if kernel == "reference" and q.shape[1] != k.shape[1]:
+        k, v = _repeated(q, k, v, kernel_takes_groups=False)
+        kernel = kernel_for(q, k, v, bias, causal)
+    return None if kernel == "reference" else (kernel, k, v, bias)
+
+
+def _register(name: str, kernel: Any) -> None:
+    LIBRARY.impl(name, kernel, "CUDA")
+
+
+_register("sdpa", _sdpa)
+_register("sdpa_bwd", _sdpa_bwd)

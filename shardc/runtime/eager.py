@@ -1,0 +1,53 @@
+"""What PyTorch itself finds: the unmodified model's loss, gradients and buffers, by autograd on one device.
+
+The independent witness: neither our tracer nor our passes had a hand in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.torch_compat import flatten, unflatten
+
+
+def eager_outputs(
+    model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """`loss`, the gradient of every parameter that gets one, and every buffer after the step, by name.
+
+    Runs on a copy in `dtype`, in the model's present mode, on the CPU. Floats of the batch are cast too.
+    """
+    twin = copy.deepcopy(model).to("cpu").to(dtype)
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to("cpu", dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    leaves, structure = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    batch = unflatten([cast(leaf) for leaf in leaves], structure)
+    with torch.enable_grad():
+        if isinstance(batch, dict):
+            output = twin(**batch)
+        else:
+            output = twin(*batch) if isinstance(batch, (tuple, list)) else twin(batch)
+        value = loss(output, batch) if loss is not None else _own_loss(output)
+        named = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+        grads = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+    found = {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
+    buffers = {name: b.detach() for name, b in twin.named_buffers()}
+    return {"loss": value.detach(), **found, **buffers}
+
+
+def _own_loss(output: Any) -> Tensor:
+    """The loss that a model returns: alone, first, or as `loss`. Tracing has checked that there is one."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(output, (tuple, list)):
+        return next(item for item in output if isinstance(item, Tensor))
+    return output.loss
