@@ -24,8 +24,10 @@ from shardc.ir.annotation import Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.placement import P
 from shardc.passes.seed import Bound
-from shardc.plan import Plan
+from shardc.passes.store import Store
+from shardc.plan import Plan, Storage
 from shardc.runtime.eager import eager_outputs
 from shardc.runtime.launch import StepResult, Trainer, batch_inputs
 from shardc.runtime.launch import launch as launch_program
@@ -82,9 +84,10 @@ def compile(
     """
     wanted = collect_plan(model, plan)
     chosen = _mesh(mesh if mesh is not None else wanted.mesh)
-    options = Options(strict=strict or wanted.strict, watch=watch)
     traced = trace(model, batch, loss, with_outputs=bool(wanted.outputs))
     bound = bind(wanted, traced, chosen)
+    store, keep = bind_storage(wanted.storage, traced, chosen)
+    options = Options(strict or wanted.strict, watch=watch, store=store, keep_gathered=keep)
     reference = compiler.single_device(traced, chosen, options)
     body = compiler.distribute(reference.copy(), bound, options)
     program = Program(
@@ -198,15 +201,37 @@ def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
         except ShardcError as wrong:
             problems += wrong.diagnostics
             continue
+        refused: set[str] = set()  # a pattern that fits no layer is said once
         for name, one in matched.items():
             try:
                 one.check(mesh, (outputs if kind == "output" else shapes)[name], name)
             except ShardcError as wrong:
-                problems += wrong.diagnostics
+                problems += wrong.diagnostics if one.pattern not in refused else ()
+                refused.add(one.pattern)
             found.append(Bound(kind, name, one.placement, one.cause(name), one.origin))
     if problems:
         raise ShardcError(*problems)
     return found
+
+
+def bind_storage(storage: Storage, traced: Traced, mesh: Mesh) -> tuple[Store, frozenset[str]]:
+    """The storage pass that a plan asks for, and the parameters that stay gathered for backward."""
+    mesh.resolve(storage.axes)
+    if storage.zero and not storage.axes:
+        hint = "write storage: {zero: 3, axes: [dp]}"
+        raise error("SC208", f"storage of zero {storage.zero} names no axes to shard over", hint=hint)
+    params = [i for i in traced.inputs if i.role == "param"]
+    names, aliases = [i.name for i in params], {i.name: i.aliases for i in params}
+    placed = match(storage.params.values(), names, "params", aliases)
+    bound = tuple(Bound("param", name, a.placement, a.cause(name), a.origin) for name, a in placed.items())
+    if isinstance(storage.regather, bool):
+        keep = frozenset() if storage.regather else frozenset(names)
+    else:
+        patterns = [Annotation(pattern, P()) for pattern in storage.regather]
+        keep = frozenset(
+            n for n, a in match(patterns, names, "params", aliases).items() if not storage.regather[a.pattern]
+        )
+    return Store(storage.zero, storage.axes, bound), keep
 
 
 def model_state(model: nn.Module | None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
@@ -26,6 +26,7 @@ from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.dot import emit_dot
 from shardc.ir.graph import Graph, info
+from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Placement
 from shardc.ir.python import emit_python
 from shardc.ir.text import print_graph
@@ -230,8 +231,15 @@ def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, 
                 printer.watch(one, graph, seconds)
 
         return api.compile(
-            target.model, target.batch, mesh=mesh, plan=plan, loss=target.loss, strict=strict, watch=watch
+            target.model, target.batch, mesh=_mesh(mesh), plan=plan, loss=target.loss, strict=strict, watch=watch
         )
+
+
+def _mesh(text: str | None) -> Mesh | None:
+    try:
+        return None if text is None else Mesh.parse(text)
+    except ShardcError as wrong:
+        raise ShardcError(*(replace(d, location=f"--mesh {text}") for d in wrong.diagnostics)) from None
 
 
 def _verify(program: Program, batch: Any, shown: Console) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardc.ingest import ingest
 from shardc.ir.diagnostic import Diagnostic, ShardcError
@@ -29,6 +29,7 @@ from shardc.passes.propagate import Propagate
 from shardc.passes.report_gathers import ReportGathers
 from shardc.passes.seed import Bound, SeedAnnotations, find_value
 from shardc.passes.settle_partials import SettlePartials
+from shardc.passes.store import Store
 from shardc.passes.verify import ENSURES
 from shardc.rules.registry import find_rule
 from shardc.trace import Traced
@@ -43,18 +44,21 @@ class Options:
     strict: bool = False
     verify: bool = True
     watch: Watch | None = None
+    store: Store = field(default_factory=Store)
+    keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
 
 
-def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...]]]) -> list[Pass]:
+def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...]]], options: Options) -> list[Pass]:
     """Every pass that makes a single-device graph a per-rank one, in order."""
     return [
         Atomize(tuple(cuts)),
         SeedAnnotations(tuple(bound)),
         Propagate(),
+        options.store,
         Assign(),
         GroupSums(),
         SettlePartials(),
-        InsertReshards(),
+        InsertReshards(options.keep_gathered),
         LowerReshards(),
         Combine(),
         ReportGathers(),
@@ -74,7 +78,7 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
 
 def distribute(graph: Graph, bound: Sequence[Bound], options: Options) -> Graph:
     """One rank's body of a normalised graph, which it consumes."""
-    return run(graph, passes(bound, _cuts(graph, bound)), options)
+    return run(graph, passes(bound, _cuts(graph, bound), options), options)
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

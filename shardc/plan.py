@@ -56,6 +56,40 @@ class Source:
         return replace(diagnostic, location=self.origin(*path), source_text=quoted)
 
 
+class Storage(BaseModel):
+    """Where parameters and optimizer state lie between steps; see passes/store.py.
+
+    `zero` 1 and 2 shard the optimizer's state and its update over `axes`, 3 the parameters too. `params` says it for
+    single ones, as a placement. `regather` false keeps what forward gathered for backward: for all, or by pattern.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    zero: Literal[0, 1, 2, 3] = 0
+    axes: tuple[str, ...] = ()
+    params: Annotations = {}
+    regather: bool | dict[str, bool] = True
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _read_axes(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _read_params(cls, value: Any, info: ValidationInfo) -> Annotations:
+        return read_annotations(value, info, ("storage", "params"), None)
+
+    def dumped(self) -> dict[str, object]:
+        """As plain data, without what is at its default."""
+        data = self.model_dump(exclude_defaults=True, exclude={"params"})
+        if "axes" in data:
+            data["axes"] = list(self.axes)
+        if self.params:
+            data["params"] = {pattern: str(one.placement) for pattern, one in self.params.items()}
+        return data
+
+
 class Plan(BaseModel):
     """What the user asks for. Build one with `Plan.of`, `Plan.load`, `Plan.from_dict` or `Plan.from_hf`.
 
@@ -70,6 +104,7 @@ class Plan(BaseModel):
     inputs: Annotations = {}
     activations: Annotations = {}
     outputs: Annotations = {}
+    storage: Storage = Storage()
     strict: bool = False
     budget: dict[str, int] = {}
     seed: int = 0
@@ -83,12 +118,14 @@ class Plan(BaseModel):
         inputs: Mapping[str, object] | None = None,
         activations: Mapping[str, object] | None = None,
         outputs: Mapping[str, object] | None = None,
+        storage: Mapping[str, object] | None = None,
         strict: bool = False,
         budget: Mapping[str, int | str] | None = None,
         seed: int = 0,
     ) -> Plan:
         """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
-        maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs, "budget": budget}
+        maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
+        maps |= {"storage": storage, "budget": budget}
         given = {key: dict(value) for key, value in maps.items() if value is not None}
         return cls.from_dict({"mesh": mesh, **given, "strict": strict, "seed": seed})
 
@@ -180,6 +217,8 @@ class Plan(BaseModel):
         for kind in KINDS:
             if some := cast(Annotations, getattr(self, kind)):
                 data[kind] = {pattern: str(one.placement) for pattern, one in some.items()}
+        if storage := self.storage.dumped():
+            data["storage"] = storage
         if self.strict:
             data["strict"] = True
         if self.budget:
@@ -204,28 +243,7 @@ class Plan(BaseModel):
     @field_validator(*KINDS, mode="before")
     @classmethod
     def _read_annotations(cls, value: Any, info: ValidationInfo) -> Annotations:
-        source, kind = _source(info), str(info.field_name)
-        if not isinstance(value, Mapping):
-            raise error(
-                "SC208", f"'{kind}' maps patterns to placements", hint=f'write {kind}: {{"**.weight": "-, tp"}}'
-            )
-        read: Annotations = {}
-        problems: list[Diagnostic] = []
-        for key, placement in cast(Mapping[object, object], value).items():
-            pattern = str(key)
-            if isinstance(placement, Annotation):
-                read[pattern] = placement
-                continue
-            try:
-                placed = Placement.of(placement, mesh=info.data.get("mesh"))
-            except ShardcError as wrong:
-                for one in wrong.diagnostics:
-                    problems.append(source.locate(replace(one, tensor=pattern), kind, pattern))
-                continue
-            read[pattern] = Annotation(pattern, placed, source.origin(kind, pattern))
-        if problems:
-            raise ShardcError(*problems)
-        return read
+        return read_annotations(value, info, (str(info.field_name),), info.data.get("mesh"))
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -238,6 +256,31 @@ class Plan(BaseModel):
             if mesh is not None and (unknown := _budget_axis(axis, mesh)) is not None:
                 raise ShardcError(_source(info).locate(unknown, "budget", axis))
         return budget
+
+
+def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], mesh: Mesh | None) -> Annotations:
+    """A map from patterns to placements, each with the line it was written on; every wrong one is reported."""
+    source, name = _source(info), ".".join(path)
+    if not isinstance(value, Mapping):
+        hint = f'write {name}: {{"**.weight": "-, tp"}}'
+        raise error("SC208", f"'{name}' maps patterns to placements", hint=hint)
+    read: Annotations = {}
+    problems: list[Diagnostic] = []
+    for key, placement in cast(Mapping[object, object], value).items():
+        pattern = str(key)
+        if isinstance(placement, Annotation):
+            read[pattern] = placement
+            continue
+        try:
+            placed = Placement.of(placement, mesh=mesh)
+        except ShardcError as wrong:
+            for one in wrong.diagnostics:
+                problems.append(source.locate(replace(one, tensor=pattern), *path, pattern))
+            continue
+        read[pattern] = Annotation(pattern, placed, source.origin(*path, pattern))
+    if problems:
+        raise ShardcError(*problems)
+    return read
 
 
 def _budget_axis(axis: str, mesh: Mesh) -> Diagnostic | None:
@@ -277,8 +320,10 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     if isinstance(ours, ShardcError):
         return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
-        hint = did_you_mean(path[-1], Plan.model_fields, "keys of a plan")
-        return (source.locate(Diagnostic("SC208", f"a plan has no key '{path[-1]}'", hint=hint), *path),)
+        inside = path[0] if len(path) > 1 else None
+        known = Storage.model_fields if inside == "storage" else Plan.model_fields
+        hint = did_you_mean(path[-1], known, f"keys of {inside or 'a plan'}")
+        return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{path[-1]}'", hint=hint), *path),)
     expected = problem["msg"].partition(",")[0].removeprefix("Input should be ")
     message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
     hint = {"strict": "write true or false", "seed": "write a whole number"}.get(path[0])

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.config
@@ -93,6 +93,11 @@ def functionalized(
         def run_node(self, n: fx.Node) -> Any:
             return run_node(n, lambda: fx.Interpreter.run_node(self, n))
 
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            # Without mutation a value may come out in other strides, of which a view is no longer a view.
+            view = target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+            return super().call_function(torch.ops.aten.reshape.default if view else target, args, kwargs)
+
     def replay(*args: Tensor) -> Any:
         return Replay(gm, garbage_collect_values=True).run(*args)
 
@@ -135,12 +140,16 @@ def _node_hook(on_node: Callable[[fx.Node], None]) -> Generator[None]:
 
 @contextmanager
 def _quiet_stacks() -> Generator[None]:
-    saved = torch.fx.config.do_not_emit_stack_traces
-    torch.fx.config.do_not_emit_stack_traces = True
+    config: Any = torch.fx.config
+    saved = getattr(config, "do_not_emit_stack_traces", None)
+    if saved is None:  # before torch 2.12 there were none to emit
+        yield
+        return
+    config.do_not_emit_stack_traces = True
     try:
         yield
     finally:
-        torch.fx.config.do_not_emit_stack_traces = saved
+        config.do_not_emit_stack_traces = saved
 
 
 def decompositions(names: Iterable[str]) -> dict[OpOverload, Callable[..., Any]]:
@@ -263,6 +272,71 @@ def hugging_face_patches(model: nn.Module) -> Generator[None]:
             config.use_cache = True
         if nested is not None:
             dynamo.error_on_nested_fx_trace = nested
+
+
+# ------------------------------------------------------------------ fused attention
+class FusedKernels(NamedTuple):
+    """Which of torch's attention kernels take a call on this GPU."""
+
+    cudnn: bool
+    flash: bool
+    efficient: bool
+
+
+def fused_kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, gqa: bool) -> FusedKernels:
+    """Public; what it decides on is not: `scaled_dot_product_attention` gives no lse to a backward of one's own."""
+    cuda = torch.backends.cuda
+    call = cuda.SDPAParams(q, k, v, bias, 0.0, causal, gqa)
+    can = (cuda.can_use_cudnn_attention, cuda.can_use_flash_attention, cuda.can_use_efficient_attention)
+    return FusedKernels(*(takes(call) for takes in can))
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The random state that backward asks for and, without dropout, does not read."""
+    return q.new_empty(2, dtype=torch.int64), q.new_empty((), dtype=torch.int64)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return o, lse
+
+
+def flash_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        g, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *_no_dropout(q), scale=scale
+    )
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return o, lse
+
+
+def cudnn_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        g, q, k, v, o, lse, *_no_dropout(q), None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+    )
+
+
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return o, lse
+
+
+def efficient_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor,
+    causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        g, q, k, v, bias, o, lse, *_no_dropout(q), 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return dq, dk, dv
 
 
 # ------------------------------------------------------------------ distributed

@@ -44,7 +44,7 @@ class ValueInfo:
     cause: str = ""  # which annotation, through which rule
 
 
-Role = Literal["param", "buffer", "input", "seed", "state", "loss", "grad", "output"]
+Role = Literal["param", "buffer", "input", "seed", "state", "hyper", "loss", "grad", "output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ class Graph:
         self.outputs = tuple(outputs)
         self.name = name
         self.activations: dict[str, fx.Node] = {}  # module FQN -> the value it outputs
+        self.gradients: dict[str, fx.Node] = {}  # parameter -> its gradient, where the optimizer consumes it
+        self.stored: dict[fx.Node, tuple[Axes, ...]] = {}  # input -> how it is stored, where ops use it otherwise
         self.seeds: dict[fx.Node, Seed] = {}  # annotated values
         self.priorities: dict[fx.Node, dict[tuple[int, str], int]] = {}  # value -> (flat atom, axis) -> of its seed
         self.diagnostics: list[Diagnostic] = []
@@ -133,6 +135,8 @@ class Graph:
         made = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
         # Passes may have erased values that these tables still hold.
         made.activations = {name: table[n] for name, n in self.activations.items() if n in table}
+        made.gradients = {name: table[n] for name, n in self.gradients.items()}
+        made.stored = {table[n]: placement for n, placement in self.stored.items()}
         made.seeds = {table[n]: seed for n, seed in self.seeds.items() if n in table}
         made.priorities = {table[n]: p for n, p in self.priorities.items() if n in table}
         made.diagnostics = list(self.diagnostics)
@@ -169,7 +173,7 @@ class Graph:
         base = info(like)
         if name is None:
             prefix = f"d.{base.fqn}" if base.phase == "bwd" and base.fqn else "d" if base.phase == "bwd" else base.fqn
-            name = ".".join(filter(None, (prefix, op_name(target).partition(".")[0])))
+            name = ".".join(filter(None, (prefix, op_name(target).removeprefix("shardc.").partition(".")[0])))
         node = self.fx.call_function(target, args, kwargs or {})
         fields = {"assignment": (), "passes": (), "fallback": (), "results": (), **fields}
         set_info(node, replace(base, name=self.unique(name), type=type, **fields))

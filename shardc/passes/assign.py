@@ -46,7 +46,9 @@ class _Walk:
         self.sizes = dict(graph.mesh.axes)
         self.order = list(self.sizes)
         self.wish: dict[fx.Node, TensorType] = {v: type_of(v) for v in graph.values()}
-        self.now: dict[fx.Node, TensorType] = {v: self.wish[v] for v in graph.placeholders}
+        self.now: dict[fx.Node, TensorType] = {
+            v: self.wish[v].place(graph.stored.get(v, self.wish[v].placement)) for v in graph.placeholders
+        }
 
     def visit(self, node: fx.Node) -> None:
         sources, outs = operands(node), results(node)

@@ -25,6 +25,7 @@ from shardc.rules.projection import refine
 from shardc.rules.registry import find_rule, rule_of
 
 Sizes = tuple[int, ...]
+UPDATES = ("grad", "param", "buffer", "state")  # outputs that are placed as the input of their name
 Slot = fx.Node | tuple[fx.Node, int]  # a value, or a result that nothing uses
 
 
@@ -47,11 +48,9 @@ class Atomize(Pass):
 def linked_gradients(graph: Graph) -> list[tuple[fx.Node, fx.Node]]:
     """(parameter, gradient) pairs, and (buffer, its new value): the two are placed alike."""
     ports = {p.name: n for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
-    return [
-        (ports[port.name], value)
-        for port, value in zip(graph.outputs, graph.output_values, strict=True)
-        if port.role in ("grad", "buffer", "state") and port.name in ports
-    ]
+    outputs = zip(graph.outputs, graph.output_values, strict=True)
+    returned = [(ports[p.name], v) for p, v in outputs if p.role in UPDATES and p.name in ports]
+    return [*returned, *((ports[name], grad) for name, grad in graph.gradients.items())]
 
 
 @dataclass

@@ -95,7 +95,7 @@ def _regroup(graph: Graph, chains: _Chains, root: fx.Node) -> None:
     with graph.fx.inserting_before(root):
         for partial, terms in ordered:
             pending = tuple(p for p in partial if p in pending)
-            one = reduce(lambda a, b: _add(graph, root, a, b, partial), terms)  # noqa: B023 (called at once)
+            one = reduce(lambda a, b: _add(graph, root, a, b, partial), terms)
             total = one if total is None else _add(graph, root, total, one, pending)
     # The last addition is the root, which keeps its name and its readers.
     assert total is not None

@@ -19,6 +19,7 @@ from torch import fx
 from shardc.ir.graph import Graph, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.ir.types import TensorType
+from shardc.passes.atomize import UPDATES
 from shardc.passes.base import Pass, split_of
 from shardc.passes.reshard_steps import Step, plan
 from shardc.rules.projection import project
@@ -29,10 +30,15 @@ _GATHERS = {"all_gather", "all_to_all", "permute"}
 
 @dataclass(frozen=True)
 class InsertReshards(Pass):
-    """Insert `reshard` where a value is not as its consumer needs it."""
+    """Insert `reshard` where a value is not as its consumer needs it.
+
+    `keep_gathered` names parameters that stay gathered for backward: memory for communication.
+    """
+
+    keep_gathered: frozenset[str] = frozenset()
 
     def run(self, graph: Graph) -> Graph:
-        copies = _Copies(graph)
+        copies = _Copies(graph, {graph.input(name) for name in self.keep_gathered})
         for node in list(graph.fx.nodes):
             if node.op == "placeholder":
                 copies.born(node)
@@ -83,7 +89,7 @@ def output_type(graph: Graph, index: int) -> TensorType:
     """Gradients are placed as their parameters, new buffers as the old, annotated outputs so, the rest as it is."""
     port, value = graph.outputs[index], graph.output_values[index]
     type = type_of(value)
-    if port.role in ("grad", "buffer", "state"):
+    if port.role in UPDATES:
         twin = type_of(graph.input(port.name))
         return type.place(twin.placement)
     if port.role == "loss":
@@ -113,8 +119,9 @@ def find_view(value: fx.Node) -> bool:
 class _Copies:
     """All placements in which each value is at hand."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, keep: set[fx.Node]) -> None:
         self.graph = graph
+        self.keep = keep
         self.have: dict[fx.Node, list[tuple[TensorType, fx.Node, str | None]]] = {}  # phase None: kept for all phases
         self.origin: dict[fx.Node, fx.Node] = {}
 
@@ -165,7 +172,7 @@ class _Copies:
                 self.have[value].append((need, hoisted, phase))
                 return hoisted
         made = self._reshard(value, source, need, phase)
-        kept = None if not any(s.kind in _GATHERS for s in steps) else phase
+        kept = phase if value not in self.keep and any(s.kind in _GATHERS for s in steps) else None
         self.have[value].append((need, made, kept))
         return made
 

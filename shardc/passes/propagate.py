@@ -64,9 +64,12 @@ class _Spread:
         self.links: list[_Link] = []
         self.users: dict[fx.Node, list[_Link]] = {v: [] for v in self.spec}
         for node in graph.calls():
-            if find_rule(node.target) is not None and not info(node).constant:
+            # The optimizer works where parameters are stored, which says nothing of where they are computed with.
+            if find_rule(node.target) is not None and not info(node).constant and info(node).phase != "opt":
                 self._link_call(node, project(node))
         for value, twin in linked_gradients(graph):
+            if info(twin).phase == "opt":
+                continue
             if len(self.spec[value]) == len(self.spec[twin]):
                 pieces = tuple(range(len(self.spec[value])))
                 self._link(_Link("gradient", [(value, pieces), (twin, pieces)], frozenset()))

@@ -33,6 +33,9 @@ class ReportGathers(Pass):
             seed = graph.seeds.get(root)
             if root.op != "placeholder" or seed is None:
                 continue
+            annotated = {axis for axes in seed.placement for axis in axes}
+            if not annotated & set(node.args[1]):  # type: ignore[arg-type]
+                continue  # gathered from where it is stored
             reader = next(iter(node.users))
             about = info(reader)
             moved = type_of(node).local_bytes(graph.mesh)

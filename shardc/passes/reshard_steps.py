@@ -42,11 +42,16 @@ def plan(before: TensorType, after: TensorType, mesh: Mesh) -> tuple[list[Step],
         return None
     if before == after:
         return [], 0.0
-    return _Planner(before, after, mesh).run()
+    found = _Planner(before, after, mesh).run()
+    if before.partial and after.axes & before.partial_axes:
+        # Something in the way of a reduce-scatter may cost more to move while it is pending than an all-reduce.
+        found = min(found, _Planner(before, after, mesh, eager=True).run(), key=lambda steps_cost: steps_cost[1])
+    return found
 
 
 class _Planner:
-    def __init__(self, before: TensorType, after: TensorType, mesh: Mesh) -> None:
+    def __init__(self, before: TensorType, after: TensorType, mesh: Mesh, eager: bool = False) -> None:
+        self.eager = eager  # resolve a pending reduction at once where it cannot be scattered at once
         self.type = before
         self.now = list(before.placement)
         self.want = list(after.placement)
@@ -91,7 +96,7 @@ class _Planner:
 
     def _reduce(self) -> bool:
         """Resolve a pending reduction whose axis no atom will take."""
-        wanted = {axis for axes in self.want for axis in axes}
+        wanted = set[str]() if self.eager else {axis for axes in self.want for axis in axes}
         for axis, reduction in list(self.pending.items()):
             if axis not in self.keep and axis not in wanted:
                 k = self.mesh.size(axis)

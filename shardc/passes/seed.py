@@ -256,7 +256,7 @@ def _notes(
     skipped = 1
     for i in range(start, first):
         skipped *= atoms[i].size
-    if skipped != wanted.blocks:
+    if landing.axes and skipped != wanted.blocks:
         text = f"{skipped}*{'.'.join(wanted.axes)}"
         message = (
             f"dim {dim} of {bound.name} is sharded as {text}: its leading factor {skipped} selects or is needed whole"
@@ -284,6 +284,12 @@ def _split_mesh(mesh: Mesh, walks: list[list[_Landing]]) -> Mesh:
         if len(sizes) > 1:
             mesh = mesh.split(axis, sizes)
     return mesh
+
+
+def landed(graph: Graph, bound: Bound, value: fx.Node) -> tuple[Axes, ...]:
+    """Where an annotation puts a value's atoms, on the mesh as it is."""
+    bound.placement.check(graph.mesh, type_of(value).ndim, bound.name, bound.cause, bound.location)
+    return _seed(graph, Classes(graph), bound, value, graph.mesh).placement
 
 
 def _seed(graph: Graph, classes: Classes, bound: Bound, value: fx.Node, mesh: Mesh) -> Seed:

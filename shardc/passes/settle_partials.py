@@ -21,6 +21,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.types import Axes, TensorType
+from shardc.passes.atomize import UPDATES
 from shardc.passes.base import Pass, split_of
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
@@ -97,7 +98,7 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
     if not eligible:
         return []
     outputs = {v: p for p, v in zip(graph.outputs, graph.output_values, strict=True)}
-    wanted = {v: axis in type_of(graph.input(p.name)).axes for v, p in outputs.items() if p.role in ("grad", "buffer")}
+    wanted = {v: axis in type_of(graph.input(p.name)).axes for v, p in outputs.items() if p.role in UPDATES}
     chosen: list[_Op] = []
     for values in _components(pending, eligible, users):
         if all(op not in eligible for v in values for op, _ in users.get(v, [])):

@@ -126,13 +126,16 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
     def lay(labels: Labels, dims: AtomSizes) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
         for dim, atoms in zip(labels, dims, strict=True):
-            own = [p for f in dim for p in of_factor.get(f, ())]
-            if tuple(sizes[p] for p in own) != atoms:
-                own = list(range(len(names), len(names) + len(atoms)))
-                names.extend(f"?{p}" for p in own)
-                sizes.extend(atoms)
-                opaque.update(own)
-            pieces += own
+            runs = group(atoms, [rule.sizes[f] for f in dim])
+            # Factor by factor: one that is cut differently elsewhere does not take its neighbours in the dim along.
+            for run, f in zip(runs, dim, strict=True) if runs is not None else [(atoms, None)]:
+                own = of_factor.get(f, ()) if f is not None else ()
+                if tuple(sizes[p] for p in own) != run:
+                    own = tuple(range(len(names), len(names) + len(run)))
+                    names.extend(f"?{p}" for p in own)
+                    sizes.extend(run)
+                    opaque.update(own)
+                pieces += own
         return tuple(pieces)
 
     laid = [lay(labels, dims) for labels, dims in tensors]

@@ -41,7 +41,9 @@ class Job:
         limit = timedelta(seconds=max(timeout - SILENCE - 2 * BEAT, timeout / 2))
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
+            # Named, NCCL connects at once; else at a group's first collective, where all its ranks must take part.
+            named = self.device if on_gpu else None
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit, device_id=named)
         self.comm = ProcessGroupCommunicator(mesh, self.rank, axes_used(body), limit)
         self.executor = Executor(body, rank_context(mesh, self.rank, self.comm), self.rank, self.device)
         store = dist.PrefixStore(f"shardc/{body.name}", job_store())

@@ -2,7 +2,7 @@
 
 The relative error of a tensor is
 
-    max|a - b| / max(max|b|, 1e-6 * largest gradient)
+    max|a - b| / max(max|b|, 1e-4 * largest gradient)
 
 so that a gradient which is zero in exact arithmetic (a key bias's: softmax does not see it) does not divide rounding
 by rounding. Ranks that should hold the same value and do not count as an error too. When something differs, both runs
@@ -27,7 +27,9 @@ from shardc.runtime.simulate import run_reference, simulate
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 EAGER_TOLERANCE = 1e-5  # libraries hard-code float32 in places, where our graph computes in float64 throughout
-ZERO_GRADIENT = 1e-6  # of the largest gradient: below this a gradient is measured against the others
+# Of the largest gradient: below this a gradient is measured against the others. With a tolerance of 1e-12, what is
+# asked of the smallest is then one rounding of the largest.
+ZERO_GRADIENT = 1e-4
 
 
 @dataclass(frozen=True)

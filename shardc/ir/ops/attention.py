@@ -1,7 +1,7 @@
 """Attention as one op forward and one backward: `sdpa` and `sdpa_bwd`.
 
-The graph says only what is computed; which kernel computes it (flash, cuDNN, ours) is chosen at run time from
-local shapes. The reference here is the definition: softmax(scale q k^T + mask) v, in float32, or in float64 if
+The graph says only what is computed; which kernel computes it is chosen at run time from local shapes: on GPUs in
+`fused_attention`. The reference here is the definition: softmax(scale q k^T + mask) v, in float32, or in float64 if
 the operands are. Rows that see no key yield 0, not NaN. `lse`, the log of each row's sum, is what backward
 needs to rebuild the probabilities, and what ring attention merges blocks with.
 
@@ -60,7 +60,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
     return scores
 
 
-def _sdpa(
+def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
 ) -> tuple[Tensor, Tensor]:
     keys, values = _repeated(q, k, v, gqa)
@@ -82,7 +82,7 @@ def _sdpa_fake(
     return _empty(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
-def _sdpa_bwd(
+def reference_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -111,13 +111,13 @@ def _sdpa_bwd_fake(
 
 SDPA = define(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa) -> (Tensor o, Tensor lse)",
-    _sdpa,
+    reference,
     _sdpa_fake,
 )
 SDPA_BWD = define(
     "sdpa_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, float? scale, "
     "bool gqa, bool need_mask) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    _sdpa_bwd,
+    reference_backward,
     _sdpa_bwd_fake,
 )
 

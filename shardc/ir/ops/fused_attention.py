@@ -11,7 +11,7 @@ kernel takes on this GPU, and which of them the user has switched off (`torch.nn
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,27 +23,23 @@ from shardc.ir.ops.library import LIBRARY
 
 Kernel = Literal["cudnn", "flash", "efficient", "reference"]
 HALVES = (torch.bfloat16, torch.float16)
-ALIGNED = 8  # elements of a half: 16 bytes, what the kernels load at once
+ALIGNED = 8  # halves: 16 bytes, what the kernels load at once
 BIAS_ALIGNED = 16
 LSE_ALIGNED = 32  # rows: how the efficient kernels store lse
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Kernel:
-    """The fastest kernel that takes these operands; k and v may have fewer heads than q."""
-    if q.dtype not in HALVES or q.ndim != 4 or not (q.numel() and k.numel() and v.numel()):
+    """The fastest kernel that takes these operands as they are; k and v may have fewer heads than q."""
+    if any(t.shape[-1] % ALIGNED or not t.numel() for t in (q, k, v)):
         return "reference"
-    if any(t.shape[-1] % ALIGNED or t.stride(-1) != 1 for t in (q, k, v)):
-        return "reference"
-    grouped = q.shape[1] != k.shape[1]
-    # Off the diagonal kernels disagree on what causal means; ours is aligned top left.
-    square = not causal or q.shape[2] == k.shape[2]
-    fits = torch_compat.fused_kernels(q, k, v, bias, causal, grouped)
-    if bias is None and square and q.shape[-1] == v.shape[-1]:
+    fits = torch_compat.fused_kernels(q, k, v, bias, causal, gqa=q.shape[1] != k.shape[1])
+    # Off the diagonal the first two take causal to be aligned bottom right; ours is aligned top left.
+    if bias is None and q.shape[-1] == v.shape[-1] and (q.shape[2] == k.shape[2] or not causal):
         if fits.cudnn and torch.cuda.get_device_capability(q.device) >= (9, 0):
             return "cudnn"
         if fits.flash:
             return "flash"
-    return "efficient" if fits.efficient and not grouped else "reference"
+    return "efficient" if fits.efficient else "reference"
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -59,11 +55,11 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return bias.expand(*q.shape[:-1], keys)
 
 
-def _repeated(q: Tensor, k: Tensor, v: Tensor, kernel_takes_groups: bool) -> tuple[Tensor, Tensor]:
-    times = q.shape[1] // k.shape[1]
-    if times == 1 or kernel_takes_groups:
-        return k, v
-    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+def _aligned(t: Tensor) -> Tensor:
+    """Itself, or where a view's rows do not begin where the kernels can load them, a copy."""
+    *strides, last = t.stride()
+    even = last == 1 and not t.storage_offset() % ALIGNED and not any(stride % ALIGNED for stride in strides)
+    return t if even else t.clone(memory_format=torch.contiguous_format)
 
 
 def _promised(t: Tensor) -> Tensor:
@@ -78,7 +74,7 @@ def _sdpa(
     chosen = _chosen(q, k, v, mask, causal)
     if chosen is None:
         return attention.reference(q, k, v, mask, causal, scale, gqa)
-    kernel, keys, values, bias = chosen
+    kernel, q, keys, values, bias = chosen
     match kernel:
         case "cudnn":
             o, lse = torch_compat.cudnn_attention(q, keys, values, causal, scale)
@@ -87,9 +83,8 @@ def _sdpa(
         case _:
             o, lse = torch_compat.efficient_attention(q, keys, values, bias, causal, scale)
     lse = lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
-    if bias is not None:  # a row without keys yields 0
-        dead = lse == float("-inf")
-        o = o.masked_fill(dead.unsqueeze(-1), 0.0)
+    if bias is not None:  # of a row without keys the kernel says 0; the sum of nothing is -inf
+        lse = lse.masked_fill((lse == 0) & ~o.any(-1), float("-inf"))
     return _promised(o), lse.contiguous()
 
 
@@ -100,7 +95,7 @@ def _sdpa_bwd(
     chosen = None if need_mask and mask is not None else _chosen(q, k, v, mask, causal)
     if chosen is None:
         return attention.reference_backward(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
-    kernel, keys, values, bias = chosen
+    kernel, q, keys, values, bias = chosen
     g, o = (_promised(t) for t in (g, o))
     match kernel:
         case "cudnn":
@@ -120,21 +115,19 @@ def _sdpa_bwd(
 
 def _chosen(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-) -> tuple[Kernel, Tensor, Tensor, Tensor | None] | None:
-    """The kernel, and keys, values and bias as it takes them; None for the reference."""
+) -> tuple[Kernel, Tensor, Tensor, Tensor, Tensor | None] | None:
+    """The kernel, and its operands as it takes them; None for the reference."""
     if q.dtype not in HALVES or q.ndim != 4:
         return None
+    q, k, v = (_aligned(t) for t in (q, k, v))
     bias = _bias(mask, q, k)
     kernel = kernel_for(q, k, v, bias, causal)
-    if kernel == "reference" and q.shape[1] != k.shape[1]:
-        k, v = _repeated(q, k, v, kernel_takes_groups=False)
+    if kernel == "reference" and q.shape[1] != k.shape[1]:  # not all of them know grouped heads
+        times = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         kernel = kernel_for(q, k, v, bias, causal)
-    return None if kernel == "reference" else (kernel, k, v, bias)
+    return None if kernel == "reference" else (kernel, q, k, v, bias)
 
 
-def _register(name: str, kernel: Any) -> None:
-    LIBRARY.impl(name, kernel, "CUDA")
-
-
-_register("sdpa", _sdpa)
-_register("sdpa_bwd", _sdpa_bwd)
+LIBRARY.impl("sdpa", _sdpa, "CUDA")
+LIBRARY.impl("sdpa_bwd", _sdpa_bwd, "CUDA")

@@ -1,0 +1,256 @@
+"""The memory of one rank over a step, by liveness: what a body holds at each instruction, by category, and at its peak.
+
+A storage lives from the call that makes it to the last use of it or of a view of it; outputs live to the end, inputs
+all along. While a call runs, its operands and its results are both there. What a kernel takes for itself meanwhile (a
+workspace, a copy it packs for a collective) is not counted, nor is the allocator's rounding.
+
+    parameters, optimizer state, buffers, inputs    stored: what a rank holds all step long
+    gradients        a parameter's, until the optimizer has used it; without one, to the end
+    activations      made in forward and used in backward; the loss and other outputs
+    communication    results of collectives, until they are used; parameters gathered for use
+    temporaries      everything that forward, backward or the optimizer needs within itself alone
+
+New values of what is stored (casts and updates of parameters, new optimizer state) count with what they are a copy of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from shardc.cost.storages import Storage, storages, yields
+from shardc.ir.collectives import KINDS, human_bytes
+from shardc.ir.graph import Graph, Phase, Role, info, op_name, operands, producer, type_of
+from shardc.ir.types import TensorType
+
+Category = Literal[
+    "parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "communication", "temporaries"
+]
+CATEGORIES: tuple[Category, ...] = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "buffers",
+    "inputs",
+    "activations",
+    "communication",
+    "temporaries",
+)
+STORED: dict[Role, Category] = {"param": "parameters", "state": "optimizer state", "buffer": "buffers"}  # or an input
+RETURNED: dict[Role, Category] = {**STORED, "grad": "gradients"}  # else an activation
+ORDER: tuple[Phase, ...] = ("fwd", "bwd", "opt")
+PHASES: dict[Phase, str] = {"fwd": "forward", "bwd": "backward", "opt": "optimizer"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one category on one rank."""
+
+    rank: int
+    category: Category
+    stored: int  # held all step long
+    live: int  # beyond that, at the rank's peak
+    most: int  # beyond that, at the category's own peak
+
+    @property
+    def bytes(self) -> int:
+        """Held at the rank's peak."""
+        return self.stored + self.live
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An instruction of the body."""
+
+    index: int  # among the calls
+    name: str
+    op: str
+    phase: Phase
+    fqn: str
+    source: str
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (PHASES[self.phase], self.fqn and f"in {self.fqn}", self.source)))
+        return f"%{self.name} = {self.op} ({where})"
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A storage that is there at the peak, named after the value that it was made for."""
+
+    name: str
+    category: Category
+    type: TensorType
+    fqn: str
+    source: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """A row for each rank and category; when a rank holds most, and what it then holds, largest first.
+
+    The body is one program for all ranks, so they hold the same.
+    """
+
+    rows: tuple[Row, ...]
+    peak_at: Moment | None  # None for a body without calls
+    live: tuple[LiveValue, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a rank holds at once, what is stored included."""
+        return sum(row.bytes for row in self.of_rank(0))
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a rank holds all step long."""
+        return sum(row.stored for row in self.of_rank(0))
+
+    def of_rank(self, rank: int) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.rank == rank)
+
+    def row(self, category: Category, rank: int = 0) -> Row:
+        return next(row for row in self.of_rank(rank) if row.category == category)
+
+    def top(self, count: int = 10) -> tuple[LiveValue, ...]:
+        """The largest values at the peak."""
+        return self.live[:count]
+
+    def __str__(self) -> str:
+        ranks = len({row.rank for row in self.rows})
+        head = f"{human_bytes(self.peak)} a rank at the peak, the same on all {ranks} ranks"
+        lines = [("", "stored", "at the peak", "at its own peak")]
+        for row in self.of_rank(0):
+            if row.stored or row.most:
+                columns = (row.stored, row.bytes, row.stored + row.most)
+                lines.append((row.category, *(human_bytes(n) if n else "-" for n in columns)))
+        lines.append(("total", human_bytes(self.stored), human_bytes(self.peak), ""))
+        moment = [f"peak at {self.peak_at}"] if self.peak_at is not None else []
+        return "\n".join([head, *moment, "", *aligned(lines)])
+
+    def listing(self, count: int = 10) -> str:
+        """The largest values at the peak, a line each."""
+        lines = [("largest at the peak", "bytes", "category", "type", "line")]
+        for one in self.top(count):
+            lines.append((f"%{one.name}", human_bytes(one.bytes), one.category, str(one.type), one.source))
+        return "\n".join(aligned(lines, right=(1,)))
+
+
+def aligned(lines: Sequence[tuple[str, ...]], right: Sequence[int] | None = None) -> list[str]:
+    """A table in plain text; all columns but the first are numbers, unless `right` says which."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    numbers = range(1, len(widths)) if right is None else right
+    return [
+        "  ".join(
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+@dataclass
+class _Life:
+    """What the walk over the body learns of one storage: the calls it lives from and to, the phase it ends in."""
+
+    storage: Storage
+    born: int
+    dies: int
+    phase: Phase
+    last: Phase
+    weights: bool  # made of parameters alone
+    moved: bool  # by a collective
+    returned: Role | None = None
+
+    @property
+    def category(self) -> Category:
+        if self.returned is not None and self.returned in RETURNED:
+            return RETURNED[self.returned]
+        if self.weights:
+            return "communication" if self.moved else "parameters"
+        if self.returned is not None or (self.phase == "fwd" and self.last != "fwd"):
+            return "activations"
+        if self.phase == "bwd" and self.last == "opt":
+            return "gradients"
+        return "communication" if self.moved else "temporaries"
+
+
+def memory(body: Graph) -> MemoryReport:
+    """The report of a localized body. Takes time linear in its length."""
+    calls = list(body.calls())
+    held, made = _lives(body, calls)
+    stored = dict.fromkeys(CATEGORIES, 0)
+    for role, storage in held:
+        stored[STORED.get(role, "inputs")] += storage.bytes
+    categories = [life.category for life in made]
+    starts: list[list[int]] = [[] for _ in calls]
+    ends: list[list[int]] = [[] for _ in range(len(calls) + 1)]
+    for i, life in enumerate(made):
+        starts[life.born].append(i)
+        ends[life.dies].append(i)
+    now, most, at_peak = (dict.fromkeys(CATEGORIES, 0) for _ in range(3))
+    total = peak = 0
+    peak_at: int | None = None
+    for at in range(len(calls)):
+        for i in starts[at]:
+            size, category = made[i].storage.bytes, categories[i]
+            total += size
+            now[category] += size
+            most[category] = max(most[category], now[category])
+        if total > peak or peak_at is None:
+            peak, peak_at, at_peak = total, at, dict(now)
+        for i in ends[at]:
+            total -= made[i].storage.bytes
+            now[categories[i]] -= made[i].storage.bytes
+    rows = tuple(
+        Row(rank, category, stored[category], at_peak[category], most[category])
+        for rank in range(body.mesh.world_size)
+        for category in CATEGORIES
+    )
+    live = [_live(storage, STORED.get(role, "inputs")) for role, storage in held]
+    if peak_at is not None:
+        there = ((i, life) for i, life in enumerate(made) if life.born <= peak_at <= life.dies)
+        live += [_live(life.storage, categories[i]) for i, life in there]
+    live.sort(key=lambda one: -one.bytes)
+    return MemoryReport(rows, None if peak_at is None else _moment(peak_at, calls[peak_at]), tuple(live))
+
+
+def _lives(body: Graph, calls: Sequence[fx.Node]) -> tuple[list[tuple[Role, Storage]], list[_Life]]:
+    """The storages of inputs, by role; and those that calls make, in order."""
+    of = storages(body)
+    held = [(port.role, of[node]) for port, node in zip(body.inputs, body.placeholders, strict=True)]
+    lives: dict[Storage, _Life] = {}
+    weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
+    for at, call in enumerate(calls):
+        phase, sources = info(call).phase, operands(call)
+        of_weights = bool(sources) and all(source in weights for source in sources)
+        for source in sources:
+            life = lives.get(of[source])
+            if life is not None:
+                life.dies, life.last = at, max(life.last, phase, key=ORDER.index)
+        for value, _ in yields(call):
+            if of_weights:
+                weights.add(value)
+            if of[value].value is value:
+                moved = op_name(call.target) in KINDS
+                lives[of[value]] = _Life(of[value], at, at, phase, phase, of_weights, moved)
+    for port, value in zip(body.outputs, body.output_values, strict=True):
+        life = lives.get(of[value])
+        if life is not None:
+            life.dies, life.returned = len(calls), life.returned or port.role
+    return held, list(lives.values())
+
+
+def _live(storage: Storage, category: Category) -> LiveValue:
+    about = info(storage.value)
+    call = info(producer(storage.value)[0])
+    return LiveValue(about.name, category, type_of(storage.value), call.fqn, call.source, storage.bytes)
+
+
+def _moment(index: int, call: fx.Node) -> Moment:
+    about = info(call)
+    return Moment(index, about.name, op_name(call.target), about.phase, about.fqn, about.source)

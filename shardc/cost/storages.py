@@ -1,0 +1,143 @@
+"""Which values of a per-rank body share memory: each call makes storages of its own, or views of its operands'.
+
+That depends on strides: `view` runs as `reshape`, which copies where the strides of its operand are not those of the
+new shape. torch itself is asked, on the meta device, once for each distinct call; layers repeat, so a graph of a hundred
+layers asks no more than a graph of one.
+
+    %t = transpose(%x, 1, 2)      f32[8, 4, 16, 32]    views x
+    %v = view(%t, [8, 4, 512])    f32[8, 4, 512]       views x too: rows still lie one after another
+    %w = view(%t, [32, 512])      f32[32, 512]         a storage of its own: batch and heads are apart in x
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.kernels import KERNELS
+
+META = torch.device("meta")
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Memory of one rank, allocated for `value`, shared by its views."""
+
+    value: fx.Node
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a result lies in memory: the position of the operand that it is a view of, None if fresh; its strides."""
+
+    views: int | None
+    shape: tuple[int, ...]
+    strides: Strides
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """What of an operand decides the layout of a result."""
+
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: torch.dtype
+
+
+def storages(body: Graph) -> dict[fx.Node, Storage]:
+    """The storage of every value of a localized body; views have that of the value they look into."""
+    found: dict[fx.Node, Storage] = {}
+    known: dict[fx.Node, _Operand] = {}
+    asked: dict[Any, Sequence[_Layout | None]] = {}
+    for node in body.placeholders:
+        known[node] = _fresh(node, body.mesh)
+        found[node] = Storage(node, type_of(node).local_bytes(body.mesh))
+    for node in body.calls():
+        layouts = _layouts(node, known, asked)
+        for value, position in yields(node):
+            contiguous = _fresh(value, body.mesh)
+            layout = layouts[position] if position < len(layouts) else None
+            if layout is None or layout.shape != contiguous.shape:
+                layout = _Layout(None, contiguous.shape, contiguous.strides)
+            known[value] = _Operand(contiguous.shape, layout.strides, contiguous.dtype)
+            if layout.views is None:
+                found[value] = Storage(value, type_of(value).local_bytes(body.mesh))
+            else:
+                found[value] = found[operands(node)[layout.views]]
+    return found
+
+
+def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The values of a call that something uses, each with its position among the results."""
+    if info(node).type is not None:
+        return [(node, 0)]
+    return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
+
+
+def _fresh(value: fx.Node, mesh: Mesh) -> _Operand:
+    type = type_of(value)
+    shape, strides, step = type.local_shape(mesh), [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return _Operand(shape, tuple(reversed(strides)), type.dtype)
+
+
+def _layouts(
+    node: fx.Node, known: dict[fx.Node, _Operand], asked: dict[Any, Sequence[_Layout | None]]
+) -> Sequence[_Layout | None]:
+    """How each result of a call lies in memory; nothing where torch cannot tell, which then means contiguous."""
+    if not node.all_input_nodes:
+        return ()
+    args = tuple([_frozen(arg, known) for arg in node.args])
+    kwargs = tuple([(name, _frozen(arg, known)) for name, arg in node.kwargs.items()])
+    key = (node.target, args, kwargs)
+    if key not in asked:
+        asked[key] = _ask(node.target, args, dict(kwargs))
+    return asked[key]
+
+
+def _frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:
+    """An argument as part of a key: values by their layout, lists as tuples."""
+    if isinstance(arg, fx.Node):
+        return known[arg]
+    if isinstance(arg, (list, tuple)):
+        return tuple([_frozen(item, known) for item in cast("Sequence[Any]", arg)])
+    return META if isinstance(arg, torch.device) else arg
+
+
+@torch.no_grad()
+def _ask(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[_Layout | None]:
+    tensors: list[torch.Tensor] = []
+
+    def made(arg: Any) -> Any:
+        if isinstance(arg, _Operand):
+            tensors.append(torch.empty_strided(arg.shape, arg.strides, dtype=arg.dtype, device=META))
+            return tensors[-1]
+        return [made(item) for item in cast("Sequence[Any]", arg)] if isinstance(arg, tuple) else arg
+
+    given = [made(arg) for arg in args]
+    named = {name: made(arg) for name, arg in kwargs.items()}
+    try:
+        results = KERNELS.get(target, target)(*given, **named)
+    except Exception:  # shapes that depend on data, and ops that know no meta device: torch raises all kinds
+        return ()
+    homes = [tensor.untyped_storage() for tensor in tensors]
+
+    def layout(result: Any) -> _Layout | None:
+        if not isinstance(result, torch.Tensor):
+            return None
+        home = result.untyped_storage()
+        views = next((i for i, other in enumerate(homes) if other is home), None)
+        return _Layout(views, tuple(result.shape), result.stride())
+
+    return [layout(result) for result in (results if isinstance(results, (list, tuple)) else (results,))]

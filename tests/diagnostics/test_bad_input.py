@@ -1,0 +1,191 @@
+"""What a user can get wrong, through the doors that users come in by, and what they are told, word for word.
+
+Each case raises or prints a diagnostic with a code, a place and a way out.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import shardc
+from shardc import Mesh, Plan, ShardcError
+from shardc.cli import app
+
+ROOT = Path(__file__).parent.parent.parent
+MESH = Mesh(dp=2, tp=2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).pow(2).sum()
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(self.conv(images)).sum()
+
+
+class Branches(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Picks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x[:, 0] > 0])
+
+
+class Inverts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.head.weight
+        return super().forward(x) + torch.linalg.inv(weight @ weight.T + torch.eye(4)).sum()
+
+
+def batch() -> Tensor:
+    return torch.randn(8, 16)
+
+
+def yaml(text: str, model: type[nn.Module] = Net, **sample: Tensor) -> shardc.Program:
+    """Compile with a plan as it stands in a file."""
+    given: Any = sample or batch()
+    return shardc.compile(model(), given, mesh=MESH, plan=Plan.parse(text, "plan.yaml"))
+
+
+def images(text: str) -> shardc.Program:
+    return yaml(text, Conv, images=torch.randn(4, 3, 8, 8))
+
+
+def strict(model: nn.Module) -> shardc.Program:
+    return shardc.compile(model, batch(), mesh=MESH, plan={"inputs": {"x": "dp"}}, strict=True)
+
+
+def program() -> shardc.Program:
+    return yaml('inputs:\n  x: "dp"')
+
+
+CASES: dict[str, tuple[str, Callable[[], object]]] = {
+    "unknown_axis": ("SC201", lambda: yaml('params:\n  "blocks.*.up.weight": "tq, -"')),
+    "glob_matches_nothing": ("SC202", lambda: yaml('params:\n  "block.*.up.weight": "tp, -"')),
+    "module_matches_nothing": ("SC202", lambda: yaml('activations:\n  blocks.2: "dp, -"')),
+    "axis_used_twice": ("SC204", lambda: yaml('params:\n  "blocks.*.up.weight": "tp, tp"')),
+    "too_many_dims": ("SC205", lambda: yaml('params:\n  "blocks.*.up.weight": "tp, -, -"')),
+    "too_many_dims_activation": ("SC205", lambda: yaml('activations:\n  blocks.0: "dp, -, tp"')),
+    "conflicting_annotations": (
+        "SC206",
+        lambda: yaml('params:\n  "blocks.*.up.weight": "tp, -"\n  "block*.0.up.weight": "-, tp"'),
+    ),
+    "conv_kernel_dim": ("SC207", lambda: images('params:\n  conv.weight: "-, -, tp, -"')),
+    "conv_spatial_dim": ("SC207", lambda: images('inputs:\n  images: "-, -, -, tp"')),
+    "layer_norm_weight": ("SC207", lambda: yaml('params:\n  "blocks.*.norm.weight": "tp"')),
+    "plan_key": ("SC208", lambda: yaml('parms:\n  "blocks.*.up.weight": "tp, -"')),
+    "placement_text": ("SC212", lambda: yaml('params:\n  "blocks.*.up.weight": "tp; -"')),
+    "mesh": ("SC210", lambda: shardc.compile(Net(), batch(), mesh={"tp": 0})),
+    "control_flow": ("SC101", lambda: yaml('inputs:\n  x: "dp"', Branches)),
+    "data_dependent_shape": ("SC101", lambda: yaml('inputs:\n  x: "dp"', Picks)),
+    "no_rule_under_strict": ("SC301", lambda: strict(Inverts())),
+    "model_fails": ("SC104", lambda: shardc.compile(Net(), torch.randn(8, 15), mesh=MESH)),
+    "batch_does_not_fit_forward": ("SC103", lambda: shardc.compile(Net(), {"y": batch()}, mesh=MESH)),
+    "loss_is_no_scalar": (
+        "SC102",
+        lambda: shardc.compile(nn.Linear(16, 4), batch(), mesh=MESH, loss=lambda output, _: output),
+    ),
+    "simulated_batch_shape": ("SC501", lambda: program().simulate(torch.randn(8, 15))),
+    "simulated_batch_dtype": ("SC501", lambda: program().simulate(torch.ones(8, 16, dtype=torch.int64))),
+    "stepped_batch_shape": ("SC501", lambda: program().launch().step(torch.randn(6, 16))),
+    "batch_without_its_input": ("SC504", lambda: program().simulate({"y": batch()})),
+    "over_budget": ("SC213", lambda: yaml('budget:\n  dp: 1KiB\ninputs:\n  x: "dp"')),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compile(case: str, golden: Callable[[str, str], None]) -> None:
+    code, act = CASES[case]
+    with pytest.raises(ShardcError) as raised:
+        act()
+    first = raised.value.diagnostics[0]
+    assert first.code == code
+    assert first.severity == "error"
+    assert first.hint
+    golden(f"bad_input/{case}.txt", _clean(str(raised.value)))
+
+
+@pytest.mark.parametrize("case", ["cut_short", "cut_in_the_middle", "altered", "other_file", "version"])
+def test_program_files(case: str, tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    path = tmp_path / "program.json"
+    program().save(path)
+    text = path.read_text()
+    path.write_text(
+        {
+            "cut_short": text[:-2],
+            "cut_in_the_middle": text[: len(text) // 2],
+            "altered": text.replace('"dp"', '"tp"', 1),
+            "other_file": "mesh: dp=2\n",
+            "version": re.sub(r'"version": \d+', '"version": 99', text),
+        }[case]
+    )
+    with pytest.raises(ShardcError) as raised:
+        shardc.Program.load(path)
+    first = raised.value.diagnostics[0]
+    assert first.location == str(path)
+    assert first.hint
+    said = _clean(str(raised.value)).replace(str(tmp_path), "")
+    golden(f"bad_input/file_{case}.txt", re.sub(r"after \d+ characters", "after N characters", said))
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "options"),
+    [
+        ("cli_unknown_axis", 'mesh: dp=2, tp=2\nparams:\n  up.weight: "tq, -"\n', []),
+        ("cli_mesh_without_axis", 'params:\n  up.weight: "tp, -"\n', ["--mesh", "dp=4"]),
+        ("cli_mesh_text", 'params:\n  up.weight: "tp, -"\n', ["--mesh", "dp4"]),
+        ("cli_several_at_once", 'mesh: tp=2\nparams:\n  ip.weight: "tp"\n  up.bias: "tp, -"\ninputs:\n  y: "tp"\n', []),
+    ],
+)
+def test_command_line(
+    case: str,
+    plan: str,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    golden: Callable[[str, str], None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.yaml").write_text(plan)
+    target = f"{ROOT}/examples/mlp.py:mlp"
+    result = CliRunner().invoke(app, ["compile", target, "--plan", "plan.yaml", *options])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    golden(f"bad_input/{case}.txt", _clean(result.stderr))
+
+
+def _clean(text: str) -> str:
+    return text.replace(f"{ROOT}/", "")

@@ -1,0 +1,13 @@
+"""Marks every test here `gpu`, and skips those that ask for more GPUs than there are: `@pytest.mark.gpu(2)`."""
+
+import pytest
+import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    wanted, found = (*marker.args, 1)[0], torch.cuda.device_count()
+    if found < wanted:
+        pytest.skip(f"needs {wanted} GPU{'s' * (wanted > 1)}, this machine has {found or 'none'}")

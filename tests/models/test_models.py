@@ -1,0 +1,159 @@
+"""Every model of the zoo, unmodified, over dp x tp: equal to one device, and communicating as Megatron-LM does.
+
+That a plan is honoured is asserted, and not assumed: parameters are sharded where they should be and nowhere else,
+heads are local to their rank, activations are all-reduced exactly where the pattern says, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from shardc import Mesh, Plan, compiler
+from shardc.api import Program, bind
+from shardc.ir.annotation import Annotation
+from shardc.ir.graph import info, op_name, operands, type_of
+from shardc.ir.placement import Placement
+from shardc.rules.registry import find_rule
+from shardc.runtime.eager import eager_outputs
+from shardc.runtime.simulate import run_reference
+from shardc.runtime.verify import ZERO_GRADIENT, magnitude, relative_error
+from shardc.trace import Traced, trace
+from tests.models.zoo import MODELS, Model
+
+MESHES = ["dp=1, tp=2", "dp=2, tp=2", "dp=2, tp=4"]
+OPTIONS = compiler.Options()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A model traced once, with its program for each mesh."""
+
+    model: Model
+    module: nn.Module
+    traced: Traced
+    programs: dict[str, Program]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=[m.name for m in MODELS])
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    model: Model = request.param
+    module, batch, loss = model.make()
+    traced = trace(module, batch, loss)
+    programs: dict[str, Program] = {}
+    plan = Plan.load(model.plan)
+    bound = {text: bind(plan, traced, Mesh.parse(text)) for text in MESHES}
+    # The graph of one device does not depend on the mesh, so the meshes share it.
+    reference = compiler.single_device(traced, Mesh(), OPTIONS)
+    for text in MESHES:
+        graph = reference.copy()
+        graph.mesh = Mesh.parse(text)
+        body = compiler.distribute(graph, bound[text], OPTIONS)
+        programs[text] = Program(
+            body, reference, body.mesh, tuple(body.diagnostics), (), traced.constants, {}, module, batch, loss
+        )
+    return Compiled(model, module, traced, programs)
+
+
+meshes = pytest.mark.parametrize("mesh", MESHES)
+
+
+@meshes
+def test_equal_to_one_device_and_to_eager(compiled: Compiled, mesh: str) -> None:
+    report = compiled.programs[mesh].verify()
+    assert report.ok, str(report)
+    assert all(row.eager_error is not None for row in report.rows)
+    assert report.eager_error is not None
+    assert report.eager_error <= compiled.model.eager, str(report)
+    unused = set(compiled.traced.unused)
+    wanted = {name for name, p in compiled.module.named_parameters() if p.requires_grad} - unused
+    assert {row.name for row in report.rows if row.role == "grad"} == wanted
+    assert not unused
+
+
+class InDouble(TorchFunctionMode):
+    """Whoever asks for float32 by name is given float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+
+        def lift(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        return func(*map(lift, args), **{key: lift(value) for key, value in (kwargs or {}).items()})
+
+
+def test_only_hard_coded_float32_tells_eager_apart(compiled: Compiled) -> None:
+    program = compiled.programs[MESHES[0]]
+    found = run_reference(program.reference, program.inputs(), dtype=torch.float64)
+    with InDouble():
+        eager = eager_outputs(compiled.module, program.sample, program.loss, torch.float64)
+    floor = ZERO_GRADIENT * max(magnitude(value) for port, value in found.items() if port.role == "grad")
+    for port, value in found.items():
+        assert relative_error(value, eager[port.name].to(value.dtype), floor) <= 1e-12, port.name
+
+
+@meshes
+def test_parameters_are_sharded(compiled: Compiled, mesh: str) -> None:
+    program = compiled.programs[mesh]
+    globs = [Annotation(text, Placement()) for text in compiled.model.sharded]
+    over_tp: set[str] = set()
+    for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
+        if port.role == "param":
+            assert type_of(value).axes <= {"tp"}, "dp shards no parameter"
+            over_tp |= {port.name} if type_of(value).axes else set()
+    names = {port.name for port in program.body.inputs if port.role == "param"}
+    assert over_tp == {name for name in names if any(glob.matches(name) for glob in globs)}
+    assert all(any(glob.matches(name) for name in names) for glob in globs)
+
+
+def is_gradient(value: fx.Node) -> bool:
+    """A value that is returned as a gradient, perhaps in another shape."""
+    while len(value.users) == 1:
+        (user,) = value.users
+        if user.op == "output":
+            return info(value).phase == "bwd"
+        rule = find_rule(user.target)
+        if rule is None or rule.kind != "view":
+            return False
+        value = user
+    return False
+
+
+@meshes
+def test_communication_is_megatrons(compiled: Compiled, mesh: str) -> None:
+    program = compiled.programs[mesh]
+    activations: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()
+    for one in program.collectives():
+        assert one.kind == "all_reduce", f"{one.kind} of {one.value} over {one.axes}"
+        assert one.group_size > 1
+        if is_gradient(program.body.by_name(one.value)):
+            gradients[one.value] += 1
+        elif "tp" in one.axes:
+            assert one.axes == ("tp",), one.value
+            activations[one.phase] += 1
+    assert activations == Counter({"fwd": compiled.model.forward, "bwd": compiled.model.backward})
+    # Each gradient is reduced once, over all its axes at a time.
+    assert sum(gradients.values()) <= sum(port.role == "grad" for port in program.body.outputs)
+    assert [d.render() for d in program.diagnostics if d.severity == "warning"] == []
+
+
+@meshes
+def test_heads_are_local(compiled: Compiled, mesh: str) -> None:
+    body = compiled.programs[mesh].body
+    calls = [n for n in body.calls() if op_name(n.target) in ("shardc.sdpa", "shardc.sdpa_bwd")]
+    assert len(calls) == 2 * compiled.model.attention
+    for call in calls:
+        for value in operands(call):
+            type = type_of(value)
+            if len(type.dims) == 4 and type.shape[1] > 1:
+                assert any("tp" in atom.axes for atom in type.dims[1]), f"{info(value).name} : {type}"
+            assert not type.partial
