@@ -15,7 +15,7 @@ New values of what is stored (casts and updates of parameters, new optimizer sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,6 +99,7 @@ class MemoryReport:
     rows: tuple[Row, ...]
     peak_at: Moment | None  # None for a body without calls
     live: tuple[LiveValue, ...]
+    timeline: tuple[int, ...]  # bytes beyond what is stored, while each call runs
 
     @property
     def peak(self) -> int:
@@ -187,23 +188,22 @@ def memory(body: Graph) -> MemoryReport:
     for role, storage in held:
         stored[STORED.get(role, "inputs")] += storage.bytes
     categories = [life.category for life in made]
-    starts: list[list[int]] = [[] for _ in calls]
-    ends: list[list[int]] = [[] for _ in range(len(calls) + 1)]
-    for i, life in enumerate(made):
-        starts[life.born].append(i)
-        ends[life.dies].append(i)
+    births = Agenda(range(len(made)), [life.born for life in made])
+    deaths = Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
     now, most, at_peak = (dict.fromkeys(CATEGORIES, 0) for _ in range(3))
+    timeline: list[int] = []
     total = peak = 0
     peak_at: int | None = None
     for at in range(len(calls)):
-        for i in starts[at]:
+        for i in births.due(at):
             size, category = made[i].storage.bytes, categories[i]
             total += size
             now[category] += size
             most[category] = max(most[category], now[category])
+        timeline.append(total)
         if total > peak or peak_at is None:
             peak, peak_at, at_peak = total, at, dict(now)
-        for i in ends[at]:
+        for i in deaths.due(at):
             total -= made[i].storage.bytes
             now[categories[i]] -= made[i].storage.bytes
     rows = tuple(
@@ -216,7 +216,20 @@ def memory(body: Graph) -> MemoryReport:
         there = ((i, life) for i, life in enumerate(made) if life.born <= peak_at <= life.dies)
         live += [_live(life.storage, categories[i]) for i, life in there]
     live.sort(key=lambda one: -one.bytes)
-    return MemoryReport(rows, None if peak_at is None else _moment(peak_at, calls[peak_at]), tuple(live))
+    moment = None if peak_at is None else _moment(peak_at, calls[peak_at])
+    return MemoryReport(rows, moment, tuple(live), tuple(timeline))
+
+
+class Agenda:
+    """Indices in order of their times, handed out as time goes by."""
+
+    def __init__(self, order: Sequence[int], times: Sequence[int]) -> None:
+        self.order, self.times, self.next = order, times, 0
+
+    def due(self, now: int) -> Iterator[int]:
+        while self.next < len(self.order) and self.times[self.order[self.next]] == now:
+            self.next += 1
+            yield self.order[self.next - 1]
 
 
 def _lives(body: Graph, calls: Sequence[fx.Node]) -> tuple[list[tuple[Role, Storage]], list[_Life]]:

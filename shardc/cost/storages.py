@@ -11,10 +11,11 @@ layers asks no more than a graph of one.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -22,6 +23,7 @@ from torch import fx
 from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.kernels import KERNELS
+from shardc.ir.types import TensorType
 
 META = torch.device("meta")
 Strides = tuple[int, ...]
@@ -35,8 +37,7 @@ class Storage:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(NamedTuple):
     """How a result lies in memory: the position of the operand that it is a view of, None if fresh; its strides."""
 
     views: int | None
@@ -44,8 +45,7 @@ class _Layout:
     strides: Strides
 
 
-@dataclass(frozen=True, slots=True)
-class _Operand:
+class _Operand(NamedTuple):
     """What of an operand decides the layout of a result."""
 
     shape: tuple[int, ...]
@@ -59,20 +59,19 @@ def storages(body: Graph) -> dict[fx.Node, Storage]:
     known: dict[fx.Node, _Operand] = {}
     asked: dict[Any, Sequence[_Layout | None]] = {}
     for node in body.placeholders:
-        known[node] = _fresh(node, body.mesh)
-        found[node] = Storage(node, type_of(node).local_bytes(body.mesh))
+        known[node] = own = _contiguous(type_of(node), body.mesh)
+        found[node] = _storage(node, own)
     for node in body.calls():
         layouts = _layouts(node, known, asked)
         for value, position in yields(node):
-            contiguous = _fresh(value, body.mesh)
+            known[value] = own = _contiguous(type_of(value), body.mesh)
             layout = layouts[position] if position < len(layouts) else None
-            if layout is None or layout.shape != contiguous.shape:
-                layout = _Layout(None, contiguous.shape, contiguous.strides)
-            known[value] = _Operand(contiguous.shape, layout.strides, contiguous.dtype)
-            if layout.views is None:
-                found[value] = Storage(value, type_of(value).local_bytes(body.mesh))
-            else:
-                found[value] = found[operands(node)[layout.views]]
+            if layout is None or layout.shape != own.shape:
+                found[value] = _storage(value, own)
+                continue
+            if layout.strides != own.strides:
+                known[value] = own._replace(strides=layout.strides)
+            found[value] = _storage(value, own) if layout.views is None else found[operands(node)[layout.views]]
     return found
 
 
@@ -83,13 +82,16 @@ def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
     return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
 
 
-def _fresh(value: fx.Node, mesh: Mesh) -> _Operand:
-    type = type_of(value)
-    shape, strides, step = type.local_shape(mesh), [], 1
+def _storage(value: fx.Node, own: _Operand) -> Storage:
+    return Storage(value, math.prod(own.shape) * own.dtype.itemsize)
+
+
+def _contiguous(type: TensorType, mesh: Mesh) -> _Operand:
+    shape, strides, step = type.local_shape(mesh), list[int](), 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return _Operand(shape, tuple(reversed(strides)), type.dtype)
+    return _Operand(shape, tuple(strides[::-1]), type.dtype)
 
 
 def _layouts(

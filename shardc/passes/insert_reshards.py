@@ -22,6 +22,7 @@ from shardc.ir.types import TensorType
 from shardc.passes.atomize import UPDATES
 from shardc.passes.base import Pass, split_of
 from shardc.passes.reshard_steps import Step, plan
+from shardc.passes.settle_partials import linear_in
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
 
@@ -75,12 +76,15 @@ def operand_types(node: fx.Node) -> list[TensorType]:
         return types
     projection = project(node)
     split = split_of(node, projection)
-    passes = info(node).passes
+    through = {
+        axis: linear_in(sources, [(axis, "sum") in type.partial for type in types], projection)
+        if projection.linear != "joint"
+        else range(len(sources))
+        for axis in info(node).passes
+    }
     needs: list[TensorType] = []
-    linear = range(len(sources)) if projection.linear == "joint" else projection.linear
-    for k, (value, type) in enumerate(zip(sources, types, strict=True)):
-        joint = projection.linear == "joint"
-        pending = [(a, "sum") for a in passes if joint or ((a, "sum") in type_of(value).partial and k in linear)]
+    for k, type in enumerate(types):
+        pending = [(axis, "sum") for axis, through_k in through.items() if k in through_k]
         needs.append(type.place([split.get(p, ()) for p in projection.operands[k]], pending))
     return needs
 

@@ -64,21 +64,29 @@ class _Op:
         """The op needs this operand sharded over the axis."""
         return any(axis in self.split.get(p, ()) for p in self.projection.operands[operand])
 
-    def could_pass(self, pending: set[fx.Node], axis: str) -> bool:
-        """The op is linear in those of its operands that are pending."""
-        if self.uses(axis) or not self.projection.linear:
-            return False
-        having = [i for i, v in enumerate(self.sources) if v in pending]
-        if self.projection.linear == "joint":
-            return len(having) == len(self.sources) > 0
-        return len(having) == 1 and having[0] in self.projection.linear
+    def passing(self, pending: set[fx.Node], axis: str) -> tuple[int, ...]:
+        """The operands that the op would run on as pending sums; none if it cannot."""
+        if self.uses(axis):
+            return ()
+        return linear_in(self.sources, [v in pending for v in self.sources], self.projection)
+
+
+def linear_in(sources: list[fx.Node], pending: list[bool], projection: Projection) -> tuple[int, ...]:
+    """Which of the operands that are pending an op may be run on: of a sum all, if all are, of a product one.
+
+    Of a product's two it is the gradient, and the other is resolved.
+    """
+    if projection.linear == "joint":
+        return tuple(range(len(sources))) if sources and all(pending) else ()
+    able = [i for i in projection.linear if i < len(sources) and pending[i]]
+    return tuple(sorted(able, key=lambda i: (info(sources[i]).phase != "bwd", i))[:1])
 
 
 def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
     """The ops that run on sums pending over the axis."""
     generated: set[fx.Node] = set()
     pending: set[fx.Node] = set()
-    eligible: set[_Op] = set()
+    eligible: dict[_Op, tuple[int, ...]] = {}
     users: dict[fx.Node, list[tuple[_Op, int]]] = {}
     by_result: dict[fx.Node, _Op] = {}
     for op in ops:  # topological: an op's operands are classified before it
@@ -89,8 +97,9 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
             if "sum" in {kind for a, kind in op.projection.partial(op.split, k) if a == axis}:
                 generated.add(v)
                 pending.add(v)
-        if op.could_pass(pending, axis):
-            eligible.add(op)
+        through = op.passing(pending, axis)
+        if through:
+            eligible[op] = through
             pending.update(v for v in op.outs if v is not None)
         for i, v in enumerate(op.sources):
             if v in pending:
@@ -101,14 +110,15 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
     wanted = {v: axis in type_of(graph.input(p.name)).axes for v, p in outputs.items() if p.role in UPDATES}
     chosen: list[_Op] = []
     for values in _components(pending, eligible, users):
-        if all(op not in eligible for v in values for op, _ in users.get(v, [])):
+        if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):
             continue
         network: nx.DiGraph[object] = nx.DiGraph()
         for v in values:
             uses = users.get(v, [])
-            resolved = [(op, i) for op, i in uses if op not in eligible]
+            resolved = [(op, i) for op, i in uses if i not in eligible.get(op, ())]
+            waiting = [op for op, i in uses if i in eligible.get(op, ())]
             sharded = [op.wants(i, axis) for op, i in resolved]
-            sharded += [True for op, _ in uses if op in eligible and axis in op.delayed]
+            sharded += [True for op in waiting if axis in op.delayed]
             sharded += [wanted[v]] if v in wanted else []
             once = bool(sharded) and all(sharded)
             cost = type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + LATENCY_BYTES
@@ -119,30 +129,30 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
                 network.add_edge((v, "p"), "sink", capacity=1)  # ties resolve early
             if v in outputs or resolved or v in graph.seeds:
                 network.add_edge((v, "r"), "sink")
-            for op, _ in uses:
-                if op in eligible:
-                    for w in op.outs:
-                        if w is not None:
-                            network.add_edge((v, "r"), (w, "p"))
-                            network.add_edge((w, "p"), (v, "p"))
+            for op in waiting:
+                outs = [w for w in op.outs if w is not None]
+                for w, other in zip(outs, [*outs[1:], *outs[:1]], strict=True):
+                    network.add_edge((v, "r"), (w, "p"))
+                    network.add_edge((w, "p"), (v, "p"))
+                    network.add_edge((w, "p"), (other, "p"))  # a call's results are all pending, or none
         if "source" not in network or "sink" not in network:
             continue
         _, (near, _) = nx.minimum_cut(network, "source", "sink")
-        for op in {op for v in values for op, _ in users.get(v, []) if op in eligible}:
+        for op in {op for v in values for op, i in users.get(v, []) if i in eligible.get(op, ())}:
             if all((w, "p") in near for w in op.outs if w is not None):
                 chosen.append(op)
     return chosen
 
 
 def _components(
-    pending: set[fx.Node], eligible: set[_Op], users: dict[fx.Node, list[tuple[_Op, int]]]
+    pending: set[fx.Node], eligible: dict[_Op, tuple[int, ...]], users: dict[fx.Node, list[tuple[_Op, int]]]
 ) -> list[list[fx.Node]]:
     """Values tied by eligible ops; each group is a cut of its own. Deterministic: in order of the users' table."""
     ties: nx.Graph[fx.Node] = nx.Graph()
     for v, uses in users.items():
         ties.add_node(v)
-        for op, _ in uses:
-            if op in eligible:
+        for op, i in uses:
+            if i in eligible.get(op, ()):
                 ties.add_edges_from((v, w) for w in op.outs if w is not None)
     return [list(c) for c in nx.connected_components(ties)]
 

@@ -7,6 +7,8 @@ instruction, the error it died of, if it could say), and one whose collective fa
     silent, without an error of its own    it died: SC502, even where others failed of it first
     an error of its own                    it failed: SC502, with that error
     alive, at an earlier instruction       it is late or stuck: SC503
+
+torchrun notices a dead rank too, and ends the others with SIGTERM. They then say who died before they go.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,6 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardc.ir.diagnostic import ShardcError, error
+from shardc.runtime.wake import STOP, Bell
 
 BEAT = 0.5  # seconds
 SILENCE = 6 * BEAT  # without a new beat for so long, a rank counts as dead
@@ -37,6 +41,7 @@ class Record:
     failed: bool = False
     own: str = ""
     left: bool = False  # it finished its work and closed
+    told: bool = False  # it got SIGTERM, and so did not die of itself
 
 
 class Monitor:
@@ -52,7 +57,8 @@ class Monitor:
         self._store, self._beat = store, 0
         self._last_words: dict[str, Any] = {}  # what every further beat repeats
         self._fatal = fatal
-        self._stop = threading.Event()
+        self._speaking = False  # the main thread will raise an error of its own
+        self._bell = Bell()
         self._say()
         self._thread = threading.Thread(target=self._run, name="shardc-monitor", daemon=True)
         self._thread.start()
@@ -62,12 +68,15 @@ class Monitor:
         self._say()
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._bell.stop()
+            self._thread.join()
+            self._bell.close()
         self._say(left=True)
 
     def failed_alone(self, why: str) -> None:
         """This rank fails for a reason of its own; the others should hear it from here."""
+        self._speaking = True
         self._say(failed=True, own=why)
 
     def blame(self, failure: BaseException) -> ShardcError:
@@ -75,6 +84,7 @@ class Monitor:
         before: dict[int, Record] = {}
         seen: dict[int, Record] = {}
         deadline = time.monotonic() + SILENCE
+        self._speaking = True
         self._say(failed=True)
         try:
             before = self._records()
@@ -88,7 +98,7 @@ class Monitor:
         for rank, record in seen.items():
             if record.own:
                 return self._died(rank, record, f"of an error of its own: {record.own}")
-        silent = [r for r, record in seen.items() if record.beat == before[r].beat and not record.failed]
+        silent = [r for r, one in seen.items() if one.beat == before[r].beat and not (one.failed or one.told)]
         for rank in silent:
             return self._died(
                 rank, seen[rank], "it closed its trainer" if seen[rank].left else "without an error of its own"
@@ -137,27 +147,39 @@ class Monitor:
 
     def _run(self) -> None:
         heard: dict[int, tuple[int, float]] = {}
-        while not self._stop.wait(BEAT):
-            self._say()
-            if self._fatal:
-                self._listen(heard)
+        last_call = float("inf")
+        while True:
+            rung = self._bell.wait(BEAT)
+            if STOP in rung:
+                return
+            told = signal.SIGTERM in rung
+            if told:
+                # Who is dead is known by a silence; a main thread that is finding out needs as long to say it.
+                last_call = min(last_call, time.monotonic() + 2 * SILENCE)
+            self._say(**({"told": True} if told else {}))
+            if self._fatal or last_call < float("inf"):
+                self._listen(heard, last_call < float("inf"))
+            if time.monotonic() > last_call:
+                os._exit(128 + signal.SIGTERM)
 
-    def _listen(self, heard: dict[int, tuple[int, float]]) -> None:
+    def _listen(self, heard: dict[int, tuple[int, float]], told: bool) -> None:
         try:
             records = self._records()
         except Exception:
-            self._end(self._died(0, None, "and with it the store of the job"))
+            self._end(self._died(0, None, "and with it the store of the job"), told)
             return
         now = time.monotonic()
         for rank, record in records.items():
             if heard.get(rank, (None,))[0] != record.beat:
                 heard[rank] = record.beat, now
             if record.own:
-                self._end(self._died(rank, record, f"of an error of its own: {record.own}"))
-            elif now - heard[rank][1] > SILENCE and not record.left and not record.failed:
-                self._end(self._died(rank, record, "without an error of its own"))
+                self._end(self._died(rank, record, f"of an error of its own: {record.own}"), told)
+            elif now - heard[rank][1] > SILENCE and not (record.left or record.failed or record.told):
+                self._end(self._died(rank, record, "without an error of its own"), told)
+        if told and not self._speaking and all(r.told or r.left or r.failed for r in records.values()):
+            os._exit(128 + signal.SIGTERM)  # nobody died: the whole job was ended, or the others have said why
 
-    def _end(self, why: ShardcError) -> None:
-        if not self._stop.is_set():
+    def _end(self, why: ShardcError, told: bool) -> None:
+        if not self._speaking:
             print(why, file=sys.stderr, flush=True)
-            os._exit(1)
+            os._exit(128 + signal.SIGTERM if told else 1)

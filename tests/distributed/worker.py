@@ -5,6 +5,7 @@ Each scenario writes `FOLDER/RANK.json`; assertions that fail end the process wi
 
 import json
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -21,7 +22,7 @@ from shardc.ir.types import TensorType
 from shardc.runtime.executor import Executor
 from shardc.runtime.groups import ProcessGroupCommunicator, axes_used
 from shardc.runtime.instructions import rank_context
-from shardc.runtime.launch import launch
+from shardc.runtime.launch import Trainer, launch
 from shardc.runtime.layout import shard
 from shardc.runtime.simulate import simulate
 from tests.handmade import Builder, mlp, mlp_inputs
@@ -104,29 +105,35 @@ def train() -> dict[str, object]:
     return {"losses": losses, "held": held, "bytes": held_bytes, "grads": grads, "made": made}
 
 
-def broken(how: str) -> dict[str, object]:
-    """The last rank dies, fails or sleeps in the middle of its second step; the others report what they are told."""
+def trainer_that_breaks(how: str) -> Trainer:
+    """A trainer after its first step; on the last rank the second one ends in its middle."""
     world = int(os.environ["WORLD_SIZE"])
     body = mlp(mesh=Mesh(dp=world // 2, tp=2))
-    inputs = mlp_inputs()
-    program = SimpleNamespace(body=body, mesh=body.mesh, model=None, constants=inputs)
+    program = SimpleNamespace(body=body, mesh=body.mesh, model=None, constants=mlp_inputs())
     trainer = launch(program, timeout=LIMIT)
-    trainer.step({"x": inputs["x"]})
+    trainer.step({"x": mlp_inputs()["x"]})
     if world - 1 == RANK:
         code = trainer.engine.executor._code
         at, _, *rest = code[1]
 
         def fail(*_: object) -> None:
+            (Path(sys.argv[2]) / "broke_at").write_text(str(time.time()))
             if how == "dead":
-                os._exit(9)
+                os.kill(os.getpid(), signal.SIGKILL)
             if how == "stuck":
-                time.sleep(30)
+                time.sleep(120)
             raise MemoryError("no memory for relu")
 
         code[1] = (at, fail, *rest)
+    return trainer
+
+
+def broken(how: str) -> dict[str, object]:
+    """The last rank dies, fails or sleeps; the others report what they are told."""
+    trainer = trainer_that_breaks(how)
     started = time.monotonic()
     try:
-        trainer.step({"x": inputs["x"]})
+        trainer.step({"x": mlp_inputs()["x"]})
     except ShardcError as failure:
         return {"error": str(failure), "code": failure.code, "seconds": time.monotonic() - started}
     except MemoryError as failure:
@@ -134,9 +141,18 @@ def broken(how: str) -> dict[str, object]:
     return {"error": None}
 
 
+def uncaught(how: str) -> None:
+    """The same in a script that catches nothing, as most do."""
+    with trainer_that_breaks(how) as trainer:
+        trainer.step({"x": mlp_inputs()["x"]})
+
+
 def main() -> None:
     torch.set_num_threads(1)
     scenario, folder = sys.argv[1], Path(sys.argv[2])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        uncaught(scenario)
+        return
     run = {"collectives": collectives, "train": train}.get(scenario)
     found = run() if run else broken(scenario)
     (folder / f"{RANK}.json").write_text(json.dumps(found))

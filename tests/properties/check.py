@@ -30,21 +30,28 @@ class Refused:
 
 
 def compiled(reference: Graph, plan: Mapping[str, Mapping[str, str]], mesh: Mesh) -> Graph | Refused:
-    """The body for a plan in full names, statically verified after each pass; the codes if the plan is refused."""
+    """The body for a plan in full names, statically verified after each pass; the codes if the plan is refused.
+
+    A few tensors of a plan that are refused are left out of it: most plans then have something left to execute.
+    """
     bound = [
         Bound(kind.removesuffix("s"), name, Placement.parse(text), f'{name} = "{text}"')
         for kind, named in plan.items()
         for name, text in named.items()
     ]
-    fresh = reference.copy()
-    fresh.mesh = mesh
-    try:
-        return compiler.distribute(fresh, bound, Options(verify=True))
-    except ShardcError as refused:
-        codes = tuple(d.code for d in refused.diagnostics)
-        if not LEGITIMATE.issuperset(codes):
-            raise
-        return Refused(codes)
+    codes: list[str] = []
+    while bound or not codes:
+        fresh = reference.copy()
+        fresh.mesh = mesh
+        try:
+            return compiler.distribute(fresh, bound, Options(verify=True))
+        except ShardcError as refused:
+            codes += [d.code for d in refused.diagnostics]
+            blamed = {d.tensor for d in refused.diagnostics}
+            if not LEGITIMATE.issuperset(codes) or not blamed & {one.name for one in bound}:
+                raise
+            bound = [one for one in bound if one.name not in blamed]
+    return Refused(tuple(codes))
 
 
 def check(body: Graph, reference: Graph, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -36,6 +36,13 @@ def same_shape(e: Emit, x: Node, *options: Any) -> Result:
     return x if unchanged else KEEP
 
 
+@decompose(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, sometimes=True)
+def by_one(e: Emit, x: Node, other: Node | float) -> Result:
+    """What `addmm`'s alpha and beta leave behind. The number may still promote integers."""
+    unchanged = not isinstance(other, Node) and other == 1 and dtype_of(e.at) == dtype_of(x)
+    return x if unchanged else KEEP
+
+
 @decompose(aten.slice_backward.default, sometimes=True)
 def slice_backward(e: Emit, g: Node, *options: Any) -> Result:
     return g if shape_of(e.at) == shape_of(g) else KEEP
@@ -107,6 +114,8 @@ def addcdiv(e: Emit, x: Node, a: Node, b: Node, value: float) -> Result:
 
 @decompose(aten.masked_fill.Scalar)
 def masked_fill(e: Emit, x: Node, mask: Node, value: float) -> Result:
+    if value == 0 and shape_of(e.at) == shape_of(x):  # linear in x, so that a pending sum may pass
+        return e(aten.where.ScalarSelf, mask, value, x)
     return e.where(mask, e.full([], value, dtype_of(x)), x)
 
 
