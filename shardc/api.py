@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from shardc import compiler
 from shardc.compiler import Options, Watch
+from shardc.cost.flops import Flops, flops
+from shardc.cost.memory import MemoryReport, memory
 from shardc.explain import Explanation, explain
 from shardc.ir import program as data
 from shardc.ir.annotation import Annotation, match
@@ -25,7 +27,9 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P
+from shardc.passes.recompute import Recompute
 from shardc.passes.seed import Bound
+from shardc.optimizer import append_updates, initial_state, learning_rates
 from shardc.passes.store import Store
 from shardc.plan import Plan, Storage
 from shardc.runtime.eager import eager_outputs
@@ -72,6 +76,7 @@ def compile(
     mesh: Mesh | Mapping[str, int] | str | Any = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     strict: bool = False,
     watch: Watch | None = None,
 ) -> Program:
@@ -87,8 +92,14 @@ def compile(
     traced = trace(model, batch, loss, with_outputs=bool(wanted.outputs))
     bound = bind(wanted, traced, chosen)
     store, keep = bind_storage(wanted.storage, traced, chosen)
-    options = Options(strict or wanted.strict, watch=watch, store=store, keep_gathered=keep)
+    recompute = Recompute(**wanted.recompute.model_dump())
+    options = Options(strict or wanted.strict, watch=watch, store=store, keep_gathered=keep, recompute=recompute)
     reference = compiler.single_device(traced, chosen, options)
+    record: dict[str, Any] = {"text": wanted.dump()}
+    if optimizer is not None:
+        fills = append_updates(reference, optimizer, model, clip_grad_norm=wanted.clip_grad_norm)
+        rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
+        record |= {"optimizer": type(optimizer).__name__, "fills": fills, "rates": rates}
     body = compiler.distribute(reference.copy(), bound, options)
     program = Program(
         body=body,
@@ -97,10 +108,11 @@ def compile(
         diagnostics=tuple(body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
         constants=traced.constants,
-        plan={"text": wanted.dump()},
+        plan=record,
         model=model,
         sample=batch,
         loss=loss,
+        optimizer=optimizer,
     )
     program.refuse(wanted, options.strict)
     return program
@@ -116,6 +128,7 @@ class Program(data.Program):
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     sample: Any = field(default=None, compare=False, repr=False)
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
+    optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
 
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
         """Run all ranks in this process, in lock-step on the CPU; gradients and buffers come back whole."""
@@ -138,6 +151,14 @@ class Program(data.Program):
             eager = eager_outputs(model, sample, self.loss, dtype)
         return verify(self.body, self.reference, self.inputs(batch, params), dtype, eager)
 
+    def memory(self) -> MemoryReport:
+        """What a rank holds over a step, by category: stored, and at the peak of its liveness."""
+        return memory(self.body)
+
+    def flops(self) -> Flops:
+        """What a rank computes in a step, by phase and op."""
+        return flops(self.body)
+
     def explain(self, value: str | int) -> Explanation:
         """Why a collective exists, given by its name or its index in `collectives()`, and what would remove it."""
         return explain(self, value)
@@ -148,7 +169,18 @@ class Program(data.Program):
         state = dict(params) if params is not None else model_state(self.model)
         names = [p.name for p in self.reference.inputs if p.role == "input"]
         given = batch_inputs(batch, names) if batch is not None else {}
-        return complete_inputs(self.reference, {**self.constants, **state, **given}, seed=0)
+        own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
+        return complete_inputs(self.reference, {**own, **state, **given}, seed=0)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The optimizer's state before the next step, by name; a program from a file starts afresh."""
+        return initial_state(self.reference, self.plan.get("fills", {}), self.optimizer, self.model)
+
+    def learning_rates(self) -> dict[str, Tensor]:
+        """Each parameter group's present learning rate; of a program from a file, those it was compiled with."""
+        if self.optimizer is not None:
+            return learning_rates(self.optimizer)
+        return {name: torch.tensor(rate, dtype=torch.float64) for name, rate in self.plan.get("rates", {}).items()}
 
     def launch(self, **options: Any) -> Trainer:
         """The running job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated."""

@@ -168,6 +168,28 @@ def explain(
 
 @app.command(epilog=EPILOG)
 @guarded
+def cost(
+    target: TargetText,
+    plan: PlanPath = None,
+    mesh: MeshText = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="What a rank holds: by category, at which call most, and what then.")
+    ] = False,
+    top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
+    strict: Strict = False,
+) -> None:
+    """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
+    program, _ = _program(target, plan, mesh, strict, meta=True)
+    _diagnose(program.diagnostics)
+    for part in summary(program):
+        _out().print(part)
+    if memory:
+        report = program.memory()
+        typer.echo(f"{report}\n" + (f"\n{report.listing(top)}" if top else ""))
+
+
+@app.command(epilog=EPILOG)
+@guarded
 def verify(target: TargetText, plan: PlanPath = None, mesh: MeshText = None, strict: Strict = False) -> None:
     """Simulate all ranks and compare the loss, every gradient and buffer with the single device."""
     program, batch = _program(target, plan, mesh, strict, meta=False)

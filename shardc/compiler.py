@@ -26,6 +26,7 @@ from shardc.passes.localize import Localize
 from shardc.passes.lower_reshards import LowerReshards
 from shardc.passes.normalize import Normalize
 from shardc.passes.propagate import Propagate
+from shardc.passes.recompute import Recompute
 from shardc.passes.report_gathers import ReportGathers
 from shardc.passes.seed import Bound, SeedAnnotations, find_value
 from shardc.passes.settle_partials import SettlePartials
@@ -46,6 +47,7 @@ class Options:
     watch: Watch | None = None
     store: Store = field(default_factory=Store)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
+    recompute: Recompute = Recompute()
 
 
 def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...]]], options: Options) -> list[Pass]:
@@ -62,6 +64,7 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
         LowerReshards(),
         Combine(),
         ReportGathers(),
+        options.recompute,
         Localize(),
     ]
 
@@ -113,7 +116,7 @@ def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
                 severity,  # type: ignore[arg-type]
                 location=lines[0] if lines else None,
                 op=op,
-                hint=f"register one: shardc.rule({op.removesuffix('.default')}, '... -> ...')",
+                hint=f"register one that says which dims stay whole, as shardc.rule({op}, '... n m -> ... n m', whole='n m')",
             )
         )
     return found

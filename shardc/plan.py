@@ -17,10 +17,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from shardc.ir.annotation import KINDS, Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
@@ -29,6 +29,7 @@ from shardc.ir.placement import Placement
 
 Kind = Literal["params", "inputs", "activations", "outputs"]
 Annotations = dict[str, Annotation]
+RecomputeMode = Literal["none", "full", "selective", "budget"]
 TOTAL = "total"
 
 __all__ = ["Annotation", "Kind", "Plan", "match"]
@@ -90,6 +91,48 @@ class Storage(BaseModel):
         return data
 
 
+class Recomputing(BaseModel):
+    """What backward computes again instead of keeping; see passes/recompute.py.
+
+    `budget` is the most bytes of activations a rank may hold; under `collectives` communication is repeated too.
+    In short: the mode alone, or the budget alone.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: RecomputeMode = "none"
+    budget: int = 0
+    collectives: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, Recomputing) or value == {}:
+            return value
+        said: object = {"mode": value} if isinstance(value, str) else value
+        forms = "write full, selective, {budget: 20GiB}, or {mode: full, collectives: true}"
+        if not isinstance(said, Mapping):
+            raise error("SC208", f"'recompute' should be a mode or a budget, not {said!r}", hint=forms)
+        read = dict(cast(Mapping[str, object], said))
+        if "budget" in read:
+            read = {"mode": "budget", **read, "budget": read_bytes(read["budget"])}
+        mode, modes = read.get("mode"), get_args(RecomputeMode)
+        if mode not in modes:
+            hint = forms if mode is None else did_you_mean(str(mode), modes, "modes")
+            raise error("SC208", "'recompute' has no mode" + (f" '{mode}'" if mode else ""), hint=hint)
+        if (mode == "budget") != ("budget" in read):
+            unfit = "lacks its bytes" if mode == "budget" else f"goes with no budget: '{mode}' knows none"
+            raise error("SC208", f"'recompute: {mode}' {unfit}", hint=forms)
+        return read
+
+    def dumped(self) -> object:
+        """As plain data, in its short form if it has one."""
+        if self.mode == "budget":
+            more: dict[str, object] = {"collectives": True} if self.collectives else {}
+            return {"budget": bytes_text(self.budget), **more}
+        return {"mode": self.mode, "collectives": True} if self.collectives else self.mode
+
+
 class Plan(BaseModel):
     """What the user asks for. Build one with `Plan.of`, `Plan.load`, `Plan.from_dict` or `Plan.from_hf`.
 
@@ -105,6 +148,8 @@ class Plan(BaseModel):
     activations: Annotations = {}
     outputs: Annotations = {}
     storage: Storage = Storage()
+    recompute: Recomputing = Recomputing()
+    clip_grad_norm: float | None = None
     strict: bool = False
     budget: dict[str, int] = {}
     seed: int = 0
@@ -119,15 +164,19 @@ class Plan(BaseModel):
         activations: Mapping[str, object] | None = None,
         outputs: Mapping[str, object] | None = None,
         storage: Mapping[str, object] | None = None,
-        strict: bool = False,
+        recompute: str | Mapping[str, object] | None = None,
+        clip_grad_norm: float | None = None,
+        strict: bool | None = None,
         budget: Mapping[str, int | str] | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Plan:
         """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
         maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
         maps |= {"storage": storage, "budget": budget}
-        given = {key: dict(value) for key, value in maps.items() if value is not None}
-        return cls.from_dict({"mesh": mesh, **given, "strict": strict, "seed": seed})
+        given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
+        plain = {"mesh": mesh, "recompute": recompute, "clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
+        # What is not said must not count as said when the plan is merged over another.
+        return cls.from_dict({**given, **{key: value for key, value in plain.items() if value is not None}})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: Source | None = None) -> Plan:
@@ -219,6 +268,10 @@ class Plan(BaseModel):
                 data[kind] = {pattern: str(one.placement) for pattern, one in some.items()}
         if storage := self.storage.dumped():
             data["storage"] = storage
+        if self.recompute.mode != "none":
+            data["recompute"] = self.recompute.dumped()
+        if self.clip_grad_norm is not None:
+            data["clip_grad_norm"] = self.clip_grad_norm
         if self.strict:
             data["strict"] = True
         if self.budget:
@@ -321,7 +374,7 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
         return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
         inside = path[0] if len(path) > 1 else None
-        known = Storage.model_fields if inside == "storage" else Plan.model_fields
+        known = {"storage": Storage, "recompute": Recomputing}.get(inside or "", Plan).model_fields
         hint = did_you_mean(path[-1], known, f"keys of {inside or 'a plan'}")
         return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{path[-1]}'", hint=hint), *path),)
     expected = problem["msg"].partition(",")[0].removeprefix("Input should be ")

@@ -9,6 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardc.cost.flops import Flops, flops, human_flops
+from shardc.cost.memory import PHASES
 from shardc.ir.collectives import Collective, human_bytes
 from shardc.ir.graph import Graph, Port, info, type_of, update
 from shardc.ir.program import Program
@@ -16,14 +18,21 @@ from shardc.ir.types import TensorType
 
 
 def summary(program: Program) -> list[RenderableType]:
-    """Collectives by phase, axis and kind; parameters and their bytes."""
+    """Parameters and their bytes, the work of a rank, and collectives by phase, axis and kind."""
     stored, whole = program.parameter_bytes()
     ports = [(p, v) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True) if p.role == "param"]
     sharded = sum(1 for _, v in ports if type_of(v).axes)
     calls = sum(1 for _ in program.body.calls())
     head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {calls} instructions; "
     params = f"{len(ports)} parameters, {sharded} sharded: {human_bytes(stored)} a rank of {human_bytes(whole)}"
-    return [Text(head + params), collective_table(program.collectives())]
+    return [Text(f"{head}{params}\n{work(flops(program.body))}"), collective_table(program.collectives())]
+
+
+def work(done: Flops) -> str:
+    """What a rank computes, phase by phase."""
+    phases = [(PHASES[phase], done.of_phase(phase)) for phase in PHASES]
+    parts = ", ".join(f"{name} {human_flops(count)}" for name, count in phases if count)
+    return f"{human_flops(done.total)} a rank in products" + (f": {parts}" if parts else "")
 
 
 def collective_table(found: Sequence[Collective]) -> RenderableType:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -206,6 +207,47 @@ def on_backward(root: Any, before: Callable[[int], None], after: Callable[[], No
         node.register_hook(post)
 
 
+# ------------------------------------------------------------------ optimizers
+def record_in_place(fn: Callable[..., Any], inputs: Sequence[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """Record a function that changes its inputs in place, without the mutation; what it changed it must return."""
+    with torch.no_grad():
+        gm = record(functionalize(fn, remove="mutations"), inputs, mode, {}, lambda _: None)
+    for node in reversed(list(gm.graph.nodes)):
+        target: Any = node.target
+        # What is left of the mutation is written back at the end; and steps announce themselves to the profiler.
+        if node.op == "call_function" and (target is torch.ops.aten.copy_.default or target.namespace == "profiler"):
+            gm.graph.erase_node(node)
+    return gm
+
+
+def bare_optimizer(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Any]]
+) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
+    """The same optimizer with one group and a state of its own, and its step: no hooks, scheduler or profiler in it."""
+    bare = object.__new__(type(optimizer))  # not copy.copy, which goes through pickling and loses attributes
+    bare.__dict__.update(optimizer.__dict__)
+    bare.__dict__.pop("step", None)  # lr_scheduler puts a counting one into the instance
+    bare.param_groups = [dict(group)]
+    bare.state = defaultdict(dict, state)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        bare.__dict__[hooks] = OrderedDict()
+    step: Any = type(bare).step
+    if hasattr(step, "hooked"):
+        step = step.__wrapped__
+    return bare, lambda: step(bare)
+
+
+@contextmanager
+def compiling() -> Generator[None]:
+    """Say that a compiler is at work, for which torch's `capturable` optimizers take tensors on the CPU, fakes too."""
+    original = torch.compiler.is_compiling
+    torch.compiler.is_compiling = lambda: True
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = original
+
+
 # ------------------------------------------------------------------ trees of tensors
 Structure = pytree.TreeSpec
 
@@ -359,3 +401,8 @@ def job_store() -> Any:
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store().clone()
+
+
+def stored_at(info: Any) -> tuple[str, int, int]:
+    """File, offset and length of an item of a distributed checkpoint; torch keeps the class of what says so private."""
+    return info.relative_path, info.offset, info.length

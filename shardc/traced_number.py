@@ -10,7 +10,7 @@ one runs with its tensor instead:
     x.mul_(n), n / x, ...       ->  the same with n.tensor
 
 Its value as a float is NaN: where one leaks through (into `math.sqrt`, say), the result is not a number and the
-comparison with the real optimizer finds it. Asking for its value, as a comparison does, raises `ValueNeeded`.
+comparison with the real optimizer finds it. Asking for its value, as a comparison does, raises `ValueNeededError`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class ValueNeeded(Exception):
+class ValueNeededError(Exception):
     """A decision depends on the value of a traced number."""
 
 
@@ -48,7 +48,7 @@ class Number(float):
         return Number(self.tensor.abs())
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise ValueNeeded("it decides by the value of its learning rate or step")
+        raise ValueNeededError("it decides by the value of its learning rate or step")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
     __int__ = __float__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse  # type: ignore[assignment]
@@ -90,8 +90,9 @@ class traced_numbers(TorchFunctionMode):  # noqa: N801 (used as a context manage
         if name == "item":
             return Number(args[0])
         if name in ("__float__", "__int__", "__bool__", "__index__", "tolist"):
-            raise ValueNeeded("it reads the value of a tensor")
-        if not any(isinstance(value, Number) for value in (*args, *kwargs.values())):
+            raise ValueNeededError("it reads the value of a tensor")
+        numbers = any(isinstance(value, Number) for value in (*args, *kwargs.values()))
+        if not numbers and not any(isinstance(kwargs.get(key), Tensor) for key in ("alpha", "value")):
             return func(*args, **kwargs)
         if name in ("tensor", "as_tensor", "scalar_tensor"):
             return args[0].tensor.to(kwargs.get("dtype") or torch.get_default_dtype())

@@ -39,8 +39,9 @@ CATEGORIES: tuple[Category, ...] = (
     "communication",
     "temporaries",
 )
-STORED: dict[Role, Category] = {"param": "parameters", "state": "optimizer state", "buffer": "buffers"}  # or an input
-RETURNED: dict[Role, Category] = {**STORED, "grad": "gradients"}  # else an activation
+# By the role of an input: else it is one of the batch. By that of an output: else it is an activation.
+STORED: dict[Role, Category] = {"param": "parameters", "state": "optimizer state", "buffer": "buffers"}
+RETURNED: dict[Role, Category] = {**STORED, "grad": "gradients"}
 ORDER: tuple[Phase, ...] = ("fwd", "bwd", "opt")
 PHASES: dict[Phase, str] = {"fwd": "forward", "bwd": "backward", "opt": "optimizer"}
 
@@ -184,13 +185,13 @@ def memory(body: Graph) -> MemoryReport:
     """The report of a localized body. Takes time linear in its length."""
     calls = list(body.calls())
     held, made = _lives(body, calls)
-    stored = dict.fromkeys(CATEGORIES, 0)
-    for role, storage in held:
-        stored[STORED.get(role, "inputs")] += storage.bytes
-    categories = [life.category for life in made]
-    births = Agenda(range(len(made)), [life.born for life in made])
-    deaths = Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
-    now, most, at_peak = (dict.fromkeys(CATEGORIES, 0) for _ in range(3))
+    stored = _nothing()
+    for category, storage in held:
+        stored[category] += storage.bytes
+    categories: list[Category] = [life.category for life in made]
+    births = _Agenda(range(len(made)), [life.born for life in made])
+    deaths = _Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
+    now, most, at_peak = _nothing(), _nothing(), _nothing()
     timeline: list[int] = []
     total = peak = 0
     peak_at: int | None = None
@@ -211,7 +212,7 @@ def memory(body: Graph) -> MemoryReport:
         for rank in range(body.mesh.world_size)
         for category in CATEGORIES
     )
-    live = [_live(storage, STORED.get(role, "inputs")) for role, storage in held]
+    live = [_live(storage, category) for category, storage in held]
     if peak_at is not None:
         there = ((i, life) for i, life in enumerate(made) if life.born <= peak_at <= life.dies)
         live += [_live(life.storage, categories[i]) for i, life in there]
@@ -220,7 +221,11 @@ def memory(body: Graph) -> MemoryReport:
     return MemoryReport(rows, moment, tuple(live), tuple(timeline))
 
 
-class Agenda:
+def _nothing() -> dict[Category, int]:
+    return dict.fromkeys(CATEGORIES, 0)
+
+
+class _Agenda:
     """Indices in order of their times, handed out as time goes by."""
 
     def __init__(self, order: Sequence[int], times: Sequence[int]) -> None:
@@ -232,10 +237,12 @@ class Agenda:
             yield self.order[self.next - 1]
 
 
-def _lives(body: Graph, calls: Sequence[fx.Node]) -> tuple[list[tuple[Role, Storage]], list[_Life]]:
-    """The storages of inputs, by role; and those that calls make, in order."""
+def _lives(body: Graph, calls: Sequence[fx.Node]) -> tuple[list[tuple[Category, Storage]], list[_Life]]:
+    """The storages of inputs, by category; and those that calls make, in order."""
     of = storages(body)
-    held = [(port.role, of[node]) for port, node in zip(body.inputs, body.placeholders, strict=True)]
+    held: list[tuple[Category, Storage]] = []
+    for port, node in zip(body.inputs, body.placeholders, strict=True):
+        held.append((STORED.get(port.role, "inputs"), of[node]))
     lives: dict[Storage, _Life] = {}
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
     for at, call in enumerate(calls):
@@ -244,7 +251,8 @@ def _lives(body: Graph, calls: Sequence[fx.Node]) -> tuple[list[tuple[Role, Stor
         for source in sources:
             life = lives.get(of[source])
             if life is not None:
-                life.dies, life.last = at, max(life.last, phase, key=ORDER.index)
+                life.dies = at
+                life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
         for value, _ in yields(call):
             if of_weights:
                 weights.add(value)

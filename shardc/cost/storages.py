@@ -1,7 +1,7 @@
 """Which values of a per-rank body share memory: each call makes storages of its own, or views of its operands'.
 
-That depends on strides: `view` runs as `reshape`, which copies where the strides of its operand are not those of the
-new shape. torch itself is asked, on the meta device, once for each distinct call; layers repeat, so a graph of a hundred
+That depends on strides: `view` runs as `reshape`, which copies where the strides of its operand do not allow the new
+shape. torch itself is asked, on the meta device, once for each distinct call; layers repeat, so a graph of a hundred
 layers asks no more than a graph of one.
 
     %t = transpose(%x, 1, 2)      f32[8, 4, 16, 32]    views x
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -57,6 +57,7 @@ def storages(body: Graph) -> dict[fx.Node, Storage]:
     """The storage of every value of a localized body; views have that of the value they look into."""
     found: dict[fx.Node, Storage] = {}
     known: dict[fx.Node, _Operand] = {}
+    shared: dict[_Operand, _Operand] = {}  # few differ; one object each keeps the garbage collector out of the way
     asked: dict[Any, Sequence[_Layout | None]] = {}
     for node in body.placeholders:
         known[node] = own = _contiguous(type_of(node), body.mesh)
@@ -64,7 +65,8 @@ def storages(body: Graph) -> dict[fx.Node, Storage]:
     for node in body.calls():
         layouts = _layouts(node, known, asked)
         for value, position in yields(node):
-            known[value] = own = _contiguous(type_of(value), body.mesh)
+            own = _contiguous(type_of(value), body.mesh)
+            known[value] = own = shared.setdefault(own, own)
             layout = layouts[position] if position < len(layouts) else None
             if layout is None or layout.shape != own.shape:
                 found[value] = _storage(value, own)
@@ -130,7 +132,8 @@ def _ask(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence
     given = [made(arg) for arg in args]
     named = {name: made(arg) for name, arg in kwargs.items()}
     try:
-        results = KERNELS.get(target, target)(*given, **named)
+        kernel = cast("Callable[..., Any]", KERNELS.get(target, target))
+        results = kernel(*given, **named)
     except Exception:  # shapes that depend on data, and ops that know no meta device: torch raises all kinds
         return ()
     homes = [tensor.untyped_storage() for tensor in tensors]

@@ -22,7 +22,7 @@ class Code(NamedTuple):
     meaning: str
 
 
-# SC1xx tracing and the model; SC2xx placements and plans; SC3xx rules and ops; SC4xx program files; SC5xx runtime.
+# SC1xx tracing and the model; SC2xx placements and plans; SC3xx rules and ops; SC4xx files; SC5xx runtime.
 CODES: dict[str, Code] = {
     "SC101": Code("data-dependent", "the model's control flow or shapes depend on the values of tensors"),
     "SC102": Code("no-scalar-loss", "the model, or the loss given, does not yield one scalar to differentiate"),
@@ -30,6 +30,7 @@ CODES: dict[str, Code] = {
     "SC104": Code("trace-failed", "the model raised an error while it was traced on fake tensors"),
     "SC105": Code("bad-target", "a command's TARGET names no file, factory or configuration that can be loaded"),
     "SC106": Code("no-collective", "a value to explain is no collective of the program"),
+    "SC107": Code("optimizer", "an optimizer's update cannot be made part of the program"),
     "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
     "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),
     "SC203": Code("unaligned-axis", "an axis cannot shard the factor that a view or split asks it to"),
@@ -43,12 +44,17 @@ CODES: dict[str, Code] = {
     "SC211": Code("uneven-shard", "a size does not divide by its axes: the last shards are padded"),
     "SC212": Code("placement-text", "a placement cannot be read"),
     "SC213": Code("over-budget", "the program communicates more than the plan's budget allows"),
+    "SC214": Code("over-memory", "activations need more memory than the plan's recompute budget"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC302": Code("op-refused", "an op cannot be executed with the placement asked of it"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
     "SC402": Code("file-altered", "a program file does not match its checksum"),
-    "SC403": Code("file-version", "a program file was written by an incompatible version"),
+    "SC403": Code("file-version", "a program file or checkpoint was written by an incompatible version"),
     "SC404": Code("graph-text", "the text of a graph cannot be parsed"),
+    "SC405": Code("checkpoint-damaged", "a checkpoint is incomplete, cut short or altered"),
+    "SC406": Code("checkpoint-mismatch", "a checkpoint has other tensors than the program: names, shapes or dtypes"),
+    "SC407": Code("no-checkpoint", "there is no checkpoint at a path"),
+    "SC408": Code("checkpoint-failed", "a checkpoint could not be written or read"),
     "SC501": Code(
         "batch-shape", "a step was given a batch of another shape or dtype than the program was compiled for"
     ),

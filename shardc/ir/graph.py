@@ -183,6 +183,8 @@ class Graph:
         """Remove calls that nothing uses; placeholders stay."""
         for node in reversed(list(self.fx.nodes)):
             if node.op == "call_function" and not node.users:
+                if node.target is operator.getitem:
+                    _keep_atoms(node)
                 self.fx.erase_node(node)
 
 
@@ -205,6 +207,14 @@ def type_of(node: fx.Node) -> TensorType:
     found = info(node).type
     assert found is not None, f"{info(node).name} is a multi-result call, not a value"
     return found
+
+
+def _keep_atoms(value: fx.Node) -> None:
+    """Note on a call the atoms of a result that nothing reads any more: its rule is laid over all results."""
+    call, at = producer(value)
+    declared = list(info(call).results)
+    declared[at] = type_of(value).replicated()
+    update(call, results=tuple(declared))
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

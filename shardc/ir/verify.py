@@ -20,8 +20,8 @@ from shardc.ir.graph import Graph, ValueInfo, info, op_name
 from shardc.ir.schema import find_op, schema_of, yields_one_tensor
 from shardc.ir.types import TensorType
 
-INPUT_ROLES = {"param", "buffer", "input", "seed", "state"}
-OUTPUT_ROLES = {"loss", "grad", "output", "buffer", "state"}
+INPUT_ROLES = {"param", "buffer", "input", "seed", "state", "hyper"}
+OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state"}
 REDUCTIONS = {"sum", "max", "min"}
 
 

@@ -52,11 +52,12 @@ class InsertReshards(Pass):
             elif node.target is operator.getitem:
                 continue
             else:
-                needs = operand_types(node)
-                with graph.fx.inserting_before(node):
-                    values = [
-                        copies.get(v, need, info(node).phase) for v, need in zip(operands(node), needs, strict=True)
-                    ]
+                values: list[fx.Node] = []
+                for v, need in zip(operands(node), operand_types(node), strict=True):
+                    # The optimizer's reductions belong where backward makes the gradients: there they can overlap.
+                    early = info(node).phase == "opt" and info(v).phase == "bwd"
+                    with graph.fx.inserting_before(copies.earliest(v, node) if early else node):
+                        values.append(copies.get(v, need, info(v if early else node).phase))
                 replace_operands(node, values)
                 for v in results(node):
                     if v is not None:

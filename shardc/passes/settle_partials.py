@@ -86,6 +86,7 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
     """The ops that run on sums pending over the axis."""
     generated: set[fx.Node] = set()
     pending: set[fx.Node] = set()
+    readable: set[fx.Node] = set()  # those that a reader may take as they are: what is annotated is resolved at birth
     eligible: dict[_Op, tuple[int, ...]] = {}
     users: dict[fx.Node, list[tuple[_Op, int]]] = {}
     by_result: dict[fx.Node, _Op] = {}
@@ -97,10 +98,11 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
             if "sum" in {kind for a, kind in op.projection.partial(op.split, k) if a == axis}:
                 generated.add(v)
                 pending.add(v)
-        through = op.passing(pending, axis)
+        through = op.passing(readable, axis)
         if through:
             eligible[op] = through
             pending.update(v for v in op.outs if v is not None)
+        readable.update(v for v in op.outs if v in pending and v not in graph.seeds)
         for i, v in enumerate(op.sources):
             if v in pending:
                 users.setdefault(v, []).append((op, i))

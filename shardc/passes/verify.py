@@ -109,5 +109,6 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "insert_reshards": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
     "lower_reshards": (no_axis_twice, operands_match, outputs_as_asked),
     "combine": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
+    "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
     "localize": (no_axis_twice, outputs_as_asked),
 }

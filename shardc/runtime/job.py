@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Port
 from shardc.ir.types import TensorType
+from shardc.runtime.checkpoint import Checkpoints
 from shardc.runtime.executor import Executor
 from shardc.runtime.groups import ProcessGroupCommunicator, axes_used
 from shardc.runtime.instructions import rank_context
@@ -38,7 +39,7 @@ class Job:
         self.device = _device(device)
         on_gpu = self.device.type == "cuda"
         # Who is to blame takes a while to find out; it counts towards the limit.
-        limit = timedelta(seconds=max(timeout - SILENCE - 2 * BEAT, timeout / 2))
+        self._limit = limit = timedelta(seconds=max(timeout - SILENCE - 2 * BEAT, timeout / 2))
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             # Named, NCCL connects at once; else at a group's first collective, where all its ranks must take part.
@@ -69,6 +70,11 @@ class Job:
     def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]:
         self.monitor.begin(step)
         return self.executor.run([held[port.name] for port in self.executor.body.inputs], self.monitor)
+
+    def checkpoints(self) -> Checkpoints:
+        """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""
+        group = dist.new_group(backend="gloo", timeout=self._limit)
+        return Checkpoints(self.mesh, self.rank, group, self.monitor.blame)
 
     def close(self) -> None:
         self.monitor.close()

@@ -14,21 +14,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from shardc.ir.diagnostic import error
+from shardc.ir.diagnostic import error, suggest
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
+from shardc.runtime.checkpoint import Checkpoints, Position, Saving
+from shardc.runtime.checkpoint_planners import Held
+from shardc.runtime.export import export
 from shardc.runtime.job import Job
 from shardc.runtime.simulate import simulate, supplied
 from shardc.runtime.weights import Init, Read, Source, Weights, find, source_of
 from shardc.torch_compat import flatten_with_paths
 
 Tensors = dict[str, torch.Tensor]
+SHOWN = 5  # names in a message
 
 
 class Launchable(Protocol):
@@ -42,22 +48,32 @@ class Launchable(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step. In simulation gradients and buffers are whole, in a job they are this rank's shards."""
+    """One step. In simulation gradients and buffers are whole, in a job they are this rank's shards.
+
+    With an optimizer in the program there are no gradients but `updates`: new parameters and optimizer state.
+    """
 
     loss: torch.Tensor
     grads: Tensors
     buffers: Tensors
     outputs: Tensors = field(default_factory=Tensors)
+    updates: Tensors = field(default_factory=Tensors)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global L2 norm of all gradients before clipping; None where the plan does not clip."""
+        return self.outputs.get("grad_norm")
 
     @classmethod
     def of(cls, body: Graph, outputs: Mapping[Port, torch.Tensor]) -> StepResult:
         """Sort a graph's outputs by what they are."""
-        by_role: dict[str, Tensors] = {"loss": {}, "grad": {}, "buffer": {}, "output": {}}
+        by_role: dict[str, Tensors] = {role: {} for role in ("loss", "grad", "buffer", "output", "param", "state")}
         for port, value in outputs.items():
             by_role.setdefault(port.role, {})[port.name] = value
         assert len(by_role["loss"]) == 1, f"graph @{body.name} returns {len(by_role['loss'])} losses"
         (loss,) = by_role["loss"].values()
-        return cls(loss, by_role["grad"], by_role["buffer"], by_role["output"])
+        updates = by_role["param"] | by_role["state"]
+        return cls(loss, by_role["grad"], by_role["buffer"], by_role["output"], updates)
 
 
 class Engine(Protocol):
@@ -67,6 +83,7 @@ class Engine(Protocol):
     def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
     def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor: ...
     def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]: ...
+    def checkpoints(self) -> Checkpoints: ...
     def close(self) -> None: ...
 
 
@@ -88,6 +105,9 @@ class Simulation:
     def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]:
         return simulate(self.body, held)
 
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(Mesh(), 0)
+
     def close(self) -> None:
         pass
 
@@ -95,14 +115,23 @@ class Simulation:
 class Trainer:
     """Holds the state of a program and steps it; see `launch`."""
 
-    def __init__(self, body: Graph, engine: Engine, sources: list[Source], init: Init | None, seed: int) -> None:
+    def __init__(
+        self,
+        body: Graph,
+        engine: Engine,
+        sources: list[Source],
+        init: Init | None,
+        seed: int,
+        rates: Callable[[], Tensors] = dict,
+    ) -> None:
+        self._rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
         self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
-        self.state: Tensors = {}
-        for name, (port, type) in self._inputs.items():
-            if port.role in ("param", "buffer", "state"):
-                self.state[name] = self._loaded(port, type, sources, init)
+        kept = [(port, type) for port, type in self._inputs.values() if port.role in ("param", "buffer", "state")]
+        if init is None:
+            _all_supplied([port for port, _ in kept], sources)
+        self.state = {port.name: self._loaded(port, type, sources, init) for port, type in kept}
         self._grads: Tensors = {}
 
     def step(self, batch: Any) -> StepResult:
@@ -115,6 +144,8 @@ class Trainer:
         self._grads = result.grads
         for name, value in result.buffers.items():
             self.state[name] = self._as_input("buffer", name, value).clone()
+        for name, value in result.updates.items():
+            self.state[name] = self._as_input(self._inputs[name][0].role, name, value)
         self.steps += 1
         return result
 
@@ -137,6 +168,29 @@ class Trainer:
             found |= dict.fromkeys((name, *port.aliases), whole)
         return found
 
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        return self.engine.checkpoints()
+
+    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> Saving:
+        """Write a checkpoint of all state, with `extra` (plain data) beside it; every rank must call it.
+
+        It replaces the one at `path` when it is whole, not before. Asynchronous, it is written while training goes on:
+        `wait()` on what is returned, or the next save, raises what went wrong.
+        """
+        position = Position(self.steps, self.seed, extra or {})
+        return self.checkpoints.save(path, self._held(), position, asynchronous)
+
+    def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
+        position = self.checkpoints.load(path, self._held(), strict)
+        self.steps, self.seed, self._grads = position.step, position.seed, {}
+        return dict(position.extra)
+
+    def export_safetensors(self, path: str | Path) -> None:
+        """Write parameters and buffers as Hugging Face stores them, into a folder; every rank must call it."""
+        export(self.checkpoints, path, self._held("param", "buffer"))
+
     @property
     def parameter_bytes(self) -> int:
         """Bytes of parameters that one rank holds, the padding of uneven shards included."""
@@ -144,14 +198,26 @@ class Trainer:
         return sum(type.local_bytes(self.body.mesh) for type in types)
 
     def close(self) -> None:
-        """Leave the job; a trainer is also a context manager."""
-        self.engine.close()
+        """Leave the job, when what is being saved is on disk; a trainer is also a context manager."""
+        try:
+            if "checkpoints" in self.__dict__:
+                self.checkpoints.close()
+        finally:
+            self.engine.close()
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _held(self, *roles: str) -> dict[str, Held]:
+        ports = {name: self._inputs[name] for name in self.state}
+        return {
+            name: Held(self.state[name], type, port.role, tuple(port.aliases))
+            for name, (port, type) in ports.items()
+            if not roles or port.role in roles
+        }
 
     def _batch(self, batch: Any) -> list[tuple[Port, TensorType, torch.Tensor]]:
         """The batch's tensors, checked, and this step's seed: the same on every rank, another every step."""
@@ -160,7 +226,8 @@ class Trainer:
         for port, type in self._inputs.values():
             if port.role == "seed":
                 given[port.name] = torch.full(type.shape, self.seed + self.steps, dtype=type.dtype)
-        placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
+        given |= self._rates()
+        placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed", "hyper")]
         values = supplied([(port, type) for port, type in placed], given)
         return [(port, type, value) for (port, type), value in zip(placed, values, strict=True)]
 
@@ -175,12 +242,29 @@ class Trainer:
         read = find(sources, (port.name, *port.aliases))
         if read is not None:
             return self.engine.load(read, type)
-        if init is not None:
-            made = init(port.name, type.shape, type.dtype)
-            assert tuple(made.shape) == type.shape, f"init gave {tuple(made.shape)} for '{port.name}' of {type.shape}"
-            return self.engine.load(lambda slices: made[slices], type)
-        hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
-        raise error("SC504", f"{port.role} '{port.name}' was not supplied", tensor=port.name, hint=hint)
+        assert init is not None, f"{port.name} was looked for already"
+        made = init(port.name, type.shape, type.dtype)
+        assert tuple(made.shape) == type.shape, f"init gave {tuple(made.shape)} for '{port.name}' of {type.shape}"
+        return self.engine.load(lambda slices: made[slices], type)
+
+
+def _all_supplied(ports: Sequence[Port], sources: Sequence[Source]) -> None:
+    """Better to miss a tensor now than after an hour of loading others."""
+    missing = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
+    if not missing:
+        return
+    first, *others = missing
+    message = f"{first.role} '{first.name}' was not supplied" + (f", nor were {len(others)} others" if others else "")
+    guess = suggest(first.name, [name for source in sources for name in source.names])
+    hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
+    listed = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
+    raise error(
+        "SC504",
+        message,
+        tensor=first.name,
+        cause="missing too: " + ", ".join(listed) if others else None,
+        hint=f"did you mean '{guess}'?" if guess else hint,
+    )
 
 
 def launch(
@@ -199,17 +283,19 @@ def launch(
     rank that is dead or stuck is an error that names it, at most `timeout` seconds later.
     """
     body = program.body
+    start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
+    rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
     model: nn.Module | None = getattr(program, "model", None)
     sources = [source_of(state)] if state is not None else []
     if model is not None:
         own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         sources.append(source_of(dict(own)))
-    sources.append(source_of(getattr(program, "constants", {})))
+    sources += [source_of(getattr(program, "constants", {})), source_of(start())]
     engine: Engine = Simulation(body)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         engine = Job(body, timeout, device)
     try:
-        return Trainer(body, engine, sources, init, seed)
+        return Trainer(body, engine, sources, init, seed, rates)
     except BaseException:
         engine.close()
         raise

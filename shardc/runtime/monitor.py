@@ -68,7 +68,8 @@ class Monitor:
         self._say()
 
     def close(self) -> None:
-        if self._thread.is_alive():
+        # With an error on its way out SIGTERM stays ours: torchrun's would come before the error is printed.
+        if self._thread.is_alive() and not self._speaking:
             self._bell.stop()
             self._thread.join()
             self._bell.close()
@@ -100,9 +101,7 @@ class Monitor:
                 return self._died(rank, record, f"of an error of its own: {record.own}")
         silent = [r for r, one in seen.items() if one.beat == before[r].beat and not (one.failed or one.told)]
         for rank in silent:
-            return self._died(
-                rank, seen[rank], "it closed its trainer" if seen[rank].left else "without an error of its own"
-            )
+            return self._died(rank, seen[rank], "without an error of its own")
         others = {r: record for r, record in seen.items() if not record.failed}
         if others:
             rank = min(others, key=lambda r: (others[r].step, others[r].at))
@@ -121,9 +120,13 @@ class Monitor:
     def _died(self, rank: int, record: Record | None, how: str) -> ShardcError:
         message = f"rank {rank} died, {how}; rank {self.rank} was waiting for it in {self._here()}"
         where = self._last(rank, record) if record else None
-        return error(
-            "SC502", message, cause=where, hint=f"look for the last output of rank {rank}, or for the OOM killer"
-        )
+        hint = f"look for the last output of rank {rank}"
+        if not (record and record.own):
+            hint += ", or for the OOM killer"
+        if record and record.left:
+            message = f"rank {rank} closed its trainer, and rank {self.rank} was waiting for it in {self._here()}"
+            hint = "every rank must take the same steps"
+        return error("SC502", message, cause=where, hint=hint)
 
     def _late(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
         message = f"rank {rank} did not come to {self._here()} in time; rank {self.rank} waited for it"

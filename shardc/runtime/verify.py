@@ -1,11 +1,8 @@
 """Is the distributed program the single-device one? Run both, compare the loss, every gradient and updated buffer.
 
-The relative error of a tensor is
-
-    max|a - b| / max(max|b|, 1e-4 * largest gradient)
-
-so that a gradient which is zero in exact arithmetic (a key bias's: softmax does not see it) does not divide rounding
-by rounding. Ranks that should hold the same value and do not count as an error too. When something differs, both runs
+The relative error of a tensor is max|a - b| / max|b|. A gradient that is zero in exact arithmetic (a key bias's, which
+softmax does not see, or that of a bias before a batch norm) is nothing but rounding, and measured against a hundredth
+of the largest gradient instead. Ranks that should hold the same value and do not count as an error too. When something differs, both runs
 are repeated instruction by instruction: passes keep the names of values, so the first one that differs from its
 namesake on the single device is where the compiler went wrong.
 """
@@ -26,10 +23,18 @@ from shardc.runtime.layout import assemble, replica_spread, shard
 from shardc.runtime.simulate import run_reference, simulate
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+PLURALS = {
+    "loss": "losses",
+    "grad": "gradients",
+    "param": "parameters",
+    "state": "states",
+    "buffer": "buffers",
+    "output": "outputs",
+}
+WITNESSED = ("loss", "grad", "buffer")  # what eager PyTorch finds before an optimizer's step
+OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
 EAGER_TOLERANCE = 1e-5  # libraries hard-code float32 in places, where our graph computes in float64 throughout
-# Of the largest gradient: below this a gradient is measured against the others. With a tolerance of 1e-12, what is
-# asked of the smallest is then one rounding of the largest.
-ZERO_GRADIENT = 1e-4
+ZERO_GRADIENT = 1e-2  # of the largest gradient: what a gradient that is nothing but rounding is measured against
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Report:
             f"{self.ranks} ranks in {name}: {verdict}; error {self.max_rel_error:.1e}, tolerance {self.tolerance:.0e}"
         )
         lines = [head]
-        for role, many in (("loss", "losses"), ("grad", "gradients"), ("buffer", "buffers"), ("output", "outputs")):
+        for role, many in PLURALS.items():
             rows = sorted((row for row in self.rows if row.role == role), key=lambda row: -row.error)
             if not rows:
                 continue
@@ -149,14 +154,15 @@ def verify(
 
     expected = run_reference(reference, inputs, dtype=dtype)
     found = simulate(body, inputs, dtype=dtype, observe=watch)
-    floor = ZERO_GRADIENT * max((magnitude(v) for port, v in expected.items() if port.role == "grad"), default=0.0)
+    largest = max((magnitude(v) for port, v in expected.items() if port.role == "grad"), default=0.0)
     rows: list[Row] = []
     nodes: dict[Port, fx.Node] = dict(zip(body.outputs, body.output_values, strict=True))
     for port, want in expected.items():
         assert port in found, f"the body does not return {port.role} '{port.name}'"
+        floor = floor_of(want, largest, dtype)
         spread = spreads[nodes[port]] / max(magnitude(want), floor, sys.float_info.min)
         error = max(relative_error(found[port], want, floor), spread)
-        checked = eager.get(port.name) if eager else None
+        checked = eager.get(port.name) if eager and port.role in WITNESSED else None
         rows.append(
             Row(
                 port.role,
@@ -166,11 +172,18 @@ def verify(
                 None if checked is None else relative_error(want, checked.to(want.dtype), floor),
             )
         )
-    report = Report(tuple(rows), TOLERANCE[dtype], dtype, body.mesh.world_size)
+    slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
+    report = Report(tuple(rows), TOLERANCE[dtype] * slack, dtype, body.mesh.world_size)
     if report.max_rel_error <= report.tolerance:
         return report
-    first = first_mismatch(body, reference, inputs, dtype, floor)
+    first = first_mismatch(body, reference, inputs, dtype, ZERO_GRADIENT * largest)
     return Report(report.rows, report.tolerance, dtype, report.ranks, first)
+
+
+def floor_of(want: torch.Tensor, largest: float, dtype: torch.dtype) -> float:
+    """What an error is measured against at the least, by the largest gradient of a step in `dtype`."""
+    rounding = torch.finfo(dtype).eps ** 0.6  # 4e-10 in float64: far above what cancels, far below what is meant
+    return ZERO_GRADIENT * largest if magnitude(want) < rounding * largest else 0.0
 
 
 def first_mismatch(

@@ -6,7 +6,8 @@ A source is a mapping of tensors, a safetensors file, or a directory of them wit
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,17 @@ import torch
 from shardc.ir.diagnostic import did_you_mean, error
 
 Read = Callable[[tuple[slice, ...]], torch.Tensor]
-Source = Callable[[str], Read | None]  # by name; None where it has no such tensor
 Weights = Mapping[str, torch.Tensor] | str | Path
 Init = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors by name, each read when it is asked for."""
+
+    names: Collection[str]
+    read: Callable[[str], Read]
+
 
 INDEX = "model.safetensors.index.json"
 
@@ -30,22 +39,14 @@ def source_of(weights: Weights) -> Source:
 
 def find(sources: Sequence[Source], names: Sequence[str]) -> Read | None:
     """The first source that has the tensor under one of its names."""
-    for source in sources:
-        for name in names:
-            read = source(name)
-            if read is not None:
-                return read
-    return None
+    return next((source.read(name) for source in sources for name in names if name in source.names), None)
 
 
 def _tensors(tensors: Mapping[str, torch.Tensor]) -> Source:
-    def source(name: str) -> Read | None:
-        tensor = tensors.get(name)
-        if tensor is None or tensor.is_meta:
-            return None
-        return lambda slices: tensor.detach()[slices]
+    def read(name: str) -> Read:
+        return lambda slices: tensors[name].detach()[slices]
 
-    return source
+    return Source({name: None for name, tensor in tensors.items() if not tensor.is_meta}, read)
 
 
 def _safetensors(path: Path) -> Source:
@@ -59,13 +60,11 @@ def _safetensors(path: Path) -> Source:
         opened[file] = safe_open(str(file), framework="pt")  # pyright: ignore[reportNoOverloadImplementation]
         where |= dict.fromkeys(opened[file].keys(), file)
 
-    def source(name: str) -> Read | None:
-        if name not in where:
-            return None
+    def read(name: str) -> Read:
         file = opened[where[name]]
         return lambda slices: file.get_slice(name)[slices] if slices else file.get_tensor(name)
 
-    return source
+    return Source(where, read)
 
 
 def _files(path: Path) -> list[Path]:
@@ -78,7 +77,7 @@ def _files(path: Path) -> list[Path]:
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not found:
         hint = did_you_mean(
-            path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], "beside it"
+            path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], "files beside it"
         )
         raise error("SC504", f"there are no safetensors at {path}", hint=hint)
     return found

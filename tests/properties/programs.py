@@ -467,6 +467,21 @@ def attention(g: Grower, a: int, b: int, c: int) -> None:
 
 
 @op
+def branches(g: Grower, a: int, b: int, c: int) -> None:
+    """Two products of one value and their sum, or an MLP and its residual: pending sums that meet."""
+    x = g.pick(a)
+    k = g.shape(x)[_dim(g.shape(x), -1)]
+    n = SIZES[b % len(SIZES)]
+    if c % 2:
+        left = g.value(f"F.linear({x}, {g.param(n, k)})", x)
+        right = g.value(f"{x} @ {g.param(k, n)}", x)
+    else:
+        hidden = g.value(f"F.gelu(F.linear({x}, {g.param(n, k)}))", x)
+        left, right = x, g.value(f"F.linear({hidden}, {g.param(k, n)})", hidden)
+    g.value(f"{left} {'+-'[c // 2 % 2]} {right}", left, right)
+
+
+@op
 def scores(g: Grower, a: int, b: int, c: int) -> None:
     """Attention by hand, with a mask made of positions."""
     x = g.pick(a)
@@ -525,7 +540,7 @@ def loss(g: Grower, a: int, b: int, c: int) -> None:
 
 
 # Ops that compositions turn on come up more often.
-COMMON = ("linear", "linear", "matmul", "combine", "combine", "weighted", "view", "reduce", "unary", "attention")
+COMMON = ("linear", "linear", "matmul", "combine", "combine", "weighted", "view", "reduce", "unary", "attention", "branches", "branches")
 
 
 def grow(start: Shape, steps: Sequence[Step]) -> Program:

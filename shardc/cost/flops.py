@@ -1,0 +1,114 @@
+"""Floating-point operations of one rank's body, counted from the local shapes of each product's operands.
+
+A product of m x k by k x n is 2 m k n. Convolutions and attention are products too; everything else is a few operations
+an element, bound by memory, and not counted. What counts is what a rank computes: padding and replicated work included.
+
+    sdpa        2 products:  q k^T, p v
+    sdpa_bwd    5 products:  q k^T again, as scores are not kept; those of dv, dp, dq and dk
+    causal      half of either: what lies above the diagonal is not computed
+
+A transformer of N weights in its products spends 6 N a token, a third of it in forward, and its attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import Graph, Phase, info, op_name, type_of
+from shardc.ir.schema import given
+
+Shape = tuple[int, ...]
+Arguments = Mapping[str, Any]  # by schema name; tensors are their local shapes
+
+
+def _attention(a: Arguments, of_keys: int, of_values: int) -> int:
+    """So many products over the dim of q and k, and so many over that of v."""
+    q, k, v = a["q"], a["k"], a["v"]
+    pairs = math.prod(q[:-1]) * k[-2]
+    full = 2 * pairs * (of_keys * q[-1] + of_values * v[-1])
+    return full // 2 if a["causal"] else full
+
+
+def _convolution(a: Arguments, small: Shape) -> int:
+    """A filter is applied once for each element of the small side: the output, or the input of a transposed one."""
+    return 2 * math.prod(small) * math.prod(a["weight"][1:])
+
+
+def _convolution_backward(a: Arguments) -> int:
+    once = _convolution(a, a["input"] if a["transposed"] else a["grad_output"])
+    return once * sum(map(bool, a["output_mask"][:2]))
+
+
+# op -> operations of a call, given its arguments and the shape of its first result
+COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
+    "mm": lambda a, y: 2 * math.prod(y) * a["self"][-1],
+    "bmm": lambda a, y: 2 * math.prod(y) * a["self"][-1],
+    "mv": lambda a, y: 2 * math.prod(a["self"]),
+    "dot": lambda a, y: 2 * math.prod(a["self"]),
+    "vdot": lambda a, y: 2 * math.prod(a["self"]),
+    "shardc.linear": lambda a, y: 2 * math.prod(y) * a["x"][-1],
+    "shardc.linear_dgrad": lambda a, y: 2 * math.prod(y) * a["g"][-1],
+    "shardc.linear_wgrad": lambda a, y: 2 * math.prod(a["x"]) * a["g"][-1],
+    "shardc.grouped_mm": lambda a, y: 2 * math.prod(y) * a["a"][-1],
+    "shardc.grouped_mm_wgrad": lambda a, y: 2 * math.prod(a["a"]) * a["g"][-1],
+    "shardc.sdpa": lambda a, y: _attention(a, 1, 1),
+    "shardc.sdpa_bwd": lambda a, y: _attention(a, 3, 2),
+    "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y),
+    "convolution_backward": lambda a, y: _convolution_backward(a),
+}
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What one rank computes in a step: operations by phase and op, in program order."""
+
+    counts: tuple[tuple[Phase, str, int], ...]
+
+    @property
+    def total(self) -> int:
+        return sum(count for _, _, count in self.counts)
+
+    def of_phase(self, phase: Phase) -> int:
+        return sum(count for where, _, count in self.counts if where == phase)
+
+    def of_op(self, op: str) -> int:
+        return sum(count for _, name, count in self.counts if name == op)
+
+
+def flops(body: Graph) -> Flops:
+    """Count a localized body."""
+    found: dict[tuple[Phase, str], int] = {}
+    for node in body.calls():
+        count = node_flops(body, node)
+        if count:
+            key = (info(node).phase, op_name(node.target))
+            found[key] = found.get(key, 0) + count
+    return Flops(tuple((phase, op, count) for (phase, op), count in found.items()))
+
+
+def node_flops(body: Graph, node: fx.Node) -> int:
+    """Operations of one call on one rank; 0 for what is no product."""
+    count = COUNTS.get(op_name(node.target))
+    if count is None:
+        return 0
+
+    def shape(value: fx.Node) -> Shape:
+        return type_of(value).local_shape(body.mesh)
+
+    arguments = {name: shape(arg) if isinstance(arg, fx.Node) else arg for name, arg in given(node).items()}
+    return count(arguments, shape(node) if info(node).type is not None else ())
+
+
+def human_flops(count: int) -> str:
+    """`1.5 GFLOP`, `12 FLOP`."""
+    size, unit = float(count), ""
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if size < 1000 or unit == "P":
+            break
+        size /= 1000
+    return f"{size:.3g} {unit}FLOP"

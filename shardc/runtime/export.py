@@ -1,0 +1,98 @@
+"""Weights as Hugging Face stores them: safetensors, with an index where they are more than one file.
+
+Tensors are gathered one at a time, on rank 0, which holds no more than one file of them. Tied names are left out, as
+`save_pretrained` leaves them: the model ties them again. This is no checkpoint: a crash may leave part of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.ir.diagnostic import error
+from shardc.ir.types import TensorType
+from shardc.runtime.checkpoint import Checkpoints
+from shardc.runtime.checkpoint_folder import sync
+from shardc.runtime.checkpoint_planners import Held
+from shardc.runtime.layout import assemble
+from shardc.runtime.weights import INDEX
+
+FILE_BYTES = 5 << 30
+
+
+def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_bytes: int = FILE_BYTES) -> None:
+    """Write the tensors as safetensors into the folder `path`; every rank must call it."""
+    place.settle()
+    save_file = place.agreed(_safetensors)
+    folder, first = Path(path), place.rank == 0
+    files = _files({name: one.type for name, one in held.items()}, file_bytes)
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, str(folder / f"{name}.tmp"), {"format": "pt"})
+            with (folder / f"{name}.tmp").open("rb+") as file:
+                os.fsync(file.fileno())
+
+    for name, names in files.items():
+        tensors = {one: whole for one in names if (whole := gathered(place, held[one])) is not None}
+        place.agreed(lambda name=name, tensors=tensors: write(name, tensors))
+    if first:
+        _put_in_place(folder, files, sum(one.type.numel() * one.type.dtype.itemsize for one in held.values()))
+    place.agreed(lambda: None)
+
+
+def gathered(place: Checkpoints, held: Held) -> torch.Tensor | None:
+    """The whole tensor on rank 0, on the CPU; None on the others."""
+    local = held.tensor.detach().cpu().contiguous()
+    if place.group is None or not held.type.axes:
+        return local if place.rank == 0 else None
+    rows = [torch.empty_like(local) for _ in range(place.mesh.world_size)] if place.rank == 0 else None
+    dist.gather(local, rows, dst=0, group=place.group)
+    return None if rows is None else assemble(dict(enumerate(rows)), held.type, place.mesh)
+
+
+def _files(types: Mapping[str, TensorType], limit: int) -> dict[str, list[str]]:
+    """Which tensors go into which file, in their order."""
+    bins: list[list[str]] = [[]]
+    filled = 0
+    for name, type in types.items():
+        size = type.numel() * type.dtype.itemsize
+        if bins[-1] and filled + size > limit:
+            bins.append([])
+            filled = 0
+        bins[-1].append(name)
+        filled += size
+    if len(bins) == 1:
+        return {"model.safetensors": bins[0]}
+    return {f"model-{i + 1:05d}-of-{len(bins):05d}.safetensors": names for i, names in enumerate(bins)}
+
+
+def _put_in_place(folder: Path, files: Mapping[str, list[str]], size: int) -> None:
+    """Replace what weights the folder has; a configuration or a tokenizer beside them stays."""
+    (folder / INDEX).unlink(missing_ok=True)
+    for name in files:
+        os.replace(folder / f"{name}.tmp", folder / name)
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in files:
+            old.unlink()
+    if len(files) > 1:
+        where = {one: name for name, names in files.items() for one in names}
+        data = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / f"{INDEX}.tmp").write_text(json.dumps(data, indent=2), encoding="utf-8")
+        os.replace(folder / f"{INDEX}.tmp", folder / INDEX)
+    sync(folder)
+
+
+def _safetensors() -> Callable[..., Any]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise error("SC408", "safetensors is not installed", hint="pip install safetensors") from None
+    return save_file

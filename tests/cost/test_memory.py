@@ -1,0 +1,181 @@
+"""The memory report against real tensors: what one rank holds while each call of its body runs."""
+
+import gc
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardc
+from shardc.cost.memory import CATEGORIES
+from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.collectives import COLLECTIVES, run_collective
+from shardc.ir.ops.context import running
+from shardc.runtime.instructions import Numerics, flatten, rank_context
+from shardc.runtime.layout import load_shard
+from tests.models.zoo import PLANS, make
+
+CASES = ["gpt2", "gpt2_sp", "llama", "llama_sp", "cnn", "resnet", "t5", "vit"]
+UNEVEN: dict[str, int] = {"batch": 7, "seq": 15}
+
+
+class Alone:
+    """A communicator of one rank that gets what it gives, in tensors of the size that the others would send."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def all_reduce(self, x: Tensor, *_: Any) -> Tensor:
+        return x.clone()
+
+    def all_gather(self, x: Tensor, axes: Any) -> Tensor:
+        return torch.stack([x] * self.mesh.size(tuple(axes)))
+
+    def reduce_scatter(self, x: Tensor, *_: Any) -> Tensor:
+        return x[0].clone()
+
+    def all_to_all(self, x: Tensor, *_: Any) -> Tensor:
+        return x.clone()
+
+    def permute(self, x: Tensor, *_: Any) -> Tensor:
+        return x.clone()
+
+
+@torch.no_grad()
+def measured(body: Graph) -> list[int]:
+    """Bytes of the distinct storages that rank 0 holds besides its inputs, while each call runs."""
+    listing = flatten(body, Numerics())
+    inputs = [torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype) for n in body.placeholders]
+    env: list[Any] = [None] * listing.size
+    for slot, value in zip(listing.inputs, inputs, strict=True):
+        env[slot] = value
+    held = {value.untyped_storage().data_ptr() for value in inputs}
+    found: list[int] = []
+    with running(rank_context(body.mesh, 0, Alone(body.mesh))):
+        for instruction in listing.instructions:
+            args, kwargs = instruction.arguments(env)
+            steps = COLLECTIVES.get(instruction.target)
+            call = instruction.target if steps is None else partial(run_collective, steps)
+            result = call(*args, **kwargs)
+            for _, position, slot in instruction.yields:
+                env[slot] = result if position is None else result[position]
+            homes = [value.untyped_storage() for value in env if value is not None]
+            found.append(sum({h.data_ptr(): h.nbytes() for h in homes if h.data_ptr() not in held}.values()))
+            for slot in instruction.free:
+                env[slot] = None
+    return found
+
+
+def compiled(plan: str, storage: dict[str, Any] | None = None, **arguments: int) -> shardc.Program:
+    model, batch, loss = make(plan.removesuffix("_sp"), **arguments)
+    wanted = shardc.Plan.load(PLANS / f"{plan}.yaml")
+    if storage is not None:
+        wanted = wanted.merge(shardc.Plan.from_dict({"storage": storage}))
+    return shardc.compile(model, batch, plan=wanted, loss=loss)
+
+
+@pytest.mark.parametrize("plan", CASES)
+def test_every_instruction_holds_what_the_report_says(plan: str) -> None:
+    """Not only the peak, and not within 5 %: all of the timeline, to the byte."""
+    program = compiled(plan)
+    report = program.memory()
+    real = measured(program.body)
+    assert list(report.timeline) == real
+    assert report.peak - report.stored == max(real)
+    assert report.peak_at is not None
+    assert report.peak_at.index == real.index(max(real))
+    assert report.peak_at.name == [info(n).name for n in program.body.calls()][report.peak_at.index]
+
+
+@pytest.mark.parametrize("plan", ["gpt2", "gpt2_sp"])
+def test_uneven_shards(plan: str) -> None:
+    program = compiled(plan, **UNEVEN)
+    assert max(program.memory().timeline) == pytest.approx(max(measured(program.body)), rel=0.01)
+
+
+@pytest.mark.parametrize("plan", ["gpt2", "cnn"])
+@pytest.mark.parametrize("storage", [None, {"zero": 3, "axes": ["dp"]}])
+def test_stored_bytes_are_what_every_rank_allocates(plan: str, storage: dict[str, Any] | None) -> None:
+    """Each tensor that a trainer loads, cut as a rank of a job cuts it."""
+    program = compiled(plan, storage)
+    report = program.memory()
+    body = program.body
+    with program.launch() as trainer:
+        for rank in range(program.mesh.world_size):
+            real = {"param": 0, "buffer": 0}
+            for port, node in zip(body.inputs, body.placeholders, strict=True):
+                if port.role in real:
+                    whole = trainer.state[port.name]
+                    part = load_shard(lambda slices, whole=whole: whole[slices], type_of(node), body.mesh, rank)
+                    real[port.role] += part.untyped_storage().nbytes()
+            assert report.row("parameters", rank).stored == real["param"] == trainer.parameter_bytes
+            assert report.row("buffers", rank).stored == real["buffer"]
+
+
+def test_rows_add_up_to_the_peak() -> None:
+    program = compiled("gpt2")
+    report = program.memory()
+    assert {row.rank for row in report.rows} == set(range(4))
+    for rank in range(4):
+        assert [row.category for row in report.of_rank(rank)] == list(CATEGORIES)
+        assert sum(row.bytes for row in report.of_rank(rank)) == report.peak
+    assert sum(one.bytes for one in report.live) == report.peak
+    for row in report.of_rank(0):
+        assert row.live <= row.most
+        assert row.bytes == sum(one.bytes for one in report.live if one.category == row.category)
+
+
+def test_categories() -> None:
+    """At its own peak: gradients as large as the parameters, activations that grow with the layers, gathers under ZeRO-3."""
+    report, deeper = compiled("gpt2").memory(), compiled("gpt2", layers=4).memory()
+    assert report.row("gradients").most == report.row("parameters").stored
+    one = type_of_activation_bytes()
+    grown = deeper.row("activations").most - report.row("activations").most
+    assert grown % one == 0
+    assert 8 * 2 < grown // one < 40 * 2, "activations of two more layers, in widths of the residual stream"
+    gathered = compiled("gpt2", {"zero": 3, "axes": ["dp"]}).memory()
+    assert gathered.row("parameters").stored == report.row("parameters").stored // 2
+    assert gathered.row("communication").most > report.row("communication").most
+    buffers = compiled("cnn").memory().row("buffers")
+    assert buffers.stored > 0
+    assert buffers.most > 0, "the new statistics"
+
+
+def type_of_activation_bytes() -> int:
+    batch, seq, width, dp = 8, 16, 64, 2
+    return batch // dp * seq * width * torch.float32.itemsize
+
+
+def test_sequence_parallelism_saves_activations() -> None:
+    assert compiled("llama_sp").memory().row("activations").most < compiled("llama").memory().row("activations").most
+
+
+def test_the_table_and_the_largest() -> None:
+    report = compiled("gpt2").memory()
+    text = str(report)
+    assert "the same on all 4 ranks" in text
+    assert f"peak at %{report.peak_at.name}" in text  # type: ignore[union-attr]
+    assert [line.split("  ")[0] for line in text.splitlines()[4:]] == [
+        "parameters", "gradients", "inputs", "activations", "communication", "temporaries", "total",
+    ]  # fmt: skip
+    largest = report.top(3)
+    assert [one.bytes for one in largest] == sorted((one.bytes for one in report.live), reverse=True)[:3]
+    saved = next(one for one in report.live if one.category == "activations" and one.fqn == "transformer.h.0.mlp.act")
+    assert saved.source.startswith("transformers/activations.py:")
+    assert len(report.listing(3).splitlines()) == 4
+
+
+def test_a_deep_model_takes_linear_time() -> None:
+    """13k calls well under a second; what a layer costs does not grow with their number."""
+    body = compiled("gpt2", layers=48).body
+    gc.collect()
+    start = time.process_time()
+    shardc.cost.memory.memory(body)  # type: ignore[attr-defined]
+    spent = time.process_time() - start
+    calls = sum(1 for _ in body.calls())
+    assert calls > 5000
+    assert spent / calls < 200e-6, f"{spent:.2f} s for {calls} calls"

@@ -1,0 +1,85 @@
+"""What a running job says when it cannot go on, word for word. (Batches of the wrong shape: `test_bad_input.py`.)"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples.mlp import mlp
+
+import shardc
+from shardc.ir.diagnostic import ShardcError
+from shardc.runtime import monitor
+from shardc.runtime.monitor import Monitor
+
+NAMES = ["%fc.mm (mlp.py:5)", "%act (mlp.py:6)", "%proj.all_reduce (mlp.py:8)"]
+
+
+def program(meta: bool = False) -> shardc.Program:
+    with torch.device("meta" if meta else "cpu"):
+        model, batch, *rest = mlp()
+    return shardc.compile(model, batch, plan="configs/plans/mlp.yaml", mesh="dp=2, tp=2", loss=(*rest, None)[0])
+
+
+def launched(world: int) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", str(world))
+        return program().launch()
+
+
+@contextmanager
+def watching(rank: int, others: dict[int, str]) -> Iterator[Monitor]:
+    """Rank `rank`'s monitor, stopped at the all-reduce; of the other ranks, whether they beat on, or what they say."""
+    store = dist.HashStore()
+    own = Monitor(store, rank, len(others) + 1, NAMES)
+    rest = {other: Monitor(store, other, len(others) + 1, NAMES) for other in others}
+    try:
+        for other, how in others.items():
+            rest[other].begin(7)
+            rest[other].at = 1
+            if how == "dead":
+                rest[other]._bell.stop()
+                rest[other]._thread.join()
+                rest[other]._say()
+            elif how == "left":
+                rest[other].close()
+            elif how != "late":
+                rest[other].failed_alone(how)
+        own.begin(7)
+        own.at = 2
+        yield own
+    finally:
+        for one in (own, *rest.values()):
+            one._speaking = False
+            one.close()
+
+
+def blamed(**others: str) -> None:
+    with watching(0, {int(name.removeprefix("rank")): how for name, how in others.items()}) as own:
+        raise own.blame(RuntimeError("[pair.cc:553] Connection closed by peer"))
+
+
+CASES: dict[str, tuple[str, Callable[[], object]]] = {
+    "world_size": ("SC506", lambda: launched(8)),
+    "missing_parameter": ("SC504", lambda: program(meta=True).launch()),
+    "missing_parameter_in_state": ("SC504", lambda: program(meta=True).launch(state={"fc.wieght": torch.zeros(1)})),
+    "no_weights_file": ("SC504", lambda: program(meta=True).launch(state="no/such/model.safetensors")),
+    "dead_rank": ("SC502", lambda: blamed(rank1="late", rank2="dead")),
+    "rank_that_closed": ("SC502", lambda: blamed(rank1="left")),
+    "rank_with_an_error": ("SC502", lambda: blamed(rank1="late", rank2="ValueError: no such file, in %act")),
+    "late_rank": ("SC503", lambda: blamed(rank1="late")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "BEAT", 0.1)
+    monkeypatch.setattr(monitor, "SILENCE", 1.0)
+    code, act = CASES[case]
+    with pytest.raises(ShardcError) as raised:
+        act()
+    assert raised.value.code == code
+    assert raised.value.diagnostics[0].hint
+    golden(f"run/{case}.txt", str(raised.value))

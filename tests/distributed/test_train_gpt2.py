@@ -1,0 +1,102 @@
+"""Four processes under torchrun train GPT-2 on real text: as one device does, on half the memory for parameters.
+
+The script is the example itself, with the weights in a file; `watched.py` runs it and reports what each rank held.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples import train_gpt2
+from safetensors.torch import save_file
+
+import shardc
+
+ROOT = Path(__file__).parents[2]
+RANKS, STEPS = 4, 20
+SLACK = 4 << 20  # bytes of memory that loading may take for other things than tensors
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the three ways of running the same steps have found."""
+
+    options: argparse.Namespace
+    eager: list[float]
+    simulated: list[float]
+    ranks: list[dict[str, Any]]
+
+
+def eager(model: torch.nn.Module, options: argparse.Namespace) -> list[float]:
+    """What anyone would write for one device."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
+    losses: list[float] = []
+    for batch in train_gpt2.batches(options):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(folder: Path) -> Trained:
+    weights = folder / "model.safetensors"
+    # Wide enough that 14 MiB of parameters stand out against what else a process allocates.
+    arguments = ["--weights", str(weights), "--steps", str(STEPS), "--width", "384"]
+    options = train_gpt2.options(arguments)
+    torch.manual_seed(0)
+    model = train_gpt2.gpt2(options)
+    save_file(dict(model.named_parameters()), weights)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    with (folder / "log").open("w") as log:
+        job = subprocess.Popen(
+            [*command, str(Path(__file__).parent / "watched.py"), str(folder), *arguments, "--device", "cpu"],
+            env=env | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            one = eager(model, options)
+            simulated = train_gpt2.main(options)
+            job.wait(timeout=150)
+        finally:
+            job.kill()
+    assert job.returncode == 0, (folder / "log").read_text()[-5000:]
+    return Trained(options, one, simulated, [json.loads((folder / f"{r}.json").read_text()) for r in range(RANKS)])
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one_device_does(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    assert len(trained.eager) == STEPS
+    assert trained.eager[-1] < 0.8 * trained.eager[0]
+    for rank in trained.ranks:
+        assert rank["losses"] == pytest.approx(trained.eager, rel=1e-5)
+        assert rank["losses"] == pytest.approx(trained.simulated, rel=1e-6)
+    assert len({tuple(rank["losses"]) for rank in trained.ranks}) == 1  # to the bit, on all ranks
+    check_memory(trained)
+
+
+def check_memory(trained: Trained) -> None:
+    """Bytes of the real tensors, of what was read of the file, and of the process, are those of a rank's shards."""
+    with torch.device("meta"):
+        model = train_gpt2.gpt2(trained.options)
+    program = shardc.compile(model, next(train_gpt2.batches(trained.options)), plan=trained.options.plan)
+    mine, whole = program.parameter_bytes()
+    assert whole == sum(p.numel() * p.element_size() for p in model.parameters())
+    replicated = 4 * (trained.options.seq + 40) * trained.options.width  # positions, and some 40 biases and norms
+    assert whole / 2 < mine < whole / 2 + replicated
+    for rank in trained.ranks:
+        assert rank["bytes"] == rank["read"] == mine
+        # Never more than a slice of one tensor beside what it holds already: the whole model was never there.
+        assert rank["largest"] <= max(p.numel() * p.element_size() for p in model.parameters()) / 2
+        assert rank["grown"] < mine + rank["largest"] + SLACK < whole
+        if sys.platform == "linux":
+            assert rank["grown"] > mine / 2  # else it measures nothing
