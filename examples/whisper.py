@@ -27,4 +27,7 @@ def whisper(batch: int = 8, seq: int = 16, layers: int = 2, vocab: int = 256) ->
         use_cache=False,
     )
     sound = torch.randn(batch, 8, 2 * seq)  # mel bins, frames
-    return WhisperForConditionalGeneration(config), {"input_features": sound, "labels": torch.randint(vocab, (batch, seq // 2))}
+    return WhisperForConditionalGeneration(config), {
+        "input_features": sound,
+        "labels": torch.randint(vocab, (batch, seq // 2)),
+    }

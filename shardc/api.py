@@ -8,7 +8,7 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,15 +21,16 @@ from shardc.compiler import Options, Watch
 from shardc.cost.flops import Flops, flops
 from shardc.cost.memory import MemoryReport, memory
 from shardc.explain import Explanation, explain
+from shardc.ingest import rank_of
 from shardc.ir import program as data
 from shardc.ir.annotation import Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P
+from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
 from shardc.passes.recompute import Recompute
 from shardc.passes.seed import Bound
-from shardc.optimizer import append_updates, initial_state, learning_rates
 from shardc.passes.store import Store
 from shardc.plan import Plan, Storage
 from shardc.runtime.eager import eager_outputs
@@ -113,6 +114,7 @@ def compile(
         sample=batch,
         loss=loss,
         optimizer=optimizer,
+        baked=fingerprint(optimizer) if optimizer is not None else (),
     )
     program.refuse(wanted, options.strict)
     return program
@@ -129,6 +131,7 @@ class Program(data.Program):
     sample: Any = field(default=None, compare=False, repr=False)
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
     optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
+    baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
 
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
         """Run all ranks in this process, in lock-step on the CPU; gradients and buffers come back whole."""
@@ -179,11 +182,14 @@ class Program(data.Program):
     def learning_rates(self) -> dict[str, Tensor]:
         """Each parameter group's present learning rate; of a program from a file, those it was compiled with."""
         if self.optimizer is not None:
+            if fingerprint(self.optimizer) != self.baked:
+                message = "the optimizer's hyperparameters changed since the program was compiled"
+                raise error("SC107", message, hint="only learning rates may change; compile again for other values")
             return learning_rates(self.optimizer)
         return {name: torch.tensor(rate, dtype=torch.float64) for name, rate in self.plan.get("rates", {}).items()}
 
     def launch(self, **options: Any) -> Trainer:
-        """The running job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated."""
+        """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated."""
         return launch_program(self, **options)
 
     def refuse(self, plan: Plan, strict: bool) -> None:
@@ -217,9 +223,9 @@ def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
     state = [i for i in traced.inputs if i.role in ("param", "buffer")]
     aliases = {i.name: i.aliases for i in state}
     batch = [i.name for i in traced.inputs if i.role == "input"]
-    shapes = {i.name: i.node.meta["val"].ndim for i in traced.inputs}
-    shapes |= {name: node.meta["val"].ndim for name, node in traced.modules.items()}
-    outputs = {o.name: o.node.meta["val"].ndim for o in traced.outputs if o.role == "output"}
+    shapes = {i.name: rank_of(i.node) for i in traced.inputs}
+    shapes |= {name: rank_of(node) for name, node in traced.modules.items()}
+    outputs = {o.name: rank_of(o.node) for o in traced.outputs if o.role == "output"}
     found: list[Bound] = []
     problems: list[Diagnostic] = []
     for kind, key, names in (
@@ -286,7 +292,9 @@ def complete_inputs(graph: Graph, given: Mapping[str, Tensor], seed: int) -> dic
             found[port.name] = torch.tensor(seed)
         elif port.role in ("param", "buffer"):
             type = type_of(node)
-            drawn = torch.rand(type.shape, generator=generator) * 0.1
+            drawn = torch.rand(type.shape, generator=generator) * 0.2
+            # Weights around 0; vectors, which may be variances or scales of a norm, below 1.
+            drawn = drawn - 0.1 if type.ndim > 1 else 1 - drawn
             found[port.name] = drawn.to(type.dtype)
     return found
 

@@ -47,7 +47,7 @@ class Options:
     watch: Watch | None = None
     store: Store = field(default_factory=Store)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
-    recompute: Recompute = Recompute()
+    recompute: Recompute = field(default_factory=Recompute)
 
 
 def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...]]], options: Options) -> list[Pass]:
@@ -116,7 +116,7 @@ def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
                 severity,  # type: ignore[arg-type]
                 location=lines[0] if lines else None,
                 op=op,
-                hint=f"register one that says which dims stay whole, as shardc.rule({op}, '... n m -> ... n m', whole='n m')",
+                hint=f"register one; shardc.rule({op}, '... n -> ... n', whole='n') keeps its last dim whole",
             )
         )
     return found

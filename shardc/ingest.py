@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info
+from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.trace import Traced
@@ -48,6 +47,11 @@ def ingest(traced: Traced, mesh: Mesh) -> Graph:
         k: v for k, v in graph.activations.items() if v.graph is graph.fx and (v.users or v.op == "placeholder")
     }
     return graph
+
+
+def rank_of(node: fx.Node) -> int:
+    """How many dims a traced value has, before ingest takes the graph over and after."""
+    return node.meta["val"].ndim if "val" in node.meta else type_of(node).ndim
 
 
 def _merge_getitem(node: fx.Node) -> None:

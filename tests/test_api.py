@@ -1,4 +1,4 @@
-"""What users call: `compile` takes what they have as batch, mesh and placements, and `annotate` and `shard` say it early."""
+"""What users call: `compile` takes batches, meshes and placements as they come; `annotate` and `shard` say it early."""
 
 from __future__ import annotations
 

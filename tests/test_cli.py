@@ -166,6 +166,13 @@ def test_explain(golden: Golden) -> None:
     golden("cli/explain.txt", ran.out)
 
 
+def test_cost(golden: Golden) -> None:
+    ran = shardc_cli("cost", MODEL, *PLAN, "--memory", "--top", "3")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(shardc_cli("cost", MODEL, *PLAN).out.rstrip())
+    golden("cli/cost.txt", ran.out)
+
+
 def test_verify() -> None:
     ran = shardc_cli("verify", MODEL, *PLAN)
     assert ran.code == 0
@@ -299,7 +306,7 @@ def test_the_surface_is_frozen(golden: Golden) -> None:
     golden("cli/surface.txt", "\n".join(lines))
 
 
-@pytest.mark.parametrize("command", ["", "compile", "explain", "verify", "run"])
+@pytest.mark.parametrize("command", ["", "compile", "explain", "cost", "verify", "run"])
 def test_help_documents_exit_codes(command: str) -> None:
     ran = shardc_cli(*filter(None, [command]), "--help")
     assert ran.code == 0

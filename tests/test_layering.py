@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "ir": {"torch_compat"},
     "rules": BASE,
     "trace": BASE,
-    "passes": BASE | {"rules", "trace"},
+    "passes": BASE | {"rules", "trace", "cost"},
     "stages": BASE | {"rules", "passes"},
     "cost": {"ir"},
     "kernels_triton": {"ir"},

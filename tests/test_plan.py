@@ -118,6 +118,24 @@ def test_bytes() -> None:
     assert [read_bytes(text) for text in (7, "2MiB", "1.5 kb", "3 GB")] == [7, 2**21, 1500, 3 * 10**9]
 
 
+@pytest.mark.parametrize(
+    ("said", "dumped"),
+    [
+        ("none", ""),
+        ("full", "recompute: full\n"),
+        ({"mode": "full", "collectives": True}, "recompute:\n  mode: full\n  collectives: true\n"),
+        ({"budget": "20GiB"}, "recompute:\n  budget: 20 GiB\n"),
+        ({"mode": "budget", "budget": 7, "collectives": True}, "recompute:\n  budget: 7 B\n  collectives: true\n"),
+    ],
+)
+def test_recompute_round_trips(said: str | dict[str, object], dumped: str) -> None:
+    plan = Plan.of(recompute=said)
+    assert plan.dump() == dumped
+    assert Plan.parse(dumped).recompute == plan.recompute
+    assert Plan.of(recompute="selective").merge(plan).recompute == plan.recompute
+    assert plan.merge(Plan.of(mesh="dp=2")).recompute == plan.recompute
+
+
 def test_over_budget() -> None:
     mesh = Mesh(dp=2, tp=2)
     plan = Plan.of(budget={"tp": "1 KiB", "total": 4096, "cp": 1})

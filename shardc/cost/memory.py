@@ -125,7 +125,7 @@ class MemoryReport:
     def __str__(self) -> str:
         ranks = len({row.rank for row in self.rows})
         head = f"{human_bytes(self.peak)} a rank at the peak, the same on all {ranks} ranks"
-        lines = [("", "stored", "at the peak", "at its own peak")]
+        lines: list[tuple[str, ...]] = [("", "stored", "at the peak", "at its own peak")]
         for row in self.of_rank(0):
             if row.stored or row.most:
                 columns = (row.stored, row.bytes, row.stored + row.most)

@@ -1,1 +1,1 @@
-"""The vocabulary: meshes, placements, typed graphs, programs, diagnostics. Everything imports it; it imports nothing."""
+"""The vocabulary: meshes, placements, typed graphs, programs, diagnostics. It imports nothing else of ours."""

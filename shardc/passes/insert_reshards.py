@@ -151,12 +151,21 @@ class _Copies:
 
     def earliest(self, value: fx.Node, last: fx.Node) -> fx.Node:
         """Where to make an output: as soon as its value is there, so that a gradient's reduction can overlap."""
-        if len(self.have[value]) > 1 or value.op == "placeholder" or find_view(value):
+        if not self._untouched(value):
             return last
         following = self.current(value).next
         while following.target is operator.getitem:
             following = following.next
         return following
+
+    def _untouched(self, value: fx.Node) -> bool:
+        """Nothing was made of the value yet, nor of what it is a view of: a copy could lie further down."""
+        if len(self.have[value]) > 1 or value.op == "placeholder":
+            return False
+        if not find_view(value):
+            return True
+        root = self._root(operands(value)[0])
+        return root is not None and self._untouched(root)
 
     def get(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node:
         """The value as `need` says, made at the insertion point if it is not at hand."""

@@ -19,6 +19,7 @@ weights, sequence parallelism), that gather serves both. In all modes a minimum 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,21 +28,23 @@ from typing import Literal
 import torch
 from torch import fx
 
+from shardc.cost.flops import COUNTS, node_flops
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, info, operands, producer, replace_operands, results, set_info, type_of
-from shardc.ir.liveness import Step, is_view, kept_forever, owners, profile
+from shardc.ir.graph import Graph, info, op_name, operands, producer, replace_operands, results, set_info, type_of
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.schema import schema_of
 from shardc.passes.base import Pass
 from shardc.passes.recompute_choice import Call, Choice, Storage, Tradeoff, fewest_bytes, within
-from shardc.rules.work import BATCHED, WEIGHTED, flops
+from shardc.passes.recompute_liveness import Step, activation_bytes, is_view, kept_anyway, live_bytes, owners
 
 Mode = Literal["none", "full", "selective", "budget"]
 
 # FLOPs an accelerator does while it reads or writes one byte of its own memory, and while it sends one to another.
 BALANCE = 256
 LINK = 2048
+
+ATTENTION = {"bmm", "shardc.sdpa"}  # products of activations alone; all others have a weight
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Recompute(Pass):
             return sent.bytes_per_rank * LINK if sent is not None and self.collectives else None
         if self.mode == "full" and not segment and len(forward.segments) > 1:
             return None
-        work = flops(forward.graph, call)
+        work = _work(forward.graph, call)
         return work if self.mode != "selective" or _cheap(forward.graph, call, work) else None
 
     def _too_much(self, peak: int) -> Diagnostic:
@@ -110,12 +113,17 @@ class Recompute(Pass):
         return Diagnostic("SC214", message, "warning", hint=hint)
 
 
+def _work(graph: Graph, call: fx.Node) -> int:
+    """FLOPs of a product; of anything else one for each element it makes: little, but not nothing."""
+    made = (type_of(v).local_shape(graph.mesh) for v in results(call) if v is not None)
+    return node_flops(graph, call) or sum(map(math.prod, made))
+
+
 def _cheap(graph: Graph, call: fx.Node, work: int) -> bool:
     """Is running a call again bound by memory? Products with weights count as dear, whatever their size."""
-    if call.target in WEIGHTED:
-        return False
-    if call.target not in BATCHED:
-        return True
+    op = op_name(call.target)
+    if op not in ATTENTION:
+        return op not in COUNTS
     written = sum(type_of(v).local_bytes(graph.mesh) for v in results(call) if v is not None)
     return work <= BALANCE * written
 
@@ -139,7 +147,7 @@ class _Forward:
 
     def __post_init__(self) -> None:
         owner = self.owner
-        self.given |= kept_forever(self.graph, owner)
+        self.given |= kept_anyway(self.graph, owner)
         backward: dict[tuple[object, str, str], fx.Node] = {}
         for call in self.calls:
             at = segment_of(info(call).fqn)
@@ -149,7 +157,7 @@ class _Forward:
                 backward.setdefault(_same(call), call)
             for value in operands(call):
                 made = owner[value]
-                if is_forward(call) and segment_of(info(made).fqn) != at or info(call).phase == "opt":
+                if (is_forward(call) and segment_of(info(made).fqn) != at) or info(call).phase == "opt":
                     self.given.add(made)
                 elif not is_forward(call):
                     self.needed.add(made)
@@ -167,8 +175,7 @@ class _Forward:
 
     @cached_property
     def sizes(self) -> dict[Hashable, int]:
-        lasting = kept_forever(self.graph, self.owner)
-        found = {v: type_of(v).local_bytes(self.graph.mesh) for v in set(self.owner.values()) - lasting}
+        found = activation_bytes(self.graph, self.owner)
         return {**found, **{(v, "again"): size for v, size in found.items()}}
 
     def schedule(self, dropped: set[fx.Node]) -> list[tuple[list[fx.Node], fx.Node]]:
@@ -212,7 +219,7 @@ class _Forward:
         for first, call in self.schedule(dropped):
             steps += [step(self.twins.get(again, again), True) for again in first]
             steps.append(step(call, not is_forward(call)))
-        return max(profile(steps, self.sizes), default=0)
+        return max(live_bytes(steps, self.sizes), default=0)
 
     def _key(self, made: fx.Node, again: bool) -> Hashable:
         twin = self.twins.get(made)

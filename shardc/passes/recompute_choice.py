@@ -5,7 +5,7 @@ reads. Every storage that backward needs is either kept, at its bytes, or its ca
 operands that are kept or computed again in turn. For a price of one FLOP in bytes, the cheapest choice is a
 minimum cut between what exists (source) and what backward reads (sink):
 
-    source --price * FLOPs--> call --> storage --bytes--> stored --> calls that read it, backward (sink)
+    source --price * FLOPs--> call --> made --bytes--> kept --> calls that read it, backward (sink)
 
 A cut edge of bytes is a storage kept, a cut edge of FLOPs a call run again; a call that may not run again hangs on
 the source for ever. As the price falls from infinity to 0 the choices go from keeping all to keeping least, along
@@ -34,7 +34,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the segment: positions of the storages that it reads and makes. FLOPs are None if it may not rerun."""
+    """One call: positions of the storages that it reads and makes. FLOPs are None if it may not run again."""
 
     flops: int | None
     reads: tuple[int, ...]
@@ -69,24 +69,24 @@ def fewest_bytes(tradeoff: Tradeoff) -> Choice:
 
 def cheapest(tradeoff: Tradeoff, byte: int, flop: int) -> Choice:
     """The choice of least `byte` * bytes kept + `flop` * FLOPs run again."""
-    network = nx.DiGraph()  # reversed, because networkx finds the cut next to its source, and we want that of the sink
+    network = nx.DiGraph()
     network.add_nodes_from(("source", "sink"))
     for c, call in enumerate(tradeoff.calls):
         if call.flops is None:
-            network.add_edge(("call", c), "sink")
+            network.add_edge("source", ("call", c))  # an edge without a capacity is never cut
         else:
-            network.add_edge(("call", c), "sink", capacity=call.flops * flop)
+            network.add_edge("source", ("call", c), capacity=call.flops * flop)
         for s in call.makes:
-            network.add_edge(("made", s), ("call", c))
-            network.add_edge(("kept", s), ("made", s), capacity=tradeoff.storages[s].bytes * byte)
+            network.add_edge(("call", c), ("made", s))
+            network.add_edge(("made", s), ("kept", s), capacity=tradeoff.storages[s].bytes * byte)
         for s in call.reads:
-            network.add_edge(("call", c), ("kept", s))
+            network.add_edge(("kept", s), ("call", c))
     for s, storage in enumerate(tradeoff.storages):
         if storage.needed:
-            network.add_edge("source", ("kept", s))
-    if not network.out_degree("source"):
+            network.add_edge(("kept", s), "sink")
+    if not network.in_degree("sink"):
         return nothing_again(tradeoff)
-    _, (wanted, _) = nx.minimum_cut(network, "source", "sink")
+    _, (_, wanted) = nx.minimum_cut(network, "source", "sink")  # what leads to the sink: of equal cuts the nearest one
     again = {s for s in range(len(tradeoff.storages)) if ("made", s) in wanted}
     kept = {s for s in range(len(tradeoff.storages)) if ("kept", s) in wanted} - again
     return Choice(

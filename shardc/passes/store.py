@@ -46,10 +46,7 @@ class Store(Pass):
             if port.role != "param":
                 continue
             said = next((b for b in self.bound if b.name == name), None)
-            if said is not None:
-                placement = landed(graph, said, node)
-            else:
-                placement = extended(type_of(node), axes, graph.mesh)
+            placement = extended(type_of(node), axes, graph.mesh) if said is None else landed(graph, said, node)
             if self.zero == 3 or said is not None:
                 graph.stored[node] = placement
             updates[node] = placement

@@ -205,9 +205,7 @@ def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(dict(extra)))
     except (TypeError, ValueError) as failure:
         hint = "numbers, text, lists and mappings of them; turn tensors into lists"
-        raise error(
-            "SC408", f"what is to be saved beside the tensors is not plain data: {failure}", hint=hint
-        ) from None
+        raise error("SC408", f"`extra` is not plain data: {failure}", hint=hint) from None
 
 
 def _check_fit(
@@ -236,11 +234,11 @@ def _check_fit(
     if strict:
         lines = [f"{n} (did you mean '{near}'?)" if (near := suggest(n, unused)) else n for n in missing]
         hint = "load(strict=False) reads what there is, and leaves the rest as it was"
-        found += [("no values in it", lines, hint), ("a place only in it, not in the program", unused, hint)]
+        found += [("no values in it", lines, hint), ("no place in the program", unused, hint)]
     problems = [
         Diagnostic(
             "SC406",
-            f"{len(lines)} tensor{'s have' if len(lines) > 1 else ' has'} {what}: checkpoint {path}",
+            f"the checkpoint {path} does not fit: {len(lines)} tensor{'s have' if len(lines) > 1 else ' has'} {what}",
             cause="\n".join(lines),
             hint=hint,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import shardc.ir.ops.fused_attention  # noqa: F401 (registers what GPUs run)
+import shardc.ir.ops.fused_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what GPUs run)
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, Port
 from shardc.ir.ops.collectives import COLLECTIVES, run_collective

@@ -76,8 +76,8 @@ class Job:
         group = dist.new_group(backend="gloo", timeout=self._limit)
         return Checkpoints(self.mesh, self.rank, group, self.monitor.blame)
 
-    def close(self) -> None:
-        self.monitor.close()
+    def close(self, failure: BaseException | None = None) -> None:
+        self.monitor.close(failure)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 

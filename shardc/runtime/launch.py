@@ -84,7 +84,7 @@ class Engine(Protocol):
     def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor: ...
     def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]: ...
     def checkpoints(self) -> Checkpoints: ...
-    def close(self) -> None: ...
+    def close(self, failure: BaseException | None = None) -> None: ...
 
 
 class Simulation:
@@ -108,7 +108,7 @@ class Simulation:
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(Mesh(), 0)
 
-    def close(self) -> None:
+    def close(self, failure: BaseException | None = None) -> None:
         pass
 
 
@@ -197,19 +197,22 @@ class Trainer:
         types = (type for port, type in self._inputs.values() if port.role == "param")
         return sum(type.local_bytes(self.body.mesh) for type in types)
 
-    def close(self) -> None:
-        """Leave the job, when what is being saved is on disk; a trainer is also a context manager."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Leave the job, when what is being saved is on disk; a trainer is also a context manager.
+
+        The other ranks hear of a failure, if that is why.
+        """
         try:
             if "checkpoints" in self.__dict__:
                 self.checkpoints.close()
         finally:
-            self.engine.close()
+            self.engine.close(failure)
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, failure: BaseException | None, trace: object) -> None:
+        self.close(failure)
 
     def _held(self, *roles: str) -> dict[str, Held]:
         ports = {name: self._inputs[name] for name in self.state}
@@ -296,8 +299,8 @@ def launch(
         engine = Job(body, timeout, device)
     try:
         return Trainer(body, engine, sources, init, seed, rates)
-    except BaseException:
-        engine.close()
+    except BaseException as failure:
+        engine.close(failure)
         raise
 
 

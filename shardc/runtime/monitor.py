@@ -67,9 +67,13 @@ class Monitor:
         self.step, self.at = step, 0
         self._say()
 
-    def close(self) -> None:
-        # With an error on its way out SIGTERM stays ours: torchrun's would come before the error is printed.
-        if self._thread.is_alive() and not self._speaking:
+    def close(self, failure: BaseException | None = None) -> None:
+        """Say goodbye, or why it is none."""
+        if failure is not None and not self._speaking:
+            self.failed_alone(f"{type(failure).__name__}: {failure}")
+        if self._speaking:
+            return  # SIGTERM stays ours: torchrun's would come before the error is printed
+        if self._thread.is_alive():
             self._bell.stop()
             self._thread.join()
             self._bell.close()

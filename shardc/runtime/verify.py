@@ -1,10 +1,14 @@
 """Is the distributed program the single-device one? Run both, compare the loss, every gradient and updated buffer.
 
-The relative error of a tensor is max|a - b| / max|b|. A gradient that is zero in exact arithmetic (a key bias's, which
-softmax does not see, or that of a bias before a batch norm) is nothing but rounding, and measured against a hundredth
-of the largest gradient instead. Ranks that should hold the same value and do not count as an error too. When something differs, both runs
-are repeated instruction by instruction: passes keep the names of values, so the first one that differs from its
-namesake on the single device is where the compiler went wrong.
+The relative error of a tensor is
+
+    max|a - b| / max(max|b|, 1e-4 * largest gradient)
+
+so that what cancels does not divide rounding by rounding. A gradient that is zero in exact arithmetic (a key bias's,
+which softmax does not see, or that of a bias before a batch norm) is nothing but rounding: it is measured against a
+hundredth of the largest. Ranks that should hold the same value and do not count as an error too. When something
+differs, both runs are repeated instruction by instruction: passes keep the names of values, so the first one that
+differs from its namesake on the single device is where the compiler went wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ PLURALS = {
 WITNESSED = ("loss", "grad", "buffer")  # what eager PyTorch finds before an optimizer's step
 OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
 EAGER_TOLERANCE = 1e-5  # libraries hard-code float32 in places, where our graph computes in float64 throughout
-ZERO_GRADIENT = 1e-2  # of the largest gradient: what a gradient that is nothing but rounding is measured against
+SMALL_GRADIENT = 1e-4  # of the largest: below this a gradient is measured against the others,
+ZERO_GRADIENT = 1e-2  # and one that is nothing but rounding against this
 
 
 @dataclass(frozen=True)
@@ -176,14 +181,14 @@ def verify(
     report = Report(tuple(rows), TOLERANCE[dtype] * slack, dtype, body.mesh.world_size)
     if report.max_rel_error <= report.tolerance:
         return report
-    first = first_mismatch(body, reference, inputs, dtype, ZERO_GRADIENT * largest)
+    first = first_mismatch(body, reference, inputs, dtype, SMALL_GRADIENT * largest)
     return Report(report.rows, report.tolerance, dtype, report.ranks, first)
 
 
 def floor_of(want: torch.Tensor, largest: float, dtype: torch.dtype) -> float:
     """What an error is measured against at the least, by the largest gradient of a step in `dtype`."""
     rounding = torch.finfo(dtype).eps ** 0.6  # 4e-10 in float64: far above what cancels, far below what is meant
-    return ZERO_GRADIENT * largest if magnitude(want) < rounding * largest else 0.0
+    return (ZERO_GRADIENT if magnitude(want) < rounding * largest else SMALL_GRADIENT) * largest
 
 
 def first_mismatch(

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from examples.mlp import mlp
 
 import shardc
+from examples.mlp import mlp
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime import monitor
 from shardc.runtime.monitor import Monitor
@@ -64,7 +64,7 @@ def blamed(**others: str) -> None:
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "world_size": ("SC506", lambda: launched(8)),
     "missing_parameter": ("SC504", lambda: program(meta=True).launch()),
-    "missing_parameter_in_state": ("SC504", lambda: program(meta=True).launch(state={"fc.wieght": torch.zeros(1)})),
+    "missing_parameter_in_state": ("SC504", lambda: program(meta=True).launch(state={"up.wieght": torch.zeros(1)})),
     "no_weights_file": ("SC504", lambda: program(meta=True).launch(state="no/such/model.safetensors")),
     "dead_rank": ("SC502", lambda: blamed(rank1="late", rank2="dead")),
     "rank_that_closed": ("SC502", lambda: blamed(rank1="left")),

@@ -23,7 +23,9 @@ WORKER = Path(__file__).parent / "worker.py"
 LIMIT = 8.0  # as in worker.py
 
 
-def start(scenario: str, ranks: int, folder: Path, limit: float = 90.0) -> list[dict[str, Any] | None]:
+def start(
+    scenario: str, ranks: int, folder: Path, limit: float = 90.0, worker: Path = WORKER
+) -> list[dict[str, Any] | None]:
     """Run a scenario in `ranks` processes; what each wrote, None for one that died before."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,7 +37,7 @@ def start(scenario: str, ranks: int, folder: Path, limit: float = 90.0) -> list[
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
     }
-    command = [sys.executable, str(WORKER), scenario, str(folder)]
+    command = [sys.executable, str(worker), scenario, str(folder)]
     output = [(folder / f"{rank}.log").open("w") for rank in range(ranks)]
     processes = [
         subprocess.Popen(

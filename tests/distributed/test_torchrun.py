@@ -1,4 +1,4 @@
-"""Under torchrun, which ends the survivors of a dead rank itself: they still say who died, and where, before they go."""
+"""torchrun ends the survivors of a dead rank itself: they still say who died, and where, before they go."""
 
 import os
 import signal

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from examples import train_gpt2
 from safetensors.torch import save_file
 
 import shardc
+from examples import train_gpt2
 
 ROOT = Path(__file__).parents[2]
 RANKS, STEPS = 4, 20

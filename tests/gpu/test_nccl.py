@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from examples import train_gpt2
 
 ROOT = Path(__file__).parents[2]

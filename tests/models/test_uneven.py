@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -53,19 +54,27 @@ def test_heads(name: str, column: int) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper", "encoder", "cnn", "mlp"])
 def test_batch(name: str) -> None:
     program = compiled(name, name, "dp=2, tp=2", batch=3)
-    sharded = [type_of(v) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True) if p.role == "input"]
+    sharded = [
+        type_of(v) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True) if p.role == "input"
+    ]
     assert any(t.dims[0] and t.dims[0][0].axes == ("dp",) and t.local_shape(program.mesh)[0] == 2 for t in sharded)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("mesh", ["dp=1, tp=2", "dp=2, tp=4"])
 def test_sequence(name: str, mesh: str) -> None:
-    program = compiled(name, f"{name}_sp", mesh, batch=3, seq=17, heads=4, **({"kv_heads": 4} if name == "llama" else {}))
+    program = compiled(
+        name, f"{name}_sp", mesh, batch=3, seq=17, heads=4, **({"kv_heads": 4} if name == "llama" else {})
+    )
     block = type_of(program.body.activations["transformer.h.0" if name == "gpt2" else "model.layers.0"])
     tp = program.mesh.size("tp")
     assert block.dims[1][0].axes == ("tp",)
     assert block.local_shape(program.mesh)[1] == math.ceil(17 / tp)
-    assert {c.kind for c in program.collectives() if c.axes == ("tp",)} == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert {c.kind for c in program.collectives() if c.axes == ("tp",)} == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+    }
 
 
 def test_everything_at_once() -> None:
@@ -73,7 +82,7 @@ def test_everything_at_once() -> None:
 
 
 def test_fewer_heads_of_keys_than_ranks() -> None:
-    """Two heads over four ranks: tp becomes tp:0, which shards keys and values, and tp:1, over which they are copied."""
+    """Two heads over four ranks: tp becomes tp:0, which shards keys and values, and tp:1, which copies them."""
     program = compiled("llama", "llama", "dp=2, tp=4", heads=4, kv_heads=2, seq=32)
     assert program.mesh.names == ("dp", "tp:0", "tp:1")
     assert stored(program, "model.layers.0.self_attn.q_proj.weight") == ((16, 64), (64, 64))
@@ -91,3 +100,6 @@ def test_fewer_heads_of_keys_than_ranks() -> None:
     }
     assert len(warnings) == 4
     assert {c.kind for c in program.collectives()} == {"all_reduce"}
+    # Per layer two all-reduces of activations each way, and the copied weights' gradients once.
+    counts = Counter((c.phase, c.axes) for c in program.collectives() if c.axes != ("dp",))
+    assert counts == {("fwd", ("tp",)): 2 * 2 + 4, ("bwd", ("tp",)): 2 * 2 + 1, ("bwd", ("dp", "tp:1")): 2 * 2}

@@ -53,23 +53,38 @@ def make(name: str, **arguments: Any) -> tuple[nn.Module, Any, Loss | None]:
     return found[0], found[1], found[2] if len(found) > 2 else None
 
 
-BLOCK = ("**.q_proj.*", "**.k_proj.*", "**.v_proj.*", "**.o_proj.weight")
+HEADS = ("**.q_proj.*", "**.k_proj.*", "**.v_proj.*")
+GATED = ("**.gate_proj.*", "**.up_proj.*", "**.down_proj.*")
+LLAMA = (*HEADS, "**.o_proj.weight", *GATED, "**.embed_tokens.*", "lm_head.*")
+GPT2 = ("**.wte.weight", "**.c_attn.*", "**.attn.c_proj.weight", "**.c_fc.*", "**.mlp.c_proj.weight")
+BERT = (
+    *("**.query.*", "**.key.*", "**.value.*", "**.attention.output.dense.weight"),
+    *("**.intermediate.dense.*", "**.layer.*.output.dense.weight"),
+    *("**.word_embeddings.*", "**.predictions.bias"),
+)
+T5 = (
+    *("shared.*", "**.q.*", "**.k.*", "**.v.*", "**.o.*", "**.relative_attention_bias.*"),
+    *("**.wi.*", "**.wo.*"),
+)
+WHISPER = (*HEADS, "**.out_proj.weight", "**.fc1.*", "**.fc2.weight", "**.embed_tokens.*")
+PACKED = ("**.in_proj_weight", "**.in_proj_bias", "**.out_proj.weight", "**.linear1.*", "**.linear2.weight")
+
 MODELS = [
     # Forward: embedding; of the loss the maximum, the sum and the picked logit. Backward: the output projection.
     # float32 in transformers/loss/loss_utils.py: ForCausalLMLoss casts the logits.
-    Model("gpt2", 2 * 2 + 4, 2 * 2 + 1, 2, ("**.wte.weight", "**.c_attn.*", "**.attn.c_proj.weight", "**.c_fc.*", "**.mlp.c_proj.weight"), 1e-6),
+    Model("gpt2", 2 * 2 + 4, 2 * 2 + 1, 2, GPT2, 1e-6),
     # float32 in the loss as GPT-2's, and in modeling_llama.py: LlamaRMSNorm, LlamaRotaryEmbedding.
-    Model("llama", 2 * 2 + 4, 2 * 2 + 1, 2, (*BLOCK, "**.gate_proj.*", "**.up_proj.*", "**.down_proj.*", "**.embed_tokens.*", "lm_head.*"), 1e-6, {"kv_heads": 4}),
+    Model("llama", 2 * 2 + 4, 2 * 2 + 1, 2, LLAMA, 1e-6, {"kv_heads": 4}),
     # float32 in the loss as GPT-2's, and in modeling_qwen3.py: Qwen3RMSNorm, Qwen3RotaryEmbedding.
-    Model("qwen3", 2 * 2 + 4, 2 * 2 + 1, 2, (*BLOCK, "**.gate_proj.*", "**.up_proj.*", "**.down_proj.*", "**.embed_tokens.*", "lm_head.*"), 1e-6),
-    Model("bert", 2 * 2 + 4, 2 * 2 + 1, 2, ("**.query.*", "**.key.*", "**.value.*", "**.attention.output.dense.weight", "**.intermediate.dense.*", "**.layer.*.output.dense.weight", "**.word_embeddings.*", "**.predictions.bias")),
+    Model("qwen3", 2 * 2 + 4, 2 * 2 + 1, 2, LLAMA, 1e-6),
+    Model("bert", 2 * 2 + 4, 2 * 2 + 1, 2, BERT),
     # Both embeddings; backward, the encoder's output as the decoder's layers attend to it. float32 in modeling_t5.py:
     # T5LayerNorm takes its variance in it.
-    Model("t5", 2 * 2 + 3 * 2 + 5, 2 * 2 + 3 * 2 + 2, 6, ("shared.*", "**.q.*", "**.k.*", "**.v.*", "**.o.*", "**.wi.*", "**.wo.*", "**.relative_attention_bias.*"), 1e-6),
-    Model("vit", 2 * 2, 2 * 2, 2, (*BLOCK, "**.fc1.*", "**.fc2.weight")),
-    Model("whisper", 2 * 2 + 3 * 2 + 4, 2 * 2 + 3 * 2 + 2, 6, ("**.q_proj.*", "**.k_proj.*", "**.v_proj.*", "**.out_proj.weight", "**.fc1.*", "**.fc2.weight", "**.embed_tokens.*")),
+    Model("t5", 2 * 2 + 3 * 2 + 5, 2 * 2 + 3 * 2 + 2, 6, T5, 1e-6),
+    Model("vit", 2 * 2, 2 * 2, 2, (*HEADS, "**.o_proj.weight", "**.fc1.*", "**.fc2.weight")),
+    Model("whisper", 2 * 2 + 3 * 2 + 4, 2 * 2 + 3 * 2 + 2, 6, WHISPER),
     # Nothing before the first layer wants a gradient, so one all-reduce less.
-    Model("encoder", 2 * 2, 2 * 2 - 1, 2, ("**.in_proj_weight", "**.in_proj_bias", "**.out_proj.weight", "**.linear1.*", "**.linear2.weight")),
+    Model("encoder", 2 * 2, 2 * 2 - 1, 2, PACKED),
     # One a bottleneck block, in each direction.
     Model("resnet", 4, 4, 0, ("**.layer.0.*.*", "**.layer.1.convolution.weight")),
     Model("cnn", 1, 0, 0, ("conv1.*", "norm1.*", "conv2.weight")),

@@ -126,7 +126,10 @@ class Branches(nn.Module):
     [
         {"activations": {"first": "-, tp, -, dp", "shortcut": "-, tp, -, dp"}},
         {"params": {"shortcut.weight": "-, tp, -, dp"}, "activations": {"shortcut": "tp, -, dp, -"}},
-        {"params": {"conv.weight": "tp, 3*dp, -, -"}, "activations": {"first": "-, -, tp, -", "shortcut": "-, tp, -, dp"}},
+        {
+            "params": {"conv.weight": "tp, 3*dp, -, -"},
+            "activations": {"first": "-, -, tp, -", "shortcut": "-, tp, -, dp"},
+        },
     ],
     ids=str,
 )

@@ -50,7 +50,11 @@ class Attention(nn.Module):
 
 
 CASES: dict[str, tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = {
-    "mlp": (MLP, (4, 5, 8), {"params": {"up.weight": "tp, -"}, "inputs": {"x": "dp, -, -"}, "activations": {"norm": "dp, tp, -"}}),
+    "mlp": (
+        MLP,
+        (4, 5, 8),
+        {"params": {"up.weight": "tp, -"}, "inputs": {"x": "dp, -, -"}, "activations": {"norm": "dp, tp, -"}},
+    ),
     "attention": (Attention, (4, 5, 6), {"params": {"qkv.weight": "3*tp, -"}, "inputs": {"x": "dp, -, -"}}),
 }
 

@@ -69,7 +69,9 @@ def check(before: TensorType, after: TensorType, mesh: Mesh) -> None:
         at = step.after
     assert at == after
     graph = resharding(before, after, mesh)
-    x = torch.randn(type_of(graph.placeholders[0]).shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        type_of(graph.placeholders[0]).shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     lowered = LowerReshards().run(graph)
     spreads: list[float] = []
 

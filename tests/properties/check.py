@@ -9,6 +9,7 @@ import torch
 
 from shardc import compiler
 from shardc.compiler import Options
+from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
@@ -60,7 +61,7 @@ def check(body: Graph, reference: Graph, inputs: Mapping[str, torch.Tensor]) -> 
     assert report.ok, f"{report}\n\n{print_graph(body)}"
     text = print_graph(body)
     again = parse(text)
-    assert print_graph(again) == text or print_graph(again, comments=False) == print_graph(body, comments=False)
+    assert print_graph(again, comments=False) == print_graph(body, comments=False)
     loaded = Program.from_json(Program(body, reference, body.mesh).to_json())
     assert print_graph(loaded.body) == text
     same(again, body, inputs)
@@ -76,6 +77,5 @@ def same(a: Graph, b: Graph, inputs: Mapping[str, torch.Tensor]) -> None:
 
 
 def kinds(body: Graph) -> Sequence[str]:
-    from shardc.ir.collectives import collectives
-
+    """The kinds of collectives that a program has: hypothesis counts them, to show what was covered."""
     return sorted({one.kind for one in collectives(body)})

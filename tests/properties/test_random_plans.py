@@ -1,4 +1,4 @@
-"""Real models, unmodified, under random plans on random meshes: each traced once, distributed anew for every example."""
+"""Real models, unmodified, under random plans on random meshes: traced once, distributed anew for every example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from shardc.compiler import Options
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
 from shardc.trace import trace
-
 from tests.properties.check import Refused, check, compiled
 from tests.properties.plans import Shapes, meshes, plans
 
@@ -25,6 +24,7 @@ pytest.importorskip("transformers")
 
 EXAMPLES = max(100, settings().max_examples // 5)
 Model = tuple[nn.Module, dict[str, Tensor]]
+Case = tuple[str, Mesh, dict[str, dict[str, str]]]
 
 
 def gpt2() -> Model:
@@ -109,7 +109,7 @@ def prepared(name: str) -> Prepared:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, dict[str, str]]]:
+def cases(draw: st.DrawFn) -> Case:
     name, mesh = draw(st.sampled_from(list(MODELS))), draw(meshes)
     return name, mesh, draw(plans(prepared(name).shapes, mesh))
 
@@ -118,7 +118,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, dict[str, str]]]:
 @settings(
     max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], deadline=None
 )
-def test_a_model_under_a_random_plan_equals_the_single_device(case: tuple[str, Mesh, dict[str, dict[str, str]]]) -> None:
+def test_a_model_under_a_random_plan_equals_the_single_device(case: Case) -> None:
     name, mesh, plan = case
     note(f"{name}\nmesh {mesh}\nplan {plan}")
     reference, inputs, _ = prepared(name)

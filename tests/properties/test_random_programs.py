@@ -16,10 +16,10 @@ from shardc.api import complete_inputs, model_state
 from shardc.compiler import Options
 from shardc.ir.mesh import Mesh
 from shardc.trace import trace
-
 from tests.properties.check import Refused, check, compiled, kinds
+from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
-from tests.properties.programs import Program, programs
+from tests.properties.programs import programs
 
 EXAMPLES = max(300, settings().max_examples)
 

@@ -1,0 +1,164 @@
+"""A whole training step: optimizer, ZeRO storage and clipping, in every layout the single device's.
+
+Models are traced once and distributed many times. Five steps, each simulated on all ranks from the same state as the
+single device's, in float64; that the single-device graph is PyTorch's own step is tests/test_optimizer.py's to show.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardc
+from shardc import api, compiler
+from shardc.ir.collectives import collectives
+from shardc.ir.graph import Graph, info, type_of
+from shardc.optimizer import append_updates, initial_state, learning_rates
+from shardc.passes.store import Store
+from shardc.plan import Plan
+from shardc.runtime.simulate import run_reference, simulate
+from shardc.trace import trace
+
+ROOT = Path(__file__).parent.parent
+STEPS, CLIP = 5, 0.5
+LAYOUTS = {
+    "dp2": ("dp=2,tp=1", ""),
+    "dp2tp2": ("dp=2,tp=2", ""),
+    "dp4": ("dp=4,tp=1", ""),
+    "dp2tp2_sp": ("dp=2,tp=2", "_sp"),
+    "dp3tp2_uneven": ("dp=3,tp=2", ""),
+}
+
+
+@lru_cache
+def traced(model: str) -> tuple[Any, Any, Graph, dict[str, float], torch.optim.Optimizer]:
+    """The model's joint graph with AdamW's updates at its end, no mesh yet; weight decay on matrices only."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    built, batch, *loss = getattr(importlib.import_module(model), model)()
+    decayed = [p for p in built.parameters() if p.ndim > 1]
+    plain = [p for p in built.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2
+    )
+    found = trace(built, batch, *loss)
+    graph = compiler.single_device(found, shardc.Mesh(), compiler.Options())
+    fills = append_updates(graph, optimizer, built, clip_grad_norm=CLIP)
+    return (built, batch), found, graph, fills, optimizer
+
+
+@lru_cache
+def history(model: str) -> list[tuple[dict[str, torch.Tensor], dict[Any, torch.Tensor]]]:
+    """Inputs and outputs of each step on the single device."""
+    (built, batch), _, graph, fills, optimizer = traced(model)
+    given = {**initial_state(graph, fills, optimizer, built), **learning_rates(optimizer), **api.model_state(built)}
+    names = [p.name for p in graph.inputs if p.role == "input"]
+    inputs = api.complete_inputs(graph, {**given, **api.batch_inputs(batch, names)}, 0)
+    steps: list[tuple[dict[str, torch.Tensor], dict[Any, torch.Tensor]]] = []
+    for _ in range(STEPS):
+        outputs = run_reference(graph, inputs, dtype=torch.float64)
+        steps.append((inputs, outputs))
+        new = {port.name: value for port, value in outputs.items() if port.role in ("param", "state", "buffer")}
+        inputs = {**inputs, **new}
+    return steps
+
+
+def distributed(model: str, layout: str, zero: int) -> Graph:
+    mesh_text, suffix = LAYOUTS[layout]
+    mesh = shardc.Mesh.parse(mesh_text)
+    _, found, graph, *_ = traced(model)
+    plan = Plan.load(ROOT / "configs" / "plans" / f"{model}{suffix}.yaml")
+    body = graph.copy()
+    body.mesh = mesh
+    options = compiler.Options(store=Store(zero, ("dp",) if zero else ()))
+    return compiler.distribute(body, api.bind(plan, found, mesh), options)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["gpt2", "llama", "cnn"])
+def test_five_steps_equal_the_single_device(model: str, layout: str, zero: int) -> None:
+    if layout.endswith("_sp") and model == "cnn":
+        layout = "dp2tp2"  # images have no sequence
+    body = distributed(model, layout, zero)
+    for inputs, expected in history(model)[:: STEPS - 1]:  # the first and the last: each starts from the true state
+        found = simulate(body, inputs, dtype=torch.float64)
+        for port, want in expected.items():
+            gap = float((found[port] - want).abs().max()) / max(float(want.abs().max()), 1e-6)
+            assert gap < 1e-11, f"{port.role} {port.name} differs by {gap:.1e}"
+
+
+def test_bytes_of_zero() -> None:
+    """ZeRO-1 and 2 send what data parallelism sends; ZeRO-3 half as much again, less the embedding's second gather."""
+    sizes = {
+        port.name: math.prod(type_of(node).shape) * 4
+        for port, node in zip(*_inputs(distributed("llama", "dp2", 0)), strict=True)
+        if port.role == "param"
+    }
+    moved = {
+        zero: [c for c in collectives(distributed("llama", "dp2", zero)) if c.payload_bytes > 8] for zero in range(4)
+    }
+    sent = {zero: sum(c.bytes_per_rank for c in found) for zero, found in moved.items()}
+    whole = sum(sizes.values())
+    assert sent[0] == whole  # an all-reduce: 2 (k - 1) / k of it, k = 2
+    assert sent[1] == sent[2] == whole
+    # Backward gathers every parameter again but the embedding, whose gradient does not read it.
+    assert sent[3] == 1.5 * whole - sizes["model.embed_tokens.weight"] / 2
+    kinds = Counter((c.kind, c.phase) for c in moved[3])
+    assert kinds == {
+        ("all_gather", "fwd"): len(sizes),
+        ("all_gather", "bwd"): len(sizes) - 1,
+        ("reduce_scatter", "bwd"): len(sizes),
+    }
+
+
+def _inputs(graph: Graph) -> tuple[Any, Any]:
+    return graph.inputs, graph.placeholders
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_stored_bytes_are_shares(zero: int) -> None:
+    """State is 1/dp of itself, and under ZeRO-3 parameters too."""
+    whole, shared = distributed("llama", "dp4", 0), distributed("llama", "dp4", zero)
+
+    def stored(graph: Graph, role: str) -> int:
+        pairs = zip(graph.inputs, graph.placeholders, strict=True)
+        return sum(type_of(n).local_bytes(graph.mesh) for p, n in pairs if p.role == role and type_of(n).ndim)
+
+    assert stored(shared, "state") * 4 == stored(whole, "state")
+    assert stored(shared, "param") * (4 if zero == 3 else 1) == stored(whole, "param")
+
+
+def test_reductions_stand_where_backward_makes_gradients() -> None:
+    """A gradient is reduced before the optimizer's first instruction, so that it can overlap with backward."""
+    body = distributed("llama", "dp2tp2", 2)
+    phases = [info(n).phase for n in body.calls()]
+    first = phases.index("opt")
+    late = [c for c in body.calls() if "reduce_scatter" in str(c.target)]
+    order = {n: i for i, n in enumerate(body.calls())}
+    assert late
+    assert all(order[n] < first for n in late)
+
+
+def test_learning_rate_is_an_input() -> None:
+    """A scheduler changes the step without compiling again."""
+    (built, batch), *_ = traced("llama")
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    program = shardc.compile(built, batch, plan=ROOT / "configs" / "plans" / "llama.yaml", optimizer=optimizer)
+    trainer = program.launch()
+    before = {name: value.clone() for name, value in trainer.state.items()}
+    trainer.step(batch)
+    after = {name: value.clone() for name, value in trainer.state.items()}
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    optimizer.step()
+    scheduler.step()  # the rate is 0 from here on
+    trainer.step(batch)
+    assert torch.equal(trainer.state["lm_head.weight"], after["lm_head.weight"])
