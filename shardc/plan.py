@@ -368,15 +368,16 @@ def _source(info: ValidationInfo) -> Source:
 
 def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     """What pydantic found, as ours: the key's line, and the nearest key for a typo."""
-    path = tuple(str(part) for part in problem["loc"])
+    path: tuple[str, ...] = tuple(str(part) for part in problem["loc"])
     ours = problem.get("ctx", {}).get("error")
     if isinstance(ours, ShardcError):
         return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
         inside = path[0] if len(path) > 1 else None
         known = {"storage": Storage, "recompute": Recomputing}.get(inside or "", Plan).model_fields
-        hint = did_you_mean(path[-1], known, f"keys of {inside or 'a plan'}")
-        return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{path[-1]}'", hint=hint), *path),)
+        key = problem["loc"][-1]
+        hint = did_you_mean(str(key), known, f"keys of {inside or 'a plan'}")
+        return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{key}'", hint=hint), *path),)
     expected = problem["msg"].partition(",")[0].removeprefix("Input should be ")
     message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
     hint = {"strict": "write true or false", "seed": "write a whole number"}.get(path[0])

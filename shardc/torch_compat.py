@@ -2,7 +2,8 @@
 """The one file that uses torch's private or version-dependent APIs. Supports torch 2.11 to 2.13.
 
 Everything else in shardc is written against public torch; what a new torch release breaks, it breaks here. Each
-function does one thing that the tracer needs and says why the public API does not do.
+function does one thing that its caller needs and says why the public API does not do. It is over 400 lines because it
+is the one such file: what depends on torch's insides is found here and nowhere else.
 """
 
 from __future__ import annotations
@@ -386,21 +387,26 @@ def all_gather_single(out: Tensor, x: Tensor, group: Any) -> None:
     """One flat all-gather; torch 2.13 renamed it and warns of the old name."""
     import torch.distributed as dist
 
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, x, group=group)
+    old = "all_gather_into_tensor"
+    getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else old)(out, x, group=group)
 
 
 def reduce_scatter_single(out: Tensor, x: Tensor, op: Any, group: Any) -> None:
     """One flat reduce-scatter; torch 2.13 renamed it and warns of the old name."""
     import torch.distributed as dist
 
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, x, op=op, group=group)
+    old = "reduce_scatter_tensor"
+    getattr(dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else old)(
+        out, x, op=op, group=group
+    )
 
 
 def job_store() -> Any:
     """A connection of one's own to the store of the running job; torch has no public way from a group to its store."""
     import torch.distributed as dist
 
-    return dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def stored_at(info: Any) -> tuple[str, int, int]:

@@ -6,8 +6,8 @@ The independent witness: neither our tracer nor our passes had a hand in it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ def eager_outputs(
         value = loss(output, batch) if loss is not None else _own_loss(output)
         named = {name: p for name, p in twin.named_parameters() if p.requires_grad}
         grads = torch.autograd.grad(value, list(named.values()), allow_unused=True)
-    found = {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
+        some = cast("Sequence[Tensor | None]", grads)  # torch's annotation forgets allow_unused
+    found = {name: grad for name, grad in zip(named, some, strict=True) if grad is not None}
     buffers = {name: b.detach() for name, b in twin.named_buffers()}
     return {"loss": value.detach(), **found, **buffers}
 
@@ -50,4 +51,4 @@ def _own_loss(output: Any) -> Tensor:
         return output["loss"]
     if isinstance(output, (tuple, list)):
         return next(item for item in output if isinstance(item, Tensor))
-    return output.loss
+    return cast(Any, output).loss

@@ -136,6 +136,7 @@ class Trainer:
 
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
+        self._grads = {}  # let the last step's go before this one's are made
         held = dict(self.state)
         for port, type, value in self._batch(batch):
             held[port.name] = self.engine.hold(value, type)

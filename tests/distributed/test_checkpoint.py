@@ -10,24 +10,34 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+import shardc
+from examples.gpt2 import gpt2
 from shardc.ir.mesh import Mesh
+from shardc.plan import Plan
 from shardc.runtime.checkpoint import load_state_dict
 from shardc.runtime.checkpoint_folder import Manifest
 from shardc.runtime.launch import launch
-from tests.distributed.checkpoint_worker import trainer_of
 from tests.distributed.test_gloo import start
 from tests.handmade import mlp, mlp_inputs
 
+PARAMS = {"**.wte.weight": "tp, -", "**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}
+PLANS = {"zero3": ("dp=2,tp=2", {"zero": 3, "axes": ["dp"]}), "tp4": ("tp=4", {})}
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 
 
 def test_checkpoints_move_between_simulation_and_jobs(tmp_path: Path) -> None:
-    simulated, batch = trainer_of("tp4")
+    for name, (mesh, storage) in PLANS.items():
+        network, batch = gpt2(layers=1, batch=4, vocab=255, seq=8)  # a vocabulary that does not divide
+        plan = Plan.of(mesh=mesh, params=PARAMS, storage=storage)
+        program = shardc.compile(network, batch, plan=plan, optimizer=torch.optim.AdamW(network.parameters(), 1e-3))
+        program.save(tmp_path / f"{name}.json")
+    torch.save(batch, tmp_path / "batch.pt")
+    simulated = program.launch()
     simulated.step(batch)
     simulated.save(tmp_path / "simulated")
     # Shards as they lie would go through either way; whole tensors, as simulation writes them, must be cut.
     assert len(list((tmp_path / "simulated").iterdir())) == 3
-    found = start("move", 4, tmp_path, limit=240, worker=WORKER)
+    found = start("move", 4, tmp_path, limit=150, worker=WORKER)
     gathered = torch.load(tmp_path / "state.pt")
     for name, value in simulated.state.items():
         assert torch.equal(gathered["started"][name], value), name

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"
 LIMIT = 8.0  # as in worker.py
-ENDING = 6.0  # what torchrun itself takes to notice and to report, on a busy machine
+ENDING = 12.0  # what torchrun itself takes to notice and to report, on a busy machine; it kills after 30
 
 
 def torchrun(scenario: str, ranks: int, folder: Path) -> subprocess.Popen[str]:
