@@ -24,11 +24,11 @@ def eager_outputs(
     """
     twin = copy.deepcopy(model).to("cpu").to(dtype)
 
-    def cast(leaf: Any) -> Any:
+    def lifted(leaf: Any) -> Any:
         return leaf.to("cpu", dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     leaves, structure = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-    batch = unflatten([cast(leaf) for leaf in leaves], structure)
+    batch = unflatten([lifted(leaf) for leaf in leaves], structure)
     with torch.enable_grad():
         if isinstance(batch, dict):
             output = twin(**batch)

@@ -31,9 +31,7 @@ CASES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("gpt2", (*DROPOUT, ("batch", 7), ("seq", 15))),
     ("gpt2_sp", DROPOUT),
     ("llama", ()),
-    ("llama_sp", ()),
     ("resnet", ()),
-    ("t5", ()),
 ]
 
 
@@ -46,7 +44,7 @@ def compiled(
 
 
 def run(program: shardc.Program) -> tuple[dict[Port, torch.Tensor], int, int]:
-    """Outputs, and the most bytes that live tensors of rank 0 really hold: beyond inputs, and beyond outputs as well."""
+    """Outputs, and the most bytes that live tensors of rank 0 hold: beyond inputs, and beyond outputs as well."""
     body = program.body
     storage = storages(body)
     inputs = {storage[n] for n in body.placeholders}
@@ -139,7 +137,9 @@ def test_selective_runs_attention_again_but_keeps_its_output() -> None:
     program = shardc.compile(model.to("meta"), batch, plan=wanted)
     products = [info(n).name for n in again(program) if op_name(n.target) == "bmm"]
     assert len(products) == 1
-    assert {"_softmax", "shardc.random_uniform"} <= {op_name(n.target) for n in again(program)}
+    assert {"_softmax", "ge.Scalar"} <= {op_name(n.target) for n in again(program)}
+    draws = [info(n).phase for n in program.body.calls() if op_name(n.target) == "shardc.random_uniform"]
+    assert draws.count("bwd") == draws.count("fwd") == 4  # the embedding's, and a layer's three
 
 
 def test_a_model_without_layers_is_one_segment() -> None:
