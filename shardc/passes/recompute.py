@@ -157,10 +157,10 @@ class _Forward:
                 backward.setdefault(_same(call), call)
             for value in operands(call):
                 made = owner[value]
-                if (is_forward(call) and segment_of(info(made).fqn) != at) or info(call).phase == "opt":
-                    self.given.add(made)
-                elif not is_forward(call):
+                if not is_forward(call):
                     self.needed.add(made)
+                elif segment_of(info(made).fqn) != at:
+                    self.given.add(made)
         for call in self.calls:
             if is_forward(call) and call.target in COLLECTIVES and _same(call) in backward:
                 self.twins[call] = backward[_same(call)]

@@ -44,8 +44,9 @@ def owners(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def kept_anyway(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Storages that no choice of ours frees: inputs, gradients until the optimizer runs, and what outputs hold."""
-    return {*graph.placeholders, *(owner[v] for v in (*graph.output_values, *graph.gradients.values()))}
+    """Storages that no choice of ours frees: inputs, what the optimizer reads (gradients), what outputs hold."""
+    updates = (v for call in graph.calls() if info(call).phase == "opt" for v in operands(call))
+    return {*graph.placeholders, *(owner[v] for v in (*graph.output_values, *updates))}
 
 
 def activation_bytes(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:

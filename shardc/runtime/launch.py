@@ -160,11 +160,13 @@ class Trainer:
         """The last step's gradients, whole; every rank must call it."""
         return {name: self.engine.whole(g, self._outputs["grad", name]) for name, g in self._grads.items()}
 
-    def state_dict(self) -> Tensors:
-        """Parameters and buffers, whole and under all their names; every rank must call it."""
+    def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
+        """Parameters and buffers, whole, under all their names; role "state" adds moments. Every rank must call it."""
         found: Tensors = {}
         for name, held in self.state.items():
             port, type = self._inputs[name]
+            if port.role not in roles or name.startswith("_constant."):
+                continue
             whole = self.engine.whole(held, type)
             found |= dict.fromkeys((name, *port.aliases), whole)
         return found

@@ -112,7 +112,10 @@ class Report:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        verdict = "equal to the single device" if self.ok else "DIFFERENT from the single device"
+        equal = self.max_rel_error <= self.tolerance
+        verdict = "equal to the single device" if equal else "DIFFERENT from the single device"
+        if equal and not self.ok:
+            verdict = "equal to the traced graph, but that is NOT what eager PyTorch computes"
         head = (
             f"{self.ranks} ranks in {name}: {verdict}; error {self.max_rel_error:.1e}, tolerance {self.tolerance:.0e}"
         )
