@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "cost": {"ir"},
     "kernels_triton": {"ir"},
     "runtime": BASE | {"kernels_triton"},
-    "plan": {"ir", "hf_plan"},
+    "plan": {"ir", "hf_plan", "plan_values"},
+    "plan_values": {"ir"},
     "hf_plan": {"ir"},
 }
 

@@ -164,6 +164,19 @@ def test_gathers_of_backward_serve_what_runs_again(name: str) -> None:
     assert all(len(info(n).type.shape) == 1 for n in weights)  # type: ignore[union-attr]  # biases: backward wants none
 
 
+def test_the_optimizer_is_left_alone() -> None:
+    found: list[tuple[list[str], dict[Port, torch.Tensor]]] = []
+    for mode in ("none", "full"):
+        model, batch, _ = make("gpt2", dropout=0.1)
+        said = {"recompute": mode, "clip_grad_norm": 1.0, "storage": {"zero": 2, "axes": ["dp"]}}
+        wanted = shardc.Plan.load(PLANS / "gpt2.yaml").merge(shardc.Plan.from_dict(said))
+        program = shardc.compile(model, batch, plan=wanted, optimizer=torch.optim.AdamW(model.parameters()))
+        updates = [info(n).name for n in program.body.calls() if info(n).phase == "opt"]
+        found.append((updates, simulate(program.body, program.inputs())))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][port], value) for port, value in found[0][1].items())
+
+
 # ---------------------------------------------------------------------------------------------------- budgets
 def test_a_budget_is_kept_with_few_flops() -> None:
     arguments = (("layers", 4),)
