@@ -116,7 +116,7 @@ def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
                 severity,  # type: ignore[arg-type]
                 location=lines[0] if lines else None,
                 op=op,
-                hint=f"register one; shardc.rule({op}, '... n -> ... n', whole='n') keeps its last dim whole",
+                hint=f"register one; shardc.rule(torch.ops.{op}, '... n -> ... n', whole='n') keeps its last dim whole",
             )
         )
     return found

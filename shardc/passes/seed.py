@@ -245,7 +245,10 @@ def _notes(
     notes: list[Diagnostic] = []
     for axis in landing.dropped:
         message = f"axis '{axis}' ({mesh.size(axis)}) finds nothing left to shard in {about}: replicated over it"
-        notes.append(Diagnostic("SC209", message, "warning", **where, hint="a smaller axis, or fewer axes on this dim"))
+        # Fewer kv-heads than ranks must be copied; that a part of the axis did land is as much as can be had.
+        partly = any(mesh.parent(axis) == mesh.parent(a) for axes in landing.axes.values() for a in axes)
+        severity = "note" if partly else "warning"
+        notes.append(Diagnostic("SC209", message, severity, **where, hint="a smaller axis, or fewer axes on this dim"))
     for i, axes in landing.axes.items():
         if Atom(atoms[i].size, tuple(axes)).uneven(mesh):
             over = f"{'.'.join(axes)} ({mesh.size(axes)})"

@@ -103,6 +103,8 @@ class Monitor:
         for rank, record in seen.items():
             if record.own:
                 return self._died(rank, record, f"of an error of its own: {record.own}")
+        if self._last_words.get("told") and all(record.told or record.failed for record in seen.values()):
+            os._exit(128 + signal.SIGTERM)  # the job was ended, and a rank that went first broke the connection
         silent = [r for r, one in seen.items() if one.beat == before[r].beat and not (one.failed or one.told)]
         for rank in silent:
             return self._died(rank, seen[rank], "without an error of its own")
