@@ -113,8 +113,9 @@ class Graph:
         """Nodes that hold one tensor, in topological order."""
         return (n for n in self.fx.nodes if n.op in ("placeholder", "call_function") and info(n).type is not None)
 
-    def input(self, name: str) -> fx.Node:
-        return next(n for n, p in zip(self.placeholders, self.inputs, strict=True) if p.name == name)
+    def input_nodes(self) -> dict[str, fx.Node]:
+        """The placeholder of each input, by the port's name."""
+        return {p.name: n for p, n in zip(self.inputs, self.placeholders, strict=True)}
 
     def by_name(self, name: str) -> fx.Node:
         """The node of that name; KeyError when there is none."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardc.ir.graph import Graph, Seed, info, operands, replace_operands, results, type_of
+from shardc.ir.graph import Graph, Port, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.ir.types import TensorType
 from shardc.passes.atomize import UPDATES
@@ -39,15 +39,15 @@ class InsertReshards(Pass):
     keep_gathered: frozenset[str] = frozenset()
 
     def run(self, graph: Graph) -> Graph:
-        copies = _Copies(graph, {graph.input(name) for name in self.keep_gathered})
+        copies = _Copies(graph, {node for name, node in graph.input_nodes().items() if name in self.keep_gathered})
         for node in list(graph.fx.nodes):
             if node.op == "placeholder":
                 copies.born(node)
             elif node.op == "output":
                 outputs: list[fx.Node] = []
-                for i, v in enumerate(graph.output_values):
+                for v, asked in zip(graph.output_values, output_types(graph), strict=True):
                     with graph.fx.inserting_before(copies.earliest(v, node)):
-                        outputs.append(copies.get(v, output_type(graph, i), "out"))
+                        outputs.append(copies.get(v, asked, "out"))
                 node.args = (tuple(outputs),)
             elif node.target is operator.getitem:
                 continue
@@ -90,18 +90,21 @@ def operand_types(node: fx.Node) -> list[TensorType]:
     return needs
 
 
-def output_type(graph: Graph, index: int) -> TensorType:
+def output_types(graph: Graph) -> list[TensorType]:
     """Gradients are placed as their parameters, new buffers as the old, annotated outputs so, the rest as it is."""
-    port, value = graph.outputs[index], graph.output_values[index]
-    type = type_of(value)
-    if port.role in UPDATES:
-        twin = type_of(graph.input(port.name))
-        return type.place(twin.placement)
-    if port.role == "loss":
-        return type.replicated()
-    if value in graph.seeds:
-        return as_annotated(type, graph.seeds[value])
-    return type.place(type.placement)
+    twins = graph.input_nodes()
+
+    def asked(port: Port, value: fx.Node) -> TensorType:
+        type = type_of(value)
+        if port.role in UPDATES:
+            return type.place(type_of(twins[port.name]).placement)
+        if port.role == "loss":
+            return type.replicated()
+        if value in graph.seeds:
+            return as_annotated(type, graph.seeds[value])
+        return type.place(type.placement)
+
+    return [asked(port, value) for port, value in zip(graph.outputs, graph.output_values, strict=True)]
 
 
 def as_annotated(type: TensorType, seed: Seed) -> TensorType:

@@ -109,7 +109,8 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
     if not eligible:
         return []
     outputs = {v: p for p, v in zip(graph.outputs, graph.output_values, strict=True)}
-    wanted = {v: axis in type_of(graph.input(p.name)).axes for v, p in outputs.items() if p.role in UPDATES}
+    twins = graph.input_nodes()
+    wanted = {v: axis in type_of(twins[p.name]).axes for v, p in outputs.items() if p.role in UPDATES}
     chosen: list[_Op] = []
     for values in _components(pending, eligible, users):
         if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):

@@ -11,7 +11,7 @@ from torch import fx
 from shardc.ir.graph import Graph, info, operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.passes.base import Check, split_of
-from shardc.passes.insert_reshards import operand_types, output_type
+from shardc.passes.insert_reshards import operand_types, output_types
 from shardc.passes.settle_partials import produced
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
@@ -81,10 +81,9 @@ def operands_match(graph: Graph) -> list[str]:
 def outputs_as_asked(graph: Graph) -> list[str]:
     """V5: outputs are placed as their parameter, buffer or annotation, none pending; no constant is communicated."""
     found: list[str] = []
-    for i, value in enumerate(graph.output_values):
-        want = output_type(graph, i)
+    for port, value, want in zip(graph.outputs, graph.output_values, output_types(graph), strict=True):
         if type_of(value) != want:
-            found.append(f"V5 {graph.outputs[i].name} is {type_of(value)}, asked for {want}")
+            found.append(f"V5 {port.name} is {type_of(value)}, asked for {want}")
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES and info(node).constant:
             found.append(f"V5 {info(node).name} communicates a constant")
