@@ -32,8 +32,8 @@ from shardc.optimizer import append_updates, fingerprint, initial_state, learnin
 from shardc.passes.recompute import Recompute
 from shardc.passes.seed import Bound
 from shardc.passes.store import Store
-from shardc.plan import Plan, Storage
-from shardc.runtime.eager import eager_outputs
+from shardc.plan import TOTAL, Plan, Storage
+from shardc.runtime.eager import Witness, eager_outputs
 from shardc.runtime.launch import StepResult, Trainer, batch_inputs
 from shardc.runtime.launch import launch as launch_program
 from shardc.runtime.simulate import simulate
@@ -96,6 +96,11 @@ def compile(
     recompute = Recompute(**wanted.recompute.model_dump())
     options = Options(strict or wanted.strict, watch=watch, store=store, keep_gathered=keep, recompute=recompute)
     reference = compiler.single_device(traced, chosen, options)
+    if traced.unused:
+        names = ", ".join(traced.unused[:4]) + (f" and {len(traced.unused) - 4} more" if len(traced.unused) > 4 else "")
+        message = f"the loss does not depend on {names}: no gradient"
+        hint = "freeze what is not trained; reentrant checkpointing hides gradients: use_reentrant=False"
+        reference.diagnostics.append(Diagnostic("SC108", message, "note", hint=hint))
     record: dict[str, Any] = {"text": wanted.dump()}
     if optimizer is not None:
         fills = append_updates(reference, optimizer, model, clip_grad_norm=wanted.clip_grad_norm)
@@ -116,7 +121,7 @@ def compile(
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
     )
-    program.refuse(wanted, options.strict)
+    program.refuse(wanted, chosen, options.strict)
     return program
 
 
@@ -146,13 +151,21 @@ class Program(data.Program):
         The reference is the traced graph; with the model at hand (and no random ops) also the eager model itself.
         Floats are lifted to `dtype`, those that a library hard-codes to float32 too.
         """
-        model, sample = self.model, self.sample if batch is None else batch
-        random = any(port.role == "seed" for port in self.reference.inputs)
-        drawn = model is None or any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        eager = None
-        if model is not None and params is None and not random and not drawn:
-            eager = eager_outputs(model, sample, self.loss, dtype)
-        return verify(self.body, self.reference, self.inputs(batch, params), dtype, eager)
+        eager, absent = self._witness(self.sample if batch is None else batch, dtype, params is not None)
+        return verify(self.body, self.reference, self.inputs(batch, params), dtype, eager, absent)
+
+    def _witness(self, batch: Any, dtype: torch.dtype, other_params: bool) -> tuple[Witness | None, str]:
+        """What eager PyTorch computes, or why it cannot be asked."""
+        if self.model is None:
+            return None, "the program came from a file, without its model"
+        if other_params or any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers())):
+            return None, "the parameters are not the model's own"
+        if any(port.role == "seed" for port in self.reference.inputs):
+            return None, "the model draws random numbers, and torch draws others"
+        try:
+            return eager_outputs(self.model, batch, self.loss, dtype), ""
+        except Exception as problem:  # a model may make float32 of its own, which does not mix with `dtype`
+            return None, f"the model does not run in {dtype}: {type(problem).__name__}: {str(problem).splitlines()[0]}"
 
     def memory(self) -> MemoryReport:
         """What a rank holds over a step, by category: stored, and at the peak of its liveness."""
@@ -172,6 +185,8 @@ class Program(data.Program):
         state = dict(params) if params is not None else model_state(self.model)
         names = [p.name for p in self.reference.inputs if p.role == "input"]
         given = batch_inputs(batch, names) if batch is not None else {}
+        if batch is None:
+            given = _drawn_batch(self.reference)
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
         return complete_inputs(self.reference, {**own, **state, **given}, seed=0)
 
@@ -192,13 +207,14 @@ class Program(data.Program):
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated."""
         return launch_program(self, **options)
 
-    def refuse(self, plan: Plan, strict: bool) -> None:
-        """Raise for a budget that is exceeded, and under strict for every warning."""
+    def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
+        """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
         spent: dict[str, int] = {}
         for one in self.collectives():
-            key = one.axes[0] if len(one.axes) == 1 else ".".join(one.axes)
-            spent[key] = spent.get(key, 0) + one.bytes_per_rank
-        found: list[Diagnostic] = list(plan.over_budget(spent, self.mesh))
+            for axis in {mesh.parent(a) if a not in mesh.names else a for a in one.axes}:  # all that it runs along
+                spent[axis] = spent.get(axis, 0) + one.bytes_per_rank
+        total = sum(one.bytes_per_rank for one in self.collectives())
+        found: list[Diagnostic] = list(plan.over_budget({**spent, TOTAL: total}, mesh))
         if strict:
             found += [d for d in self.diagnostics if d.severity == "warning"]
         if found:
@@ -296,6 +312,19 @@ def complete_inputs(graph: Graph, given: Mapping[str, Tensor], seed: int) -> dic
             # Weights around 0; vectors, which may be variances or scales of a norm, below 1.
             drawn = drawn - 0.1 if type.ndim > 1 else 1 - drawn
             found[port.name] = drawn.to(type.dtype)
+    return found
+
+
+def _drawn_batch(graph: Graph) -> dict[str, Tensor]:
+    """Values that any model takes: floats in [0, 1); whole numbers 0 and 1, which are in any table."""
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+        type = type_of(node)
+        if port.role == "input" and type.dtype.is_floating_point:
+            found[port.name] = torch.rand(type.shape, generator=generator).to(type.dtype)
+        elif port.role == "input":
+            found[port.name] = torch.randint(2, type.shape, generator=generator).to(type.dtype)
     return found
 
 

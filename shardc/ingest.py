@@ -7,11 +7,13 @@ Names: parameters and inputs keep the user's; a call is named `<module FQN>.<op>
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
+from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
@@ -35,6 +37,7 @@ def ingest(traced: Traced, mesh: Mesh) -> Graph:
         _merge_getitem(node)
         if node.op == "call_function":
             fqns[node.name] = _describe(graph, node, fqns)
+    _refuse_namesakes(inputs)
     graph.inputs = tuple(inputs)
     graph.outputs = tuple(Port(o.role, o.name) for o in traced.outputs)
     graph.output_node.args = (tuple(o.node for o in traced.outputs),)
@@ -47,6 +50,15 @@ def ingest(traced: Traced, mesh: Mesh) -> Graph:
         k: v for k, v in graph.activations.items() if v.graph is graph.fx and (v.users or v.op == "placeholder")
     }
     return graph
+
+
+def _refuse_namesakes(ports: list[Port]) -> None:
+    """A program's inputs go by name alone: an argument of forward must not be called as a parameter is."""
+    for name, count in Counter(port.name for port in ports).items():
+        if count > 1:
+            roles = " and ".join(sorted(port.role for port in ports if port.name == name))
+            message = f"two inputs of the program are named '{name}': {roles}"
+            raise error("SC103", message, tensor=name, hint="rename the argument of forward, or the parameter")
 
 
 def rank_of(node: fx.Node) -> int:

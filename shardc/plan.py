@@ -150,14 +150,14 @@ class Plan(BaseModel):
         return self.model_copy(update={**merged, **rest})
 
     def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
-        """An error for each axis on which more bytes a rank are sent in a step than the budget allows."""
+        """An error for each axis, and for the total, on which more bytes a rank are sent in a step than are allowed."""
         found: list[Diagnostic] = []
         for axis, allowed in self.budget.items():
             # Of the mesh that was compiled for, which need not be the plan's own.
             if (unknown := _budget_axis(axis, mesh)) is not None:
                 found.append(unknown)
                 continue
-            used = sum(spent.values()) if axis == TOTAL else spent.get(axis, 0)
+            used = spent.get(axis, 0)
             if used > allowed:
                 where = "in total" if axis == TOTAL else f"on axis '{axis}'"
                 message = f"{bytes_text(used)} a rank and step {where}; the budget is {bytes_text(allowed)}"

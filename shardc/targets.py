@@ -147,8 +147,18 @@ def _hugging_face(text: str, meta: bool) -> Target:
         raise error("SC105", f"'{text}' needs transformers", hint="pip install 'shardc[examples]'") from None
     name, _, query = text.removeprefix("hf:").partition("?")
     options = dict(_option(item, text) for item in query.split("&") if item)
-    batch, seq = int(options.pop("batch", 8)), int(options.pop("seq", 16))
-    config = _config(transformers, name, options)
+    sizes = {key: options.pop(key, size) for key, size in (("batch", 8), ("seq", 16))}
+    for key, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise error("SC105", f"'{key}' in '{text}' is {size!r}", hint="write a whole number of at least 1")
+    batch, seq = sizes["batch"], sizes["seq"]
+    try:
+        config = _config(transformers, name, options)
+    except ShardcError:
+        raise
+    except Exception as problem:
+        message = f"transformers refuses the configuration '{text}': {type(problem).__name__}: {problem}"
+        raise error("SC105", message, hint=_FACTORY) from problem
     auto = _auto_class(transformers, config, text)
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)

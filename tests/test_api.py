@@ -57,7 +57,7 @@ def checked(program: Program) -> Program:
 
 
 def placed(program: Program, name: str) -> str:
-    return str(type_of(program.body.input(name)))
+    return str(type_of(program.body.input_nodes()[name]))
 
 
 def is_tensor_parallel(program: Program) -> None:

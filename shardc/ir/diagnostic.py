@@ -31,6 +31,7 @@ CODES: dict[str, Code] = {
     "SC105": Code("bad-target", "a command's TARGET names no file, factory or configuration that can be loaded"),
     "SC106": Code("no-collective", "a value to explain is no collective of the program"),
     "SC107": Code("optimizer", "an optimizer's update cannot be made part of the program"),
+    "SC108": Code("no-gradient", "a trainable parameter gets no gradient from the loss"),
     "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
     "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),
     "SC203": Code("unaligned-axis", "an axis cannot shard the factor that a view or split asks it to"),

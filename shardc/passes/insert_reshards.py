@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Port, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.ir.types import TensorType
@@ -145,9 +146,34 @@ class _Copies:
             following = value.next
             while following.target is operator.getitem:
                 following = following.next
+            self._report_whole(value, type, target)
             with self.graph.fx.inserting_before(following):
                 constrained = self._reshard(value, value, target, info(value).phase)
             self.have[value] = [(target, constrained, None)]
+
+    def _report_whole(self, value: fx.Node, type: TensorType, target: TensorType) -> None:
+        """An annotated activation that its op computes whole on every rank, for parts of it to be kept: say so."""
+        planned = plan(type, target, self.graph.mesh)
+        sliced = {step.axis for step in planned[0] if step.kind == "slice"} if planned is not None else set[str]()
+        if not sliced or info(value).constant:
+            return
+        about = info(value)
+        axes = ".".join(sorted(sliced))
+        message = f"{about.name} is computed whole over '{axes}' and then sliced: its op does not split that dim"
+        self.graph.diagnostics.append(
+            Diagnostic(
+                "SC209",
+                message,
+                "warning",
+                location=about.source or None,
+                source_text=about.source_text or None,
+                fqn=about.fqn or None,
+                tensor=about.name,
+                placement=str(target),
+                cause=self.graph.seeds[value].cause,
+                hint="annotate a dim that the op can split, or the value behind the next op that can",
+            )
+        )
 
     def current(self, value: fx.Node) -> fx.Node:
         return self.have[value][0][1] if value in self.have else value

@@ -61,7 +61,12 @@ class SeedAnnotations(Pass):
         for b, value in requests:
             notes: list[Diagnostic] = []
             _walk(graph, classes, b, value, graph.mesh, notes)
-            graph.seeds[value] = _seed(graph, classes, b, value, graph.mesh)
+            seed = _seed(graph, classes, b, value, graph.mesh)
+            other = graph.seeds.get(value)
+            if other is not None and (other.placement, other.fixed) != (seed.placement, seed.fixed):
+                message = f"{b.name} and another annotation place one and the same tensor, and differ"
+                raise _refuse("SC206", message, b, f"make them agree, or drop one; the other is: {other.cause}")
+            graph.seeds[value] = seed
             graph.diagnostics += notes
         return graph
 

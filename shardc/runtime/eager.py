@@ -6,7 +6,7 @@ The independent witness: neither our tracer nor our passes had a hand in it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from shardc.torch_compat import flatten, unflatten
 
+Witness = dict[tuple[str, str], Tensor]  # (role, name) of an output -> its value
+
 
 def eager_outputs(
     model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """`loss`, the gradient of every parameter that gets one, and every buffer after the step, by name.
+) -> Witness:
+    """The loss, the gradient of every parameter that gets one, and every buffer after the step.
 
-    Runs on a copy in `dtype`, in the model's present mode, on the CPU. Floats of the batch are cast too.
+    Runs on a copy in `dtype`, in the model's present mode, on the CPU. Floats of the batch are cast too. Gradients are
+    those of `.backward()`, which also reaches parameters that `autograd.grad` does not see (reentrant checkpointing's).
     """
     twin = copy.deepcopy(model).to("cpu").to(dtype)
 
@@ -35,12 +38,11 @@ def eager_outputs(
         else:
             output = twin(*batch) if isinstance(batch, (tuple, list)) else twin(batch)
         value = loss(output, batch) if loss is not None else _own_loss(output)
-        named = {name: p for name, p in twin.named_parameters() if p.requires_grad}
-        grads = torch.autograd.grad(value, list(named.values()), allow_unused=True)
-        some = cast("Sequence[Tensor | None]", grads)  # torch's annotation forgets allow_unused
-    found = {name: grad for name, grad in zip(named, some, strict=True) if grad is not None}
-    buffers = {name: b.detach() for name, b in twin.named_buffers()}
-    return {"loss": value.detach(), **found, **buffers}
+        twin.zero_grad()
+        value.backward()
+    found: Witness = {("loss", "loss"): value.detach()}
+    found |= {("grad", name): p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    return found | {("buffer", name): b.detach() for name, b in twin.named_buffers()}
 
 
 def _own_loss(output: Any) -> Tensor:

@@ -35,7 +35,7 @@ PLURALS = {
     "buffer": "buffers",
     "output": "outputs",
 }
-WITNESSED = ("loss", "grad", "buffer")  # what eager PyTorch finds before an optimizer's step
+WITNESSED = ("loss", "grad", "buffer")  # roles of what eager PyTorch finds before an optimizer's step
 OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
 EAGER_TOLERANCE = 1e-5  # libraries hard-code float32 in places, where our graph computes in float64 throughout
 SMALL_GRADIENT = 1e-4  # of the largest: below this a gradient is measured against the others,
@@ -90,6 +90,7 @@ class Report:
     dtype: torch.dtype
     ranks: int
     first_mismatch: Mismatch | None = None
+    absent: str = ""  # why eager PyTorch was not asked
 
     @property
     def ok(self) -> bool:
@@ -133,6 +134,10 @@ class Report:
                     lines.append(f"       and {len(wrong) - 10} more")
         if self.eager_error is not None:
             lines.append(f"  the single device against eager PyTorch: {self.eager_error:.1e}")
+            wrong = [row for row in self.rows if (row.eager_error or 0.0) > max(EAGER_TOLERANCE, self.tolerance)]
+            lines += [f"       {row.eager_error:.1e}  {row.role} {row.name} {list(row.shape)}" for row in wrong[:10]]
+        elif self.absent:
+            lines.append(f"  eager PyTorch was not asked: {self.absent}")
         if self.first_mismatch is not None:
             lines += ["", self.first_mismatch.diagnostic().render()]
         return "\n".join(lines)
@@ -147,11 +152,13 @@ def verify(
     reference: Graph,
     inputs: Mapping[str, torch.Tensor],
     dtype: torch.dtype = torch.float64,
-    eager: Mapping[str, torch.Tensor] | None = None,
+    eager: Mapping[tuple[str, str], torch.Tensor] | None = None,
+    absent: str = "",
 ) -> Report:
     """Compare all simulated ranks of `body` with `reference` on one device, in `dtype`, on the same global inputs.
 
-    `eager` gives what PyTorch itself finds, by output name, to compare the reference with in turn.
+    `eager` gives what PyTorch itself finds, by (role, name) of the output, to compare the reference with in turn; a
+    gradient that only it finds is a failure. `absent` says why it is not given, for the report to say.
     """
     spreads: dict[fx.Node, float] = {}
     returned = set(body.output_values)
@@ -170,7 +177,7 @@ def verify(
         floor = floor_of(want, largest, dtype)
         spread = spreads[nodes[port]] / max(magnitude(want), floor, sys.float_info.min)
         error = max(relative_error(found[port], want, floor), spread)
-        checked = eager.get(port.name) if eager and port.role in WITNESSED else None
+        checked = eager.get((port.role, port.name)) if eager and port.role in WITNESSED else None
         rows.append(
             Row(
                 port.role,
@@ -180,12 +187,16 @@ def verify(
                 None if checked is None else relative_error(want, checked.to(want.dtype), floor),
             )
         )
+    if eager and any(row.role == "grad" for row in rows):
+        seen = {(row.role, row.name) for row in rows}
+        lost = [(name, g) for (role, name), g in eager.items() if role == "grad" and (role, name) not in seen]
+        rows += [Row("grad", name, 0.0, tuple(g.shape), math.inf) for name, g in lost if magnitude(g)]
     slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
-    report = Report(tuple(rows), TOLERANCE[dtype] * slack, dtype, body.mesh.world_size)
+    report = Report(tuple(rows), TOLERANCE[dtype] * slack, dtype, body.mesh.world_size, None, absent)
     if report.max_rel_error <= report.tolerance:
         return report
     first = first_mismatch(body, reference, inputs, dtype, SMALL_GRADIENT * largest)
-    return Report(report.rows, report.tolerance, dtype, report.ranks, first)
+    return Report(report.rows, report.tolerance, dtype, report.ranks, first, absent)
 
 
 def floor_of(want: torch.Tensor, largest: float, dtype: torch.dtype) -> float:

@@ -26,7 +26,7 @@ def compiled(name: str, plan: str, mesh: str, **arguments: Any) -> Program:
 
 def stored(program: Program, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A parameter's shape on one rank, and whole."""
-    type = type_of(program.body.input(name))
+    type = type_of(program.body.input_nodes()[name])
     return type.local_shape(program.mesh), type.shape
 
 

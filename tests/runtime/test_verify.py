@@ -81,7 +81,7 @@ def test_replicas_that_differ_are_an_error() -> None:
 
 def test_the_reference_against_eager() -> None:
     inputs = mlp_inputs(dtype=torch.float64)
-    report = verify(mlp(), mlp(False), inputs, eager={"loss": torch.tensor(1.0)})
+    report = verify(mlp(), mlp(False), inputs, eager={("loss", "loss"): torch.tensor(1.0)})
     assert not report.ok, "ranks that agree with a reference which is not the model prove nothing"
     assert report.max_rel_error <= report.tolerance
     assert report.first_mismatch is None
