@@ -98,7 +98,7 @@ def test_only_hard_coded_float32_tells_eager_apart(compiled: Compiled) -> None:
     largest = max(magnitude(value) for port, value in found.items() if port.role == "grad")
     for port, value in found.items():
         floor = floor_of(value, largest, torch.float64)
-        assert relative_error(value, eager[port.name].to(value.dtype), floor) <= 1e-12, port.name
+        assert relative_error(value, eager[port.role, port.name].to(value.dtype), floor) <= 1e-12, port.name
 
 
 @meshes
