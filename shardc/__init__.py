@@ -10,6 +10,7 @@ from shardc.ir.parse import parse
 from shardc.ir.placement import OPEN, P, Placement
 from shardc.plan import Plan
 from shardc.rules.registry import rule
+from shardc.stages import schedules
 
 __all__ = [
     "OPEN",
@@ -24,6 +25,7 @@ __all__ = [
     "compile",
     "parse",
     "rule",
+    "schedules",
     "shard",
 ]
 

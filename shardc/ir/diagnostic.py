@@ -8,10 +8,11 @@ violations of our own invariants are asserts and never come through here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+LISTED = 16  # names in a hint, where there is a choice of many
 Severity = Literal["error", "warning", "note"]
 
 
@@ -32,9 +33,11 @@ CODES: dict[str, Code] = {
     "SC106": Code("no-collective", "a value to explain is no collective of the program"),
     "SC107": Code("optimizer", "an optimizer's update cannot be made part of the program"),
     "SC108": Code("no-gradient", "a trainable parameter gets no gradient from the loss"),
+    "SC109": Code("carried-state", "forward keeps a value in Python from step to step, which a compiled step cannot"),
+    "SC110": Code("no-module", "what is to be compiled is no nn.Module"),
     "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
     "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),
-    "SC203": Code("unaligned-axis", "an axis cannot shard the factor that a view or split asks it to"),
+    "SC203": Code("unaligned-axis", "an axis cannot shard a factor that an op keeps whole"),
     "SC204": Code("axis-used-twice", "one placement uses the same axis more than once"),
     "SC205": Code("too-many-dims", "a placement has more dims than its tensor"),
     "SC206": Code("conflict", "equally specific annotations give one tensor different placements"),
@@ -46,6 +49,9 @@ CODES: dict[str, Code] = {
     "SC212": Code("placement-text", "a placement cannot be read"),
     "SC213": Code("over-budget", "the program communicates more than the plan's budget allows"),
     "SC214": Code("over-memory", "activations need more memory than the plan's recompute budget"),
+    "SC215": Code("nothing-placed", "a mesh is given and no annotation: every rank does the same work"),
+    "SC220": Code("bad-schedule", "a pipeline's schedule is unknown, or not made for these stages and microbatches"),
+    "SC221": Code("bad-cut", "a step cannot be cut into the stages of a pipeline, or not at the places asked for"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC302": Code("op-refused", "an op cannot be executed with the placement asked of it"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
@@ -57,13 +63,23 @@ CODES: dict[str, Code] = {
     "SC407": Code("no-checkpoint", "there is no checkpoint at a path"),
     "SC408": Code("checkpoint-failed", "a checkpoint could not be written or read"),
     "SC501": Code(
-        "batch-shape", "a step was given a batch of another shape or dtype than the program was compiled for"
+        "batch-shape", "a batch has other leaves, shapes, dtypes or Python values than the program was compiled for"
     ),
     "SC502": Code("dead-rank", "a rank of the running job died"),
     "SC503": Code("timeout", "a collective did not finish within the time limit"),
     "SC504": Code("missing-parameter", "a parameter or buffer of the program was not supplied"),
     "SC505": Code("mismatch", "a distributed value differs from the single-device value"),
     "SC506": Code("world-size", "the job has another number of ranks than the program's mesh"),
+    "SC521": Code("unmet-transfer", "a send of a pipeline has no receive of the same value, or they come out of order"),
+    "SC522": Code("unmet-collective", "a collective of a pipeline is not reached by exactly its group, in order"),
+    "SC523": Code("deadlock", "ranks of a pipeline wait for each other in a cycle"),
+    "SC524": Code("value-life", "a pipeline uses a value that is not there, makes it twice, or never frees it"),
+    "SC525": Code("wrong-work", "a pipeline does not run each part of a stage once for each microbatch"),
+    "SC526": Code("wrong-gradients", "a pipeline does not sum its gradients once, and then update, last"),
+    "SC507": Code("index-out-of-range", "an index, a token or a label, lies outside what it counts in"),
+    "SC508": Code("verify-dtype", "a program was to be verified in a dtype that gradients cannot be computed in"),
+    "SC530": Code("kernel-operand", "a kernel was given a tensor of a shape, dtype or layout that it does not take"),
+    "SC509": Code("non-finite", "a step's gradients are not finite, and the plan says to raise"),
 }
 
 
@@ -85,6 +101,7 @@ class Diagnostic:
     op: str | None = None
     cause: str | None = None
     hint: str | None = None
+    also: str | None = None  # the other tensors of which the same is to be said
 
     def __post_init__(self) -> None:
         assert self.code in CODES, f"diagnostic code {self.code} is not in CODES"
@@ -105,7 +122,14 @@ class Diagnostic:
         tensor, placed = self.tensor, None if self.placement is None else f'"{self.placement}"'
         if tensor and placed:
             tensor, placed = f"{tensor} = {placed}", None
-        details = (("tensor", tensor), ("placed", placed), ("op", self.op), ("cause", self.cause), ("hint", self.hint))
+        details = (
+            ("tensor", tensor),
+            ("placed", placed),
+            ("also", self.also),
+            ("op", self.op),
+            ("cause", self.cause),
+            ("hint", self.hint),
+        )
         for label, text in details:
             if text:
                 # Continuation lines align under the first, so that a cause may be a chain of several steps.
@@ -138,6 +162,21 @@ def error(code: str, message: str, **details: str | None) -> ShardcError:
     return ShardcError(Diagnostic(code, message, "error", **details))
 
 
+def merged(found: Iterable[tuple[Hashable, Diagnostic]]) -> list[Diagnostic]:
+    """One diagnostic for all of one key: the first, which lists the tensors of the others. Layers repeat themselves."""
+    families: dict[Hashable, list[Diagnostic]] = {}
+    for key, diagnostic in found:
+        families.setdefault(key, []).append(diagnostic)
+    return [replace(first, also=listed(d.tensor or "" for d in rest)) for first, *rest in families.values()]
+
+
+def listed(names: Iterable[str], shown: int = 3) -> str | None:
+    """`a, b, c and 28 more`; None if there are none."""
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - shown} more" if len(distinct) > shown else ""
+    return ", ".join(distinct[:shown]) + more if distinct else None
+
+
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """The candidates that a mistyped word most likely meant, best first; case does not matter."""
     by_lower: dict[str, str] = {}
@@ -157,4 +196,5 @@ def did_you_mean(word: str, candidates: Iterable[str], kind: str) -> str:
     guess = suggest(word, names)
     if guess is not None:
         return f"did you mean '{guess}'?"
-    return f"{kind}: {', '.join(names)}" if names else f"there are no {kind}"
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{kind}: {', '.join(names[:LISTED])}{more}" if names else f"there are no {kind}"

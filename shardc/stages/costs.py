@@ -1,0 +1,56 @@
+"""What a schedule is judged by: seconds of each part of each stage, the link between ranks, and a limit of memory.
+
+Any unit will do, as long as it is one: `Costs.unit(8)` has every part take 1, links take nothing, and memory no end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardc.stages.instructions import Backward, Compute, Dgrad, Forward
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Times for one microbatch; `backward` is the unsplit one's, where that is not dgrad + wgrad.
+
+    `activation` is what a microbatch holds from its forward to the end of its backward: bytes, or any unit.
+    """
+
+    forward: float = 1.0
+    dgrad: float = 1.0
+    wgrad: float = 1.0
+    backward: float | None = None
+    activation: float = 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """`memory` limits the activations that a rank may hold at once; `crossing` is what a stage hands to the next, which
+    searches go by before there is a pipeline. Collectives and the optimizer take seconds each."""
+
+    stages: tuple[StageCost, ...]
+    latency: float = 0.0
+    bandwidth: float = math.inf  # bytes a second
+    crossing: int = 0  # bytes
+    gather: float = 0.0
+    reduce: float = 0.0
+    optimizer: float = 0.0
+    memory: float = math.inf
+
+    @classmethod
+    def unit(cls, stages: int, memory: float = math.inf) -> Costs:
+        return cls((StageCost(),) * stages, memory=memory)
+
+    def of(self, work: Compute) -> float:
+        stage = self.stages[work.stage]
+        if isinstance(work, Forward):
+            return stage.forward
+        if isinstance(work, Dgrad):
+            return stage.dgrad
+        whole = stage.dgrad + stage.wgrad if stage.backward is None else stage.backward
+        return whole if isinstance(work, Backward) else stage.wgrad
+
+    def transfer(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
