@@ -11,12 +11,14 @@ PLAN ?= configs/plans/gpt2.yaml
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.shardc-installed
 
-.PHONY: help demo test lint types format fuzz clean
+.PHONY: help demo test lint types format fuzz gate-kernels clean
 
 help:
 	@echo "make demo    compile GPT-2 from its plan, print the program, verify it against the single device"
 	@echo "make test    lint, types, tests"
-	@echo "make fuzz    5,000 random programs, plans and meshes"
+	@echo "make fuzz    5,000 random programs and 1,000 random plans of real models, each on a random mesh;"
+	@echo "             models x meshes x microbatches x pipeline schedules, 2,000 random orders of execution"
+	@echo "make gate-kernels  compile every kernel for sm_90 and sm_80 without a GPU: spills and access widths, as JSON"
 	@echo "make format  format and fix what ruff can"
 
 $(STAMP): pyproject.toml
@@ -43,7 +45,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 fuzz: $(STAMP)
-	$(BIN)/python -m pytest tests/properties -n auto --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/properties tests/stages/test_equivalence.py -n auto --hypothesis-profile=fuzz
+
+gate-kernels: $(STAMP)
+	$(BIN)/python -m kernels_triton.gate
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -8,40 +8,52 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardc import compiler
+from shardc.binding import (
+    PLAN,
+    bind,
+    bind_precision,
+    bind_storage,
+    check_loss,
+    check_module,
+    collect_plan,
+    nothing_placed,
+    read_mesh,
+    read_plan,
+)
 from shardc.compiler import Options, Watch
 from shardc.cost.flops import Flops, flops
 from shardc.cost.memory import MemoryReport, memory
 from shardc.explain import Explanation, explain
-from shardc.ingest import rank_of
 from shardc.ir import program as data
-from shardc.ir.annotation import Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import P
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
+from shardc.passes.accumulate import accumulate
 from shardc.passes.recompute import Recompute
-from shardc.passes.seed import Bound
-from shardc.passes.store import Store
-from shardc.plan import TOTAL, Plan, Storage
+from shardc.plan import TOTAL, Plan
+from shardc.precision import HALF
+from shardc.runtime.batch import batch_inputs, describe
 from shardc.runtime.eager import Witness, eager_outputs
-from shardc.runtime.launch import StepResult, Trainer, batch_inputs
+from shardc.runtime.index_check import IndexCheck
+from shardc.runtime.launch import StepResult, Trainer
 from shardc.runtime.launch import launch as launch_program
+from shardc.runtime.microbatches import feeds, split
 from shardc.runtime.simulate import simulate
-from shardc.runtime.verify import Report, verify
-from shardc.trace import Traced, trace
+from shardc.runtime.verify import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, TOLERANCE, Report, verify
+from shardc.trace import trace
+from shardc.trace_call import Call
 
 Module = TypeVar("Module", bound=type[nn.Module])
-PLAN = "__shardc_plan__"
 
 
 def shard(
@@ -66,7 +78,8 @@ def shard(
 
 def annotate(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> nn.Module:
     """Attach a plan to one model, which is returned; it is merged over what its classes carry."""
-    object.__setattr__(model, PLAN, _plan(plan))
+    check_module(model)
+    object.__setattr__(model, PLAN, read_plan(plan))
     return model
 
 
@@ -88,24 +101,61 @@ def compile(
     batch)`. Raises ShardcError with every problem found; under `strict` (or the plan's) also where work would be
     replicated that a placement asked to shard.
     """
+    check_module(model)
+    check_loss(loss)
     wanted = collect_plan(model, plan)
-    chosen = _mesh(mesh if mesh is not None else wanted.mesh)
-    traced = trace(model, batch, loss, with_outputs=bool(wanted.outputs))
+    chosen = read_mesh(mesh if mesh is not None else wanted.mesh)
+    micro = split(batch, wanted.accumulate)[0]
+    precision, check_finite = bind_precision(wanted)
+    traced = trace(
+        model,
+        micro,
+        loss,
+        with_outputs=bool(wanted.outputs),
+        microbatches=wanted.accumulate,
+        precision=precision,
+    )
     bound = bind(wanted, traced, chosen)
     store, keep = bind_storage(wanted.storage, traced, chosen)
     recompute = Recompute(**wanted.recompute.model_dump())
-    options = Options(strict or wanted.strict, watch=watch, store=store, keep_gathered=keep, recompute=recompute)
+    options = Options(
+        strict or wanted.strict,
+        watch=watch,
+        store=store,
+        keep_gathered=keep,
+        recompute=recompute,
+        reduce=None if precision is None else precision.reduce,
+    )
     reference = compiler.single_device(traced, chosen, options)
+    reference.diagnostics += traced.diagnostics
+    if not (bound or store.zero or store.bound) and chosen.world_size > 1:
+        reference.diagnostics.append(nothing_placed(traced, chosen))
     if traced.unused:
         names = ", ".join(traced.unused[:4]) + (f" and {len(traced.unused) - 4} more" if len(traced.unused) > 4 else "")
         message = f"the loss does not depend on {names}: no gradient"
         hint = "freeze what is not trained; reentrant checkpointing hides gradients: use_reentrant=False"
         reference.diagnostics.append(Diagnostic("SC108", message, "note", hint=hint))
-    record: dict[str, Any] = {"text": wanted.dump()}
+    accumulate(reference, wanted.accumulate)
+    record: dict[str, Any] = {
+        "text": wanted.dump(),
+        "seed": wanted.seed,
+        "batch": describe(batch, Call(model, batch).paths),
+    }
+    if precision is not None:
+        record["precision"] = str(precision.compute)
+    if optimizer is not None or check_finite:
+        fills = append_updates(
+            reference,
+            optimizer,
+            model,
+            clip_grad_norm=wanted.clip_grad_norm if optimizer is not None else None,
+            precision=precision,
+            check_finite=check_finite,
+        )
+        record |= {"fills": fills, "nonfinite": wanted.nonfinite}
     if optimizer is not None:
-        fills = append_updates(reference, optimizer, model, clip_grad_norm=wanted.clip_grad_norm)
         rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
-        record |= {"optimizer": type(optimizer).__name__, "fills": fills, "rates": rates}
+        record |= {"optimizer": type(optimizer).__name__, "rates": rates}
     body = compiler.distribute(reference.copy(), bound, options)
     program = Program(
         body=body,
@@ -151,21 +201,37 @@ class Program(data.Program):
         The reference is the traced graph; with the model at hand (and no random ops) also the eager model itself.
         Floats are lifted to `dtype`, those that a library hard-codes to float32 too.
         """
-        eager, absent = self._witness(self.sample if batch is None else batch, dtype, params is not None)
-        return verify(self.body, self.reference, self.inputs(batch, params), dtype, eager, absent)
+        if dtype not in TOLERANCE:
+            known = ", ".join(map(str, TOLERANCE))
+            raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
+        eager, absent, near = self._witness(self.sample if batch is None else batch, dtype, params is not None)
+        return verify(self.body, self.reference, self.inputs(batch, params), dtype, eager, absent, near)
 
-    def _witness(self, batch: Any, dtype: torch.dtype, other_params: bool) -> tuple[Witness | None, str]:
-        """What eager PyTorch computes, or why it cannot be asked."""
+    def _witness(self, batch: Any, dtype: torch.dtype, other_params: bool) -> tuple[Witness | None, str, float]:
+        """What eager PyTorch computes, or why it cannot be asked; and how near the reference should come to it."""
+        near = EAGER_TOLERANCE
         if self.model is None:
-            return None, "the program came from a file, without its model"
+            return None, "the program came from a file, without its model", near
         if other_params or any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers())):
-            return None, "the parameters are not the model's own"
+            return None, "the parameters are not the model's own", near
         if any(port.role == "seed" for port in self.reference.inputs):
-            return None, "the model draws random numbers, and torch draws others"
-        try:
-            return eager_outputs(self.model, batch, self.loss, dtype), ""
-        except Exception as problem:  # a model may make float32 of its own, which does not mix with `dtype`
-            return None, f"the model does not run in {dtype}: {type(problem).__name__}: {str(problem).splitlines()[0]}"
+            return None, "the model draws random numbers, and torch draws others", near
+        if "precision" not in self.plan and any(type_of(v).dtype in HALF for v in self.reference.values()):
+            near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
+        stored = model_state(self.model, self.reference)
+        problem: Exception | None = None
+        own = {p.dtype for p in self.model.parameters()}
+        # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
+        for kind in (dtype, *([None] if own == {torch.float32} else [])):
+            try:
+                found = eager_outputs(self.model, batch, self.loss, kind, self.reference.microbatches, stored)
+            except Exception as failed:
+                problem = problem or failed
+            else:
+                return found, "", near if kind is not None else max(near, EAGER_OWN)
+        assert problem is not None
+        said = str(problem).strip().partition("\n")[0]
+        return None, f"a copy of the model does not run in {dtype}: {type(problem).__name__}: {said}", near
 
     def memory(self) -> MemoryReport:
         """What a rank holds over a step, by category: stored, and at the peak of its liveness."""
@@ -182,13 +248,17 @@ class Program(data.Program):
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""
         batch = self.sample if batch is None else batch
-        state = dict(params) if params is not None else model_state(self.model)
+        state = dict(params) if params is not None else model_state(self.model, self.reference)
         names = [p.name for p in self.reference.inputs if p.role == "input"]
-        given = batch_inputs(batch, names) if batch is not None else {}
+        given = batch_inputs(batch, names, self.plan.get("batch")) if batch is not None else {}
         if batch is None:
             given = _drawn_batch(self.reference)
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
-        return complete_inputs(self.reference, {**own, **state, **given}, seed=0)
+        found = complete_inputs(self.reference, {**own, **state, **given}, seed=0)
+        check = IndexCheck(self.reference)
+        for feed in feeds(self.reference, found):
+            check(feed)
+        return found
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's state before the next step, by name; a program from a file starts afresh."""
@@ -212,8 +282,8 @@ class Program(data.Program):
         spent: dict[str, int] = {}
         for one in self.collectives():
             for axis in {mesh.parent(a) if a not in mesh.names else a for a in one.axes}:  # all that it runs along
-                spent[axis] = spent.get(axis, 0) + one.bytes_per_rank
-        total = sum(one.bytes_per_rank for one in self.collectives())
+                spent[axis] = spent.get(axis, 0) + one.bytes_per_step
+        total = sum(one.bytes_per_step for one in self.collectives())
         found: list[Diagnostic] = list(plan.over_budget({**spent, TOTAL: total}, mesh))
         if strict:
             found += [d for d in self.diagnostics if d.severity == "warning"]
@@ -221,79 +291,20 @@ class Program(data.Program):
             raise ShardcError(*found)
 
 
-def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan:
-    """What the model's classes, the model itself and the argument say, later ones over earlier ones."""
-    merged = Plan()
-    for fqn, module in model.named_modules():
-        own = getattr(type(module), PLAN, None)
-        if own is not None:
-            merged = merged.merge(_under(fqn, own))
-        attached = module.__dict__.get(PLAN)
-        if attached is not None:
-            merged = merged.merge(_under(fqn, attached))
-    return merged if plan is None else merged.merge(_plan(plan))
+def model_state(model: nn.Module | None, graph: Graph | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers by every one of their names; nothing of what lies on the meta device.
 
-
-def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
-    """Match the plan's patterns against the traced names, and check that placements fit."""
-    state = [i for i in traced.inputs if i.role in ("param", "buffer")]
-    aliases = {i.name: i.aliases for i in state}
-    batch = [i.name for i in traced.inputs if i.role == "input"]
-    shapes = {i.name: rank_of(i.node) for i in traced.inputs}
-    shapes |= {name: rank_of(node) for name, node in traced.modules.items()}
-    outputs = {o.name: rank_of(o.node) for o in traced.outputs if o.role == "output"}
-    found: list[Bound] = []
-    problems: list[Diagnostic] = []
-    for kind, key, names in (
-        ("param", "params", [i.name for i in state]),
-        ("input", "inputs", batch),
-        ("activation", "activations", list(traced.modules)),
-        ("output", "outputs", list(outputs)),
-    ):
-        try:
-            matched = match(plan.annotations(cast(Any, key)), names, key, aliases if kind == "param" else None)
-        except ShardcError as wrong:
-            problems += wrong.diagnostics
-            continue
-        refused: set[str] = set()  # a pattern that fits no layer is said once
-        for name, one in matched.items():
-            try:
-                one.check(mesh, (outputs if kind == "output" else shapes)[name], name)
-            except ShardcError as wrong:
-                problems += wrong.diagnostics if one.pattern not in refused else ()
-                refused.add(one.pattern)
-            found.append(Bound(kind, name, one.placement, one.cause(name), one.origin))
-    if problems:
-        raise ShardcError(*problems)
-    return found
-
-
-def bind_storage(storage: Storage, traced: Traced, mesh: Mesh) -> tuple[Store, frozenset[str]]:
-    """The storage pass that a plan asks for, and the parameters that stay gathered for backward."""
-    mesh.resolve(storage.axes)
-    if storage.zero and not storage.axes:
-        hint = "write storage: {zero: 3, axes: [dp]}"
-        raise error("SC208", f"storage of zero {storage.zero} names no axes to shard over", hint=hint)
-    params = [i for i in traced.inputs if i.role == "param"]
-    names, aliases = [i.name for i in params], {i.name: i.aliases for i in params}
-    placed = match(storage.params.values(), names, "params", aliases)
-    bound = tuple(Bound("param", name, a.placement, a.cause(name), a.origin) for name, a in placed.items())
-    if isinstance(storage.regather, bool):
-        keep = frozenset() if storage.regather else frozenset(names)
-    else:
-        patterns = [Annotation(pattern, P()) for pattern in storage.regather]
-        keep = frozenset(
-            n for n, a in match(patterns, names, "params", aliases).items() if not storage.regather[a.pattern]
-        )
-    return Store(storage.zero, storage.axes, bound), keep
-
-
-def model_state(model: nn.Module | None) -> dict[str, Tensor]:
-    """Parameters and buffers by every one of their names; nothing of what lies on the meta device."""
+    With a graph, parameters have the dtype that it stores them in.
+    """
     if model is None:
         return {}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: t.detach() for name, t in tensors if not t.is_meta}
+    found = {name: t.detach() for name, t in tensors if not t.is_meta}
+    if graph is not None:
+        for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+            names = (port.name, *port.aliases) if port.role == "param" else ()
+            found |= {name: found[name].to(type_of(node).dtype) for name in names if name in found}
+    return found
 
 
 def complete_inputs(graph: Graph, given: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -325,38 +336,4 @@ def _drawn_batch(graph: Graph) -> dict[str, Tensor]:
             found[port.name] = torch.rand(type.shape, generator=generator).to(type.dtype)
         elif port.role == "input":
             found[port.name] = torch.randint(2, type.shape, generator=generator).to(type.dtype)
-    return found
-
-
-def _under(fqn: str, plan: Plan) -> Plan:
-    """A module's own plan seen from the root: patterns get the module's FQN in front; inputs are the root's only."""
-    if not fqn:
-        return plan
-
-    def prefixed(annotations: Iterable[Annotation]) -> dict[str, Annotation]:
-        return {
-            f"{fqn}.{a.pattern}" if a.pattern else fqn: Annotation(
-                f"{fqn}.{a.pattern}" if a.pattern else fqn, a.placement, a.origin
-            )
-            for a in annotations
-        }
-
-    return Plan.of(params=prefixed(plan.annotations("params")), activations=prefixed(plan.annotations("activations")))
-
-
-def _plan(plan: Plan | Mapping[str, Any] | str | Path) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    return Plan.from_dict(plan) if isinstance(plan, Mapping) else Plan.load(plan)
-
-
-def _mesh(mesh: Any) -> Mesh:
-    if mesh is None:
-        raise error(
-            "SC210", "there is no mesh", hint='pass mesh=Mesh(dp=2, tp=2), or write "mesh: dp=2, tp=2" in the plan'
-        )
-    if isinstance(mesh, Mesh):
-        return mesh
-    found = Plan.of(mesh=mesh).mesh
-    assert found is not None
     return found

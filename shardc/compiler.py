@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from shardc.ingest import ingest
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info, type_of
@@ -19,6 +21,7 @@ from shardc.ir.verify import violations
 from shardc.passes.assign import Assign
 from shardc.passes.atomize import Atomize
 from shardc.passes.base import Pass
+from shardc.passes.causes import NameCauses
 from shardc.passes.combine import Combine
 from shardc.passes.group_sums import GroupSums
 from shardc.passes.insert_reshards import InsertReshards
@@ -48,6 +51,7 @@ class Options:
     store: Store = field(default_factory=Store)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
 
 
 def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...]]], options: Options) -> list[Pass]:
@@ -59,10 +63,11 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
         options.store,
         Assign(),
         GroupSums(),
-        SettlePartials(),
+        SettlePartials(options.reduce),
         InsertReshards(options.keep_gathered),
         LowerReshards(),
         Combine(),
+        NameCauses(),
         ReportGathers(),
         options.recompute,
         Localize(),
@@ -79,9 +84,10 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     return graph
 
 
-def distribute(graph: Graph, bound: Sequence[Bound], options: Options) -> Graph:
-    """One rank's body of a normalised graph, which it consumes."""
-    return run(graph, passes(bound, _cuts(graph, bound), options), options)
+def distribute(graph: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] = Localize) -> Graph:
+    """One rank's body of a normalised graph, which it consumes; or what it is after the pass `last`."""
+    todo = passes(bound, _cuts(graph, bound), options)
+    return run(graph, todo[: 1 + next(i for i, one in enumerate(todo) if isinstance(one, last))], options)
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

@@ -3,9 +3,10 @@
     print(shardc.compile(...).explain("h.0.mlp.c_proj.mm.all_reduce"))
 
 It says which op leaves the communication to do and which op needs it done (`explain_chain`), the annotation that it
-all comes from, the bytes, and the cheapest change of the plan that removes it, found by trying (`explain_changes`).
-Where every change that removes it gives up splitting the work, it is inherent, and the reason is said. It needs no
-more than a program's reference graph and annotations, so a program that was loaded from a file explains itself too.
+all comes from, the bytes, and the cheapest change of the plan that removes it: of the `explain_candidates`, each is
+tried (`explain_changes`). Where every change that removes it gives up splitting the work, it is inherent, and the
+reason is said. It takes no more than a program's reference graph, annotations and plan: one from a file explains
+itself too.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shardc.binding import bind_precision, bind_storage
+from shardc.compiler import Options
+from shardc.explain_candidates import propose
 from shardc.explain_chain import Step, Trail, trails
-from shardc.explain_changes import Change, Cost, compiled, measure, propose, removals
+from shardc.explain_changes import Change, Cost, compiled, measure, removals
 from shardc.ir.collectives import Collective, human_bytes
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, info
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
+from shardc.passes.causes import STORAGE
 from shardc.passes.seed import Bound
+from shardc.plan import Plan
 
 SECONDS = 60.0  # for trying changes; the likeliest are tried first
 PHASES = {"fwd": "forward", "bwd": "backward", "opt": "the optimizer"}
@@ -39,6 +45,7 @@ class Explanation:
     changes: tuple[Change, ...]
     tried: int
     untried: int  # for lack of time
+    failed: tuple[str, ...]  # changes that the compiler broke on, and how
     inherent: str  # "" when some change saves it
 
     @property
@@ -49,7 +56,8 @@ class Explanation:
     def __str__(self) -> str:
         c = self.collective
         op = f" ({c.op})" if c.op else ""
-        sent = f"{human_bytes(c.bytes_per_rank)} sent by a rank, of a payload of {human_bytes(c.payload_bytes)}"
+        often = f", {c.times} times a step" if c.times > 1 else ""
+        sent = f"{human_bytes(c.bytes_per_rank)} sent by a rank{often}, of a payload of {human_bytes(c.payload_bytes)}"
         over = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
         lines = [f"%{c.value}: {c.kind}{op} {over}, {PHASES[c.phase]}, {sent}"]
         place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
@@ -64,6 +72,9 @@ class Explanation:
         lines += self._advice()
         left = f", {self.untried} left out for lack of time" if self.untried else ""
         lines += _field("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{left}")
+        for first in self.failed[:1]:
+            many = f"{len(self.failed)} of them" if len(self.failed) > 1 else "one of them"
+            lines += _field("failed", f"{many} failed to compile: a bug in shardc, please report: {first}")
         return "\n".join(lines)
 
     def _advice(self) -> list[str]:
@@ -91,20 +102,21 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     `seconds` bounds the time spent on trying changes; with 0, one is tried.
     """
     target = find(program, value)
-    bound = bound_of(program)
-    found = compiled(program.reference, bound, lambda graph: _look(graph, bound, target.value))
-    changes, tried = removals(program.reference, bound, target, found.cost, found.candidates, seconds)
+    bound, options = bound_of(program), options_of(program)
+    found = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, target.value))
+    removed = removals(program.reference, options, target, found.cost, found.candidates, seconds)
     node = program.body.by_name(target.value)
-    inherent = "" if any(change.saves for change in changes) else _inherent(target, found.trails)
+    inherent = "" if any(change.saves for change in removed.changes) else _inherent(target, found.trails)
     about = info(node)
     return Explanation(
         target,
         about.fqn,
         about.source_text,
         tuple(found.trails),
-        tuple(changes),
-        tried,
-        len(found.candidates) - tried,
+        removed.changes,
+        removed.tried,
+        len(found.candidates) - removed.tried,
+        removed.failed,
         inherent,
     )
 
@@ -134,6 +146,14 @@ def bound_of(program: Program) -> list[Bound]:
     return bound
 
 
+def options_of(program: Program) -> Options:
+    """The program's plan as the compiler takes it, but for its annotations."""
+    plan = Plan.parse(program.plan.get("text", ""))
+    store, keep = bind_storage(plan.storage, program.reference, program.reference.mesh)
+    precision, _ = bind_precision(plan)
+    return Options(store=store, keep_gathered=keep, reduce=None if precision is None else precision.reduce)
+
+
 def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:
     node: fx.Node | None = next((n for n in graph.calls() if info(n).name == name), None)
     if node is None:
@@ -146,6 +166,8 @@ def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:
 def _inherent(target: Collective, found: list[Trail]) -> str:
     """Why nothing but giving up the split helps."""
     axis = " and ".join(dict.fromkeys(t.axis for t in found))
+    if any(t.cause.startswith(STORAGE) for t in found):
+        return f"storage keeps parts over {axis} of what is computed with whole: less memory for this communication"
     if target.kind in ("all_reduce", "reduce_scatter"):
         gradient = any(t.needed.startswith("it is the gradient") for t in found)
         what = "the terms of the gradient are" if gradient else "what is summed here is"

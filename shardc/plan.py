@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, ValidationInfo, field_validator
 
 from shardc.ir.annotation import KINDS, Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
 from shardc.plan_values import (
     Annotations,
+    Dtypes,
+    Nonfinite,
     Recomputing,
     Source,
     Storage,
@@ -44,7 +46,9 @@ class Plan(BaseModel):
     """What the user asks for. Build one with `Plan.of`, `Plan.load`, `Plan.from_dict` or `Plan.from_hf`.
 
     The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
-    in `total`; over it, compiling fails. Under `strict` whatever could not be honoured is an error.
+    in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
+    their mean. `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips
+    it, and all else does not look. Under `strict` whatever could not be honoured is an error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -56,6 +60,9 @@ class Plan(BaseModel):
     outputs: Annotations = {}
     storage: Storage = Storage()
     recompute: Recomputing = Recomputing()
+    precision: Dtypes | None = None
+    nonfinite: Nonfinite | None = None
+    accumulate: PositiveInt = 1
     clip_grad_norm: float | None = None
     strict: bool = False
     budget: dict[str, int] = {}
@@ -72,6 +79,9 @@ class Plan(BaseModel):
         outputs: Mapping[str, object] | None = None,
         storage: Mapping[str, object] | None = None,
         recompute: str | Mapping[str, object] | None = None,
+        precision: object = None,
+        nonfinite: Nonfinite | None = None,
+        accumulate: int | None = None,
         clip_grad_norm: float | None = None,
         strict: bool | None = None,
         budget: Mapping[str, int | str] | None = None,
@@ -81,7 +91,9 @@ class Plan(BaseModel):
         maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
         maps |= {"storage": storage, "budget": budget}
         given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
-        plain = {"mesh": mesh, "recompute": recompute, "clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
+        plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "accumulate": accumulate}
+        plain |= {"precision": precision, "nonfinite": nonfinite}
+        plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
         return cls.from_dict({**given, **{key: value for key, value in plain.items() if value is not None}})
 
@@ -177,6 +189,12 @@ class Plan(BaseModel):
             data["storage"] = storage
         if self.recompute.mode != "none":
             data["recompute"] = self.recompute.dumped()
+        if self.precision is not None:
+            data["precision"] = self.precision.dumped()
+        if self.nonfinite is not None:
+            data["nonfinite"] = self.nonfinite
+        if self.accumulate > 1:
+            data["accumulate"] = self.accumulate
         if self.clip_grad_norm is not None:
             data["clip_grad_norm"] = self.clip_grad_norm
         if self.strict:
@@ -233,13 +251,16 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
         return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
         inside = path[0] if len(path) > 1 else None
-        known = {"storage": Storage, "recompute": Recomputing}.get(inside or "", Plan).model_fields
+        parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
+        known = parts.get(inside or "", Plan).model_fields
         key = problem["loc"][-1]
         hint = did_you_mean(str(key), known, f"keys of {inside or 'a plan'}")
         return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{key}'", hint=hint), *path),)
-    expected = problem["msg"].partition(",")[0].removeprefix("Input should be ")
+    said = problem["msg"] if problem["type"] == "literal_error" else problem["msg"].partition(",")[0]
+    expected = said.removeprefix("Input should be ")
     message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
-    hint = {"strict": "write true or false", "seed": "write a whole number"}.get(path[0])
+    hints = {"strict": "write true or false", "seed": "write a whole number", "accumulate": "write how many"}
+    hint = {**hints, "nonfinite": "write ignore, skip or raise"}.get(path[0])
     return (source.locate(Diagnostic("SC208", message, hint=hint), *path),)
 
 

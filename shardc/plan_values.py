@@ -1,24 +1,27 @@
-"""The values that a plan is made of: annotations with their lines, bytes with units, storage and recompute.
+"""The values that a plan is made of: annotations with their lines, bytes, storage, recompute and precision.
 
 Each reads what a user writes in its short form or its long one, and refuses the rest with the line it stands on.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Placement
+from shardc.ir.placement import P, Placement
 
 Annotations = dict[str, Annotation]
 RecomputeMode = Literal["none", "full", "selective", "budget"]
+Nonfinite = Literal["ignore", "skip", "raise"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Source:
 class Storage(BaseModel):
     """Where parameters and optimizer state lie between steps; see passes/store.py.
 
-    `zero` 1 and 2 shard the optimizer's state and its update over `axes`, 3 the parameters too. `params` says it for
+    `zero` 1 and 2 shard the optimizer's state and its update over `axes`, 3 the parameters too; where parameters are
+    computed with in fewer digits than they are stored in, 1 and 2 count those for state. `params` says it for
     single ones, as a placement. `regather` false keeps what forward gathered for backward: for all, or by pattern.
     """
 
@@ -117,6 +121,80 @@ class Recomputing(BaseModel):
             more: dict[str, object] = {"collectives": True} if self.collectives else {}
             return {"budget": bytes_text(self.budget), **more}
         return {"mode": self.mode, "collectives": True} if self.collectives else self.mode
+
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Dtypes(BaseModel):
+    """What a step is computed in, what parameters are stored in, gradients reduced in; see shardc/precision.py.
+
+    `keep` are patterns over modules, parameters and inputs that stay in `master`. float16 starts with `loss_scale`,
+    which doubles after `growth_interval` steps without an overflow. In short: `compute` alone.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    compute: str
+    master: str = "fp32"
+    reduce: str = "fp32"
+    keep: tuple[Annotation, ...] = ()
+    loss_scale: float = 2.0**16
+    growth_interval: PositiveInt = 2000
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, Dtypes):
+            return value
+        said: object = value if isinstance(value, Mapping) else {"compute": value}
+        read = dict(cast(Mapping[str, object], said))
+        if "compute" not in read:
+            hint = "write precision: bf16, or precision: {compute: bf16, master: fp32}"
+            raise error("SC208", "'precision' does not say what to compute in", hint=hint)
+        return read
+
+    @field_validator("compute", "master", "reduce", mode="before")
+    @classmethod
+    def _read_dtype(cls, value: Any, info: ValidationInfo) -> str:
+        # A torch.dtype, or its name, is as good as ours.
+        names = {str(dtype): name for name, dtype in DTYPES.items()}
+        name = names.get(str(value), names.get(f"torch.{value}", str(value)))
+        if name not in DTYPES:
+            message = f"'precision' has no dtype '{value}' to {info.field_name} in"
+            raise error("SC208", message, hint=did_you_mean(name, DTYPES, "dtypes"))
+        return name
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _read_keep(cls, value: Any, info: ValidationInfo) -> tuple[Annotation, ...]:
+        patterns: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
+        origin = source_of(info).origin("precision", "keep")
+        return tuple(one if isinstance(one, Annotation) else Annotation(str(one), P(), origin) for one in patterns)
+
+    @model_validator(mode="after")
+    def _check(self) -> Dtypes:
+        scaling = self.model_fields_set & {"loss_scale", "growth_interval"}
+        if self.master != "fp32" and (self.master != self.compute or self.master == "fp16"):
+            message = f"parameters in {self.master} cannot be updated while {self.compute} is computed in"
+            raise error("SC208", message, hint="write master: fp32; bf16 alone may do with master: bf16")
+        if self.reduce not in ("fp32", self.compute):
+            hint = f"write reduce: fp32, or reduce: {self.compute}, which is what gradients are made in"
+            raise error("SC208", f"gradients made in {self.compute} cannot be reduced in {self.reduce}", hint=hint)
+        if scaling and self.compute != "fp16":
+            hint = "leave it out: its exponents reach as far as those of fp32"
+            raise error("SC208", f"{self.compute} needs no {min(scaling)}", hint=hint)
+        if not 1 <= self.loss_scale <= 2**32 or math.frexp(self.loss_scale)[0] != 0.5:
+            hint = f"write loss_scale: {2 ** round(math.log2(min(max(self.loss_scale, 1), 2**32)))}"
+            raise error("SC208", f"the loss_scale {self.loss_scale:g} is no power of two from 1 to 2**32", hint=hint)
+        return self
+
+    def dumped(self) -> object:
+        """As plain data, in its short form if it has one."""
+        data = self.model_dump(exclude_defaults=True, exclude={"keep"})
+        if self.keep:
+            data["keep"] = [one.pattern for one in self.keep]
+        return self.compute if data.keys() == {"compute"} else data
 
 
 def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], mesh: Mesh | None) -> Annotations:

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardc.api import Program, model_state
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
-from shardc.runtime.launch import batch_inputs
+from shardc.runtime.batch import Inputs, batch_inputs
 
 POLL = 0.2  # seconds
 Report = Callable[[int, float], None]  # a step and its loss
@@ -40,7 +40,7 @@ def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: f
     with tempfile.TemporaryDirectory(prefix="shardc-") as name:
         folder = Path(name)
         program.save(folder / "program.json")
-        torch.save(step_inputs(program, batch), folder / "batch.pt")
+        torch.save(dict(step_inputs(program, batch)), folder / "batch.pt")
         torch.save(state_of(program), folder / "state.pt")
         job = mp.spawn(_rank, (nproc, name, _free_port(), steps, lr), nproc, join=False)
         assert job is not None
@@ -53,16 +53,16 @@ def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: f
         _report(folder, seen, report)
 
 
-def step_inputs(program: Program, batch: Any) -> dict[str, Tensor]:
+def step_inputs(program: Program, batch: Any) -> Inputs:
     """The batch by the program's input names; without one, random values that any model takes."""
     ports = [(p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)]
     wanted = {port.name: type for port, type in ports if port.role == "input"}
     if batch is not None:
-        given = batch_inputs(batch, list(wanted))
-        return {name: t.detach().clone() for name, t in given.items()}
+        given = batch_inputs(batch, list(wanted), program.plan.get("batch"))
+        return Inputs({name: t.detach().clone() for name, t in given.items()})
     generator = torch.Generator().manual_seed(0)
     # Whole numbers are indices more often than not: 0 and 1 are in any table.
-    return {name: _random(type.shape, type.dtype, 1.0, generator) for name, type in wanted.items()}
+    return Inputs({name: _random(type.shape, type.dtype, 1.0, generator) for name, type in wanted.items()})
 
 
 def state_of(program: Program) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) ->
     folder = Path(name)
     try:
         program = cast(Program, Program.load(folder / "program.json"))
-        batch = torch.load(folder / "batch.pt")
+        batch = Inputs(torch.load(folder / "batch.pt"))
         state: dict[str, Tensor] = torch.load(folder / "state.pt", mmap=True)
         with program.launch(state=state) as trainer:
             for _ in range(steps):

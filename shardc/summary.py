@@ -36,7 +36,7 @@ def work(done: Flops) -> str:
 
 
 def collective_table(found: Sequence[Collective]) -> RenderableType:
-    """Counts and bytes, a row for each phase, axes and kind."""
+    """Counts and bytes a step, a row for each phase, axes and kind."""
     if not found:
         return Text("no collectives: every rank works alone")
     rows: dict[tuple[str, str, str], list[Collective]] = {}
@@ -44,9 +44,10 @@ def collective_table(found: Sequence[Collective]) -> RenderableType:
         rows.setdefault((one.phase, ".".join(one.axes), one.kind + (f" ({one.op})" if one.op else "")), []).append(one)
     table = _table("phase", "axis", "collective", "count", "sent by a rank", number=(3, 4))
     for (phase, axes, kind), some in rows.items():
-        table.add_row(phase, axes, kind, str(len(some)), human_bytes(sum(c.bytes_per_rank for c in some)))
+        count, sent = sum(c.times for c in some), sum(c.bytes_per_step for c in some)
+        table.add_row(phase, axes, kind, str(count), human_bytes(sent))
     table.add_section()
-    table.add_row("total", "", "", str(len(found)), human_bytes(sum(c.bytes_per_rank for c in found)))
+    table.add_row("total", "", "", str(sum(c.times for c in found)), human_bytes(sum(c.bytes_per_step for c in found)))
     return table
 
 
@@ -55,7 +56,7 @@ def collective_list(found: Sequence[Collective]) -> RenderableType:
     table = _table("#", "value", "collective", "axis", "phase", "sent by a rank", "line", number=(0, 5))
     for i, one in enumerate(found):
         kind = one.kind + (f" ({one.op})" if one.op else "")
-        sent = human_bytes(one.bytes_per_rank)
+        sent = human_bytes(one.bytes_per_rank) + (f" x{one.times}" if one.times > 1 else "")
         table.add_row(str(i), f"%{one.value}", kind, ".".join(one.axes), one.phase, sent, one.source)
     return table
 

@@ -46,7 +46,16 @@ SMALL: dict[str, int] = {
     "d_ff": 128,
     "image_size": 32,
     "patch_size": 8,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 64,
+    "embedding_size": 16,
 }
+SMALL_STAGES = {"hidden_sizes": [32, 64], "depths": [1, 2]}  # of convolutional models, which have both
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,8 @@ def _factories(module: ModuleType) -> list[str]:
 
 def _failed(what: str, path: Path, problem: Exception) -> ShardcError:
     """The user's own line in the file that raised."""
-    frames = [f for f in traceback.extract_tb(problem.__traceback__) if Path(f.filename) == path]
+    own = path.resolve()  # as Python names the file that it loads, however the user named it
+    frames = [f for f in traceback.extract_tb(problem.__traceback__) if Path(f.filename).resolve() == own]
     where, line = (f"{path}:{frames[-1].lineno}", frames[-1].line) if frames else (str(path), None)
     message = f"{what}: {type(problem).__name__}: {problem}"
     return error("SC105", message, location=where, source_text=line or None, hint="does it run under python by itself?")
@@ -168,7 +178,7 @@ def _hugging_face(text: str, meta: bool) -> Target:
     except Exception as problem:
         message = f"transformers cannot build '{text}': {type(problem).__name__}: {problem}"
         raise error("SC105", message, hint=_FACTORY) from problem
-    return Target(model, _sample(config, auto is transformers.AutoModelForImageClassification, batch, seq))
+    return Target(model, _sample(config, model.main_input_name, auto is transformers.AutoModelForMaskedLM, batch, seq))
 
 
 def _option(item: str, text: str) -> tuple[str, Any]:
@@ -201,9 +211,14 @@ def _config(transformers: Any, name: str, options: dict[str, Any]) -> Any:
         if not hasattr(plain, key):
             hint = did_you_mean(key, [k for k in plain.to_dict() if not k.startswith("_")], "keys")
             raise error("SC105", f"the configuration of '{name}' has no key '{key}'", hint=hint)
-    small = {own.get(k, k): n for k, n in SMALL.items() if isinstance(getattr(plain, k, None), int)}
-    if "num_key_value_heads" not in small and hasattr(plain, "num_key_value_heads"):
+    small: dict[str, Any] = {own.get(k, k): n for k, n in SMALL.items() if isinstance(getattr(plain, k, None), int)}
+    if hasattr(plain, "num_key_value_heads"):
         small["num_key_value_heads"] = SMALL["num_key_value_heads"]
+    if "num_key_value_heads" in own:  # another name for the heads, which are as many then
+        small.pop("num_key_value_heads", None)
+        small |= {own[k]: SMALL[k] for k in ("num_attention_heads",) if k in own}
+    if all(isinstance(getattr(plain, key, None), list | tuple) for key in SMALL_STAGES):
+        small |= SMALL_STAGES
     quiet = {k: v for k, v in (("use_cache", False), ("num_labels", 10)) if hasattr(plain, k)}
     tokens = {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(plain, k)}
     tokens |= {"decoder_start_token_id": 0} if getattr(plain, "is_encoder_decoder", False) else {}
@@ -215,6 +230,7 @@ def _auto_class(transformers: Any, config: Any, text: str) -> Any:
     """The head to train with."""
     heads = [
         transformers.AutoModelForImageClassification,
+        transformers.AutoModelForSpeechSeq2Seq,
         transformers.AutoModelForSeq2SeqLM,
         transformers.AutoModelForMaskedLM,
         transformers.AutoModelForCausalLM,
@@ -222,13 +238,17 @@ def _auto_class(transformers: Any, config: Any, text: str) -> Any:
     for auto in heads:
         if type(config) in auto._model_mapping.keys():  # noqa: SIM118 (a lazy mapping: `in` imports every model)
             return auto
-    raise error("SC105", f"'{text}' is neither a language model nor an image classifier", hint=_FACTORY)
+    raise error("SC105", f"'{text}' is no model of language or speech, and no image classifier", hint=_FACTORY)
 
 
-def _sample(config: Any, image: bool, batch: int, seq: int) -> dict[str, Tensor]:
-    if image:
+def _sample(config: Any, kind: str, padded: bool, batch: int, seq: int) -> dict[str, Tensor]:
+    """A batch with labels; `kind` is the model's main input. Where no mask is causal, a `padded` batch has one."""
+    if kind == "pixel_values":
         side = getattr(config, "image_size", 32)
         pixels = torch.randn(batch, getattr(config, "num_channels", 3), side, side)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,))}
+        return {kind: pixels, "labels": torch.randint(config.num_labels, (batch,))}
     tokens = torch.randint(1, config.vocab_size, (batch, seq))
-    return {"input_ids": tokens, "labels": tokens}
+    if kind == "input_features":  # two frames a position: the encoder halves them
+        return {kind: torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions), "labels": tokens}
+    given = {"input_ids": tokens, "labels": tokens}
+    return given | {"attention_mask": torch.ones_like(tokens)} if padded else given

@@ -9,6 +9,7 @@ is the one such file: what depends on torch's insides is found here and nowhere 
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -74,6 +75,7 @@ def record(
         stack.enter_context(mode)
         # Composite ops resolve through Python kernels and so decompose the same way on every device.
         stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(_plain_rnns())
         stack.enter_context(_node_hook(on_node))
         stack.enter_context(_quiet_stacks())
         return make_fx(fn, **options)(*inputs)
@@ -120,6 +122,19 @@ def node_of(t: Tensor) -> fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def mutates(node: fx.Node) -> bool:
+    """Does a call write to one of its arguments?"""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Is what a call returns its first argument, or a view of it?"""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    arguments, results = node.target._schema.arguments, node.target._schema.returns
+    return bool(arguments and results and arguments[0].alias_info and results[0].alias_info)
+
+
 @contextmanager
 def _node_hook(on_node: Callable[[fx.Node], None]) -> Generator[None]:
     """Call `on_node` for every node as it is made, deep inside the op that made it.
@@ -138,6 +153,43 @@ def _node_hook(on_node: Callable[[fx.Node], None]) -> Generator[None]:
         yield
     finally:
         PythonKeyTracer.create_node = original
+
+
+@contextmanager
+def _plain_rnns() -> Generator[None]:
+    """LSTM, GRU and RNN as the ops that they are made of, with the dropout between their layers.
+
+    mkldnn's fused LSTM is of the CPU and of float32 alone; the public `mkldnn.flags` would set the precision of its
+    products besides. torch's own decompositions run all layers in one go and forget the dropout (`num_layers < i - 1`,
+    up to 2.13): here they run one layer at a time.
+    """
+    import torch._decomp.decompositions as table
+
+    all_layers: Callable[..., tuple[Tensor, list[Any]]] = table._rnn_helper
+
+    def layer_by_layer(
+        x: Tensor, hidden: Sequence[Any], params: Sequence[Any], has_biases: bool, num_layers: int, dropout: float,
+        train: bool, bidirectional: bool, batch_first: bool, layer_fn: Callable[..., Any],
+    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
+        directions = 2 if bidirectional else 1
+        last: list[Any] = []
+        x = x.transpose(0, 1) if batch_first else x
+        for first in range(0, num_layers * directions, directions):
+            if first and train and dropout:
+                x = torch.dropout(x, dropout, True)
+            own = slice(first, first + directions)
+            x, ends = all_layers(x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer_fn)
+            last += ends
+        return x.transpose(0, 1) if batch_first else x, last
+
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    table._rnn_helper = layer_by_layer
+    try:
+        yield
+    finally:
+        table._rnn_helper = all_layers
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextmanager
@@ -221,6 +273,16 @@ def record_in_place(fn: Callable[..., Any], inputs: Sequence[Tensor], mode: Fake
     return gm
 
 
+def each_tensor(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Change every parameter and buffer of a module in place, as `.to` does; ties stay."""
+    return module._apply(change)  # pyright: ignore[reportPrivateUsage]
+
+
+def count_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that the optimizer stepped: its step ran in a graph, and they warn of an order that is right."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def bare_optimizer(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Any]]
 ) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
@@ -280,6 +342,8 @@ def is_data_dependent(error: BaseException) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
     text = str(error)
+    if ".numpy() is not supported for tensor subclasses" in text:
+        return True
     return "_local_scalar_dense" in text or "get value out of a tracing tensor" in text or "data-dependent" in text
 
 
@@ -383,22 +447,27 @@ def efficient_attention_backward(
 
 
 # ------------------------------------------------------------------ distributed
-def all_gather_single(out: Tensor, x: Tensor, group: Any) -> None:
+def all_gather_single(out: Tensor, x: Tensor, group: Any, *, async_op: bool = False) -> Any:
     """One flat all-gather; torch 2.13 renamed it and warns of the old name."""
     import torch.distributed as dist
 
     old = "all_gather_into_tensor"
-    getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else old)(out, x, group=group)
+    gather = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else old)
+    return gather(out, x, group=group, async_op=async_op)
 
 
-def reduce_scatter_single(out: Tensor, x: Tensor, op: Any, group: Any) -> None:
+def reduce_scatter_single(out: Tensor, x: Tensor, op: Any, group: Any, *, async_op: bool = False) -> Any:
     """One flat reduce-scatter; torch 2.13 renamed it and warns of the old name."""
     import torch.distributed as dist
 
     old = "reduce_scatter_tensor"
-    getattr(dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else old)(
-        out, x, op=op, group=group
-    )
+    scatter = getattr(dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else old)
+    return scatter(out, x, op=op, group=group, async_op=async_op)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Assert a truth value where it lies: on a GPU nothing waits for it, and the context fails when it is false."""
+    torch._assert_async(condition, message)
 
 
 def job_store() -> Any:

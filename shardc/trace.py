@@ -7,78 +7,62 @@ function of its parameters, its buffers and the batch:
 
 and what ATen sees of it, autograd's backward included, is the graph. If anything was mutated, the graph is traced
 once more without mutation; changed buffers are outputs then. Tied parameters are one input and one gradient.
-`trace_ops` says which ops are substituted, `trace_origin` how nodes know their module and source line.
+`trace_ops` says which ops are substituted, `trace_origin` how nodes know their module and source line, `trace_state`
+and `trace_carried` what becomes of Python values that forward keeps on the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 from torch.func import functional_call
 
 from shardc import torch_compat
 from shardc.ir.diagnostic import ShardcError, error
+from shardc.precision import SCALE, Casts, Precision, place_casts, refuse_mixed
 from shardc.trace_call import Call
+from shardc.trace_carried import carried
+from shardc.trace_clean import clean, constants_as_inputs
 from shardc.trace_ops import SMALL_DECOMPOSITIONS, RandomOps, overrides
 from shardc.trace_origin import Origin, Origins, first_tensor
+from shardc.trace_result import Traced, TracedInput, TracedOutput
+from shardc.trace_state import Snapshot, left_tensors
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class TracedInput:
-    """A placeholder. `name`: the tensor's FQN, or the path of an input ("input_ids", "x.0.key")."""
-
-    role: Literal["param", "buffer", "input", "seed"]
-    name: str
-    aliases: tuple[str, ...]  # the other FQNs of a tied parameter or buffer
-    trainable: bool
-    node: fx.Node
-
-
-@dataclass(frozen=True)
-class TracedOutput:
-    """An element of the output node. `name`: "loss", the FQN of the parameter or buffer, or the output's path."""
-
-    role: Literal["loss", "grad", "buffer", "output"]
-    name: str
-    node: fx.Node
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A joint graph: `inputs` pairs with its placeholders in order, `outputs` with its output node's tuple.
-
-    The meta of each node holds `val` (fakes), `fqn`, `source`, `source_text`, `phase`, `fwd_node`, and nothing else.
-    """
-
-    graph: fx.Graph
-    inputs: tuple[TracedInput, ...]
-    outputs: tuple[TracedOutput, ...]
-    modules: dict[str, fx.Node]  # FQN of a module -> the first tensor that it returned (when it was called last)
-    constants: dict[str, Tensor]  # tensors that the model made from data: real, inputs of role "buffer"
-    unused: tuple[str, ...]  # trainable parameters that the loss does not depend on
-
-
 def trace(
-    model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None = None, *, with_outputs: bool = False
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    with_outputs: bool = False,
+    microbatches: int = 1,
+    precision: Precision | None = None,
 ) -> Traced:
     """The joint graph of one training step of `model` in its present mode (train or eval).
 
     `batch` is what forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments; its
     tensors may be real, meta or fake. `loss(output, batch)` returns the scalar to differentiate; without it, the
-    model must (alone, first, or as `loss`).
+    model must (alone, first, or as `loss`). Of a step of several `microbatches` the batch is one, and the loss its
+    term of their mean. Without `precision` every tensor has the dtype that the model gives it.
     """
     call = Call(model, batch)
-    step = _Step(model, call, loss, with_outputs)
-    gm, origins = step.record()
-    return _finish(step, gm, origins)
+    step = _Step(model, call, loss, with_outputs, microbatches, precision)
+    try:
+        gm, inputs, origins = step.record()
+        found = carried(model, step.before, gm, step.left, lambda: copy(step).record()[0])
+    finally:
+        step.before.restore()
+    if any(torch_compat.mutates(node) for node in gm.graph.nodes):
+        gm, origins = _without_mutation(gm, inputs, step.mode, origins)
+    return replace(_finish(step, gm, origins), diagnostics=tuple(found))
 
 
 class _Model(nn.Module):
@@ -97,9 +81,19 @@ class _Step:
     """The joint function and its inputs."""
 
     def __init__(
-        self, model: nn.Module, call: Call, loss: Callable[[Any, Any], Tensor] | None, with_outputs: bool
+        self,
+        model: nn.Module,
+        call: Call,
+        loss: Callable[[Any, Any], Tensor] | None,
+        with_outputs: bool,
+        microbatches: int,
+        precision: Precision | None,
     ) -> None:
         self.model, self.call, self.loss, self.with_outputs = (model, call, loss, with_outputs)
+        self.microbatches = microbatches
+        self.precision = precision
+        self.casts = Casts(precision, model, call.names) if precision is not None else None
+        self.scaled = precision is not None and precision.scaled
         self.wrapped = _Model(model)
         self.mode = torch_compat.fake_mode()
         self.random = RandomOps()
@@ -108,6 +102,8 @@ class _Step:
         self.trainable = [name for name, p in self.params.items() if p.requires_grad]
         self.results: list[tuple[Literal["loss", "grad", "buffer", "output"], str]] = []  # of joint, in order
         self.unused: tuple[str, ...] = ()
+        self.before = Snapshot(model)
+        self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
         if not self.trainable:
             raise error("SC102", "the model has no trainable parameter", hint="set requires_grad on some parameters")
 
@@ -115,11 +111,16 @@ class _Step:
         def fake(t: Tensor) -> Tensor:
             return torch_compat.fake_like(self.mode, t)
 
-        params = [fake(p).requires_grad_(p.requires_grad) for p in self.params.values()]
-        seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
-        return [*params, *map(fake, self.buffers.values()), *map(fake, self.call.tensors), seed]
+        def param(p: Tensor) -> Tensor:
+            dtype = p.dtype if self.precision is None else self.precision.stored(p)
+            return fake(torch.empty_like(p, dtype=dtype, device="meta")).requires_grad_(p.requires_grad)
 
-    def record(self) -> tuple[fx.GraphModule, Origins]:
+        params, buffers = map(param, self.params.values()), map(fake, self.buffers.values())
+        scale = [fake(torch.empty((), device="meta", dtype=torch.float32))] if self.scaled else []
+        seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
+        return [*params, *buffers, *map(fake, self.call.tensors), *scale, seed]
+
+    def record(self) -> tuple[fx.GraphModule, list[Tensor], Origins]:
         names = {module: name for name, module in self.model.named_modules()}
         inputs = self.fakes()
 
@@ -134,44 +135,55 @@ class _Step:
             stack.enter_context(torch_compat.override_aten(overrides()))
             stack.enter_context(self.random.numbered())
             stack.enter_context(origins.watching())
+            if self.casts is not None:
+                stack.enter_context(self.casts.keeping())
             try:
                 gm = torch_compat.record(joint, inputs, self.mode, decompositions, origins.on_node)
             except ShardcError:
                 raise
             except Exception as problem:
-                raise _diagnosed(problem, origins) from problem
-        if any(_mutates(node) for node in gm.graph.nodes):
-            return _without_mutation(gm, inputs, self.mode, origins)
-        return gm, origins
+                raise origins.diagnosed(problem, self.precision is not None) from problem
+        return gm, inputs, origins
 
     def joint(self, tensors: tuple[Tensor, ...], origins: Origins) -> list[Tensor]:
         count = len(self.params), len(self.params) + len(self.buffers)
         params = dict(zip(self.params, tensors[: count[0]], strict=True))
         buffers = dict(zip(self.buffers, tensors[count[0] : count[1]], strict=True))
         self.random.seed = tensors[-1]
-        batch = self.call.batch(tensors[count[1] : -1])
-        swap = {f"model.{name}": t for name, t in (params | buffers).items()}
-        output, new_buffers = functional_call(self.wrapped, swap, self.call.arguments(batch))
+        inputs = dict(zip(self.call.names, tensors[count[1] :], strict=False))
+        batch = self.call.batch(tuple(inputs.values()))
+        used, fed = params, batch
+        if self.casts is not None:
+            used = self.casts.cast(params, self.params, origins.within)
+            fed = self.call.batch(self.casts.batch(inputs))
+        swap = {f"model.{name}": t for name, t in (used | buffers).items()}
+        output, new_buffers = functional_call(self.wrapped, swap, self.call.arguments(fed))
         loss = self._scalar(output, batch)
+        if self.microbatches > 1:
+            loss = loss / self.microbatches
+        root = loss * tensors[-2] if self.scaled else loss
         origins.phase = "bwd"
-        torch_compat.on_backward(loss.grad_fn, origins.before_backward, origins.after_backward)
+        torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
         wanted = [params[name] for name in self.trainable]
-        grads = cast("tuple[Tensor | None, ...]", torch.autograd.grad(loss, wanted, allow_unused=True))
+        grads = cast("tuple[Tensor | None, ...]", torch.autograd.grad(root, wanted, allow_unused=True))
 
         self.unused = tuple(name for name, grad in zip(self.trainable, grads, strict=True) if grad is None)
-        used = {name: grad for name, grad in zip(self.trainable, grads, strict=True) if grad is not None}
+        found = {name: grad for name, grad in zip(self.trainable, grads, strict=True) if grad is not None}
+        found = found if self.casts is None else self.casts.gradients(found, origins.within)
         kept = {name: new_buffers[name] for name in self.buffers if name in new_buffers}
         outputs = torch_compat.flatten_with_paths(output) if self.with_outputs else []
         seen = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
         self.results = [("loss", "loss")]
-        self.results.extend(("grad", name) for name in used)
+        self.results.extend(("grad", name) for name in found)
         self.results.extend(("buffer", name) for name in kept)
         self.results.extend(("output", path) for path in seen)
-        return [loss, *used.values(), *kept.values(), *seen.values()]
+        left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
+        self.left = {key: node for key, node in left if node is not None}
+        return [loss, *found.values(), *kept.values(), *seen.values()]
 
     def _scalar(self, output: Any, batch: Any) -> Tensor:
         if self.loss is not None:
-            found: Any = self.loss(output, batch)
+            found: Any = self.loss(output if self.casts is None else self.casts.wide(output), batch)
         elif isinstance(output, Tensor):
             found = output
         elif isinstance(output, Mapping) and "loss" in output:
@@ -182,31 +194,15 @@ class _Step:
             found = getattr(output, "loss", None)
         hint = "pass trace's or compile's `loss`, a function (output, batch) -> scalar tensor"
         if not isinstance(found, Tensor):
-            raise error("SC102", f"no loss in the model's output, a {type(output).__name__}", hint=hint)
+            message = f"no loss in the model's output, a {type(output).__name__}"
+            if self.loss is not None:
+                message = f"the loss function returned no tensor, but a value of type {type(found).__name__}"
+                hint = "let it return a scalar tensor"
+            raise error("SC102", message, hint=hint)
         if found.dim() != 0 or not found.requires_grad:
             state = f"{list(found.shape)}" if found.dim() else "independent of every trainable parameter"
             raise error("SC102", f"the loss is not a scalar to differentiate: it is {state}", hint=hint)
-        return found
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
-
-
-def _diagnosed(problem: Exception, origins: Origins) -> ShardcError:
-    """The model's error, at the line and in the module where it was raised."""
-    source, text = origins.where_raised(problem.__traceback__)
-    where = {"location": source or None, "source_text": text or None, "fqn": origins.fqn or None}
-    if torch_compat.is_data_dependent(problem):
-        return error(
-            "SC101",
-            "this needs the values of a tensor, which are unknown while compiling",
-            **where,
-            cause=str(problem).strip().partition("\n")[0],
-            hint="choose with torch.where, or by Python values; experts: set_experts_implementation('grouped_mm')",
-        )
-    message = f"{type(problem).__name__}: {str(problem).strip() or 'no message'}"
-    return error("SC104", message, **where, hint="does the model run on this batch without shardc?")
+        return found if self.casts is None else self.casts.wide(found)
 
 
 def _without_mutation(
@@ -242,8 +238,9 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     graph = gm.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = _named_inputs(step, placeholders)
-    replaced = _clean(graph, inputs, origins)
-    by_target = _constants_as_inputs(graph, placeholders[-1])
+    replaced = clean(graph, inputs, origins)
+    graph.eliminate_dead_code()
+    by_target = constants_as_inputs(graph, placeholders[-1])
     constants: dict[str, Tensor] = {}
     for number, (target, node) in enumerate(by_target.items()):
         name = f"_constant.{number}"
@@ -261,18 +258,29 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     unchanged = {i.node for i in inputs if i.role == "buffer"}
     outputs = tuple(r for r in results if not (r.role == "buffer" and r.node in unchanged))
     output.args = (tuple(r.node for r in outputs),)
-    graph.eliminate_dead_code()
+    place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
     _rewrite_meta(graph, inputs, origins)
+    if step.casts is not None:
+        refuse_mixed(graph)
     graph.lint()
 
-    alive = set(graph.nodes)
-    modules: dict[str, fx.Node] = {}
+    return Traced(graph, tuple(inputs), outputs, _calls(graph, origins, replaced), constants, step.unused)
+
+
+def _calls(graph: fx.Graph, origins: Origins, replaced: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
+    """What each call of a module returned: "h" of the first, "h#2" of the second."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    returned: dict[str, set[fx.Node]] = {}
     for name, node in origins.module_outputs:
         while node in replaced:
             node = replaced[node]
-        if node in alive:
-            modules[name] = node
-    return Traced(graph, tuple(inputs), outputs, modules, constants, step.unused)
+        if node in order:
+            returned.setdefault(name, set()).add(node)
+    return {
+        name if i == 1 else f"{name}#{i}": node
+        for name, nodes in returned.items()
+        for i, node in enumerate(sorted(nodes, key=lambda n: order[n]), 1)
+    }
 
 
 def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]:
@@ -289,59 +297,8 @@ def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]
         TracedInput("buffer", name, tuple(aliases[b][1:]), False, next(rest)) for name, b in step.buffers.items()
     ]
     inputs += [TracedInput("input", name, (), False, next(rest)) for name in step.call.names]
+    inputs += [TracedInput("state", SCALE, (), False, next(rest))] if step.scaled else []
     return [*inputs, TracedInput("seed", "seed", (), False, next(rest))]
-
-
-def _clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[fx.Node, fx.Node]:
-    """Erase what means nothing in a graph of values, and spell views one way. Returns erased node -> its stand-in."""
-    role = {i.node: i for i in inputs}
-    replaced: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.nodes):
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, OpOverload):
-            continue
-        if target in torch_compat.IDENTITIES or (target is aten.t.default and node.meta["val"].dim() < 2):
-            replaced[node] = node.args[0]
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif target is aten.t.default:
-            node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
-        elif target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.view.default
-            node.args = (node.args[0], list(node.meta["val"].shape))  # no -1: sizes are rewritten per shard later
-        elif target is aten.copy_.default and node.args[0] in role and not node.users:
-            written = role[node.args[0]]
-            if written.role == "param":
-                raise error("SC104", f"forward overwrites the parameter {written.name}", hint="make it a buffer")
-            graph.erase_node(node)
-        elif target.name().startswith("aten::_assert"):
-            graph.erase_node(node)
-        else:
-            assert not _mutates(node), f"{node.format_node()} survived functionalization"
-            if torch.Tag.nondeterministic_seeded in target.tags:
-                origin = origins.of.get(node, Origin())
-                raise error(
-                    "SC104",
-                    f"the random op {target} has no layout-independent form yet",
-                    location=origin.source or None,
-                    source_text=origin.source_text or None,
-                    fqn=origin.fqn or None,
-                    hint="draw from torch.rand, randn, bernoulli or dropout instead",
-                )
-    return replaced
-
-
-def _constants_as_inputs(graph: fx.Graph, after: fx.Node) -> dict[str, fx.Node]:
-    """Turn each captured tensor into one placeholder; returns attribute of the GraphModule -> placeholder."""
-    found: dict[str, fx.Node] = {}
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        target = str(node.target)
-        if target not in found:
-            with graph.inserting_after(after):
-                after = found[target] = graph.placeholder(f"constant_{len(found)}")
-        node.replace_all_uses_with(found[target])
-        graph.erase_node(node)
-    return found
 
 
 def _rewrite_meta(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> None:

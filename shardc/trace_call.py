@@ -25,8 +25,13 @@ class Call:
             batch = dict(cast("Mapping[str, Any]", batch))
         self.leaves, self.structure = torch_compat.flatten(batch)
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in self.leaves]
+        if self.leaves and not any(self.is_tensor):
+            kind = type(self.leaves[0]).__name__
+            hint = "give tensors, such as torch.from_numpy(array); a meta tensor of the right shape will do"
+            raise error("SC103", f"the batch holds no tensor: its first value is of type {kind}", hint=hint)
         self.tensors: list[Tensor] = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self.names = self._names(inspect.signature(model.forward))
+        self.paths = self._names(inspect.signature(model.forward))  # of all leaves
+        self.names = [path for path, fits in zip(self.paths, self.is_tensor, strict=True) if fits]
 
     def batch(self, tensors: tuple[Tensor, ...]) -> Any:
         """The batch as the user shaped it, with these tensors."""
@@ -41,17 +46,16 @@ class Call:
         return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
     def _names(self, signature: inspect.Signature) -> list[str]:
-        """Paths of the batch's tensors, beginning with the names of forward's parameters."""
+        """Paths of the batch's leaves, beginning with the names of forward's parameters."""
         numbers = torch_compat.unflatten(range(len(self.leaves)), self.structure)
         args, kwargs = self.arguments(numbers)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as problem:
-            raise error(
-                "SC103",
-                f"the batch does not fit forward{signature}: {problem}",
-                hint="give a tensor, a tuple of positional arguments or a dict of keyword arguments",
-            ) from None
+            hint = "give a tensor, a tuple of positional arguments or a dict of keyword arguments"
+            if "unexpected keyword" in str(problem) or "too many positional" in str(problem):
+                hint = "leave it out; or, where `loss` reads it from the batch, let forward take it too and ignore it"
+            raise error("SC103", f"the batch does not fit forward{signature}: {problem}", hint=hint) from None
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -59,4 +63,4 @@ class Call:
             else:
                 named[name] = value
         by_number = {number: path for path, number in torch_compat.flatten_with_paths(named)}
-        return [by_number[number] for number, fits in enumerate(self.is_tensor) if fits]
+        return [by_number[number] for number in range(len(self.leaves))]

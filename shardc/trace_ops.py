@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from shardc import torch_compat
 from shardc.ir.ops.attention import attention
 from shardc.ir.ops.grouped import grouped_mm
 from shardc.ir.ops.linear import linear
@@ -24,10 +25,11 @@ from shardc.ir.ops.random import RANDOM_UNIFORM
 
 aten = torch.ops.aten
 
+# Not addmm: torch widens halves for it, and the product then runs in float32. Normalize takes it apart.
 SMALL_DECOMPOSITIONS = (
-    "addcdiv", "addcmul", "addmm", "baddbmm", "dot", "linalg_vector_norm", "log_sigmoid_forward", "masked_fill",
-    "mse_loss", "mse_loss_backward", "mv", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "rsub",
-    "softplus_backward", "stack", "unsafe_split", "zeros", "zeros_like",
+    "addcdiv", "addcmul", "dot", "linalg_vector_norm", "log_sigmoid_forward", "masked_fill", "mse_loss",
+    "mse_loss_backward", "mv", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "rsub", "softplus_backward",
+    "stack", "unsafe_split", "zeros", "zeros_like",
 )  # fmt: skip
 
 
@@ -99,6 +101,11 @@ class RandomOps:
         def bernoulli(x: Tensor, generator: Any = None) -> Tensor:
             return (self.uniform(x.shape) < x).to(x.dtype)
 
+        def less(x: Tensor, bound: float) -> Tensor:
+            """Layers dropped at a rate of 0, as some of transformers' models decide it: `if torch.rand([]) < 0.0:`."""
+            drawn = torch_compat.node_of(x) if x.dim() == 0 and bound <= 0.0 else None
+            return torch.tensor(False) if drawn is not None and drawn.target is RANDOM_UNIFORM else NotImplemented
+
         def made(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
             def make(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
                 return draw(size).to(dtype or torch.get_default_dtype())
@@ -121,6 +128,7 @@ class RandomOps:
             aten.bernoulli_.Tensor: bernoulli_,
             aten.bernoulli.p: bernoulli_p,
             aten.bernoulli.default: bernoulli,
+            aten.lt.Scalar: less,
             aten.rand.default: made(self.uniform),
             aten.rand_like.default: made_like(self.uniform),
             aten.randn.default: made(self.normal),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -23,13 +24,16 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardc import torch_compat
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.precision import KEEP_HINT
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _OURS = tuple(
     os.path.join(os.path.dirname(__file__), name)
-    for name in ("torch_compat.py", "trace.py", "trace_ops.py", "trace_origin.py", "ir" + os.sep)
+    for name in ("torch_compat.py", "trace.py", "trace_ops.py", "trace_origin.py", "precision.py", "ir" + os.sep)
 )
+_MADE_PYTHON = re.compile(r"\.(item|tolist|numpy)\(|\b(float|int|bool)\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,15 @@ class Origins:
             for hook in hooks:
                 hook.remove()
 
+    @contextmanager
+    def within(self, fqn: str) -> Generator[None]:
+        """Nodes made now belong to this module, though it is not being called."""
+        self._stack.append((nn.Identity(), fqn))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
     # -------------------------------------------------------------- frames
     def where(self, frame: FrameType | None) -> tuple[str, str]:
         """("model.py:11", its text) of the nearest frame that is the user's or a library's.
@@ -135,6 +148,23 @@ class Origins:
             inside = inside or code is self.root
             traceback = traceback.tb_next
         return found
+
+    def diagnosed(self, problem: Exception, cast: bool) -> ShardcError:
+        """The model's error, at the line and in the module where it was raised; were the model's tensors `cast`?"""
+        source, text = self.where_raised(problem.__traceback__)
+        where = {"location": source or None, "source_text": text or None, "fqn": self.fqn or None}
+        if torch_compat.is_data_dependent(problem):
+            hint = "choose with torch.where, or by Python values; experts: set_experts_implementation('grouped_mm')"
+            if _MADE_PYTHON.search(text):
+                hint = "leave it a tensor here; .item(), float() and the like are for what trainer.step returns"
+            message = "this needs the values of a tensor, which are unknown while compiling"
+            cause = str(problem).strip().partition("\n")[0]
+            return error("SC101", message, **where, cause=cause, hint=hint)
+        message = f"{type(problem).__name__}: {str(problem).strip() or 'no message'}"
+        hint = "does the model run on this batch without shardc?"
+        if cast and any(words in message for words in ("dtype", "scalar type", "should be the same")):
+            hint = KEEP_HINT
+        return error("SC104", message, **where, hint=hint)
 
     def _is_foreign(self, path: str) -> bool:
         known = self._foreign.get(path)

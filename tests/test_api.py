@@ -272,6 +272,57 @@ def test_a_decorated_block_wherever_it_is_used() -> None:
     assert sum(c.axes == ("tp",) and c.phase == "fwd" for c in program.collectives()) == 2
 
 
+class Twice(MLP):
+    """One block, called twice: weights shared by calling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.block(x)
+        return (x**2).sum()
+
+
+def test_an_annotated_module_is_placed_in_every_call() -> None:
+    plan = {"params": {"block.up.weight": P("tp", None)}, "inputs": DP, "activations": {"block": P("dp", "tp")}}
+    program = checked(shardc.compile(Twice(), inputs(), mesh=MESH, plan=plan))
+    assert [name for kind, name, *_ in program.annotations if kind == "activation"] == ["block", "block#2"]
+    assert placed_activations(program) == {"block": "f32[4@dp, 6@tp]", "block#2": "f32[4@dp, 6@tp]"}
+    scatters = [c for c in program.collectives() if c.kind == "reduce_scatter" and c.phase == "fwd"]
+    assert len(scatters) == 2, "the sum of each call ends where the annotation wants it"
+
+
+def placed_activations(program: Program) -> dict[str, str]:
+    found = program.body.activations
+    return {name: str(type_of(found[name])) for name in found if name.startswith("block") and "." not in name}
+
+
+def test_a_module_called_twice_under_a_placement_that_does_not_fit_is_said_once() -> None:
+    with pytest.raises(ShardcError) as raised:
+        shardc.compile(Twice(), inputs(), mesh=MESH, plan={"activations": {"block": P("dp", None, "tp")}})
+    assert [d.code for d in raised.value.diagnostics] == ["SC205"]
+
+
+# ---------------------------------------------------------------------------------------------------- nothing placed
+def test_a_mesh_of_which_nothing_makes_use_is_a_warning() -> None:
+    program = shardc.compile(MLP(), inputs(), mesh=MESH, loss=squared)
+    (warning,) = program.diagnostics
+    assert (warning.code, warning.severity) == ("SC215", "warning")
+    assert "4 ranks" in warning.message
+    assert '"x": "dp"' in (warning.hint or "")
+    with pytest.raises(ShardcError, match="SC215"):
+        shardc.compile(MLP(), inputs(), mesh=MESH, loss=squared, strict=True)
+
+
+def test_one_rank_needs_no_annotation() -> None:
+    for mesh in ("dp=1", "dp=1, tp=1"):
+        assert shardc.compile(MLP(), inputs(), mesh=mesh, loss=squared, strict=True).diagnostics == ()
+    stored = shardc.compile(MLP(), inputs(), mesh=MESH, plan={"storage": {"zero": 3, "axes": ["dp"]}}, loss=squared)
+    assert not any(d.code == "SC215" for d in stored.diagnostics)
+
+
 # ---------------------------------------------------------------------------------------- Hugging Face's tp_plan
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_hugging_faces_own_plan_is_ours(name: str) -> None:

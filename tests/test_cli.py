@@ -245,6 +245,7 @@ def test_usage_errors_exit_with_2() -> None:
 def test_a_mismatch_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     # Below zero even what is bitwise equal counts as different.
     monkeypatch.setattr("shardc.runtime.verify.TOLERANCE", dict.fromkeys(TOLERANCE, -1.0))
+    monkeypatch.setattr("shardc.runtime.verify.rounding", lambda *_: {})
     ran = shardc_cli("verify", MODEL, *PLAN)
     assert ran.code == 1
     assert "DIFFERENT from the single device" in ran.out

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc import Mesh, P, ShardcError
+from shardc import Mesh, P, ShardcError, compiler
+from shardc.compiler import Options
 from shardc.explain import Explanation, bound_of, explain
 from shardc.explain_changes import compiled, measure
+from shardc.ir.diagnostic import Diagnostic
 
 
 class Pair(nn.Module):
@@ -67,7 +69,7 @@ def test_a_removable_gather_gets_advice_that_works(mismatched: shardc.Program) -
     assert best is not None
     assert best.sent < 0
     # The advice is compiled here once more, and what it promises is what comes out.
-    cost = compiled(mismatched.reference, best.plan, measure)
+    cost = compiled(mismatched.reference, best.plan, Options(), measure)
     assert found.collective.value not in {c.value for c in cost.collectives}
     before = sum(c.bytes_per_rank for c in mismatched.collectives())
     assert cost.sent == before + best.sent
@@ -144,6 +146,47 @@ def test_every_collective_of_a_plan_has_a_cause(mismatched: shardc.Program) -> N
         for trail in found.trails:
             assert trail.cause, f"{found.collective.value} comes from no annotation"
             assert trail.roots
+
+
+def test_a_candidate_that_breaks_the_compiler_is_reported(
+    mismatched: shardc.Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two candidates fail of an assertion of ours, and one of another bug; a refusal is nothing to report."""
+    at = kinds(mismatched, "all_gather")[0]
+    before = explain(mismatched, at)
+    assert not before.failed
+    whole, calls = compiler.distribute, iter(range(100))
+    wrong = {
+        1: AssertionError("assign broke the graph:\nV1 relu"),
+        2: KeyError("tp"),
+        3: ShardcError(Diagnostic("SC207", "an axis cannot go there")),
+    }
+
+    def distribute(*args: Any) -> Any:
+        if (n := next(calls)) in wrong:
+            raise wrong[n]
+        return whole(*args)
+
+    monkeypatch.setattr(compiler, "distribute", distribute)
+    found = explain(mismatched, at)
+    assert found.tried == before.tried
+    assert len(found.failed) == 2
+    said = "2 of them failed to compile: a bug in shardc, please report: AssertionError: assign broke the graph: ("
+    assert said in str(found)
+    assert "V1 relu" not in str(found)
+    assert "KeyError: 'tp'" in found.failed[1]
+
+
+def test_storage_is_explained() -> None:
+    """The parameters' gathers are there again when the program's own plan is compiled anew."""
+    plan = {"params": {"up.weight": P("tp")}, "inputs": {"x": P("dp")}, "storage": {"zero": 3, "axes": ["dp"]}}
+    program = shardc.compile(Pair(), {"x": torch.randn(8, 16)}, mesh=Mesh(dp=2, tp=2), plan=plan)
+    gathers = [i for i, c in enumerate(program.collectives()) if c.kind == "all_gather" and c.axes == ("dp",)]
+    assert gathers
+    for i in gathers:
+        found = explain(program, i, seconds=0)
+        assert found.collective.cause == found.trails[0].cause == "storage over dp"
+        assert "storage keeps parts over dp" in found.inherent
 
 
 def test_what_is_no_collective_is_refused(megatron: shardc.Program) -> None:

@@ -225,6 +225,15 @@ def test_composites_stay_whole() -> None:
     assert ops[aten.mm.default] == ops[aten.bmm.default] == 0
 
 
+def test_products_of_halves_stay_halves() -> None:
+    """torch's own decomposition of addmm widens its operands, and the product with them."""
+    model, batch = decoder("GPT2LMHeadModel", "GPT2Config", n_layer=1, n_head=2, n_embd=16, n_positions=16)
+    traced = trace(model.bfloat16(), batch)
+    products = [n for n in traced.graph.nodes if n.target in (aten.mm.default, aten.addmm.default, LINEAR)]
+    assert len(products) >= 12  # four and a head forward, twice that backward
+    assert {n.meta["val"].dtype for n in products} == {torch.bfloat16}
+
+
 def test_causal_attention_needs_no_mask_tensor() -> None:
     for node in trace(*llama()).graph.nodes:
         if node.target is SDPA:
@@ -391,6 +400,31 @@ def test_data_dependent_branch_is_a_diagnostic() -> None:
     assert diagnostic.source_text == "if x.sum() > 0:"
     assert diagnostic.fqn == "inner"
     trace(*mlp())  # the failure leaves nothing behind
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_layers_dropped_at_a_rate_of_zero(rate: float) -> None:
+    """As transformers 5.17 has it in Whisper: drawn in training, whatever the rate."""
+
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                dropout_probability = torch.rand([])
+                if not dropout_probability < rate:
+                    x = layer(x)
+            return x.sum()
+
+    if rate:
+        with pytest.raises(ShardcError, match="SC101"):
+            trace(LayerDrop(), torch.randn(2, 4))
+        return
+    traced = trace(LayerDrop(), torch.randn(2, 4))
+    assert counts(traced)[LINEAR] == 2
+    assert {i.role for i in traced.inputs} == {"param", "input"}, "nothing random is left, nor a constant"
 
 
 def test_other_user_errors_have_codes() -> None:

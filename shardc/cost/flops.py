@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import Graph, Phase, info, op_name, type_of
+from shardc.ir.microbatch import in_microbatch
 from shardc.ir.schema import given
 
 Shape = tuple[int, ...]
@@ -83,8 +84,9 @@ class Flops:
 def flops(body: Graph) -> Flops:
     """Count a localized body."""
     found: dict[tuple[Phase, str], int] = {}
+    inside = in_microbatch(body)
     for node in body.calls():
-        count = node_flops(body, node)
+        count = node_flops(body, node) * (body.microbatches if node in inside else 1)
         if count:
             key = (info(node).phase, op_name(node.target))
             found[key] = found.get(key, 0) + count

@@ -16,14 +16,17 @@ New values of what is stored (casts and updates of parameters, new optimizer sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import fx
 
-from shardc.cost.storages import Storage, storages, yields
 from shardc.ir.collectives import KINDS, human_bytes
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, operands, producer, type_of
+from shardc.ir.in_place import writes
+from shardc.ir.microbatch import MADE, in_microbatch
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.storages import Storage, storages, yields
 from shardc.ir.types import TensorType
 
 Category = Literal[
@@ -183,8 +186,9 @@ class _Life:
 
 def memory(body: Graph) -> MemoryReport:
     """The report of a localized body. Takes time linear in its length."""
-    calls = list(body.calls())
-    held, made = _lives(body, calls)
+    inside = in_microbatch(body)
+    calls = sorted(body.calls(), key=lambda node: node not in inside)  # as they run
+    held, made = _lives(body, calls, inside)
     stored = _nothing()
     for category, storage in held:
         stored[category] += storage.bytes
@@ -237,13 +241,23 @@ class _Agenda:
             yield self.order[self.next - 1]
 
 
-def _lives(body: Graph, calls: Sequence[fx.Node]) -> tuple[list[tuple[Category, Storage]], list[_Life]]:
-    """The storages of inputs, by category; and those that calls make, in order."""
+def _lives(
+    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node]
+) -> tuple[list[tuple[Category, Storage]], list[_Life]]:
+    """The storages of inputs, by category; and those that calls make, in order of birth.
+
+    Of several microbatches it is the last: what all are fed is there, the sums so far, the outputs of those before, and
+    the buffers that it starts from.
+    """
     of = storages(body)
+    over = {write.value: write for write in writes(body, of)}
+    several = body.microbatches > 1
     held: list[tuple[Category, Storage]] = []
     for port, node in zip(body.inputs, body.placeholders, strict=True):
-        held.append((STORED.get(port.role, "inputs"), of[node]))
+        times = body.microbatches if port.role in ("input", "seed") else 1
+        held.append((STORED.get(port.role, "inputs"), replace(of[node], bytes=of[node].bytes * times)))
     lives: dict[Storage, _Life] = {}
+    earlier: list[_Life] = []
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
     for at, call in enumerate(calls):
         phase, sources = info(call).phase, operands(call)
@@ -256,14 +270,20 @@ def _lives(body: Graph, calls: Sequence[fx.Node]) -> tuple[list[tuple[Category, 
         for value, _ in yields(call):
             if of_weights:
                 weights.add(value)
-            if of[value].value is value:
+            if of[value].value is value and (value not in over or over[value].op is None):
                 moved = op_name(call.target) in KINDS
-                lives[of[value]] = _Life(of[value], at, at, phase, phase, of_weights, moved)
+                born = 0 if several and call.target is ACCUMULATE else at
+                lives[of[value]] = _Life(of[value], born, at, phase, phase, of_weights, moved)
     for port, value in zip(body.outputs, body.output_values, strict=True):
         life = lives.get(of[value])
-        if life is not None:
+        if life is not None and value in over:  # copied as soon as it is made
+            life.returned = port.role
+        elif life is not None:
             life.dies, life.returned = len(calls), life.returned or port.role
-    return held, list(lives.values())
+            if several and port.role in MADE and value in inside:
+                before = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
+                earlier.append(replace(life, storage=replace(of[value], bytes=before), born=0))
+    return held, [*earlier, *sorted(lives.values(), key=lambda life: life.born)]
 
 
 def _live(storage: Storage, category: Category) -> LiveValue:

@@ -58,7 +58,20 @@ def match(
     kind: str,
     aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Annotation]:
-    """The annotation of each name that has one; `kind` is a key of KINDS and only words the errors.
+    """The annotation of each name that has one; `kind` is a key of KINDS and only words the errors."""
+    found, problems = matches(annotations, names, kind, aliases)
+    if problems:
+        raise ShardcError(*problems)
+    return found
+
+
+def matches(
+    annotations: Iterable[Annotation],
+    names: Iterable[str],
+    kind: str,
+    aliases: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[dict[str, Annotation], list[Diagnostic]]:
+    """`match`, with its errors beside what does match.
 
     A tied tensor goes by one name and has others, its `aliases`. An annotation of any of them counts, and two that
     disagree conflict.
@@ -87,9 +100,7 @@ def match(
             problems.append(_conflict(name, final[0], rival))
     everyone = [alias for known_as in named.values() for alias in known_as]
     problems += [_unmatched(one, everyone, KINDS[kind]) for one in everything if one.pattern not in used]
-    if problems:
-        raise ShardcError(*problems)
-    return found
+    return found, problems
 
 
 def _trim(placement: Placement) -> tuple[DimPlacement, ...]:

@@ -8,18 +8,20 @@
     all_to_all        (k-1)/k n    n: what a rank holds before, padded to k equal chunks
     permute                   n    n: what a rank holds
 
-Bytes are rounded up to whole ones.
+Bytes are rounded up to whole ones. They are those of one run; in a step of several microbatches a collective may run
+several `times`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx
 
 from shardc.ir.graph import Graph, Phase, info, op_name, type_of
+from shardc.ir.microbatch import in_microbatch
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -47,11 +49,19 @@ class Collective:
     payload_bytes: int  # n in the table above
     source: str
     group_size: int
+    times: int = 1  # that it runs in a step: once, or once a microbatch
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Sent by one rank in a step."""
+        return self.bytes_per_rank * self.times
 
 
 def collectives(graph: Graph) -> list[Collective]:
     """Every collective, in program order."""
-    return [found for node in graph.calls() if (found := collective(graph, node)) is not None]
+    inside = in_microbatch(graph)
+    found = [(node, collective(graph, node)) for node in graph.calls()]
+    return [replace(one, times=graph.microbatches if node in inside else 1) for node, one in found if one is not None]
 
 
 def collective(graph: Graph, node: fx.Node) -> Collective | None:

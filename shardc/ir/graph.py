@@ -44,7 +44,8 @@ class ValueInfo:
     cause: str = ""  # which annotation, through which rule
 
 
-Role = Literal["param", "buffer", "input", "seed", "state", "hyper", "loss", "grad", "output"]
+# "value" and "sum" are of a pipeline's parts: what one makes of a microbatch for another, and what a step adds up.
+Role = Literal["param", "buffer", "input", "seed", "state", "hyper", "loss", "grad", "output", "value", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Seed:
     fixed: tuple[bool, ...]  # a flat atom: propagation may not add to it
     priority: int  # 0 parameters and inputs, 1 activations and outputs
     cause: str  # 'h.0.mlp.c_fc.weight = "-, tp" (configs/plans/gpt2.yaml:9)'
+    copied: Axes = ()  # asked for, but the ranks along them share one kv-head: ops on it are done by each of them
 
 
 class Graph:
@@ -81,6 +83,7 @@ class Graph:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.name = name
+        self.microbatches = 1  # of a step: see ir.microbatch
         self.activations: dict[str, fx.Node] = {}  # module FQN -> the value it outputs
         self.gradients: dict[str, fx.Node] = {}  # parameter -> its gradient, where the optimizer consumes it
         self.stored: dict[fx.Node, tuple[Axes, ...]] = {}  # input -> how it is stored, where ops use it otherwise
@@ -136,11 +139,12 @@ class Graph:
         made = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
         # Passes may have erased values that these tables still hold.
         made.activations = {name: table[n] for name, n in self.activations.items() if n in table}
-        made.gradients = {name: table[n] for name, n in self.gradients.items()}
+        made.gradients = {name: table[n] for name, n in self.gradients.items() if n in table}
         made.stored = {table[n]: placement for n, placement in self.stored.items()}
         made.seeds = {table[n]: seed for n, seed in self.seeds.items() if n in table}
         made.priorities = {table[n]: p for n, p in self.priorities.items() if n in table}
         made.diagnostics = list(self.diagnostics)
+        made.microbatches = self.microbatches
         return made
 
     # ------------------------------------------------------------------ editing

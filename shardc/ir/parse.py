@@ -64,6 +64,7 @@ class _Parser:
         self.expect("@")
         name = self.name("a name for the graph")
         mesh = self.mesh()
+        microbatches = self.microbatches()
         self.expect("{")
         while not self.take(r"return\b"):
             if label := self.take(LABEL):
@@ -82,7 +83,17 @@ class _Parser:
             self.fail("the end of the text")
         self.fx.output(tuple(node for _, node in outputs))
         self.name_calls()
-        return Graph(self.fx, mesh, self.inputs, [port for port, _ in outputs], name)
+        graph = Graph(self.fx, mesh, self.inputs, [port for port, _ in outputs], name)
+        graph.microbatches = microbatches
+        return graph
+
+    def microbatches(self) -> int:
+        if not self.take(r"microbatches\b"):
+            return 1
+        self.expect("(")
+        count = self.take(r"[1-9]\d*") or self.fail("a number of microbatches")
+        self.expect(")")
+        return int(count)
 
     def mesh(self) -> Mesh:
         self.expect("mesh")

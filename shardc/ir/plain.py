@@ -36,6 +36,7 @@ def graph_to_plain(graph: Graph) -> Plain:
     return {
         "name": graph.name,
         "mesh": mesh_to_plain(graph.mesh),
+        "microbatches": graph.microbatches,
         "inputs": [asdict(port) for port in graph.inputs],
         "outputs": [asdict(port) for port in graph.outputs],
         "nodes": nodes,
@@ -55,6 +56,7 @@ def graph_from_plain(data: Plain) -> Graph:
     inputs, outputs = ([_port(port) for port in data[side]] for side in ("inputs", "outputs"))
     graph = Graph(made, mesh_from_plain(data["mesh"]), inputs, outputs, data["name"])
     graph.activations = {fqn: values[name] for fqn, name in data["activations"].items()}
+    graph.microbatches = int(data["microbatches"])
     return graph
 
 

@@ -10,6 +10,7 @@
       return loss "loss" = %l, grad "mlp.weight" = %d.mlp.mm
     }
 
+A step of several microbatches says so in the head, `mesh(dp=2, tp=2) microbatches(4)`.
 A call of several results lists them all: `_` for one that nothing uses, with the type `_` if it is no tensor. A label
 (`fwd:`, `bwd:`, `opt:`) sets the phase of the lines below it. After a call come, where they are set, the assignment
 `{factor: axes}`, `passes axes` and `fallback {axis: factor}`; after the type `!const`. Defaults and devices are left
@@ -39,7 +40,8 @@ WIDTH = 120
 
 def print_graph(graph: Graph, *, comments: bool = True, keep: Callable[[fx.Node], bool] | None = None) -> str:
     """The graph as text; with `keep`, only the calls that it is true of, which is for reading and not for `parse`."""
-    lines = [f"graph @{_bare(graph.name)} mesh({graph.mesh}) {{"]
+    repeated = f" microbatches({graph.microbatches})" if graph.microbatches > 1 else ""
+    lines = [f"graph @{_bare(graph.name)} mesh({graph.mesh}){repeated} {{"]
     ports = dict(zip(graph.placeholders, graph.inputs, strict=True))
     phase: Phase = "fwd"
     source = ""

@@ -17,11 +17,12 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardc.ir.graph import Graph, ValueInfo, info, op_name
+from shardc.ir.microbatch import crossing
 from shardc.ir.schema import find_op, schema_of, yields_one_tensor
 from shardc.ir.types import TensorType
 
-INPUT_ROLES = {"param", "buffer", "input", "seed", "state", "hyper"}
-OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state"}
+INPUT_ROLES = {"param", "buffer", "input", "seed", "state", "hyper", "value", "sum"}
+OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state", "value", "sum"}
 REDUCTIONS = {"sum", "max", "min"}
 
 
@@ -122,7 +123,14 @@ def ordered(graph: Graph) -> list[str]:
     return found
 
 
-CHECKS: tuple[Callable[[Graph], list[str]], ...] = (types_sound, names_unique, ports_match, arguments_fit, ordered)
+CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
+    types_sound,
+    names_unique,
+    ports_match,
+    arguments_fit,
+    ordered,
+    crossing,
+)
 
 
 def _nodes(graph: Graph) -> Iterable[fx.Node]:

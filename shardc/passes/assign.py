@@ -5,22 +5,24 @@ types say what each op produces, pending sums included; constants are computed r
 
 One topological walk. For each axis the candidates are the pieces that some operand or result wishes to
 have split; the earliest priority wins, then the least communication for the operands as they are now.
-A view follows the layout that its input really has. An op that is linear in operands which are all
-pending sums over the axis is left to run on them: `settle_partials` decides whether to resolve first,
-and then the op takes the piece kept in `info.fallback`.
+A view, and a cast that narrows a stored parameter, follow the layout that their input really has. An op
+that is linear in operands which are all pending sums over the axis is left to run on them:
+`settle_partials` decides whether to resolve first, and then the op takes the piece kept in `info.fallback`.
+Ops on a parameter that is copied over an axis are not split over it, whatever their operands wish.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import fx
 
-from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, info, operands, results, type_of, update
+from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
+from shardc.passes.casts import carriers, gradients, narrows
+from shardc.passes.seed import copied_axes
+from shardc.passes.settle_partials import linear_in
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
@@ -45,6 +47,9 @@ class _Walk:
         self.graph = graph
         self.sizes = dict(graph.mesh.axes)
         self.order = list(self.sizes)
+        self.copied = copied_axes(graph)
+        self.waits = _waiting(graph, self.copied)
+        self.carriers = {call for gradient in gradients(graph).values() for call in carriers(gradient)}
         self.wish: dict[fx.Node, TensorType] = {v: type_of(v) for v in graph.values()}
         self.now: dict[fx.Node, TensorType] = {
             v: self.wish[v].place(graph.stored.get(v, self.wish[v].placement)) for v in graph.placeholders
@@ -60,28 +65,33 @@ class _Walk:
         projection = project(node)
         split: dict[int, Axes] = {}
         delayed: dict[str, int] = {}
+        carried: list[str] = []
+        barred = {axis for v in (*sources, *outs) if v is not None for axis in self.copied.get(v, ())}
         view = find_rule(node.target).kind == "view"  # type: ignore[union-attr]
+        # A stored parameter is cast where it lies: what is then gathered is less.
+        view = view or (narrows(node) and sources[0] in self.graph.stored)
         if view:
             for atom, piece in enumerate(projection.operands[0]):
                 axes = self.now[sources[0]].placement[atom]
                 if axes and piece not in projection.blocked:
                     split[piece] = axes
-                elif axes:
-                    self._blocked_view(node, sources[0], atom, projection)
         for axis in self.order:
             if any(axis in axes for axes in split.values()):
                 continue
-            candidates = self._candidates(sources, outs, projection, axis)
+            candidates = self._candidates(sources, outs, projection, axis) if axis not in barred else {}
+            if not candidates:
+                if axis in self.waits.get(node, ()):
+                    summed = [dict(self.now[v].partial).get(axis) == "sum" for v in sources]
+                    carried += [axis] if linear_in(sources, summed, projection) else []
+                continue
             pending = dict(self.now[sources[0]].partial).get(axis) if sources else None
             if view and pending is None and any(p in projection.operands[0] for p in candidates):
-                continue
-            if not candidates:
                 continue
             piece = min(
                 candidates,
                 key=lambda p: (candidates[p], self._cost(sources, outs, projection, axis, p), projection.names[p]),
             )
-            if self._may_wait(sources, projection, axis, piece):
+            if self._may_wait(node, sources, projection, axis, piece):
                 delayed[axis] = piece
             else:
                 split[piece] = self._ordered((*split.get(piece, ()), axis), piece, [*sources, *outs], projection)
@@ -92,7 +102,7 @@ class _Walk:
         )
         for k, v in enumerate(outs):
             if v is not None:
-                partial = [*projection.partial(split, k), *((axis, "sum") for axis in delayed)]
+                partial = [*projection.partial(split, k), *((axis, "sum") for axis in (*delayed, *carried))]
                 self.now[v] = self.wish[v].place([split.get(p, ()) for p in projection.results[k]], partial)
 
     def _candidates(
@@ -142,13 +152,13 @@ class _Walk:
                 cost += size / 2
         return cost
 
-    def _may_wait(self, sources: list[fx.Node], projection: Projection, axis: str, piece: int) -> bool:
+    def _may_wait(self, node: fx.Node, sources: list[fx.Node], projection: Projection, axis: str, piece: int) -> bool:
         linear = projection.linear == "joint" or (len(sources) == 1 and projection.linear == (0,))
-        return (
-            linear
-            and all(piece in r for r in projection.results)
-            and all(dict(self.now[v].partial).get(axis) == "sum" for v in sources)
-        )
+        if not linear or any(piece not in r for r in projection.results):
+            return False
+        if node in self.carriers and not any(axis in self.now[v].axes for v in sources):
+            return True  # what it carries may come to be pending, through an op that has nothing to split
+        return all(dict(self.now[v].partial).get(axis) == "sum" for v in sources)
 
     def _ordered(self, axes: Axes, piece: int, values: list[fx.Node | None], projection: Projection) -> Axes:
         """Several axes on one piece: in the order in which a tensor already has them, else in mesh order."""
@@ -161,29 +171,23 @@ class _Walk:
                     return tuple(a for a in has if a in axes)
         return tuple(sorted(axes, key=self.order.index))
 
-    def _blocked_view(self, node: fx.Node, value: fx.Node, atom: int, projection: Projection) -> None:
-        type = self.now[value]
-        axes = type.placement[atom]
-        bytes = type.local_bytes(self.graph.mesh) * (self.graph.mesh.size(axes) - 1)
-        found = info(node)
-        self.graph.diagnostics.append(
-            Diagnostic(
-                "SC203",
-                f"axis '{'.'.join(axes)}' ({self.graph.mesh.size(axes)}) cannot shard the factor of size "
-                f"{type.atoms[atom].size} that {found.name} needs whole; all_gather inserted, {_amount(bytes)} a rank, "
-                f"{ {'fwd': 'forward', 'bwd': 'backward'}.get(found.phase, found.phase) }",
-                "warning",
-                location=found.source or None,
-                source_text=found.source_text or None,
-                fqn=found.fqn or None,
-                tensor=info(value).name,
-                placement=str(type),
-                cause=info(value).cause or None,
-                hint="shard a factor that the view or split keeps apart, e.g. write '3*tp' for a fused q, k, v",
-            )
-        )
 
+def _waiting(graph: Graph, copied: dict[fx.Node, Axes]) -> dict[fx.Node, set[str]]:
+    """Backward's calls from attention to the weights of heads that ranks share: they had better run on pending sums.
 
-def _amount(count: int) -> str:
-    power = min(3, int(math.log2(count) // 10)) if count else 0
-    return f"{count / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    What attention's heads leave pending is smallest as the gradient of the weight, and as a term of the input's.
+    """
+    found: dict[fx.Node, set[str]] = {}
+    for node in list(graph.calls()):
+        axes = {axis for v in (*operands(node), *results(node)) if v is not None for axis in copied.get(v, ())}
+        todo = [node] if axes and info(node).phase == "bwd" else []
+        while todo:
+            call = todo.pop()
+            if axes <= found.get(call, set()):
+                continue
+            found.setdefault(call, set()).update(axes)
+            for before in (producer(v)[0] for v in operands(call)):
+                rule = find_rule(before.target)
+                alone = rule is not None and (rule.kind in ("view", "pointwise") or len(operands(before)) == 1)
+                todo += [before] if alone and info(before).phase == "bwd" else []
+    return found

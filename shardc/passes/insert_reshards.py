@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Port, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.ir.types import TensorType
 from shardc.passes.atomize import UPDATES
 from shardc.passes.base import Pass, split_of
+from shardc.passes.casts import narrow_copies
 from shardc.passes.reshard_steps import Step, plan
 from shardc.passes.settle_partials import linear_in
 from shardc.rules.projection import project
@@ -40,7 +40,8 @@ class InsertReshards(Pass):
     keep_gathered: frozenset[str] = frozenset()
 
     def run(self, graph: Graph) -> Graph:
-        copies = _Copies(graph, {node for name, node in graph.input_nodes().items() if name in self.keep_gathered})
+        kept = [node for name, node in graph.input_nodes().items() if name in self.keep_gathered]
+        copies = _Copies(graph, {v for node in kept for v in (node, *narrow_copies(node))})
         for node in list(graph.fx.nodes):
             if node.op == "placeholder":
                 copies.born(node)
@@ -146,34 +147,9 @@ class _Copies:
             following = value.next
             while following.target is operator.getitem:
                 following = following.next
-            self._report_whole(value, type, target)
             with self.graph.fx.inserting_before(following):
                 constrained = self._reshard(value, value, target, info(value).phase)
             self.have[value] = [(target, constrained, None)]
-
-    def _report_whole(self, value: fx.Node, type: TensorType, target: TensorType) -> None:
-        """An annotated activation that its op computes whole on every rank, for parts of it to be kept: say so."""
-        planned = plan(type, target, self.graph.mesh)
-        sliced = {step.axis for step in planned[0] if step.kind == "slice"} if planned is not None else set[str]()
-        if not sliced or info(value).constant:
-            return
-        about = info(value)
-        axes = ".".join(sorted(sliced))
-        message = f"{about.name} is computed whole over '{axes}' and then sliced: its op does not split that dim"
-        self.graph.diagnostics.append(
-            Diagnostic(
-                "SC209",
-                message,
-                "warning",
-                location=about.source or None,
-                source_text=about.source_text or None,
-                fqn=about.fqn or None,
-                tensor=about.name,
-                placement=str(target),
-                cause=self.graph.seeds[value].cause,
-                hint="annotate a dim that the op can split, or the value behind the next op that can",
-            )
-        )
 
     def current(self, value: fx.Node) -> fx.Node:
         return self.have[value][0][1] if value in self.have else value

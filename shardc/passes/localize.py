@@ -5,8 +5,9 @@ Ensures: every call's arguments are local, the same for every rank; no reduction
 not neutral to it. Types stay global with their placement.
 
 Uneven shards are padded, and padding holds anything. It only matters where a split piece is reduced
-away, so that is where `mask_pad` goes: sums see 0, maxima -inf. A forward walk keeps which values are
-known to have zero padding (inputs, slices, and what linear ops make of them), and skips their masks.
+away, so that is where `mask_pad` goes: sums see 0, maxima -inf; and where positions are looked up, which see 0,
+so as to be positions. A forward walk keeps which values are known to have zero padding (inputs, slices, and what
+linear ops make of them), and skips their masks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, operands, replace_operands, results, type_of
 from shardc.ir.ops import local
+from shardc.ir.positions import positions
 from shardc.ir.types import Axes
 from shardc.passes.base import Pass, split_of
 from shardc.rules.local import LocalCall
@@ -78,7 +80,7 @@ class _Walk:
         self._follow(node, projection)
 
     def _mask(self, node: fx.Node, projection: Projection, split: dict[int, Axes]) -> None:
-        """Neutralise the padding of every uneven piece that some result reduces away."""
+        """Neutralise the padding of every uneven piece that some result reduces away, and that of positions."""
         mesh = self.graph.mesh
         values = operands(node)
         for piece, axes in split.items():
@@ -92,6 +94,12 @@ class _Walk:
                 atom = pieces.index(piece)
                 if kind != "sum" or atom not in self.zero.get(values[i], ()):
                     values[i] = self._mask_pad(node, values[i], atom, neutral(kind, type_of(values[i]).dtype))
+        indices = [p.value for p in positions(node)]
+        for i, value in enumerate(operands(node) if indices else ()):
+            if value in indices:
+                for atom in type_of(value).uneven_atoms(mesh):
+                    if atom not in self.zero.get(values[i], ()):
+                        values[i] = self._mask_pad(node, values[i], atom, 0.0)
         replace_operands(node, values)
 
     def _mask_pad(self, node: fx.Node, value: fx.Node, atom: int, fill: float) -> fx.Node:

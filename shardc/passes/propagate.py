@@ -9,7 +9,8 @@ weights before a sequence-sharded residual stream claims the same axis for what 
 
 Within an op, an axis moves from one tensor to another along a piece that both have. It stays put where
 two pieces of the op claim it (the op must choose, in `assign`), where the tensor uses it already, and
-on dims that an annotation fixed.
+on dims that an annotation fixed. Nor does it enter the ops on a parameter that is copied over it, as a kv-head is
+that several ranks share: sequence parallelism would split them, to gather what they make for attention.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.types import Axes
 from shardc.passes.atomize import linked_gradients
 from shardc.passes.base import Pass
+from shardc.passes.seed import copied_axes
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
@@ -46,10 +48,17 @@ class Propagate(Pass):
 class _Link:
     """A call, or a parameter and its gradient: tensors that share pieces."""
 
-    __slots__ = ("blocked", "name", "tensors")
+    __slots__ = ("barred", "blocked", "name", "tensors")
 
-    def __init__(self, name: str, tensors: list[tuple[fx.Node, tuple[int, ...]]], blocked: frozenset[int]):
+    def __init__(
+        self,
+        name: str,
+        tensors: list[tuple[fx.Node, tuple[int, ...]]],
+        blocked: frozenset[int],
+        barred: frozenset[str] = frozenset(),
+    ):
         self.name = name
+        self.barred = barred  # axes that it is not to be split over
         self.tensors = tensors
         self.blocked = blocked
 
@@ -62,6 +71,7 @@ class _Spread:
         self.cause: dict[fx.Node, str] = {}
         self.fixed: dict[fx.Node, tuple[bool, ...]] = {}
         self.links: list[_Link] = []
+        self.copied = copied_axes(graph)
         self.users: dict[fx.Node, list[_Link]] = {v: [] for v in self.spec}
         for node in graph.calls():
             # The optimizer works where parameters are stored, which says nothing of where they are computed with.
@@ -79,7 +89,8 @@ class _Spread:
         values = [*operands(node), *results(node)]
         pieces = (*projection.operands, *projection.results)
         tensors = [(v, p) for v, p in zip(values, pieces, strict=True) if v is not None and not info(v).constant]
-        self._link(_Link(info(node).name, tensors, projection.blocked))
+        barred = frozenset(axis for v in values if v is not None for axis in self.copied.get(v, ()))
+        self._link(_Link(info(node).name, tensors, projection.blocked, barred))
 
     def _link(self, link: _Link) -> None:
         self.links.append(link)
@@ -129,7 +140,7 @@ class _Spread:
         for value, pieces in link.tensors:
             spec = self.spec[value]
             for i, piece in enumerate(pieces):
-                axes = spec[i]
+                axes = spec[i] if not link.barred else tuple(a for a in spec[i] if a not in link.barred)
                 if axes and piece not in link.blocked and len(axes) > len(have.get(piece, ())):
                     have[piece] = axes
                     cause[piece] = value

@@ -11,20 +11,24 @@ tp:0 shards the heads of k and v, tp:0 and tp:1 together those of q.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import fx
 
-from shardc.ir.diagnostic import Diagnostic, ShardcError
-from shardc.ir.graph import Graph, Seed, info, operands, results, type_of
+from shardc.ir.diagnostic import Diagnostic, Severity, ShardcError, error, merged
+from shardc.ir.graph import Graph, Seed, info, op_name, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import DimPlacement, Placement
 from shardc.ir.types import Atom, Axes
+from shardc.passes.atom_classes import Classes, Place
 from shardc.passes.atomize import linked_gradients
 from shardc.passes.base import Pass
-from shardc.rules.projection import Projection, project, refine
-from shardc.rules.registry import find_rule
+from shardc.rules.projection import refine
+from shardc.rules.registry import rule_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Bound:
     placement: Placement
     cause: str
     location: str | None = None
+    pattern: str = ""  # what it was matched by; findings of one pattern are said once
 
     @property
     def priority(self) -> int:
@@ -54,20 +59,24 @@ class SeedAnnotations(Pass):
 
     def run(self, graph: Graph) -> Graph:
         classes = Classes(graph)
-        requests = [(b, value) for b in self.bound for value in [find_value(graph, b)] if value is not None]
+        found = [(b, find_value(graph, b)) for b in self.bound]
+        requests = [(b, value) for b, value in found if value is not None]
         for b, value in requests:
             b.placement.check(graph.mesh, type_of(value).ndim, b.name, b.cause)
-        graph.mesh = _split_mesh(graph.mesh, [_walk(graph, classes, b, v, graph.mesh, None) for b, v in requests])
+        graph.mesh = _split_mesh(graph.mesh, [_landings(classes, b, v, graph.mesh, {}) for b, v in requests])
+        claims = _claims(classes, requests, graph.mesh)
+        notes: list[tuple[Hashable, Diagnostic]] = [_unread(b) for b, value in found if value is None]
         for b, value in requests:
-            notes: list[Diagnostic] = []
-            _walk(graph, classes, b, value, graph.mesh, notes)
-            seed = _seed(graph, classes, b, value, graph.mesh)
+            landings = _landings(classes, b, value, graph.mesh, claims)
+            seed = _seed(b, value, landings, graph.mesh)
             other = graph.seeds.get(value)
             if other is not None and (other.placement, other.fixed) != (seed.placement, seed.fixed):
                 message = f"{b.name} and another annotation place one and the same tensor, and differ"
-                raise _refuse("SC206", message, b, f"make them agree, or drop one; the other is: {other.cause}")
+                raise _refuse("SC206", message, b, hint=f"make them agree, or drop one; the other is: {other.cause}")
             graph.seeds[value] = seed
-            graph.diagnostics += notes
+            for d, landing in landings.items():
+                notes += _notes(b, value, d, landing, graph.mesh)
+        graph.diagnostics += merged(notes)
         return graph
 
 
@@ -82,85 +91,59 @@ def find_value(graph: Graph, bound: Bound) -> fx.Node | None:
     return next((v for p, v in pairs if bound.name == p.name or bound.name in p.aliases), None)
 
 
-class Classes:
-    """Atoms tied together by the ops they pass through, and what those ops forbid.
-
-    `clean(v, i)`: no op that the atom reaches keeps it whole. `selector(v, i)`: some op takes equal
-    sections along it, as a split into q, k and v does.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._parent: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = {}
-        self._blocked: set[tuple[fx.Node, int]] = set()
-        self._selectors: set[tuple[fx.Node, int]] = set()
-        self.direct: dict[fx.Node, list[tuple[int, Projection]]] = {}  # value -> (operand, projection) of its uses
-        blocked: list[tuple[fx.Node, int]] = []
-        selectors: list[tuple[fx.Node, int]] = []
-        for node in graph.calls():
-            if find_rule(node.target) is None:
-                continue
-            projection = project(node)
-            first: dict[int, tuple[fx.Node, int]] = {}
-            values = [*operands(node), *results(node)]
-            for k, value in enumerate(operands(node)):
-                self.direct.setdefault(value, []).append((k, projection))
-            for value, pieces in zip(values, (*projection.operands, *projection.results), strict=True):
-                if value is None:
-                    continue
-                for i, piece in enumerate(pieces):
-                    key = (value, i)
-                    if piece in first:
-                        self._union(first[piece], key)
-                    else:
-                        first[piece] = key
-                        if piece in projection.blocked:
-                            blocked.append(key)
-                            if projection.names[piece].isdigit():
-                                selectors.append(key)
-        for value, twin in linked_gradients(graph):
-            for i in range(min(len(type_of(value).atoms), len(type_of(twin).atoms))):
-                self._union((value, i), (twin, i))
-        self._blocked = {self._find(key) for key in blocked}
-        self._selectors = {self._find(key) for key in selectors}
-
-    def _find(self, key: tuple[fx.Node, int]) -> tuple[fx.Node, int]:
-        root = key
-        while (up := self._parent.get(root, root)) != root:
-            root = up
-        while self._parent.get(key, key) != root:
-            self._parent[key], key = root, self._parent.get(key, key)
-        return root
-
-    def _union(self, a: tuple[fx.Node, int], b: tuple[fx.Node, int]) -> None:
-        ra, rb = self._find(a), self._find(b)
-        if ra != rb:
-            self._parent[rb] = ra
-
-    def clean(self, value: fx.Node, atom: int) -> bool:
-        return self._find((value, atom)) not in self._blocked
-
-    def selector(self, value: fx.Node, atom: int) -> bool:
-        return self._find((value, atom)) in self._selectors
-
-    def unshardable(self, value: fx.Node, atom: int) -> bool:
-        """Every op that reads the value keeps this atom whole."""
-        uses = self.direct.get(value, [])
-        return bool(uses) and all(projection.operands[k][atom] in projection.blocked for k, projection in uses)
+Claims = Mapping[Place, Set[str]]  # class -> the axes that parameters' annotations put on it
 
 
 @dataclass
 class _Landing:
-    """Where the axes of one dim go: flat atom -> axes; `splits` are the sub-axes that it takes."""
+    """Where the axes of one dim go: flat atom -> axes; `splits` are the sub-axes that it takes.
+
+    What is `dropped` found no room; what is `copied` splits the work that the tensor goes into along another's dim.
+    """
 
     axes: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     splits: list[tuple[str, tuple[int, int]]] = field(default_factory=list[tuple[str, tuple[int, int]]])
     dropped: list[str] = field(default_factory=list[str])
+    copied: list[str] = field(default_factory=list[str])
+
+    def shared(self, mesh: Mesh) -> list[str]:
+        """The dropped whose sister did land: of two kv-heads over four ranks, each is copied to two."""
+        landed = {mesh.parent(axis) for axes in self.axes.values() for axis in axes}
+        return [axis for axis in self.dropped if mesh.parent(axis) in landed]
 
 
-def _land(atoms: Sequence[tuple[int, int]], axes: Sequence[str], mesh: Mesh) -> _Landing:
+def _landings(classes: Classes, bound: Bound, value: fx.Node, mesh: Mesh, claims: Claims) -> dict[int, _Landing]:
+    """The landing of each dim that an annotation shards."""
+
+    def barred(atom: int, axis: str) -> bool:
+        return bound.kind == "param" and any(axis in claims.get(c, ()) for c in classes.rivals(value, atom))
+
+    return {
+        d: _land(_candidates(classes, bound, value, d, wanted), mesh.resolve(wanted.axes), mesh, barred)
+        for d, wanted in enumerate(bound.placement.padded(type_of(value).ndim))
+        if wanted.axes
+    }
+
+
+def _claims(classes: Classes, requests: Sequence[tuple[Bound, fx.Node]], mesh: Mesh) -> Claims:
+    """What parameters' annotations put on atoms that every op can split."""
+    claims: dict[Place, set[str]] = {}
+    for bound, value in requests:
+        if bound.kind == "param":
+            for landing in _landings(classes, bound, value, mesh, {}).values():
+                for atom, axes in landing.axes.items():
+                    if classes.clean(value, atom):
+                        claims.setdefault(classes.of((value, atom)), set()).update(axes)
+    return claims
+
+
+def _land(
+    atoms: Sequence[tuple[int, int]], axes: Sequence[str], mesh: Mesh, barred: Callable[[int, str], bool]
+) -> _Landing:
     """Lay axes over (flat index, size) atoms in turn; an axis larger than its atom continues on the next.
 
-    An axis of size 1 shards nothing: kept, it would reduce over groups of one rank.
+    An axis of size 1 shards nothing: kept, it would reduce over groups of one rank. An atom that is barred to an axis
+    is passed over.
     """
     landing = _Landing()
     todo = [(axis, mesh.size(axis)) for axis in axes if mesh.size(axis) > 1]
@@ -168,11 +151,13 @@ def _land(atoms: Sequence[tuple[int, int]], axes: Sequence[str], mesh: Mesh) -> 
     at, left = queue.pop(0) if queue else (-1, 1)
     while todo:
         axis, size = todo.pop(0)
-        while left == 1 and queue:
+        while queue and (left == 1 or barred(at, axis)):
             at, left = queue.pop(0)
         if at < 0 and size == 1:  # nothing to shard, and nobody to share it with
             continue
-        if left == 1 and size > 1:
+        if at >= 0 and left > 1 and barred(at, axis):
+            landing.copied.append(axis)
+        elif left == 1 and size > 1:
             landing.dropped.append(axis)
         elif left >= size or size % left:
             landing.axes.setdefault(at, []).append(axis)
@@ -198,86 +183,99 @@ def _candidates(
         if product != wanted.blocks:
             found = " ".join(str(a.size) for a in type.dims[dim])
             message = f"dim {dim} of {bound.name} does not fall into {wanted.blocks} blocks: its factors are ({found})"
-            raise _refuse("SC203", message, bound, "use a block count that the model's splits and views agree with")
-    if atoms and all(classes.unshardable(value, i) for i, _ in atoms):
-        message = f"no axis can shard dim {dim} of {bound.name}: the ops that read it need it whole"
-        raise _refuse("SC207", message, bound, "shard another dim, for a convolution its batch or its channels")
+            raise _refuse(
+                "SC203", message, bound, hint="use a block count that the model's splits and views agree with"
+            )
+    readers = [classes.needing_whole(value, i) for i, _ in atoms]
+    if atoms and all(readers):
+        raise _unshardable(classes, bound, value, dim, readers[0])
     clean = [(i, n) for i, n in atoms if classes.clean(value, i)]
     return clean or [(i, n) for i, n in atoms if not classes.selector(value, i)] or atoms
 
 
-def _refuse(code: str, message: str, bound: Bound, hint: str) -> ShardcError:
-    return ShardcError(
-        Diagnostic(
-            code,
-            message,
-            location=bound.location,
-            tensor=bound.name,
-            placement=str(bound.placement),
-            cause=bound.cause,
-            hint=hint,
-        )
+def _unshardable(classes: Classes, bound: Bound, value: fx.Node, dim: int, readers: list[fx.Node]) -> ShardcError:
+    readers = [node for node in readers if info(node).phase == "fwd"] or readers
+    names = list(dict.fromkeys(op_name(node.target) for node in readers))
+    message = (
+        f"no axis can shard dim {dim} of {bound.name}: {' and '.join(names)} need{'s' * (len(names) == 1)} it whole"
     )
+    starts = accumulate((len(d) for d in type_of(value).dims), initial=0)
+    free = [
+        str(d)
+        for d, (start, atoms) in enumerate(zip(starts, type_of(value).dims, strict=False))
+        if any(not classes.needing_whole(value, start + i) for i in range(len(atoms)))
+    ]
+    hint = f"shard its dim {' or '.join(free)} instead, or leave it unsharded" if free else "leave it unsharded"
+    return _refuse("SC207", message, bound, op=f"{names[0]}   {rule_of(readers[0])}", hint=hint)
 
 
-def _walk(
-    graph: Graph, classes: Classes, bound: Bound, value: fx.Node, mesh: Mesh, notes: list[Diagnostic] | None
-) -> list[_Landing]:
-    """Land every dim's axes; with `notes`, say what was dropped or lands where the text does not say."""
-    landings: list[_Landing] = []
-    for d, wanted in enumerate(bound.placement.padded(type_of(value).ndim)):
-        if not wanted.axes:
-            continue
-        atoms = _candidates(classes, bound, value, d, wanted)
-        landing = _land(atoms, mesh.resolve(wanted.axes), mesh)
-        landings.append(landing)
-        if notes is not None:
-            notes += _notes(bound, value, d, wanted, landing, mesh)
-    return landings
+def _refuse(code: str, message: str, bound: Bound, **details: str) -> ShardcError:
+    return error(code, message, **_about(bound), **details)
 
 
-def _notes(
-    bound: Bound, value: fx.Node, dim: int, wanted: DimPlacement, landing: _Landing, mesh: Mesh
-) -> list[Diagnostic]:
-    atoms = type_of(value).atoms
-    about = f"dim {dim} of {bound.name}"
-    where: dict[str, str | None] = {
+def _about(bound: Bound) -> dict[str, str | None]:
+    return {
         "location": bound.location,
         "tensor": bound.name,
         "placement": str(bound.placement),
         "cause": bound.cause,
     }
-    notes: list[Diagnostic] = []
+
+
+def _family(bound: Bound) -> tuple[str, str]:
+    """What the annotations of a pattern have in common; without one, those of all layers."""
+    return bound.kind, bound.pattern or re.sub(r"\d+", "*", bound.name)
+
+
+def _unread(bound: Bound) -> tuple[Hashable, Diagnostic]:
+    message = f"nothing in the step reads {bound.name}: its annotation has no effect"
+    return _family(bound), Diagnostic("SC209", message, "note", **_about(bound), hint="drop the annotation")
+
+
+def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh) -> list[tuple[Hashable, Diagnostic]]:
+    """What was dropped, or lands where the text does not say; each with what it has in common with its like."""
+    type, wanted = type_of(value), bound.placement.dims[dim]
+    family = (*_family(bound), dim, type.sizes[dim])
+    about = f"dim {dim} of {bound.name}"
+    notes: list[tuple[Hashable, Diagnostic]] = []
+
+    def note(code: str, message: str, hint: str | None = None, severity: Severity = "note") -> None:
+        found = Diagnostic(code, message, severity, **_about(bound), hint=hint)
+        notes.append(((*family, message.replace(bound.name, "")), found))
+
     for axis in landing.dropped:
         message = f"axis '{axis}' ({mesh.size(axis)}) finds nothing left to shard in {about}: replicated over it"
-        # Fewer kv-heads than ranks must be copied; that a part of the axis did land is as much as can be had.
-        partly = any(mesh.parent(axis) == mesh.parent(a) for axes in landing.axes.values() for a in axes)
-        severity = "note" if partly else "warning"
-        notes.append(Diagnostic("SC209", message, severity, **where, hint="a smaller axis, or fewer axes on this dim"))
+        note(
+            "SC209",
+            message,
+            "a smaller axis, or fewer axes on this dim",
+            "note" if axis in landing.shared(mesh) else "warning",
+        )  # as much as can be had
+    for axis in landing.copied:
+        message = (
+            f"axis '{axis}' ({mesh.size(axis)}) splits what {about} goes into along another tensor: copied over it"
+        )
+        note("SC209", message, "a smaller axis; a head of keys and values that several ranks share is copied to them")
     for i, axes in landing.axes.items():
-        if Atom(atoms[i].size, tuple(axes)).uneven(mesh):
+        size = type.atoms[i].size
+        if Atom(size, tuple(axes)).uneven(mesh):
             over = f"{'.'.join(axes)} ({mesh.size(axes)})"
-            message = f"the {atoms[i].size} of {about} over {over}: the last shards are padded"
-            notes.append(Diagnostic("SC211", message, "note", **where))
-    start = sum(len(d) for d in type_of(value).dims[:dim])
+            note("SC211", f"the {size} of {about} over {over}: the last shards are padded")
+    start = sum(len(d) for d in type.dims[:dim])
     first = min(landing.axes, default=start)
-    skipped = 1
-    for i in range(start, first):
-        skipped *= atoms[i].size
+    skipped = math.prod(atom.size for atom in type.atoms[start:first])
     if landing.axes and skipped != wanted.blocks:
         text = f"{skipped}*{'.'.join(wanted.axes)}"
-        message = (
-            f"dim {dim} of {bound.name} is sharded as {text}: its leading factor {skipped} selects or is needed whole"
-        )
-        notes.append(Diagnostic("SC203", message, "note", **where, hint=f'write "{text}" for this dim to say so'))
+        message = f"{about} is sharded as {text}: its leading factor {skipped} selects or is needed whole"
+        note("SC203", message, f'write "{text}" for this dim to say so')
     return notes
 
 
-def _split_mesh(mesh: Mesh, walks: list[list[_Landing]]) -> Mesh:
+def _split_mesh(mesh: Mesh, walks: list[dict[int, _Landing]]) -> Mesh:
     """The coarsest mesh whose axes allow every landing."""
     cuts: dict[str, tuple[int, ...]] = {}
     for landings in walks:
-        for landing in landings:
+        for landing in landings.values():
             done: dict[str, list[int]] = {}
             for axis, (head, _) in landing.splits:
                 done.setdefault(axis, []).append(head)
@@ -294,20 +292,25 @@ def _split_mesh(mesh: Mesh, walks: list[list[_Landing]]) -> Mesh:
     return mesh
 
 
+def copied_axes(graph: Graph) -> dict[fx.Node, Axes]:
+    """Axes that no op on a value is to be split over, of parameters that are copied over them, and their gradients."""
+    found = {value: seed.copied for value, seed in graph.seeds.items() if seed.copied}
+    return found | {twin: found[value] for value, twin in linked_gradients(graph) if value in found}
+
+
 def landed(graph: Graph, bound: Bound, value: fx.Node) -> tuple[Axes, ...]:
     """Where an annotation puts a value's atoms, on the mesh as it is."""
     bound.placement.check(graph.mesh, type_of(value).ndim, bound.name, bound.cause, bound.location)
-    return _seed(graph, Classes(graph), bound, value, graph.mesh).placement
+    return _seed(bound, value, _landings(Classes(graph), bound, value, graph.mesh, {}), graph.mesh).placement
 
 
-def _seed(graph: Graph, classes: Classes, bound: Bound, value: fx.Node, mesh: Mesh) -> Seed:
+def _seed(bound: Bound, value: fx.Node, landings: dict[int, _Landing], mesh: Mesh) -> Seed:
     type = type_of(value)
     placement: list[Axes] = [()] * len(type.atoms)
     fixed: list[bool] = []
     for d, wanted in enumerate(bound.placement.padded(type.ndim)):
         fixed += [not wanted.open] * len(type.dims[d])
-        if wanted.axes:
-            atoms = _candidates(classes, bound, value, d, wanted)
-            for i, axes in _land(atoms, mesh.resolve(wanted.axes), mesh).axes.items():
-                placement[i] = tuple(axes)
-    return Seed(tuple(placement), tuple(fixed), bound.priority, bound.cause or info(value).name)
+        for i, axes in landings[d].axes.items() if d in landings else ():
+            placement[i] = tuple(axes)
+    shared = tuple(axis for landing in landings.values() for axis in (*landing.copied, *landing.shared(mesh)))
+    return Seed(tuple(placement), tuple(fixed), bound.priority, bound.cause or info(value).name, shared)

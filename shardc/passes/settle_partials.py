@@ -14,31 +14,44 @@ that they either run on all their inputs pending or on none. Ties resolve early.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import networkx as nx
+import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info, operands, results, type_of, update
+from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.atomize import UPDATES
 from shardc.passes.base import Pass, split_of
+from shardc.passes.casts import narrow_gradients
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
 LATENCY_BYTES = 64  # what starting a collective is worth, against bytes moved
+FORBIDDEN = 2**60
 
 
 @dataclass(frozen=True)
 class SettlePartials(Pass):
-    """Choose, for every linear op, whether it runs on pending sums."""
+    """Choose, for every linear op, whether it runs on pending sums.
+
+    `reduce` is the dtype to sum parameters' gradients over ranks in: in float32 none is resolved before its cast.
+    """
+
+    reduce: torch.dtype | None = None
 
     def run(self, graph: Graph) -> Graph:
         ops = [_Op(n, project(n)) for n in graph.calls() if find_rule(n.target) is not None]
         ops = [op for op in ops if not all(info(v).constant for v in op.sources)]
         passing: dict[_Op, list[str]] = {op: [] for op in ops}
+        late = narrow_gradients(graph) if self.reduce == torch.float32 else set[fx.Node]()
+        repeated = {v for v in in_microbatch(graph) if producer(v)[0].target is not ACCUMULATE}
         for axis in graph.mesh.names:
-            for op in _cut(graph, ops, axis):
+            for op in _cut(graph, ops, axis, repeated, late):
                 passing[op].append(axis)
         _finish(graph, ops, passing)
         return graph
@@ -82,8 +95,11 @@ def linear_in(sources: list[fx.Node], pending: list[bool], projection: Projectio
     return tuple(sorted(able, key=lambda i: (info(sources[i]).phase != "bwd", i))[:1])
 
 
-def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
-    """The ops that run on sums pending over the axis."""
+def _cut(graph: Graph, ops: list[_Op], axis: str, repeated: set[fx.Node], late: set[fx.Node]) -> list[_Op]:
+    """The ops that run on sums pending over the axis.
+
+    What is `repeated` would be resolved once a microbatch; what is `late` waits, unless its reader cannot.
+    """
     generated: set[fx.Node] = set()
     pending: set[fx.Node] = set()
     readable: set[fx.Node] = set()  # those that a reader may take as they are: what is annotated is resolved at birth
@@ -124,8 +140,9 @@ def _cut(graph: Graph, ops: list[_Op], axis: str) -> list[_Op]:
             sharded += [True for op in waiting if axis in op.delayed]
             sharded += [wanted[v]] if v in wanted else []
             once = bool(sharded) and all(sharded)
-            cost = type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + LATENCY_BYTES
-            network.add_edge((v, "p"), (v, "r"), capacity=cost)
+            times = graph.microbatches if v in repeated else 1
+            cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + LATENCY_BYTES)
+            network.add_edge((v, "p"), (v, "r"), capacity=FORBIDDEN if v in late else cost)
             if v in generated:
                 network.add_edge("source", (v, "p"))
             else:
@@ -162,11 +179,13 @@ def _components(
 
 def _finish(graph: Graph, ops: list[_Op], passing: dict[_Op, list[str]]) -> None:
     """Give ops whose sums are resolved before them their fallback piece, and derive every produced type anew."""
-    order = graph.mesh.names
-    for op in ops:
+    wanted = _Wanted(graph)
+    for op in reversed(ops):
         for axis, piece in op.delayed.items():
             if axis not in passing[op]:
-                op.split[piece] = tuple(sorted((*op.split.get(piece, ()), axis), key=order.index))
+                op.split[piece] = wanted.order(op, piece, (*op.split.get(piece, ()), axis))
+        wanted.read(op)
+    for op in ops:
         names = op.projection.names
         update(
             op.node,
@@ -177,6 +196,36 @@ def _finish(graph: Graph, ops: list[_Op], passing: dict[_Op, list[str]]) -> None
         for k, v in enumerate(op.outs):
             if v is not None:
                 update(v, type=produced(type_of(v), op.projection, op.split, tuple(passing[op]), k))
+
+
+class _Wanted:
+    """How results are split by who reads them: several axes on one atom have an order, and another costs a move."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.names = graph.mesh.names
+        twins = graph.input_nodes()
+        returned = zip(graph.outputs, graph.output_values, strict=True)
+        self.by: dict[tuple[fx.Node, int], list[Axes]] = {}
+        for v, twin in ((v, twins[port.name]) for port, v in returned if port.role in UPDATES):
+            self._add(v, type_of(twin).placement)
+
+    def read(self, op: _Op) -> None:
+        for v, pieces in zip(op.sources, op.projection.operands, strict=True):
+            self._add(v, [op.split.get(piece, ()) for piece in pieces])
+
+    def _add(self, v: fx.Node, placement: Sequence[Axes]) -> None:
+        for atom, axes in enumerate(placement):
+            if len(axes) > 1:
+                self.by.setdefault((v, atom), []).append(axes)
+
+    def order(self, op: _Op, piece: int, axes: Axes) -> Axes:
+        """The axes as a reader of the result has them, else as the mesh has."""
+        for v, pieces in zip(op.outs, op.projection.results, strict=True):
+            atoms = [i for i, p in enumerate(pieces) if p == piece] if v is not None else []
+            for has in (has for i in atoms for has in self.by.get((v, i), ())):  # type: ignore[arg-type]
+                if set(has) == set(axes):
+                    return has
+        return tuple(sorted(axes, key=self.names.index))
 
 
 def produced(type: TensorType, projection: Projection, split: dict[int, Axes], passes: Axes, result: int) -> TensorType:

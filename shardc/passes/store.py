@@ -10,6 +10,10 @@ all-to-alls. With storage over an axis, everything follows from the types:
                 the new parameter all-gathered
     zero 3      parameters stored as shards too: gathered before use, and in backward again
 
+Under mixed precision what is stored is the master copy, which no op but a cast and the update reads. It is part of the
+optimizer's state then, and zero 1 and 2 shard it too: the new parameter is not gathered, its cast is, and stays for
+backward. That is a half of the bytes, and a rank holds a share of the master and the whole of the cast.
+
 An axis that the parameter's own placement uses already is left out. The axis goes to the atom that it
 divides, the leading one if several do; where it divides none, to the largest, padded.
 """
@@ -25,6 +29,7 @@ from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
+from shardc.passes.casts import carriers, gradients, narrow_copies
 from shardc.passes.seed import Bound, landed
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
@@ -41,17 +46,19 @@ class Store(Pass):
     def run(self, graph: Graph) -> Graph:
         axes = graph.mesh.resolve(self.axes) if self.zero else ()
         updates: dict[fx.Node, tuple[Axes, ...]] = {}  # parameter, gradient or state -> where its update runs
+        gradient_of = gradients(graph)
         by_name = {p.name: (p, n) for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
         for name, (port, node) in by_name.items():
             if port.role != "param":
                 continue
             said = next((b for b in self.bound if b.name == name), None)
             placement = extended(type_of(node), axes, graph.mesh) if said is None else landed(graph, said, node)
-            if self.zero == 3 or said is not None:
+            if self.zero == 3 or said is not None or (self.zero and narrow_copies(node)):
                 graph.stored[node] = placement
             updates[node] = placement
-            if name in graph.gradients:
-                updates[graph.gradients[name]] = placement
+            if name in gradient_of:
+                updates[gradient_of[name]] = placement
+                _place_gradient(gradient_of[name], placement)
         for name, (port, node) in by_name.items():
             owner = by_name.get(name.rpartition(":")[0])
             if port.role == "state" and owner is not None and type_of(node).shape == type_of(owner[1]).shape:
@@ -81,6 +88,20 @@ def extended(type: TensorType, axes: Axes, mesh: Mesh) -> tuple[Axes, ...]:
         at = fitting[0] if fitting else max(range(len(local)), key=lambda i: local[i])
         placement[at] = (*placement[at], axis)
     return tuple(placement)
+
+
+def _place_gradient(gradient: fx.Node, placement: tuple[Axes, ...]) -> None:
+    """Wish for a gradient that is cast to be a shard on its whole way, should its sum be resolved before the cast."""
+    placed = {gradient: placement}
+    for call in carriers(gradient):
+        (result,) = results(call)
+        if result is None or result not in placed:
+            continue
+        update(result, type=type_of(result).place(placed[result]))
+        projection = project(call)
+        of_piece = dict(zip(projection.results[0], placed[result], strict=True))
+        for value, pieces in zip(operands(call), projection.operands, strict=True):
+            placed[value] = tuple(of_piece.get(piece, ()) for piece in pieces)
 
 
 def _place_updates(graph: Graph, placed: dict[fx.Node, tuple[Axes, ...]]) -> None:

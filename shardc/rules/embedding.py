@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import type_of
+from shardc.ir.graph import info, type_of
+from shardc.ir.ops.check_index import check_index
 from shardc.ir.types import Atom, Dim, TensorType
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
@@ -25,12 +26,15 @@ aten = torch.ops.aten
 
 
 # ------------------------------------------------------------------------------------------------ ownership
-def owned(call: LocalCall, index: fx.Node, dim: Dim) -> tuple[fx.Node, fx.Node]:
+def owned(call: LocalCall, index: fx.Node, dim: Dim, known: bool = False) -> tuple[fx.Node, fx.Node]:
     """Of global positions in `dim`: the local positions (0 where another rank owns it), and whether this rank does.
 
-    A dim of several atoms is a mixed-radix number: each digit is shifted by this rank's part of its atom.
+    A dim of several atoms is a mixed-radix number: each digit is shifted by this rank's part of its atom. A position
+    that no rank owns is an error, or, with `known`, has been one before.
     """
     type = type_of(index)
+    if not known:
+        index = call.emit(check_index, index, math.prod(atom.size for atom in dim), type=type)
     digits: list[tuple[fx.Node, int]] = []  # with their local extents
     inside: list[fx.Node] = []
     for k, atom in enumerate(dim):
@@ -121,7 +125,7 @@ def _scatter_owned(call: LocalCall) -> Any:
     rows = call.results[0].dims[0]
     if not sharded(rows):
         return call.with_args()
-    index, mine = owned(call, call.args["indices"], rows)
+    index, mine = owned(call, call.args["indices"], rows, known=info(call.node).phase == "bwd")
     padding = call.args["padding_idx"]
     if padding >= 0:
         type = type_of(mine)

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import torch
 
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.check_index import check_index
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import Example, example, rule
 
@@ -53,6 +55,8 @@ SMOOTH_AND_STEPS = """
 LINEAR = "neg positive clone alias detach contiguous lift_fresh lift_fresh_copy deg2rad rad2deg zeros_like"
 pointwise([getattr(aten, name).default for name in SMOOTH_AND_STEPS.split()], UNARY)
 pointwise([getattr(aten, name).default for name in LINEAR.split()], UNARY, linear="joint")
+pointwise(ACCUMULATE, UNARY, linear="joint")
+pointwise(check_index, [example((4, 6), 8, ints={"index": 8})])
 pointwise(aten.threshold.default, [((4, 6), 0.3, -1.0)])
 pointwise([aten.bitwise_not.default], [example((4, 6), ints={"self": 8}), example((4, 6), bools=("self",))])
 pointwise(aten.round.decimals, [example((4, 6), decimals=1)])

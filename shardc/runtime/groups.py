@@ -7,7 +7,7 @@ torch numbers the members of a group by rank, we along the axes as they are give
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.ops.collectives import COLLECTIVES, Exchange
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
+Arrival = Callable[[], torch.Tensor]
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -53,38 +54,75 @@ class ProcessGroupCommunicator:
         self._members: dict[tuple[str, ...], _Members] = {}
 
     def all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
-        members = self._of(axes)
-        result = x.clone(memory_format=torch.contiguous_format)
-        if members.count > 1:
-            dist.all_reduce(result, op=REDUCE_OPS[op], group=members.group)
-        return result
+        return self._all_reduce(x, op, axes)()
 
     def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        members = self._of(axes)
-        if members.count == 1:
-            return x.unsqueeze(0).clone(memory_format=torch.contiguous_format)
-        rows = x.new_empty((members.count * math.prod(x.shape),))
-        all_gather_single(rows, x.contiguous().view(-1), members.group)
-        return members.to_ours(rows.view(members.count, *x.shape))
+        return self._all_gather(x, axes)()
 
     def reduce_scatter(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
-        members = self._of(axes)
-        if members.count == 1:
-            return x[0].clone(memory_format=torch.contiguous_format)
-        row = x.new_empty((math.prod(x.shape[1:]),))
-        reduce_scatter_single(row, members.to_theirs(x).contiguous().view(-1), REDUCE_OPS[op], members.group)
-        return row.view(x.shape[1:])
+        return self._reduce_scatter(x, op, axes)()
 
     def all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        members = self._of(axes)
-        if members.count == 1:
-            return x.clone(memory_format=torch.contiguous_format)
-        rows = members.to_theirs(x).contiguous()
-        received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=members.group)
-        return members.to_ours(received)
+        return self._all_to_all(x, axes)()
 
     def permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> torch.Tensor:
+        return self._permute(x, axes, source)()
+
+    def begin(self, exchange: Exchange) -> Arrival:
+        """Start an exchange; calling what is returned waits for it and gives its result.
+
+        On GPUs the caller's stream waits, not the caller. Until then both the operand and the result are held.
+        """
+        x, axes = exchange.x, exchange.axes
+        match exchange.kind:
+            case "all_reduce":
+                return self._all_reduce(x, exchange.op, axes)
+            case "all_gather":
+                return self._all_gather(x, axes)
+            case "reduce_scatter":
+                return self._reduce_scatter(x, exchange.op, axes)
+            case "all_to_all":
+                return self._all_to_all(x, axes)
+            case "permute":
+                return self._permute(x, axes, exchange.source)
+
+    def _all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> Arrival:
+        members = self._of(axes)
+        result = x.clone(memory_format=torch.contiguous_format)
+        if members.count == 1:
+            return lambda: result
+        work = dist.all_reduce(result, op=REDUCE_OPS[op], group=members.group, async_op=True)
+        return _arrival(work, lambda: result)
+
+    def _all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> Arrival:
+        members = self._of(axes)
+        if members.count == 1:
+            return lambda: x.unsqueeze(0).clone(memory_format=torch.contiguous_format)
+        rows = x.new_empty((members.count * math.prod(x.shape),))
+        own = x.contiguous().view(-1)
+        work = all_gather_single(rows, own, members.group, async_op=True)
+        return _arrival(work, lambda: members.to_ours(rows.view(members.count, *x.shape)), own)
+
+    def _reduce_scatter(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> Arrival:
+        members = self._of(axes)
+        if members.count == 1:
+            return lambda: x[0].clone(memory_format=torch.contiguous_format)
+        shape = x.shape[1:]
+        row = x.new_empty((math.prod(shape),))
+        rows = members.to_theirs(x).contiguous().view(-1)
+        work = reduce_scatter_single(row, rows, REDUCE_OPS[op], members.group, async_op=True)
+        return _arrival(work, lambda: row.view(shape), rows)
+
+    def _all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> Arrival:
+        members = self._of(axes)
+        if members.count == 1:
+            return lambda: x.clone(memory_format=torch.contiguous_format)
+        rows = members.to_theirs(x).contiguous()
+        received = torch.empty_like(rows)
+        work = dist.all_to_all_single(received, rows, group=members.group, async_op=True)
+        return _arrival(work, lambda: members.to_ours(received), rows)
+
+    def _permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> Arrival:
         members = self._of(axes)
         own = members.ranks.index(self.rank)
         if source[own] == own:
@@ -99,10 +137,14 @@ class ProcessGroupCommunicator:
         ]
         if source[own] != own:
             transfers.append(dist.P2POp(dist.irecv, received, members.ranks[source[own]], group=members.group))
-        if transfers:
-            for work in dist.batch_isend_irecv(transfers):
+        works = dist.batch_isend_irecv(transfers) if transfers else []
+
+        def arrived(_held: torch.Tensor = x) -> torch.Tensor:
+            for work in works:
                 work.wait()
-        return received
+            return received
+
+        return arrived
 
     def _of(self, axes: Sequence[str]) -> _Members:
         key = tuple(axes)
@@ -112,6 +154,16 @@ class ProcessGroupCommunicator:
             group = self._made[tuple(sorted(ranks))] if len(ranks) > 1 else None
             found = self._members[key] = _Members(ranks, group)
         return found
+
+
+def _arrival(work: Any, result: Arrival, *operands: torch.Tensor) -> Arrival:
+    """Wait, then give the result. `operands` are read until then, and so must not be freed."""
+
+    def arrived(_held: tuple[torch.Tensor, ...] = operands) -> torch.Tensor:
+        work.wait()
+        return result()
+
+    return arrived
 
 
 class _Members:

@@ -17,6 +17,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, operands
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import MADE, in_microbatch
 from shardc.ir.ops.context import Communicator, RankContext
 from shardc.ir.ops.kernels import KERNELS
 
@@ -47,8 +48,9 @@ class Numerics:
             return torch.complex128 if self.dtype == torch.float64 else torch.complex64
         return self.dtype if dtype.is_floating_point else dtype
 
-    def cast(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(device=self.device, dtype=self.lift(value.dtype))
+    def cast(self, value: Any) -> Any:
+        """A tensor in the run's dtype. None, which some ops yield in the place of a tensor, stays."""
+        return None if value is None else value.to(device=self.device, dtype=self.lift(value.dtype))
 
 
 @dataclass(frozen=True)
@@ -78,28 +80,37 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Listing:
-    """The instructions of a graph in order, and the slots of its inputs and outputs."""
+    """The instructions of a graph in order, and the slots of its inputs and outputs.
+
+    The first `repeated` of them run once a microbatch, the rest once a step. `carried` says which input slots the next
+    microbatch finds filled from which others, and `stacked` which outputs (by index) each microbatch has of its own.
+    """
 
     graph: Graph
     size: int
     inputs: tuple[int, ...]
     instructions: tuple[Instruction, ...]
     outputs: tuple[int, ...]
+    repeated: int
+    carried: tuple[tuple[int, int], ...]
+    stacked: tuple[int, ...]
 
 
 def flatten(graph: Graph, numerics: Numerics) -> Listing:
-    """List a graph's calls. Outputs live to the end."""
+    """List a graph's calls. Outputs live to the end, and so do inputs where there are several microbatches."""
     slots: dict[fx.Node, int] = {}
     placeholders = graph.placeholders
     for node in placeholders:
         slots[node] = len(slots)
-    calls = list(graph.calls())
+    inside, several = in_microbatch(graph), graph.microbatches > 1
+    calls = sorted(graph.calls(), key=lambda node: node not in inside)
+    repeated = sum(1 for node in calls if node in inside)
     yields = [_yields(node) for node in calls]
     for found in yields:
         for value, _ in found:
             slots[value] = len(slots)
     outputs = tuple(slots[node] for node in graph.output_values)
-    last = dict.fromkeys(outputs, len(calls))
+    last = dict.fromkeys((*outputs, *(range(len(placeholders)) if several else ())), len(calls))
     for at, node in enumerate(calls):
         for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[at])]:
             last[slot] = max(last.get(slot, 0), at)
@@ -118,7 +129,15 @@ def flatten(graph: Graph, numerics: Numerics) -> Listing:
         for at, (node, found) in enumerate(zip(calls, yields, strict=True))
     )
     inputs = tuple(slots[node] for node in placeholders)
-    return Listing(graph, len(slots), inputs, instructions, outputs)
+    twins = graph.input_nodes()
+    own = [
+        (i, port, slot)
+        for i, (port, node, slot) in enumerate(zip(graph.outputs, graph.output_values, outputs, strict=True))
+        if several and port.role in MADE and node in inside
+    ]
+    carried = tuple((slot, slots[twins[port.name]]) for _, port, slot in own if port.role == "buffer")
+    stacked = tuple(i for i, port, _ in own if port.role == "output")
+    return Listing(graph, len(slots), inputs, instructions, outputs, repeated, carried, stacked)
 
 
 def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:

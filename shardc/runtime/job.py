@@ -6,20 +6,21 @@ Environment variables are torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.graph import Graph, Port
+from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint import Checkpoints
 from shardc.runtime.executor import Executor
 from shardc.runtime.groups import ProcessGroupCommunicator, axes_used
 from shardc.runtime.instructions import rank_context
 from shardc.runtime.layout import assemble, load_shard, shard
+from shardc.runtime.microbatches import Feed
 from shardc.runtime.monitor import BEAT, SILENCE, Monitor
 from shardc.runtime.weights import Read
 from shardc.torch_compat import job_store
@@ -67,9 +68,20 @@ class Job:
             raise self.monitor.blame(failure) from failure
         return assemble(dict(enumerate(rows)), type, self.mesh)
 
-    def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]:
+    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
+        types = {name: type_of(node) for name, node in self.executor.body.input_nodes().items()}
+        parts = [{name: self.hold(x, types[name]) for name, x in feed.items()} for feed in fed]
         self.monitor.begin(step)
-        return self.executor.run([held[port.name] for port in self.executor.body.inputs], self.monitor)
+        return self.executor.run(held, parts, self.monitor)
+
+    def nonfinite(self, body: Graph, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
+        """The outputs of another body that are not finite on some rank."""
+        types = {name: type_of(node) for name, node in body.input_nodes().items()}
+        parts = [{name: self.hold(x, types[name]) for name, x in feed.items()} for feed in fed]
+        found = Executor(body, self.executor.context, self.rank, self.device).run(held, parts)
+        flags = torch.tensor([not value.isfinite().all() for value in found.values()], dtype=torch.uint8)
+        anywhere = torch.stack(list(self.comm.all_gather(flags.to(self.device), self.mesh.names))).amax(0)
+        return [port.name for port, flag in zip(found, anywhere.tolist(), strict=True) if flag]
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""

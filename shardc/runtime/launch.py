@@ -12,7 +12,7 @@ one at a time and cut. In simulation the tensors are whole, and the same calls g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,20 +21,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardc.ir.diagnostic import error, suggest
+from shardc.ir.diagnostic import ShardcError, suggest
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
+from shardc.runtime.batch import Sample, batch_inputs
 from shardc.runtime.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint_planners import Held
 from shardc.runtime.export import export
+from shardc.runtime.index_check import IndexCheck
 from shardc.runtime.job import Job
-from shardc.runtime.simulate import simulate, supplied
+from shardc.runtime.loop import Metrics, train
+from shardc.runtime.microbatches import Feed, feeds
+from shardc.runtime.nonfinite import nonfinite, probe
+from shardc.runtime.simulate import missing, simulate, supplied
 from shardc.runtime.weights import Init, Read, Source, Weights, find, source_of
-from shardc.torch_compat import flatten_with_paths
 
 Tensors = dict[str, torch.Tensor]
-SHOWN = 5  # names in a message
 
 
 class Launchable(Protocol):
@@ -61,8 +64,23 @@ class StepResult:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The global L2 norm of all gradients before clipping; None where the plan does not clip."""
+        """The global L2 norm of all gradients before clipping; None where the plan neither clips nor checks."""
         return self.outputs.get("grad_norm")
+
+    @property
+    def finite(self) -> torch.Tensor | None:
+        """Whether all gradients are, one bool; None where the plan does not check."""
+        return self.outputs.get("finite")
+
+    @property
+    def skipped(self) -> torch.Tensor | None:
+        """Whether the step changed nothing because some gradient is not finite; None where the plan does not check."""
+        return None if self.finite is None else ~self.finite
+
+    @property
+    def loss_scale(self) -> torch.Tensor | None:
+        """What float16's next loss is multiplied by before backward; `loss`, gradients and norm are without it."""
+        return self.updates.get("loss:scale")
 
     @classmethod
     def of(cls, body: Graph, outputs: Mapping[Port, torch.Tensor]) -> StepResult:
@@ -79,10 +97,14 @@ class StepResult:
 class Engine(Protocol):
     """Who runs the steps: `Simulation` below, or a `Job`. A `held` tensor is whole in the one, a shard in the other."""
 
+    rank: int
+    device: torch.device
+
     def load(self, read: Read, type: TensorType) -> torch.Tensor: ...
     def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
     def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor: ...
-    def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]: ...
+    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]: ...
+    def nonfinite(self, body: Graph, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]: ...
     def checkpoints(self) -> Checkpoints: ...
     def close(self, failure: BaseException | None = None) -> None: ...
 
@@ -91,7 +113,7 @@ class Simulation:
     """All ranks here, in lock-step."""
 
     def __init__(self, body: Graph) -> None:
-        self.body = body
+        self.body, self.rank, self.device = body, 0, torch.device("cpu")
 
     def load(self, read: Read, type: TensorType) -> torch.Tensor:
         return read(tuple(slice(0, n) for n in type.shape)).to(type.dtype, copy=True)
@@ -102,8 +124,13 @@ class Simulation:
     def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
         return held
 
-    def run(self, held: Mapping[str, torch.Tensor], step: int) -> dict[Port, torch.Tensor]:
-        return simulate(self.body, held)
+    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
+        return simulate(self.body, held, fed=fed)
+
+    def nonfinite(self, body: Graph, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
+        """The outputs of another body that are not finite."""
+        found = simulate(body, held, fed=fed)
+        return [port.name for port, value in found.items() if not value.isfinite().all()]
 
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(Mesh(), 0)
@@ -123,7 +150,11 @@ class Trainer:
         init: Init | None,
         seed: int,
         rates: Callable[[], Tensors] = dict,
+        sample: Sample | None = None,
+        check: Callable[[Feed], None] | None = None,
+        raises: bool = False,
     ) -> None:
+        self._sample, self._check, self._raises = sample, check, raises
         self._rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
@@ -133,26 +164,47 @@ class Trainer:
             _all_supplied([port for port, _ in kept], sources)
         self.state = {port.name: self._loaded(port, type, sources, init) for port, type in kept}
         self._grads: Tensors = {}
+        self._finite: torch.Tensor | None = None
 
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
         self._grads = {}  # let the last step's go before this one's are made
-        held = dict(self.state)
-        for port, type, value in self._batch(batch):
-            held[port.name] = self.engine.hold(value, type)
-        outputs = self.engine.run(held, self.steps)
-        result = StepResult.of(self.body, outputs)
+        rates = {name: self.engine.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
+        held, fed = self.state | rates, self._feeds(batch)
+        result = StepResult.of(self.body, self.engine.run(held, fed, self.steps))
+        if self._raises and result.finite is not None and not result.finite:
+            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(probe(self.body), held, fed))
         self._grads = result.grads
+        self._finite = result.finite
         for name, value in result.buffers.items():
-            self.state[name] = self._as_input("buffer", name, value).clone()
+            new, old = self._as_input("buffer", name, value), self.state[name]
+            self.state[name] = new.clone() if result.finite is None else torch.where(result.finite, new, old)
         for name, value in result.updates.items():
             self.state[name] = self._as_input(self._inputs[name][0].role, name, value)
         self.steps += 1
         return result
 
+    def train(self, batches: Iterable[Any], steps: int, **options: Any) -> Iterator[Metrics]:
+        """Steps with metrics, a progress line, checkpoints and resumption: see `runtime.loop.train` for the options."""
+        return train(self, batches, steps, **options)
+
+    @property
+    def leads(self) -> bool:
+        """The rank that speaks for all."""
+        return self.engine.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
     @torch.no_grad()
     def sgd(self, lr: float) -> None:
-        """Plain gradient descent with the last step's gradients, in place on the held parameters."""
+        """Plain gradient descent with the last step's gradients, in place on the held parameters.
+
+        None after a step that is skipped.
+        """
+        if self._finite is not None and not self._finite:
+            return
         for name, grad in self._grads.items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
 
@@ -225,17 +277,20 @@ class Trainer:
             if not roles or port.role in roles
         }
 
-    def _batch(self, batch: Any) -> list[tuple[Port, TensorType, torch.Tensor]]:
-        """The batch's tensors, checked, and this step's seed: the same on every rank, another every step."""
+    def _feeds(self, batch: Any) -> list[Feed]:
+        """The batch's tensors, checked, by microbatch, each with a seed: on every rank the same, every step another."""
         ports = [port for port, _ in self._inputs.values() if port.role == "input"]
-        given: Tensors = batch_inputs(batch, [port.name for port in ports])
+        given: Tensors = batch_inputs(batch, [port.name for port in ports], self._sample)
         for port, type in self._inputs.values():
             if port.role == "seed":
                 given[port.name] = torch.full(type.shape, self.seed + self.steps, dtype=type.dtype)
-        given |= self._rates()
-        placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed", "hyper")]
-        values = supplied([(port, type) for port, type in placed], given)
-        return [(port, type, value) for (port, type), value in zip(placed, values, strict=True)]
+        placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
+        found = feeds(self.body, given)
+        for feed in found:
+            supplied(placed, {**given, **feed})
+            if self._check is not None:
+                self._check(feed)
+        return found
 
     def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """A gradient or buffer in the layout of the state that it belongs to."""
@@ -256,21 +311,12 @@ class Trainer:
 
 def _all_supplied(ports: Sequence[Port], sources: Sequence[Source]) -> None:
     """Better to miss a tensor now than after an hour of loading others."""
-    missing = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
-    if not missing:
+    lost = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
+    if not lost:
         return
-    first, *others = missing
-    message = f"{first.role} '{first.name}' was not supplied" + (f", nor were {len(others)} others" if others else "")
-    guess = suggest(first.name, [name for source in sources for name in source.names])
+    guess = suggest(lost[0].name, [name for source in sources for name in source.names])
     hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
-    listed = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
-    raise error(
-        "SC504",
-        message,
-        tensor=first.name,
-        cause="missing too: " + ", ".join(listed) if others else None,
-        hint=f"did you mean '{guess}'?" if guess else hint,
-    )
+    raise ShardcError(missing(lost, f"did you mean '{guess}'?" if guess else hint))
 
 
 def launch(
@@ -278,7 +324,7 @@ def launch(
     *,
     state: Weights | None = None,
     init: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     timeout: float = 600.0,
     device: str | None = None,
 ) -> Trainer:
@@ -286,9 +332,11 @@ def launch(
 
     Values come from `state` (a mapping, or a path of safetensors), then from the program's model unless it is on meta,
     then from `init(name, shape, dtype)`, which is called one tensor at a time and must give the same on every rank. A
-    rank that is dead or stuck is an error that names it, at most `timeout` seconds later.
+    rank that is dead or stuck is an error that names it, at most `timeout` seconds later. `seed` is that of random ops,
+    by default the plan's.
     """
     body = program.body
+    seed = int(getattr(program, "plan", {}).get("seed", 0)) if seed is None else seed
     start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
     rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
     model: nn.Module | None = getattr(program, "model", None)
@@ -297,23 +345,15 @@ def launch(
         own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         sources.append(source_of(dict(own)))
     sources += [source_of(getattr(program, "constants", {})), source_of(start())]
+    sample: Sample | None = getattr(program, "plan", {}).get("batch")
+    reference: Graph | None = getattr(program, "reference", None)
+    check = None if reference is None else IndexCheck(reference)
+    raises = getattr(program, "plan", {}).get("nonfinite") == "raise"
     engine: Engine = Simulation(body)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         engine = Job(body, timeout, device)
     try:
-        return Trainer(body, engine, sources, init, seed, rates)
+        return Trainer(body, engine, sources, init, seed, rates, sample, check, raises)
     except BaseException as failure:
         engine.close(failure)
         raise
-
-
-def batch_inputs(batch: Any, names: Sequence[str]) -> Tensors:
-    """A batch's tensors by the names that tracing gave them: a mapping's by their keys, others' in order.
-
-    What a mapping has beyond the names comes along, so that an error over a missing name can suggest it.
-    """
-    tree = dict(batch) if isinstance(batch, Mapping) else batch
-    leaves = [(path, leaf) for path, leaf in flatten_with_paths(tree) if isinstance(leaf, torch.Tensor)]
-    if isinstance(batch, Mapping):
-        return dict(leaves)
-    return dict(zip(names, (leaf for _, leaf in leaves), strict=False))

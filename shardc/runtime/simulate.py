@@ -17,15 +17,19 @@ import torch
 from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
-from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import AXES_READ
 from shardc.ir.types import DTYPE_NAMES, TensorType
-from shardc.runtime.instructions import Instruction, Numerics, flatten, rank_context
+from shardc.runtime.index_check import out_of_range
+from shardc.runtime.instructions import Instruction, Listing, Numerics, flatten, rank_context
 from shardc.runtime.layout import REDUCE, assemble, shard
+from shardc.runtime.microbatches import Feed, feeds
 
+SHOWN = 5  # names in a message
 PerRank = list[torch.Tensor]
 Observe = Callable[[fx.Node, Sequence[torch.Tensor]], None]
 
@@ -34,14 +38,16 @@ def simulate(
     graph: Graph,
     inputs: Mapping[str, torch.Tensor],
     *,
+    fed: Sequence[Feed] | None = None,
     dtype: torch.dtype | None = None,
     observe: Observe | None = None,
 ) -> dict[Port, torch.Tensor]:
     """Run a localized body on global inputs by port name; the global outputs.
 
-    `dtype` stands for every floating dtype of the graph. `observe` sees each value, by rank, as it is made.
+    `fed` is what each microbatch is fed; else the inputs hold whole batches, which are split. `dtype` stands for every
+    floating dtype of the graph. `observe` sees each value, by rank, as it is made, those of each microbatch in turn.
     """
-    return _run(graph, graph.mesh, inputs, dtype, observe)
+    return _run(graph, graph.mesh, inputs, fed, Numerics(dtype=dtype), observe)
 
 
 def run_reference(
@@ -50,20 +56,35 @@ def run_reference(
     *,
     dtype: torch.dtype | None = None,
     observe: Observe | None = None,
+    numerics: Numerics | None = None,
 ) -> dict[Port, torch.Tensor]:
-    """Run the graph from before sharding, on one device."""
-    return _run(graph, Mesh(), inputs, dtype, observe)
+    """Run the graph from before sharding, on one device; in `dtype`, or in arithmetic of one's own."""
+    return _run(graph, Mesh(), inputs, None, numerics or Numerics(dtype=dtype), observe)
+
+
+@torch.no_grad()
+def run_local(listing: Listing, inputs: Sequence[PerRank], numerics: Numerics) -> list[PerRank]:
+    """Run a body of one microbatch on what each rank has of its inputs; what each has of its outputs."""
+    mesh = listing.graph.mesh
+    contexts = [rank_context(mesh, rank, _Nobody()) for rank in range(mesh.world_size)]
+    env: list[PerRank | None] = [None] * listing.size
+    for slot, values in zip(listing.inputs, inputs, strict=True):
+        env[slot] = values
+    for instruction in listing.instructions:
+        _call(instruction, env, contexts, numerics, None, first=True)
+    return [env[slot] or [] for slot in listing.outputs]
 
 
 def supplied(
     ports: Sequence[tuple[Port, TensorType]], inputs: Mapping[str, torch.Tensor], *, any_float: bool = False
 ) -> list[torch.Tensor]:
-    """The value of each input port; ShardcError naming every one that is missing or has another shape or dtype.
+    """The value of each input port; ShardcError over those that are missing or have another shape or dtype.
 
     A tied tensor may come under any of its names. A seed that is not given is 0.
     """
     found: list[torch.Tensor] = []
     problems: list[Diagnostic] = []
+    lost: list[Port] = []
     for port, type in ports:
         name = next((name for name in (port.name, *port.aliases) if name in inputs), None)
         if name is not None:
@@ -73,12 +94,21 @@ def supplied(
         elif port.role == "seed":
             found.append(torch.zeros(type.shape, dtype=type.dtype))
         else:
-            message = f"{port.role} '{port.name}' was not supplied"
-            hint = did_you_mean(port.name, inputs, "supplied")
-            problems.append(Diagnostic("SC504", message, tensor=port.name, hint=hint))
+            lost.append(port)
+    if lost:
+        problems.append(missing(lost, did_you_mean(lost[0].name, inputs, "supplied inputs")))
     if problems:
         raise ShardcError(*problems)
     return found
+
+
+def missing(ports: Sequence[Port], hint: str) -> Diagnostic:
+    """One diagnostic for all inputs that are missing: a model has hundreds."""
+    first, *others = ports
+    message = f"{first.role} '{first.name}' was not supplied" + (f", nor were {len(others)} others" if others else "")
+    listed = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
+    cause = "missing too: " + ", ".join(listed) if others else None
+    return Diagnostic("SC504", message, tensor=first.name, cause=cause, hint=hint)
 
 
 def _misfits(port: Port, value: torch.Tensor, type: TensorType, any_float: bool) -> list[Diagnostic]:
@@ -101,42 +131,91 @@ def _run(
     graph: Graph,
     mesh: Mesh,
     inputs: Mapping[str, torch.Tensor],
-    dtype: torch.dtype | None,
+    fed: Sequence[Feed] | None,
+    numerics: Numerics,
     observe: Observe | None,
 ) -> dict[Port, torch.Tensor]:
-    numerics = Numerics(dtype=dtype)
     listing = flatten(graph, numerics)
     contexts = [rank_context(mesh, rank, _Nobody()) for rank in range(mesh.world_size)]
     env: list[PerRank | None] = [None] * listing.size
     ports = [(port, type_of(node)) for port, node in zip(graph.inputs, graph.placeholders, strict=True)]
-    whole = supplied(ports, inputs, any_float=dtype is not None)
-    for slot, node, value in zip(listing.inputs, graph.placeholders, whole, strict=True):
-        env[slot] = values = _sharded(numerics.cast(value.detach()), type_of(node), mesh)
-        if observe:
-            observe(node, values)
-    for instruction in listing.instructions:
-        operands = [env[slot] for slot in instruction.reads]
+
+    def run(instructions: Sequence[Instruction], first: bool) -> None:
+        for instruction in instructions:
+            _call(instruction, env, contexts, numerics, observe, first)
+
+    stacks: dict[int, list[torch.Tensor]] = {i: [] for i in listing.stacked}
+    for k, feed in enumerate(feeds(graph, inputs) if fed is None else fed):
+        whole = supplied(ports, {**inputs, **feed}, any_float=numerics.dtype is not None)
+        after = [(into, env[slot]) for slot, into in listing.carried] if k else []
+        for slot, node, value, (port, type) in zip(listing.inputs, graph.placeholders, whole, ports, strict=True):
+            if k and port.role not in ("input", "seed"):
+                continue
+            env[slot] = values = sharded(numerics.cast(value.detach()), type, mesh)
+            if observe:
+                observe(node, values)
+        for into, values in after:
+            env[into] = values
+        run(listing.instructions[: listing.repeated], first=k == 0)
+        for i, stack in stacks.items():
+            stack.append(assembled(env[listing.outputs[i]], graph.output_values[i], mesh))
+    run(listing.instructions[listing.repeated :], first=True)
+    outputs: dict[Port, torch.Tensor] = {}
+    for i, (port, slot, node) in enumerate(zip(graph.outputs, listing.outputs, graph.output_values, strict=True)):
+        outputs[port] = torch.stack(stacks[i]) if i in stacks else assembled(env[slot], node, mesh)
+    return outputs
+
+
+def _call(
+    instruction: Instruction,
+    env: list[PerRank | None],
+    contexts: Sequence[RankContext],
+    numerics: Numerics,
+    observe: Observe | None,
+    first: bool,
+) -> None:
+    """One instruction on all ranks; an `accumulate` of another microbatch than the first adds to what is there."""
+    operands = [env[slot] for slot in instruction.reads]
+    if instruction.node.target is ACCUMULATE and not first:
+        _, _, slot = instruction.yields[0]
+        env[slot] = summed(env[slot] or [], operands[0] or [])
+    else:
         run = _meet if instruction.target in COLLECTIVES else _each
         try:
             results = run(instruction, env, operands, contexts)
         except Exception as failure:
             failure.add_note(f"in instruction {instruction.where}, simulated")
+            for rank in range(len(contexts)):
+                held = [values[rank] if values else None for values in operands]
+                if (named := out_of_range(instruction, rank, held)) is not None:
+                    raise named from failure
             raise
-        for value, position, slot in instruction.yields:
-            env[slot] = values = _pick(results, position, numerics)
-            if observe:
-                observe(value, values)
-        for slot in instruction.free:
-            env[slot] = None
-    outputs: dict[Port, torch.Tensor] = {}
-    for port, slot, node in zip(graph.outputs, listing.outputs, graph.output_values, strict=True):
-        values = env[slot]
-        assert values is not None, f"output {port.name} was freed"
-        outputs[port] = assemble(dict(enumerate(values)), type_of(node), mesh)
-    return outputs
+        for _, position, slot in instruction.yields:
+            env[slot] = _pick(results, position, numerics)
+    if observe:
+        for value, _, slot in instruction.yields:
+            observe(value, env[slot] or [])
+    for slot in instruction.free:
+        env[slot] = None
 
 
-def _sharded(value: torch.Tensor, type: TensorType, mesh: Mesh) -> PerRank:
+def summed(totals: PerRank, terms: PerRank) -> PerRank:
+    """Rank by rank; ranks that share both go on sharing one tensor."""
+    done: dict[tuple[int, int], torch.Tensor] = {}
+    for total, term in zip(totals, terms, strict=True):
+        if (id(total), id(term)) not in done:
+            done[id(total), id(term)] = total + term
+    return [done[id(total), id(term)] for total, term in zip(totals, terms, strict=True)]
+
+
+def assembled(values: PerRank | None, node: fx.Node, mesh: Mesh) -> torch.Tensor:
+    """The global tensor of a value, given what each rank has of it."""
+    assert values is not None, f"output {info(node).name} was freed"
+    return assemble(dict(enumerate(values)), type_of(node), mesh)
+
+
+def sharded(value: torch.Tensor, type: TensorType, mesh: Mesh) -> PerRank:
+    """What each rank stores of a global tensor."""
     if not type.axes:
         return [value.contiguous()] * mesh.world_size
     shards: dict[tuple[int, ...], torch.Tensor] = {}

@@ -1,12 +1,7 @@
 """Is the distributed program the single-device one? Run both, compare the loss, every gradient and updated buffer.
 
-The relative error of a tensor is
-
-    max|a - b| / max(max|b|, 1e-4 * largest gradient)
-
-so that what cancels does not divide rounding by rounding. A gradient that is zero in exact arithmetic (a key bias's,
-which softmax does not see, or that of a bias before a batch norm) is nothing but rounding: it is measured against a
-hundredth of the largest. Ranks that should hold the same value and do not count as an error too. When something
+Errors are relative (see `compare`), and allowed up to the tolerance or what rounding explains (see `rounding`), which
+is measured when one exceeds it. Ranks that should hold the same value and do not count as an error too. When something
 differs, both runs are repeated instruction by instruction: passes keep the names of values, so the first one that
 differs from its namesake on the single device is where the compiler went wrong.
 """
@@ -16,14 +11,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, producer, type_of
+from shardc.runtime.compare import SMALL_GRADIENT, floor_of, largest_gradient, magnitude, relative_error
 from shardc.runtime.layout import assemble, replica_spread, shard
+from shardc.runtime.rounding import rounding
 from shardc.runtime.simulate import run_reference, simulate
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -38,8 +35,8 @@ PLURALS = {
 WITNESSED = ("loss", "grad", "buffer")  # roles of what eager PyTorch finds before an optimizer's step
 OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
 EAGER_TOLERANCE = 1e-5  # libraries hard-code float32 in places, where our graph computes in float64 throughout
-SMALL_GRADIENT = 1e-4  # of the largest: below this a gradient is measured against the others,
-ZERO_GRADIENT = 1e-2  # and one that is nothing but rounding against this
+EAGER_OWN = 1e-2  # of a model that runs in its own float32 alone: it rounds, and small gradients show it
+EAGER_HALF = 1e-1  # of a model that casts to half precision itself
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,7 @@ class Row:
     error: float
     shape: tuple[int, ...]
     eager_error: float | None = None
+    explained: float = 0.0  # by rounding alone
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,21 @@ class Report:
     ranks: int
     first_mismatch: Mismatch | None = None
     absent: str = ""  # why eager PyTorch was not asked
+    eager_tolerance: float = EAGER_TOLERANCE
 
     @property
     def ok(self) -> bool:
-        within = all(row.error <= self.tolerance for row in self.rows)  # a NaN is not
-        return within and (self.eager_error is None or self.eager_error <= max(EAGER_TOLERANCE, self.tolerance))
+        return self.equal and (
+            self.eager_error is None or self.eager_error <= max(self.eager_tolerance, self.tolerance)
+        )
+
+    @property
+    def equal(self) -> bool:
+        """The distributed program is the single-device one, whatever eager PyTorch says."""
+        return all(self.within(row) for row in self.rows)
+
+    def within(self, row: Row) -> bool:
+        return row.error <= max(self.tolerance, row.explained)  # a NaN is not
 
     @property
     def max_rel_error(self) -> float:
@@ -113,7 +121,7 @@ class Report:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        equal = self.max_rel_error <= self.tolerance
+        equal = self.equal
         verdict = "equal to the single device" if equal else "DIFFERENT from the single device"
         if equal and not self.ok:
             verdict = "equal to the traced graph, but that is NOT what eager PyTorch computes"
@@ -128,13 +136,13 @@ class Report:
             label = role if len(rows) == 1 else many
             lines.append(f"  {len(rows):>4} {label:<10} {rows[0].error:.1e} at worst ({rows[0].name})")
             if not self.ok:
-                wrong = [row for row in rows if not row.error <= self.tolerance]
+                wrong = [row for row in rows if not self.within(row)]
                 lines += [f"       {row.error:.1e}  {row.name} {list(row.shape)}" for row in wrong[:10]]
                 if len(wrong) > 10:
                     lines.append(f"       and {len(wrong) - 10} more")
         if self.eager_error is not None:
             lines.append(f"  the single device against eager PyTorch: {self.eager_error:.1e}")
-            wrong = [row for row in self.rows if (row.eager_error or 0.0) > max(EAGER_TOLERANCE, self.tolerance)]
+            wrong = [row for row in self.rows if (row.eager_error or 0.0) > max(self.eager_tolerance, self.tolerance)]
             lines += [f"       {row.eager_error:.1e}  {row.role} {row.name} {list(row.shape)}" for row in wrong[:10]]
         elif self.absent:
             lines.append(f"  eager PyTorch was not asked: {self.absent}")
@@ -154,6 +162,7 @@ def verify(
     dtype: torch.dtype = torch.float64,
     eager: Mapping[tuple[str, str], torch.Tensor] | None = None,
     absent: str = "",
+    eager_tolerance: float = EAGER_TOLERANCE,
 ) -> Report:
     """Compare all simulated ranks of `body` with `reference` on one device, in `dtype`, on the same global inputs.
 
@@ -169,7 +178,7 @@ def verify(
 
     expected = run_reference(reference, inputs, dtype=dtype)
     found = simulate(body, inputs, dtype=dtype, observe=watch)
-    largest = max((magnitude(v) for port, v in expected.items() if port.role == "grad"), default=0.0)
+    largest = largest_gradient(expected)
     rows: list[Row] = []
     nodes: dict[Port, fx.Node] = dict(zip(body.outputs, body.output_values, strict=True))
     for port, want in expected.items():
@@ -192,35 +201,36 @@ def verify(
         lost = [(name, g) for (role, name), g in eager.items() if role == "grad" and (role, name) not in seen]
         rows += [Row("grad", name, 0.0, tuple(g.shape), math.inf) for name, g in lost if magnitude(g)]
     slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
-    report = Report(tuple(rows), TOLERANCE[dtype] * slack, dtype, body.mesh.world_size, None, absent)
-    if report.max_rel_error <= report.tolerance:
+    tolerance = TOLERANCE[dtype] * slack
+    report = Report(tuple(rows), tolerance, dtype, body.mesh.world_size, None, absent, eager_tolerance)
+    if not report.equal and dtype == torch.float64:
+        most = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
+        explained = tuple(replace(row, explained=most.get((row.role, row.name), 0.0)) for row in rows)
+        report = replace(report, rows=explained)
+    if report.equal:
         return report
-    first = first_mismatch(body, reference, inputs, dtype, SMALL_GRADIENT * largest)
-    return Report(report.rows, report.tolerance, dtype, report.ranks, first, absent)
-
-
-def floor_of(want: torch.Tensor, largest: float, dtype: torch.dtype) -> float:
-    """What an error is measured against at the least, by the largest gradient of a step in `dtype`."""
-    rounding = torch.finfo(dtype).eps ** 0.6  # 4e-10 in float64: far above what cancels, far below what is meant
-    return (ZERO_GRADIENT if magnitude(want) < rounding * largest else SMALL_GRADIENT) * largest
+    return replace(report, first_mismatch=first_mismatch(body, reference, inputs, dtype, SMALL_GRADIENT * largest))
 
 
 def first_mismatch(
     body: Graph, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
 ) -> Mismatch | None:
     """Compare value by value, in the body's order, everything that has a namesake in the reference."""
-    wanted: dict[str, torch.Tensor] = {}
+    wanted: dict[str, list[torch.Tensor]] = {}  # what each microbatch made of it, in turn
     names = {info(node).name for node in body.values()}
 
     def record(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
         if info(node).name in names:
-            wanted[info(node).name] = values[0]
+            wanted.setdefault(info(node).name, []).append(values[0])
 
     run_reference(reference, inputs, dtype=dtype, observe=record)
     found: list[Mismatch] = []
+    seen: dict[fx.Node, int] = {}
 
     def compare(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-        want = wanted.get(info(node).name)
+        seen[node] = seen.get(node, 0) + 1
+        wants = wanted.get(info(node).name, ())
+        want = wants[seen[node] - 1] if seen[node] <= len(wants) else None
         type = type_of(node)
         # A namesake that a pass gave another shape is another value; nothing after the first find matters.
         if found or want is None or tuple(want.shape) != type.shape:
@@ -263,22 +273,3 @@ def _mismatch(node: fx.Node, found: ValueInfo, gap: float, ranks: tuple[int, ...
     return Mismatch(
         found.name, op, str(found.type), gap, ranks, found.source, found.source_text, found.fqn, found.cause
     )
-
-
-def magnitude(x: torch.Tensor) -> float:
-    """The largest finite magnitude; masks are full of infinities, which scale nothing."""
-    if not x.numel():
-        return 0.0
-    size = x.abs() if x.is_complex() else x.double().abs()
-    return float(size.masked_fill(~size.isfinite(), 0.0).max())
-
-
-def relative_error(found: torch.Tensor, want: torch.Tensor, floor: float = 0.0) -> float:
-    """max|a - b| / max(max|b|, floor); infinite where one has an infinity or a NaN that the other has not."""
-    assert found.shape == want.shape, f"{tuple(found.shape)} against {tuple(want.shape)}"
-    if not want.numel() or torch.equal(found, want):
-        return 0.0
-    a, b = (x if x.is_complex() else x.double() for x in (found, want))
-    gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-    worst = float(gap.nan_to_num(nan=math.inf).max())
-    return worst / max(magnitude(want), floor, sys.float_info.min)

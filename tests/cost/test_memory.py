@@ -12,6 +12,7 @@ from torch import Tensor
 import shardc
 from shardc.cost.memory import CATEGORIES, MemoryReport, memory
 from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.in_place import writes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES, run_collective
 from shardc.ir.ops.context import running
@@ -47,8 +48,13 @@ class Alone:
 
 @torch.no_grad()
 def measured(body: Graph) -> list[int]:
-    """Bytes of the distinct storages that rank 0 holds besides its inputs, while each call runs."""
+    """Bytes of the distinct storages that rank 0 holds besides its inputs, while each call runs.
+
+    Of several microbatches, in the second: the sums that the first began are there.
+    """
     listing = flatten(body, Numerics())
+    over = {write.value: write for write in writes(body)}
+    places = dict(zip(body.placeholders, listing.inputs, strict=True))
     inputs = [torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype) for n in body.placeholders]
     env: list[Any] = [None] * listing.size
     for slot, value in zip(listing.inputs, inputs, strict=True):
@@ -56,18 +62,30 @@ def measured(body: Graph) -> list[int]:
     held = {value.untyped_storage().data_ptr() for value in inputs}
     found: list[int] = []
     with running(rank_context(body.mesh, 0, Alone(body.mesh))):
-        for instruction in listing.instructions:
+        first = listing.instructions[: listing.repeated] if body.microbatches > 1 else ()
+        kept: list[Any] = []
+        for at, instruction in enumerate((*first, *listing.instructions)):
+            if at == len(first) and first:
+                kept = [env[listing.outputs[i]] for i in listing.stacked]
+                carried = [(into, env[slot]) for slot, into in listing.carried]
+                for into, value in carried:
+                    env[into] = value
             args, kwargs = instruction.arguments(env)
             steps = COLLECTIVES.get(instruction.target)
             call = instruction.target if steps is None else partial(run_collective, steps)
             result = call(*args, **kwargs)
-            for _, position, slot in instruction.yields:
+            for value, position, slot in instruction.yields:
                 env[slot] = result if position is None else result[position]
-            homes = [value.untyped_storage() for value in env if value is not None]
+                if value in over and over[value].op is not None:
+                    env[slot] = inputs[places[over[value].over]]
+            homes = [value.untyped_storage() for value in (*env, *kept) if value is not None]
             found.append(sum({h.data_ptr(): h.nbytes() for h in homes if h.data_ptr() not in held}.values()))
             for slot in instruction.free:
                 env[slot] = None
-    return found
+            for value, _, slot in instruction.yields:
+                if value in over:
+                    env[slot] = inputs[places[over[value].over]]
+    return found[len(first) :]
 
 
 def compiled(plan: str, storage: dict[str, Any] | None = None, **arguments: int) -> shardc.Program:

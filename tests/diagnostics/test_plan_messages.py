@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from shardc.binding import bind_precision
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P, Placement
@@ -55,6 +56,15 @@ CASES: dict[str, Callable[[], object]] = {
     "recompute_two_modes": lambda: plan("recompute: {mode: full, budget: 1GiB}"),
     "recompute_size": lambda: plan("recompute: {budget: little}"),
     "recompute_key": lambda: plan("recompute:\n  mode: full\n  colectives: true"),
+    "precision_dtype": lambda: plan("precision: bf61"),
+    "precision_key": lambda: plan("precision: {compute: bf16, redcue: fp32}"),
+    "precision_no_compute": lambda: plan("precision: {master: fp32}"),
+    "precision_reduce": lambda: plan("precision: {compute: bf16, reduce: fp16}"),
+    "precision_master": lambda: plan("precision: {compute: fp16, master: bf16}"),
+    "precision_scale_of_bf16": lambda: plan("precision: {compute: bf16, loss_scale: 4}"),
+    "precision_scale": lambda: plan("precision: {compute: fp16, loss_scale: 1000}"),
+    "nonfinite": lambda: plan("nonfinite: stop"),
+    "nonfinite_fp16": lambda: bind_precision(plan("precision: fp16\nnonfinite: raise")),
     "placement_text": lambda: plan('params:\n  "**.c_fc.weight": "-, 3**tp"'),
     "placement_text_end": lambda: Placement.parse("-, "),
     "placement_value": lambda: P(None, 3),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import shardc
 from examples.mlp import mlp
 from shardc.ir.diagnostic import ShardcError
+from shardc.plan import Plan
 from shardc.runtime import monitor
 from shardc.runtime.monitor import Monitor
 
@@ -61,6 +62,14 @@ def blamed(**others: str) -> None:
         raise own.blame(RuntimeError("[pair.cc:553] Connection closed by peer"))
 
 
+def nonfinite_step() -> None:
+    model, batch, *rest = mlp()
+    plan = Plan.load("configs/plans/mlp.yaml").merge(Plan.of(nonfinite="raise"))
+    trainer = shardc.compile(model, batch, plan=plan, mesh="dp=2, tp=1", loss=(*rest, None)[0]).launch()
+    trainer.step(batch)
+    trainer.step({"x": batch["x"] * float("inf")})
+
+
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "world_size": ("SC506", lambda: launched(8)),
     "missing_parameter": ("SC504", lambda: program(meta=True).launch()),
@@ -69,6 +78,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "dead_rank": ("SC502", lambda: blamed(rank1="late", rank2="dead")),
     "rank_that_closed": ("SC502", lambda: blamed(rank1="left")),
     "rank_with_an_error": ("SC502", lambda: blamed(rank1="late", rank2="ValueError: no such file, in %act")),
+    "nonfinite": ("SC509", lambda: nonfinite_step()),
     "late_rank": ("SC503", lambda: blamed(rank1="late")),
 }
 

@@ -51,6 +51,7 @@ def train(folder: Path) -> Trained:
     weights = folder / "model.safetensors"
     # Wide enough that 14 MiB of parameters stand out against what else a process allocates.
     arguments = ["--weights", str(weights), "--steps", str(STEPS), "--width", "384"]
+    arguments += ["--optimizer", "sgd", "--lr", "0.02"]
     options = train_gpt2.options(arguments)
     torch.manual_seed(0)
     model = train_gpt2.gpt2(options)

@@ -63,7 +63,7 @@ def collectives() -> dict[str, object]:
         comm = ProcessGroupCommunicator(mesh, RANK, axes_used(graph), timedelta(seconds=60))
         executor = Executor(graph, rank_context(mesh, RANK, comm), RANK, torch.device("cpu"))
         x = torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
-        (y,) = executor.run([shard(x, type_of(graph.placeholders[0]), mesh, RANK)]).values()
+        (y,) = executor.run({}, [{graph.inputs[0].name: shard(x, type_of(graph.placeholders[0]), mesh, RANK)}]).values()
         seen: list[torch.Tensor] = []
         simulate(graph, {"x": x}, observe=lambda _, values, seen=seen: seen.append(values[RANK]))
         assert torch.equal(y, seen[-1]), f"{name}: {y} against {seen[-1]}"
@@ -113,7 +113,7 @@ def trainer_that_breaks(how: str) -> Trainer:
     trainer = launch(program, timeout=LIMIT)
     trainer.step({"x": mlp_inputs()["x"]})
     if world - 1 == RANK:
-        code = trainer.engine.executor._code
+        code = trainer.engine.executor._micro
         at, _, *rest = code[1]
 
         def fail(*_: object) -> None:

@@ -32,7 +32,7 @@ def on_gpus(folder: Path, *arguments: str) -> list[list[float]]:
 def test_gpt2_equals_its_simulation(
     mesh: str, dtype: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["--mesh", mesh, "--dtype", dtype, "--steps", str(STEPS)]
+    arguments = ["--mesh", mesh, "--dtype", dtype, "--steps", str(STEPS), "--optimizer", "sgd", "--lr", "0.02"]
     found = on_gpus(tmp_path, *arguments)
     monkeypatch.delenv("RANK", raising=False)
     simulated = train_gpt2.main(train_gpt2.options(arguments))

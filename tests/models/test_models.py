@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from shardc import Mesh, Plan, compiler
 from shardc.api import Program, bind
@@ -21,10 +19,11 @@ from shardc.ir.annotation import Annotation
 from shardc.ir.graph import info, op_name, operands, type_of
 from shardc.ir.placement import Placement
 from shardc.rules.registry import find_rule
+from shardc.runtime.compare import floor_of, magnitude, relative_error
 from shardc.runtime.eager import eager_outputs
 from shardc.runtime.simulate import run_reference
-from shardc.runtime.verify import floor_of, magnitude, relative_error
 from shardc.trace import Traced, trace
+from tests.in_double import InDouble
 from tests.models.zoo import MODELS, Model
 
 MESHES = ["dp=1, tp=2", "dp=2, tp=2", "dp=2, tp=4"]
@@ -75,19 +74,6 @@ def test_equal_to_one_device_and_to_eager(compiled: Compiled, mesh: str) -> None
     wanted = {name for name, p in compiled.module.named_parameters() if p.requires_grad} - unused
     assert {row.name for row in report.rows if row.role == "grad"} == wanted
     assert not unused
-
-
-class InDouble(TorchFunctionMode):
-    """Whoever asks for float32 by name is given float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-
-        def lift(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        return func(*map(lift, args), **{key: lift(value) for key, value in (kwargs or {}).items()})
 
 
 def test_only_hard_coded_float32_tells_eager_apart(compiled: Compiled) -> None:

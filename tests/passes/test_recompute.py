@@ -15,9 +15,9 @@ from torch import fx
 
 import shardc
 from shardc.cost.flops import COUNTS, flops
-from shardc.cost.storages import storages
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Port, info, op_name, operands, producer
+from shardc.ir.storages import storages
 from shardc.passes.recompute import Recompute, segment_of
 from shardc.passes.recompute_choice import Call, Storage, Tradeoff, cheapest, fewest_bytes, hull, nothing_again
 from shardc.runtime.simulate import simulate

@@ -42,3 +42,7 @@ def test_no_value_is_made_elsewhere(name: str) -> None:
         value = env[slot]
         assert value is not None
         assert tuple(value.shape) == type_of(node).local_shape(mesh)
+
+
+def test_a_result_that_was_not_asked_for_stays_none() -> None:
+    assert Numerics(META).cast(None) is None

@@ -128,6 +128,14 @@ def test_a_missing_input_is_named() -> None:
     assert caught.value.code == "SC504"
 
 
+def test_missing_inputs_are_counted() -> None:
+    with pytest.raises(ShardcError) as caught:
+        simulate(mlp(), {})
+    (found,) = caught.value.diagnostics
+    assert found.message == "input 'x' was not supplied, nor were 3 others"
+    assert found.cause == "missing too: w1, w2, steps"
+
+
 def test_a_wrong_shape_or_dtype_is_named() -> None:
     with pytest.raises(
         ShardcError, match=r"input 'x' has shape \[3, 8\], the program was compiled for \[4, 8\]"

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
+from shardc.ir.graph import type_of, update
 from shardc.passes.decompositions.reductions import moments
-from shardc.passes.decompositions.table import Emit, Node, Result, aten, decompose, dtype_of, shape_of
+from shardc.passes.decompositions.table import HALF, Emit, Node, Result, aten, decompose, dtype_of, shape_of
 
 
 def _channels(e: Emit, vector: Node | None, x: Node) -> Node:
@@ -46,6 +49,17 @@ def _training(e: Emit, x: Node, weight: Node | None, bias: Node | None, eps: flo
     return out, _flat(e, mean), _flat(e, rstd), _flat(e, var)
 
 
+def _declare(e: Emit, running: Sequence[Node] = ()) -> None:
+    """Statistics for backward have the dtype that they are computed in, running ones their own; fakes say otherwise."""
+    for user in e.at.users:
+        at = user.args[1]
+        assert isinstance(at, int)
+        if at in (1, 2) and dtype_of(user) in HALF:
+            update(user, type=type_of(user).with_dtype(torch.float32))
+        elif at > 2:
+            update(user, type=type_of(user).with_dtype(dtype_of(running[at - 3])))
+
+
 def _inference(
     e: Emit, x: Node, weight: Node | None, bias: Node | None, mean: Node | None, var: Node | None, eps: float
 ) -> Node:
@@ -63,6 +77,7 @@ def batch_norm_functional(
     e: Emit, x: Node, weight: Node | None, bias: Node | None, mean: Node, var: Node,
     training: bool, momentum: float, eps: float,
 ) -> Result:  # fmt: skip
+    _declare(e, (mean, var))
     if not training:
         empty = e.full([0], 0.0, dtype_of(e.wide(x)))
         return _inference(e, x, weight, bias, mean, var, eps), empty, empty, mean, var
@@ -77,6 +92,7 @@ def native_batch_norm(
     e: Emit, x: Node, weight: Node | None, bias: Node | None, mean: Node | None, var: Node | None,
     training: bool, momentum: float, eps: float,
 ) -> Result:  # fmt: skip
+    _declare(e)
     if not training:
         empty = e.full([0], 0.0, dtype_of(e.wide(x)))
         return _inference(e, x, weight, bias, mean, var, eps), empty, empty
@@ -87,6 +103,7 @@ def native_batch_norm(
 def batch_norm_no_stats(
     e: Emit, x: Node, weight: Node | None, bias: Node | None, training: bool, momentum: float, eps: float
 ) -> Result:
+    _declare(e)
     return _training(e, x, weight, bias, eps)[:3]
 
 
@@ -94,6 +111,7 @@ def batch_norm_no_stats(
 def batch_norm_no_training(
     e: Emit, x: Node, weight: Node | None, bias: Node | None, mean: Node, var: Node, momentum: float, eps: float
 ) -> Result:
+    _declare(e)
     empty = e.full([0], 0.0, dtype_of(e.wide(x)))
     return _inference(e, x, weight, bias, mean, var, eps), empty, empty
 

@@ -6,8 +6,9 @@
     picked = sum(where(arange(V) == target, s, 0))          all_reduce(sum)
     loss = (sum(lse) - sum(picked)) / count
 
-`lse` and `-s` are both non-negative, so summing them apart cancels nothing. The backward pair, log_softmax's of
-nll's, is known to be `(softmax - onehot) * row` and needs no reduction over the vocabulary at all:
+A target that is no class equals none, so `check_index` looks at the targets first. `lse` and `-s` are both
+non-negative, so summing them apart cancels nothing. The backward pair, log_softmax's of nll's, is known to be
+`(softmax - onehot) * row` and needs no reduction over the vocabulary at all:
 
     dx  = exp(s) * (row / sum(exp(s))) - where(onehot, row, 0)        row = valid * g / count
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardc.ir.ops.check_index import check_index
 from shardc.passes.decompositions.table import Emit, Node, Result, aten, decompose, dtype_of, shape_of
 
 MEAN, SUM = 1, 2  # torch's codes of a loss's `reduction`; 0 is none
@@ -89,7 +91,8 @@ def _targets(e: Emit, x: Node, target: Node, weight: Node | None, ignore: int) -
     def make() -> _Targets:
         ndim = len(shape_of(x))
         dim = 0 if ndim == 1 else 1
-        column = e(aten.unsqueeze.default, target, dim)
+        checked = e(check_index, target, shape_of(x)[dim], ignore)
+        column = e(aten.unsqueeze.default, checked, dim)
         classes = e(aten.arange.default, shape_of(x)[dim], dtype=dtype_of(target))
         hot = e(aten.eq.Tensor, e.along(classes, dim, ndim), column)
         valid = e(aten.ne.Scalar, column, ignore)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import info
+from shardc.ir.ops.check_index import check_index
 from shardc.passes.decompositions.table import KEEP, Emit, Node, Result, aten, decompose, dtype_of, shape_of
 
 KNOWN_ELEMENTS = 2**20  # larger constants are not worth computing here
@@ -42,6 +43,8 @@ def index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, ac
     if len(indices) != 1 or not dtype_of(x).is_floating_point:
         return KEEP
     rows = _from_front(e, places[0], shape[0])
+    if info(e.at).phase == "fwd":  # in backward they are those of the lookup, which has refused what is no row
+        rows = e(check_index, rows, shape[0])
     flat = e.view(values, [*picked, math.prod(shape[1:])])
     return e.view(e(aten.embedding_dense_backward.default, flat, rows, shape[0], -1, False), shape)
 

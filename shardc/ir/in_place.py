@@ -1,0 +1,92 @@
+"""Which new parameters and optimizer state may be written over the old ones: their memory is then held once.
+
+    %w.new = add.Tensor(%w.decayed, %step)         add.out(%w.decayed, %step, out=%w)
+    return param "w" = %w.new
+
+An output of role "param" or "state" may be, if nothing reads the input of its name any more once it is made. The graph
+itself stays a function of its inputs: that is for whoever runs it with state of its own, which the simulator does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import fx
+from torch._ops import OpOverload
+
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import Graph, op_name, operands, producer, results, type_of
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.schema import schema_of
+from shardc.ir.storages import Storage, storages
+
+
+@dataclass(frozen=True)
+class Write:
+    """An output's value takes the place of an input. `op` makes it there; without one, it is copied there when made."""
+
+    value: fx.Node
+    over: fx.Node
+    op: OpOverload | None
+
+
+def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]:
+    """What may be written in place. A collective may be under way, and reads, until its result is read."""
+    of = storages(body) if of is None else of
+    inside = in_microbatch(body)
+    calls = sorted(body.calls(), key=lambda node: node not in inside)
+    at = {node: i for i, node in enumerate(calls)}
+    last = _last_reads(calls, at, of)
+    twins = body.input_nodes()
+    ends = [of[value] for value in body.output_values]
+    found: list[Write] = []
+    for port, value in zip(body.outputs, body.output_values, strict=True):
+        if port.role not in ("param", "state") or port.name not in twins or value.op == "placeholder":
+            continue
+        over, call = twins[port.name], producer(value)[0]
+        same = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
+        once = ends.count(of[value]) == 1 and ends.count(of[over]) == 0
+        repeated = body.microbatches > 1 and call in inside
+        if same and once and not repeated and of[value].value is value and last.get(of[over], -1) <= at[call]:
+            alike = all(v is over or of[v] is not of[over] for v in operands(call))  # no other view of the very memory
+            found.append(Write(value, over, _into(call) if call is value and alike else None))
+    return found
+
+
+def _last_reads(calls: Sequence[fx.Node], at: dict[fx.Node, int], of: dict[fx.Node, Storage]) -> dict[Storage, int]:
+    """The last call that reads each storage."""
+    last: dict[Storage, int] = {}
+    for call in calls:
+        until = at[call]
+        if op_name(call.target) in KINDS:
+            readers = [at[user] for value in results(call) if value is not None for user in value.users if user in at]
+            until = min(readers, default=len(calls))
+        for value in operands(call):
+            last[of[value]] = max(last.get(of[value], -1), until)
+    return last
+
+
+def _into(call: fx.Node) -> OpOverload | None:
+    """The variant of a pointwise op that writes its result into a tensor, which may be one of its operands."""
+    shapes = {type_of(v).shape for v in operands(call)}
+    return _out_variant(call.target) if shapes <= {(), type_of(call).shape} else None  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _out_variant(op: OpOverload) -> OpOverload | None:
+    if op_name(op) not in POINTWISE:
+        return None
+    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
+    packet = op._overloadpacket  # pyright: ignore[reportPrivateUsage]
+    for name in packet.overloads():
+        other: OpOverload = getattr(packet, name)
+        arguments = [(a.name, str(a.type)) for a in schema_of(other).arguments]
+        if arguments == [*wanted, ("out", "Tensor")]:
+            return other
+    return None
+
+
+# Element by element, so that a result may be written where an operand was read.
+POINTWISE = {"add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "lerp.Scalar", "where.self", "maximum", "sqrt"}

@@ -1,0 +1,59 @@
+"""What of a graph runs once a microbatch, and what once a step: read off the graph, by reachability.
+
+    forward, backward  ->  accumulate  ->  reduction, clipping, update
+    once a microbatch                      once a step
+
+A call runs in every microbatch if an `accumulate` hangs on it, or one of the outputs that each microbatch has of its
+own: the model's outputs, and its buffers, which the next microbatch starts from. All else runs once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from shardc.ir.graph import Graph, Role, info
+from shardc.ir.ops.accumulate import ACCUMULATE
+
+FED: tuple[Role, ...] = ("input", "seed", "buffer")  # inputs that a microbatch has of its own
+MADE: tuple[Role, ...] = ("output", "buffer")  # and outputs
+
+
+def in_microbatch(graph: Graph) -> set[fx.Node]:
+    """The nodes that run once a microbatch, inputs included; of a graph of one microbatch, all."""
+    if graph.microbatches == 1:
+        return {node for node in graph.fx.nodes if node.op != "output"}
+    sums = [node for node in graph.calls() if node.target is ACCUMULATE]
+    after = _reached(sums, lambda node: node.users)
+    outputs = zip(graph.outputs, graph.output_values, strict=True)
+    own = [value for port, value in outputs if port.role in MADE and value not in after]
+    return _reached([*sums, *own], lambda node: node.all_input_nodes)
+
+
+def crossing(graph: Graph) -> list[str]:
+    """Values of a single microbatch that a call reads which runs once a step: a line each."""
+    if graph.microbatches == 1:
+        return []
+    inside = in_microbatch(graph)
+    sums = {node for node in inside if node.target is ACCUMULATE}
+    fed = [n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role in FED]
+    own = _reached(fed, lambda node: [user for user in node.users if user.target is not ACCUMULATE])
+    found: list[str] = []
+    for node in graph.calls():
+        if node not in inside:
+            read = [value for value in node.all_input_nodes if value in own and value not in sums]
+            found += [f"{info(node).name} runs once a step, but reads {info(v).name} of a microbatch" for v in read]
+    return found
+
+
+def _reached(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Everything that can be reached from some nodes, them included; the output node is none."""
+    found: set[fx.Node] = set()
+    todo = list(start)
+    while todo:
+        node = todo.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            todo.extend(step(node))
+    return found

@@ -1,0 +1,73 @@
+"""A step's batch as its microbatches: equal parts along dim 0, in order.
+
+    batch [8, 128] of a program of 4 microbatches        4 x [2, 128]
+
+What was too short to be split when the program was compiled (a scalar, positions of [1, 128]) goes to each microbatch
+whole. Random draws differ from one to the next: the seed of microbatch k of step s is (seed + s) * microbatches + k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardc.ir.diagnostic import error
+from shardc.ir.graph import Graph, type_of
+from shardc.torch_compat import flatten, unflatten
+
+Feed = dict[str, torch.Tensor]
+
+
+def feeds(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[Feed]:
+    """What each microbatch is fed, by port: its part of every input that has one, else the whole; its own seed."""
+    count = graph.microbatches
+    found: list[Feed] = [{} for _ in range(count)]
+    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+        name = next((name for name in (port.name, *port.aliases) if name in given), None)
+        if name is None or port.role not in ("input", "seed"):
+            continue
+        value, shape = given[name], type_of(node).shape
+        for k, feed in enumerate(found):
+            if port.role == "seed":
+                feed[port.name] = value * count + k
+            elif count == 1 or tuple(value.shape) == shape:
+                feed[port.name] = value
+            else:
+                feed[port.name] = _part(port.name, value, shape, k, count)
+    return found
+
+
+def _part(name: str, value: torch.Tensor, shape: tuple[int, ...], k: int, count: int) -> torch.Tensor:
+    whole = (count * shape[0], *shape[1:]) if shape else shape
+    if tuple(value.shape) != whole:
+        message = (
+            f"input '{name}' has shape {list(value.shape)}, the program was compiled for {list(whole)}: "
+            f"{count} microbatches of {list(shape)}"
+        )
+        hint = "pass tensors of the sample batch's shapes, or compile again with this batch"
+        raise error("SC501", message, tensor=name, hint=hint)
+    return value.narrow(0, k * shape[0], shape[0])
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """The microbatches of a batch as a model takes it: a tensor, a tuple or a dict.
+
+    Every tensor whose dim 0 is that of the first is split, the others go to each. Raises ShardcError (SC103) where
+    that size is no multiple of `count`.
+    """
+    if count == 1:
+        return [batch]
+    leaves, structure = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    size = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
+    if not size or size % count:
+        message = f"a batch of {size} cannot be split into {count} equal microbatches"
+        raise error("SC103", message, hint=f"give a batch whose dim 0 is a multiple of {count}, or accumulate less")
+
+    def part(leaf: Any, k: int) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != size:
+            return leaf
+        return leaf.narrow(0, k * (size // count), size // count)
+
+    return [unflatten([part(leaf, k) for leaf in leaves], structure) for k in range(count)]

@@ -1,0 +1,34 @@
+"""Which gradients are not finite? Asked only when a step that looks for them has found that some are.
+
+The step itself knows no more than one bool, the same on every rank. As it changed nothing, it can be run again, up to
+the square of each gradient, which the global norm is made of: those are the `probe`'s outputs.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.graph import Graph, Port, info
+
+SHOWN = 5  # names in a message
+
+
+def probe(body: Graph) -> Graph:
+    """The body up to the square of each parameter's gradient, which it returns instead, by parameter."""
+    found = body.copy()
+    params = {port.name for port in body.inputs if port.role == "param"}
+    named = ((re.fullmatch(r"opt\.(.+)\.norm\.mul", info(node).name), node) for node in found.calls())
+    squares = {match[1]: node for match, node in named if match is not None and match[1] in params}
+    found.outputs = tuple(Port("output", name) for name in squares)
+    found.output_node.args = (tuple(squares.values()),)
+    found.erase_dead()
+    return found
+
+
+def nonfinite(step: int, loss: float, names: list[str]) -> ShardcError:
+    """The error of a step whose plan says `nonfinite: raise`."""
+    some = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
+    message = f"step {step}: the gradients of {some or 'some parameters'} are not finite, at a loss of {loss:.6g}"
+    hint = "nothing was changed by the step; nonfinite: skip leaves such steps out and goes on"
+    return error("SC509", message, tensor=names[0] if names else None, hint=hint)

@@ -1,0 +1,46 @@
+"""What a trace yields: a joint graph, and the names and roles of what goes in and comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, fx
+
+from shardc.ir.diagnostic import Diagnostic
+
+
+@dataclass(frozen=True)
+class TracedInput:
+    """A placeholder. `name`: the tensor's FQN, or the path of an input ("input_ids", "x.0.key")."""
+
+    role: Literal["param", "buffer", "input", "state", "seed"]
+    name: str
+    aliases: tuple[str, ...]  # the other FQNs of a tied parameter or buffer
+    trainable: bool
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class TracedOutput:
+    """An element of the output node. `name`: "loss", the FQN of the parameter or buffer, or the output's path."""
+
+    role: Literal["loss", "grad", "buffer", "output"]
+    name: str
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A joint graph: `inputs` pairs with its placeholders in order, `outputs` with its output node's tuple.
+
+    The meta of each node holds `val` (fakes), `fqn`, `source`, `source_text`, `phase`, `fwd_node`, and nothing else.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[TracedInput, ...]
+    outputs: tuple[TracedOutput, ...]
+    modules: dict[str, fx.Node]  # FQN of a module -> the first tensor that it returned; "FQN#2" of its second call
+    constants: dict[str, Tensor]  # tensors that the model made from data: real, inputs of role "buffer"
+    unused: tuple[str, ...]  # trainable parameters that the loss does not depend on
+    diagnostics: tuple[Diagnostic, ...] = ()

@@ -1,0 +1,31 @@
+"""What an op of `kernels_triton` says of an operand that it does not take, word for word."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels_triton import ops
+from shardc import ShardcError
+
+X = torch.zeros(4, 6)
+TARGET = torch.zeros(4, dtype=torch.int64)
+CASES: dict[str, Callable[[], object]] = {
+    "weight": lambda: ops.layer_norm_backward(X, X, torch.zeros(5), torch.zeros(4), torch.ones(4)),
+    "activation": lambda: ops.bias_gelu(X, None, "gleu"),
+    "packed": lambda: ops.gated(torch.zeros(4, 7)),
+    "logits": lambda: ops.cross_entropy(torch.zeros(2, 4, 6), TARGET),
+    "target": lambda: ops.cross_entropy(X, TARGET.int()),
+    "in_place": lambda: ops.cross_entropy(torch.zeros(6, 4).T, TARGET, in_place=True),
+    "angles": lambda: ops.rope(torch.zeros(1, 2, 3, 8), torch.zeros(5, 4), torch.zeros(5, 4)),
+    "contiguous": lambda: ops.adamw(X[:, 0], *[torch.zeros(4)] * 3, torch.tensor(0.1), torch.tensor(1)),
+    "groups": lambda: ops.group_norm(torch.zeros(2, 10, 3), 4, None, None),
+    "probability": lambda: ops.bias_dropout_residual(X, None, None, 1.5, torch.tensor(1), 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_messages(name: str, golden: Callable[[str, str], None]) -> None:
+    with pytest.raises(ShardcError) as caught:
+        CASES[name]()
+    golden(f"kernel/{name}.txt", str(caught.value))

@@ -1,0 +1,69 @@
+"""Real processes in float16: an overflow on one rank skips the step on all, and training is the simulation's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardc
+from examples.mlp import mlp, reconstruction
+from shardc.plan import Plan
+from shardc.runtime.launch import Trainer
+from tests.distributed.test_gloo import start
+
+PLAN = Path(__file__).parents[2] / "configs/plans/mlp.yaml"
+WORKER = Path(__file__).parent / "precision_worker.py"
+
+
+def compiled(scenario: str) -> tuple[shardc.Program, list[Any]]:
+    """A program, and batches of which one has, in the part of the last rank alone, what is no number or makes one."""
+    model, batch, _ = mlp()
+    bad = {"x": batch["x"].clone()}
+    bad["x"][-1, 3] = 1e6 if scenario == "overflow" else float("nan")
+    precision = {"compute": "fp16", "loss_scale": 1024} if scenario == "overflow" else "bf16"
+    plan: dict[str, Any] = {"precision": precision, "storage": {"zero": 1, "axes": ["dp"]}}
+    plan |= {} if scenario == "overflow" else {"nonfinite": "raise"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    asked = Plan.load(PLAN).merge(Plan.of(mesh="dp=2, tp=1", **plan))
+    program = shardc.compile(model, batch, plan=asked, loss=reconstruction, optimizer=optimizer)
+    return program, [batch, bad, batch, batch]
+
+
+def steps(trainer: Trainer, batches: list[Any]) -> dict[str, object]:
+    """What each step reports, and what the state is afterwards, the parts of all ranks together."""
+    found: dict[str, list[float]] = {"loss": [], "scale": [], "skipped": [], "norm": []}
+    for batch in batches:
+        result = trainer.step(batch)
+        assert result.skipped is not None
+        assert result.grad_norm is not None
+        found["loss"].append(float(result.loss.nan_to_num(0, 0)))
+        found["scale"].append(float(result.loss_scale if result.loss_scale is not None else 0))
+        found["skipped"].append(float(result.skipped))
+        found["norm"].append(float(result.grad_norm.nan_to_num(0, 0)))
+    state = trainer.state_dict(("param", "state"))
+    return {**found, "state": {name: float(value.double().abs().sum()) for name, value in state.items()}}
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    found = start("overflow", 2, tmp_path, worker=WORKER)
+    program, batches = compiled("overflow")
+    want: Any = steps(program.launch(), batches)
+    assert want["skipped"] == [0, 1, 0, 0]
+    assert want["scale"] == [1024, 512, 512, 512]
+    for rank in found:
+        assert rank is not None
+        assert rank["finite"]
+        assert (rank["skipped"], rank["scale"]) == (want["skipped"], want["scale"])
+        for key in ("loss", "norm"):
+            assert rank[key] == pytest.approx(want[key], rel=2e-3)
+        assert rank["state"] == pytest.approx(want["state"], rel=2e-3)
+    assert found[0] == found[1]  # to the bit
+
+
+def test_all_ranks_raise_alike(tmp_path: Path) -> None:
+    found = start("raise", 2, tmp_path, worker=WORKER)
+    for rank in found:
+        assert rank is not None
+        assert (rank["code"], rank["steps"], rank["finite"]) == ("SC509", 1, True)
+        assert "step 1: the gradients of up.weight, up.bias, down.weight, down.bias are not finite" in rank["error"]

@@ -1,0 +1,100 @@
+"""The training loop: what it measures, shows and keeps; and a run that was stopped goes on as if it had not been."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.runtime.loop import Metrics, count_items
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(16, 8), nn.Dropout(0.2), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.drop(self.embed(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def batches() -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield {"ids": torch.randint(16, (8, 4), generator=generator)}
+
+
+def started(seed: int = 3) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    plan = {"inputs": {"ids": "dp, -"}, "accumulate": 2, "clip_grad_norm": 1.0, "seed": seed}
+    program = shardc.compile(model, next(batches()), mesh="dp=2", plan=plan, optimizer=optimizer)
+    return program.launch(), scheduler
+
+
+def run(steps: int, folder: Path | None, **options: Any) -> list[Metrics]:
+    trainer, scheduler = started()
+    with trainer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return list(trainer.train(batches(), steps, checkpoint=folder, scheduler=scheduler, **options))
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = run(12, None)
+    first = run(7, tmp_path / "run", every=3)
+    rest = run(12, tmp_path / "run", every=3)
+    assert [m.step for m in rest] == [8, 9, 10, 11, 12]
+    assert [m.loss for m in (*first, *rest)] == [m.loss for m in whole]
+    assert [m.learning_rates for m in (*first, *rest)] == [m.learning_rates for m in whole]
+    assert run(12, tmp_path / "run", every=3) == []  # all done
+    assert [m.step for m in run(2, tmp_path / "run", resume=False)] == [1, 2]
+
+
+def test_stopped_between_checkpoints_goes_back_to_the_last(tmp_path: Path) -> None:
+    whole = run(6, None)
+    trainer, scheduler = started()
+    with trainer:
+        for metrics in trainer.train(batches(), 6, checkpoint=tmp_path / "run", every=2, scheduler=scheduler):
+            if metrics.step == 5:
+                break
+    rest = run(6, tmp_path / "run")
+    assert [m.step for m in rest] == [5, 6]
+    assert [m.loss for m in rest] == [m.loss for m in whole[4:]]
+
+
+def test_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = run(3, None)
+    last = seen[-1]
+    assert last.items == 8 * 4
+    assert last.grad_norm is not None
+    assert last.grad_norm > 0
+    assert last.memory > 1 << 20
+    assert last.items_per_second == last.items / last.seconds
+    assert seen[0].learning_rates == (0.01,)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["1", "2", "3"]
+    assert f"loss {last.loss:.4f}" in lines[-1]
+    assert "tokens/s" in lines[-1]
+    run(3, None, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_plan_s_seed_is_the_run_s() -> None:
+    losses = [float(started(seed)[0].step(next(batches())).loss) for seed in (3, 3, 4)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_items() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    assert count_items({"x": torch.zeros(3, 4), "ids": ids}) == 10
+    assert count_items((torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))) == 3
+    assert count_items(torch.zeros(7, 2)) == 7

@@ -1,0 +1,91 @@
+"""Collectives apart from their waits: everything still happens once, in an order that respects what reads what."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import shardc
+from examples.gpt2 import gpt2
+from shardc.ir.ops.collectives import COLLECTIVES, all_gather, reduce_scatter
+from shardc.runtime.instructions import Instruction, Numerics, flatten
+from shardc.runtime.overlap import AHEAD, IN_FLIGHT, Action, arranged
+
+STORAGE = {"none": {}, "zero-1": {"zero": 1, "axes": ["dp"]}, "zero-3": {"zero": 3, "axes": ["dp"]}}
+
+
+@pytest.fixture(scope="module", params=STORAGE)
+def instructions(request: pytest.FixtureRequest) -> Sequence[Instruction]:
+    model, batch = gpt2(layers=2)
+    plan = {
+        "params": {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"},
+        "inputs": dict.fromkeys(batch, "dp, -"),
+        "storage": STORAGE[request.param],
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    program = shardc.compile(model, batch, mesh="dp=2,tp=2", plan=plan, optimizer=optimizer)
+    return flatten(program.body, Numerics()).instructions
+
+
+def where(actions: Sequence[Action], kind: str) -> dict[int, int]:
+    """Instruction -> position of its one action of a kind."""
+    found = [(action.at, position) for position, action in enumerate(actions) if action.kind == kind]
+    assert len(dict(found)) == len(found), f"some instruction has two actions of kind {kind}"
+    return dict(found)
+
+
+def test_slots_hold_what_is_read(instructions: Sequence[Instruction]) -> None:
+    """Every instruction finds its operands arrived and not yet let go of, and the same slots die in the end."""
+    actions = arranged(instructions, 0, len(instructions))
+    written = {slot for one in instructions for _, _, slot in one.yields}
+    there: set[int] = {slot for one in instructions for slot in one.reads} - written
+    freed: list[int] = []
+    for action in actions:
+        one = instructions[action.at]
+        if action.kind in ("run", "begin"):
+            assert set(one.reads) <= there, one.where
+        if action.kind in ("run", "wait"):
+            there |= {slot for _, _, slot in one.yields}
+        there -= set(action.free)
+        freed += action.free
+    assert sorted(freed) == sorted(slot for one in instructions for slot in one.free)
+
+
+def test_everything_happens_once_and_all_else_in_order(instructions: Sequence[Instruction]) -> None:
+    actions = arranged(instructions, 0, len(instructions))
+    run, begun, waited = (where(actions, kind) for kind in ("run", "begin", "wait"))
+    assert begun.keys() == waited.keys() == {at for at, one in enumerate(instructions) if one.target in COLLECTIVES}
+    assert sorted(run) == [action.at for action in actions if action.kind == "run"]
+    assert run.keys() | begun.keys() == set(range(len(instructions)))
+    under_way = 0
+    for action in actions:
+        under_way += {"begin": 1, "wait": -1}.get(action.kind, 0)
+        assert 0 <= under_way <= IN_FLIGHT
+
+
+def test_reductions_are_waited_for_late(instructions: Sequence[Instruction]) -> None:
+    actions = arranged(instructions, 0, len(instructions))
+    begun, waited = where(actions, "begin"), where(actions, "wait")
+    beside = [waited[at] - begun[at] > 1 for at in begun if instructions[at].target is reduce_scatter]
+    assert sum(beside) >= len(beside) / 2
+
+
+def test_stored_shards_are_gathered_early(instructions: Sequence[Instruction]) -> None:
+    """But at most AHEAD collectives early. The first has nothing before it."""
+    actions = arranged(instructions, 0, len(instructions))
+    begun, run = where(actions, "begin"), where(actions, "run")
+    made = {slot for one in instructions for _, _, slot in one.yields}
+    moves = [at for at, one in enumerate(instructions) if one.target in COLLECTIVES]
+    for k, at in enumerate(moves):
+        skipped = [other for other in run if other < at and run[other] > begun[at]]
+        if instructions[at].target is all_gather and made.isdisjoint(instructions[at].reads) and moves[0] < at:
+            assert skipped
+        assert all(other > moves[k - AHEAD] for other in skipped if k >= AHEAD)
+
+
+def test_a_part_of_a_body_waits_for_what_it_began(instructions: Sequence[Instruction]) -> None:
+    half = len(instructions) // 2
+    for first, last in ((0, half), (half, len(instructions))):
+        actions = arranged(instructions, first, last)
+        assert {a.at for a in actions} == set(range(first, last))
+        assert where(actions, "begin").keys() == where(actions, "wait").keys()
