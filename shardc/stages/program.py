@@ -1,0 +1,105 @@
+"""A pipelined step as plain data: what every rank runs, and in which order; nothing of how it was cut.
+
+    lists       by coordinate on the pipeline's axis: its instructions, proved
+    stages      the graphs of each stage's parts
+    finishes    by coordinate: the end of the step, of the stages that live there
+    body        the whole step, which no rank runs: its ports, and what the pipeline must equal
+
+Survives JSON. The other axes of the mesh are the body's: rank (c, i) runs list c as rank i of the body's mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.plain import graph_from_plain, graph_to_plain
+from shardc.ir.text import print_graph
+from shardc.ir.types import TensorType
+from shardc.stages.build import build
+from shardc.stages.costs import Costs
+from shardc.stages.cut import StageBodies, Staged
+from shardc.stages.finish import Finish
+from shardc.stages.lists import RankLists
+from shardc.stages.pipeline import PartName
+
+GRAPHS: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """`bundles` lists the values that are kept under one name; `shared` types the sums that several stages have."""
+
+    body: Graph
+    lists: RankLists
+    stages: tuple[StageBodies, ...]
+    finishes: tuple[Finish, ...]
+    bundles: Mapping[str, tuple[str, ...]]
+    shared: Mapping[str, TensorType]
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """The values that a name in the lists stands for."""
+        return self.bundles.get(name, (name,))
+
+    def held(self, rank: int) -> frozenset[str]:
+        """The parameters and buffers that a coordinate's ranks hold."""
+        return frozenset(name for stage in self.lists.stages_of(rank) for name in self.stages[stage].held)
+
+    def text(self, rank: int, *, comments: bool = True) -> str:
+        """A coordinate's list, then every graph that it runs."""
+        parts = [self.lists.text(rank)]
+        split = any(type(work).__name__ == "Dgrad" for work in self.lists.work(rank))
+        for stage in self.lists.stages_of(rank):
+            names: tuple[PartName, ...] = ("forward", "dgrad", "wgrad") if split else ("forward", "backward")
+            parts += [print_graph(self.stages[stage][name], comments=comments) for name in names]
+        finish = self.finishes[rank]
+        parts += [
+            print_graph(graph, comments=comments)
+            for graph in ((finish.norm,) if finish.totals else ()) + (finish.update,)
+        ]
+        return "\n".join(parts)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "body": graph_to_plain(self.body),
+            "lists": self.lists.to_plain(),
+            "stages": [{name: graph_to_plain(bodies[name]) for name in GRAPHS} for bodies in self.stages],
+            "finishes": [
+                {"norm": graph_to_plain(f.norm), "update": graph_to_plain(f.update), "totals": list(f.totals)}
+                for f in self.finishes
+            ],
+            "bundles": {name: list(values) for name, values in self.bundles.items()},
+            "shared": {name: str(type) for name, type in self.shared.items()},
+        }
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Pipelined:
+        return cls(
+            graph_from_plain(data["body"]),
+            RankLists.from_plain(data["lists"]),
+            tuple(StageBodies(**{name: graph_from_plain(one[name]) for name in GRAPHS}) for one in data["stages"]),
+            tuple(
+                Finish(graph_from_plain(f["norm"]), graph_from_plain(f["update"]), tuple(f["totals"]))
+                for f in data["finishes"]
+            ),
+            {name: tuple(values) for name, values in data["bundles"].items()},
+            {name: TensorType.parse(text) for name, text in data["shared"].items()},
+        )
+
+
+def pipelined(
+    staged: Staged, schedule: str, virtual: int = 1, costs: Costs | None = None, memory: float | None = None
+) -> Pipelined:
+    """A cut step under a schedule, which is proved. `costs` default to those of the cut, in FLOPs."""
+    costs = costs or (staged.costs if memory is None else replace(staged.costs, memory=memory))
+    lists = build(staged.pipeline, schedule, staged.body.microbatches, virtual, costs)
+    return Pipelined(
+        staged.body,
+        lists,
+        staged.stages,
+        tuple(staged.finish(lists.stages_of(rank)) for rank in range(len(lists.ranks))),
+        staged.bundles,
+        {one.name: type_of(one.total) for one in staged.sums if len(staged.groups[one.name]) > 1},
+    )

@@ -1,0 +1,55 @@
+"""Pipelined steps compute what the single device does: models x meshes x microbatches x ranks x schedules x orders.
+
+`make fuzz` runs the whole product; by default, each model, mesh, number of microbatches and schedule has its turn.
+"""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardc.stages.program import Pipelined
+from tests.stages.whole import PRODUCT, SCHEDULES, Case, agree, check, compiled, programmed
+
+FUZZ = settings.default is not None and settings.default.max_examples > 1000
+# Compiling takes longer than running: so many programs, each under several schedules.
+PROGRAMS = [
+    *(("gpt2", "alone", 3), ("gpt2", "tp2", 1), ("gpt2", "zero1", 8), ("gpt2", "dp2", 3)),
+    *(("llama", "zero1", 3), ("llama", "tp2", 1), ("t5", "alone", 1), ("t5", "tp2", 3)),
+    *(("resnet", "alone", 8), ("resnet", "dp2", 3)),
+]
+PLACES = [(ranks, schedule) for ranks in (2, 3, 4) for schedule in SCHEDULES]
+SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in random.Random(at).sample(PLACES, 2)]
+
+
+@pytest.mark.parametrize("case", PRODUCT if FUZZ else SAMPLE, ids=str)
+def test_equals_the_single_device(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str) -> None:
+    check(Case("gpt2", "zero1", 8, 4, schedule), seed=1)
+
+
+@settings(max_examples=2000 if FUZZ else 25)
+@given(
+    st.sampled_from(PROGRAMS[2:]),
+    st.sampled_from((2, 3, 4)),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_in_any_order(what: tuple[str, str, int], ranks: int, schedule: str, seed: int, buffered: bool) -> None:
+    check(Case(*what, ranks, schedule), seed, buffered)
+
+
+def test_a_program_from_a_file_runs_the_same() -> None:
+    case = Case("t5", "tp2", 3, 2, "zb-v")
+    program = programmed(case)
+    read = Pipelined.from_plain(json.loads(json.dumps(program.to_plain())))
+    assert [read.text(rank) for rank in range(2)] == [program.text(rank) for rank in range(2)]
+    _, inputs, expected = compiled(*case[:3])
+    agree(read, inputs, expected)
