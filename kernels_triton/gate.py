@@ -1,0 +1,238 @@
+"""The compile gate: every template, compiled for NVIDIA GPUs on a machine without one, must not spill and must move
+its data 16 bytes at a time.
+
+Ops run on `meta` tensors while their launches are recorded; each distinct kernel is then compiled ahead of time and its
+machine code read: local-memory accesses are spills (ptxas' register count does not show them), and the width of global
+accesses is in the instruction. A full-size tensor may have no access narrower than 128 bits; what belongs to a row or
+to a program (statistics, targets, partial sums' neighbours) is counted as `narrow` and bounded.
+
+    python -m kernels_triton.gate [--arch 90 --arch 80] [--quick]      # JSON lines, one a kernel; exits 1 on a failure
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton import launch
+from kernels_triton.registry import TEMPLATES, Template
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+}
+# Bytes a thread: for sm_80 ptxas puts a scalar or two of a row's loop aside to fit one more block on a multiprocessor,
+# with 40 to 72 registers of the 128 or 255 it may use. Printed as `spills` all the same; for sm_90 it is refused.
+SCALARS = {80: 16}
+DEVICES = {90: launch.H200, 80: launch.A100}
+ROW_COLS = (64, 1024, 4096, 8192, 12288, 16384, 50304, 131072)
+TILE_COLS = (64, 1024, 4096)
+# Ops whose shapes have no columns.
+SHAPED = ("rope", "group_norm", "group_norm_backward", "adamw")
+SIZES = {"rows": 8192, "batch": 8, "heads": 32, "dim": 128, "half": 64, "channels": 256, "groups": 32, "space": 1024}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one compilation needs: a kernel, the types of its arguments, and its constants."""
+
+    template: str
+    kernel: str
+    cols: int
+    signature: tuple[tuple[str, str], ...]
+    aligned: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+
+
+def sources(arch: int, quick: bool = False) -> Iterator[Source]:
+    """Every distinct kernel of the registry. `quick`: two widths in bfloat16, one variant."""
+    seen: set[Source] = set()
+    for template in TEMPLATES.values():
+        for cols, dtype in cases(template, quick):
+            for variant in template.variants[-1:] if quick else template.variants:
+                for source in recorded(template, cols, dtype, variant, arch):
+                    anonymous = replace(source, template="", cols=0)
+                    if anonymous not in seen:
+                        seen.add(anonymous)
+                        yield source
+
+
+def cases(template: Template, quick: bool) -> list[tuple[int, torch.dtype]]:
+    """The widths and dtypes that make other kernels: wide rows only where a row is reduced, float16 is as bfloat16."""
+    if template.name in SHAPED:
+        widths = (512,)
+    elif any(word in template.name for word in ("norm", "softmax", "cross_entropy")):
+        widths = (4096, 131072) if quick else ROW_COLS
+        if "cross_entropy" in template.name:  # no vocabulary is so small
+            widths = tuple(cols for cols in widths if cols >= 1024)
+    else:
+        widths = (4096,) if quick else TILE_COLS
+    if quick:
+        return [(cols, torch.bfloat16) for cols in widths]
+    return [
+        (cols, dtype) for cols in widths for dtype in template.dtypes if dtype != torch.float16 or cols in (512, 4096)
+    ]
+
+
+def recorded(
+    template: Template, cols: int, dtype: torch.dtype, variant: Mapping[str, Any], arch: int = 90
+) -> list[Source]:
+    """The launches of one call on `meta` tensors."""
+    found: list[Source] = []
+    keep = launch.recording(lambda one: found.append(_source(template.name, cols, one)))
+    with launch.assuming(DEVICES[arch]), keep:
+        template.op(*template.arguments({**SIZES, "cols": cols}, dtype, "meta"), **variant)
+    return found
+
+
+def _source(template: str, cols: int, one: launch.Launch) -> Source:
+    names = launch.kernel(one.name).arg_names
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = dict(one.constants)
+    aligned: list[str] = []
+    for name, value in zip(names, one.args, strict=False):
+        if value is None or (type(value) is int and value == 1):  # as Triton's launcher specialises
+            constants[name] = value
+        elif isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                aligned.append(name)
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            if value % 16 == 0:
+                aligned.append(name)
+        else:
+            signature[name] = "fp32"
+    signature |= dict.fromkeys(constants, "constexpr")
+    ordered = tuple((name, signature[name]) for name in names)
+    return Source(template, one.name, cols, ordered, tuple(aligned), tuple(sorted(constants.items())), one.warps)
+
+
+def compiled(source: Source, arch: int) -> Any:
+    """Triton's compiled kernel for a GPU that need not be there."""
+    triton, backends, compiler = (import_module(f"triton{part}") for part in ("", ".backends.compiler", ".compiler"))
+    function = launch.kernel(source.kernel)
+    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in source.aligned}
+    program = compiler.ASTSource(function, dict(source.signature), dict(source.constants), attributes)
+    return triton.compile(program, target=backends.GPUTarget("cuda", arch, 32), options=launch.options(source.warps))
+
+
+def measure(source: Source, arch: int) -> dict[str, Any]:
+    """One line of the gate: registers, spills, shared memory, global accesses by width, and what is wrong."""
+    kernel = compiled(source, arch)
+    usage, code = _disassembled(kernel.asm["cubin"])
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
+    widths = Counter(_width(kind) for kind in re.findall(r"\b(?:LDG|STG|LDGSTS)(\.[\w.]+)", code))
+    line = {
+        "template": source.template,
+        "kernel": source.kernel,
+        "arch": arch,
+        "cols": source.cols,
+        "types": sorted({kind[1:] for _, kind in source.signature if kind.startswith("*")}),
+        "constants": {k: v for k, v in source.constants if v is not None and k.isupper() and k != "COLS"},
+        "warps": source.warps,
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "spills": spills,
+        "shared": kernel.metadata.shared,
+        "accesses": {str(width): widths[width] for width in sorted(widths)},
+    }
+    return {**line, "problems": problems(line)}
+
+
+# What else may be narrow: each kernel's own few scalars a row or a program, by its file.
+NARROW = {
+    "column_sums": 1 << 20,
+    "cross_entropy_finish": 48,  # a few numbers of each shard, in unrolled loops
+    "group_norm": 12,  # of each channel
+    "dropout_forward": 4,
+    "dropout_backward": 12,
+    "cross_entropy": 12,
+    "rope": 0,
+}
+
+
+def problems(line: Mapping[str, Any]) -> list[str]:
+    """What the gate refuses."""
+    out: list[str] = []
+    if (line["spills"] or line["stack"]) and line["stack"] > SCALARS.get(line["arch"], 0):
+        out.append(f"{line['spills']} local-memory accesses, {line['stack']} bytes of stack")
+    most = DEVICES[line["arch"]].shared_bytes
+    if line["shared"] > most:
+        out.append(f"{line['shared']} bytes of shared memory, of {most}")
+    accesses: Mapping[str, int] = line["accesses"]
+    wide, narrow = accesses.get("128", 0), sum(count for width, count in accesses.items() if width != "128")
+    kernel = str(line["kernel"])
+    # Statistics of a row; loads of the stages ahead are written out before the loop.
+    per_row = 4 * line["constants"].get("ROWS", 1) * line["constants"].get("STAGES", 1)
+    allowed = next((count for name, count in NARROW.items() if name in kernel), per_row)
+    if kernel != "norm.column_sums" and not wide:
+        out.append("no 128-bit access")
+    if narrow > max(allowed, 6):
+        out.append(f"{narrow} accesses of less than 128 bits")
+    return out
+
+
+def _width(kind: str) -> int:
+    for text, bits in ((".128", 128), (".64", 64), (".U16", 16), (".S16", 16), (".U8", 8), (".S8", 8)):
+        if text in kind:
+            return bits
+    return 32
+
+
+def _disassembled(cubin: bytes) -> tuple[str, str]:
+    tools = Path(str(import_module("triton").__file__)).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        commands = ([tools / "cuobjdump", "-res-usage", file.name], [tools / "nvdisasm", "-c", file.name])
+        usage, code = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands)
+    return usage, code
+
+
+def lines(archs: Iterable[int], quick: bool) -> Iterator[dict[str, Any]]:
+    for arch in archs:
+        for source in sources(arch, quick):
+            try:
+                yield measure(source, arch)
+            except Exception as failure:  # Triton's compiler raises many kinds; each is a kernel that does not compile
+                where = {"template": source.template, "kernel": source.kernel, "arch": arch, "cols": source.cols}
+                yield {**where, "problems": [f"does not compile: {failure!r}"[:400]]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile every template; print registers, spills and access widths.")
+    parser.add_argument("--arch", type=int, action="append", help="compute capability, 90 and 80 by default")
+    parser.add_argument("--quick", action="store_true", help="a few widths in bfloat16")
+    options = parser.parse_args()
+    failed = total = 0
+    for line in lines(options.arch or (90, 80), options.quick):
+        print(json.dumps(line), flush=True)
+        total += 1
+        failed += bool(line["problems"])
+    print(json.dumps({"kernels": total, "failed": failed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Softmax of rows, scaled, with an additive or boolean mask and a causal edge; forward and backward.
+
+Row r is query `r % QUERIES` of head `r // QUERIES % HEADS`; causal keeps column c where `c <= query + COLS - QUERIES`.
+What lies past the edge is neither read forward nor backward. The edge of a load is rounded up to 16 columns, because
+a mask that may end anywhere would make every load scalar; the exact edge is applied in registers. A row with nothing
+left is all zeros, as in torch's attention. Backward: `dx = scale * y * (dy - sum(dy * y))`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _read(X, r, x_stride, c, m, scale, MASK, mask_row, edge, CAUSAL: tl.constexpr):
+    """A block of logits as softmax sees them; minus infinity where nothing is to be seen."""
+    if CAUSAL:
+        m = m & (c < (edge // 16 + 1) * 16)
+    x = tl.load(X + r * x_stride + c, mask=m, other=0.0).to(tl.float32) * scale
+    if MASK is not None:
+        mask = tl.load(MASK + mask_row + c, mask=m, other=0)
+        if MASK.dtype.element_ty == tl.int8:
+            x = tl.where(mask != 0, x, float("-inf"))
+        else:
+            x += mask.to(tl.float32)
+    if CAUSAL:
+        m = m & (c <= edge)
+    return tl.where(m, x, float("-inf"))
+
+
+@triton.jit
+def _mask_row(r, QUERIES: tl.constexpr, HEADS: tl.constexpr, batch_stride, head_stride, query_stride):
+    group = r // QUERIES
+    return (group // HEADS) * batch_stride + (group % HEADS) * head_stride + (r % QUERIES) * query_stride
+
+
+@triton.jit
+def softmax_forward(
+    X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
+    COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, BLOCK)[None, :]
+    for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        r = t * ROWS + tl.arange(0, ROWS)[:, None]
+        rm = r < rows
+        edge = r % QUERIES + (COLS - QUERIES)
+        r = r.to(tl.int64)
+        mask_row = r * 0
+        if MASK is not None:
+            mask_row = _mask_row(r, QUERIES, HEADS, batch_stride, head_stride, query_stride)
+        xs = ()
+        tops = tl.full((ROWS, BLOCK), float("-inf"), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            m = rm & (i * BLOCK + c < COLS)
+            x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL)
+            xs = xs + (x,)
+            tops = tl.maximum(tops, x)
+        top = tl.max(tops, 1, keep_dims=True)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        es = ()
+        totals = tl.zeros((ROWS, BLOCK), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            e = tl.exp(xs[i] - top)
+            es = es + (e,)
+            totals += e
+        total = tl.sum(totals, 1, keep_dims=True)
+        inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+        for i in tl.static_range(CHUNKS):
+            m = rm & (i * BLOCK + c < COLS)
+            tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def softmax_forward_looped(
+    X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
+    COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program: maximum and sum in one pass, then the row again."""
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    edge = (r % QUERIES).to(tl.int32) + (COLS - QUERIES)
+    mask_row = r * 0
+    if MASK is not None:
+        mask_row = _mask_row(r, QUERIES, HEADS, batch_stride, head_stride, query_stride)
+    end = COLS
+    if CAUSAL:
+        end = tl.minimum(COLS, tl.maximum(edge + 1, 0))
+    top = float("-inf")
+    total = 0.0
+    for start in tl.range(0, end, BLOCK):
+        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL)
+        now = tl.maximum(top, tl.max(x, 0))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe), 0)
+        top = now
+    top = tl.where(top == float("-inf"), 0.0, top)
+    inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+    for start in tl.range(0, COLS, BLOCK):
+        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL)
+        y = tl.exp(x - top) * inverse
+        tl.store(Y + r * COLS + start + c, y.to(Y.dtype.element_ty), mask=start + c < COLS)
+
+
+@triton.jit
+def softmax_backward(
+    DY, Y, DX, rows, dy_stride, y_stride, scale, COLS: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, BLOCK)[None, :]
+    for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        r = t * ROWS + tl.arange(0, ROWS)[:, None]
+        rm = r < rows
+        edge = r % QUERIES + (COLS - QUERIES)
+        r = r.to(tl.int64)
+        ys = ()
+        gs = ()
+        dots = tl.zeros((ROWS, BLOCK), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            m = rm & (i * BLOCK + c < COLS)
+            if CAUSAL:
+                m = m & (i * BLOCK + c < (edge // 16 + 1) * 16)
+            y = tl.load(Y + r * y_stride + i * BLOCK + c, mask=m, other=0.0)
+            g = tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0)
+            if CAUSAL:
+                g = tl.where(i * BLOCK + c <= edge, g, 0.0)
+                y = tl.where(i * BLOCK + c <= edge, y, 0.0)
+            ys = ys + (y,)
+            gs = gs + (g,)
+            dots += y.to(tl.float32) * g.to(tl.float32)
+        dot = tl.sum(dots, 1, keep_dims=True)
+        for i in tl.static_range(CHUNKS):
+            dx = scale * ys[i].to(tl.float32) * (gs[i].to(tl.float32) - dot)
+            tl.store(
+                DX + r * COLS + i * BLOCK + c, dx.to(DX.dtype.element_ty), mask=rm & (i * BLOCK + c < COLS)
+            )  # fmt: skip
+
+
+@triton.jit
+def softmax_backward_looped(
+    DY, Y, DX, rows, dy_stride, y_stride, scale,
+    COLS: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    edge = (r % QUERIES).to(tl.int32) + (COLS - QUERIES)
+    end = COLS
+    if CAUSAL:
+        end = tl.minimum(COLS, tl.maximum(edge + 1, 0))
+    dots = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, end, BLOCK):
+        m = start + c < COLS
+        if CAUSAL:
+            m = m & (start + c < (edge // 16 + 1) * 16)
+        y = tl.load(Y + r * y_stride + start + c, mask=m, other=0.0).to(tl.float32)
+        g = tl.load(DY + r * dy_stride + start + c, mask=m, other=0.0).to(tl.float32)
+        if CAUSAL:
+            g = tl.where(start + c <= edge, g, 0.0)
+            y = tl.where(start + c <= edge, y, 0.0)
+        dots += y * g
+    dot = tl.sum(dots, 0)
+    for start in tl.range(0, COLS, BLOCK):
+        m = start + c < COLS
+        seen = m
+        if CAUSAL:
+            seen = m & (start + c < (edge // 16 + 1) * 16)
+        y = tl.load(Y + r * y_stride + start + c, mask=seen, other=0.0).to(tl.float32)
+        g = tl.load(DY + r * dy_stride + start + c, mask=seen, other=0.0).to(tl.float32)
+        if CAUSAL:
+            g = tl.where(start + c <= edge, g, 0.0)
+            y = tl.where(start + c <= edge, y, 0.0)
+        dx = scale * y * (g - dot)
+        tl.store(DX + r * COLS + start + c, dx.to(DX.dtype.element_ty), mask=m)

@@ -1,0 +1,58 @@
+"""The templates as plain functions on tensors: no compiler, no graph, no autograd.
+
+A tensor on a GPU goes to Triton; on a CPU, in float64, or without Triton, the call runs `kernels_triton.reference`.
+Outputs are new and contiguous, statistics and scratch are float32, and two runs are bitwise equal.
+"""
+
+from kernels_triton.ops.activation import (
+    bias_gelu,
+    bias_gelu_backward,
+    gated,
+    gated_backward,
+    squared_relu,
+    squared_relu_backward,
+)
+from kernels_triton.ops.adamw import adamw
+from kernels_triton.ops.cross_entropy import (
+    cross_entropy,
+    cross_entropy_finish,
+    cross_entropy_stats,
+)
+from kernels_triton.ops.dropout import bias_dropout_residual, bias_dropout_residual_backward
+from kernels_triton.ops.group_norm import group_norm, group_norm_backward
+from kernels_triton.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+from kernels_triton.ops.rope import rope
+from kernels_triton.ops.softmax import softmax, softmax_backward
+
+__all__ = [
+    "adamw",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_dropout_residual",
+    "bias_dropout_residual_backward",
+    "bias_gelu",
+    "bias_gelu_backward",
+    "cross_entropy",
+    "cross_entropy_finish",
+    "cross_entropy_stats",
+    "gated",
+    "gated_backward",
+    "group_norm",
+    "group_norm_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
+    "softmax",
+    "softmax_backward",
+    "squared_relu",
+    "squared_relu_backward",
+]

@@ -1,0 +1,150 @@
+"""Bias + GeLU, gated activations (SwiGLU, GeGLU) and squared ReLU; backward recomputes what it needs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels_triton import launch, reference, rows
+from kernels_triton.checks import expect, same_dtype, shaped
+from kernels_triton.ops.sums import partials, summed
+from kernels_triton.reference.activation import ACTIVATIONS
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
+    """act(x + bias); `act` is `gelu_tanh`, `gelu` (erf), `silu` or `relu2`."""
+    _known("bias_gelu", act)
+    shaped("bias_gelu", "bias", bias, x.shape[-1:], x)
+    if not launch.on_triton(x):
+        return reference.bias_gelu(x, bias, act)
+    return _forward("bias_gelu", x, bias, act)
+
+
+def bias_gelu_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: str = "gelu_tanh"
+) -> tuple[Tensor, Tensor | None]:
+    """(dx, dbias)."""
+    _known("bias_gelu_backward", act)
+    shaped("bias_gelu_backward", "dy", dy, x.shape, x)
+    if not launch.on_triton(x):
+        return reference.bias_gelu_backward(dy, x, bias, act)
+    return _backward("bias_gelu_backward", dy, x, bias, act)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return _forward("squared_relu", x, None, "relu2") if launch.on_triton(x) else reference.squared_relu(x)
+
+
+def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    shaped("squared_relu_backward", "dy", dy, x.shape, x)
+    if not launch.on_triton(x):
+        return reference.squared_relu_backward(dy, x)
+    return _backward("squared_relu_backward", dy, x, None, "relu2")[0]
+
+
+def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
+    """act(gate) * up; without `up`, `gate` is both, packed along the last dim."""
+    _known("gated", act)
+    packed = up is None
+    expect(not packed or gate.shape[-1] % 2 == 0, "gated", f"a packed gate and up is {list(gate.shape)}: odd columns")
+    if up is not None:
+        shaped("gated", "up", up, gate.shape, gate)
+        same_dtype("gated", "up", up, gate)
+    if not launch.on_triton(gate):
+        return reference.gated(gate, up, act)
+    first, second = _halves(gate, up)
+    count, cols = first.shape
+    y = launch.empty((*gate.shape[:-1], cols), gate.dtype, gate)
+    schedule = rows.tile_schedule("gated", gate, cols)
+    launch.run(
+        "activation.gated_forward",
+        (schedule.tiles(count, cols),),
+        *(first, second, y, count, rows.row_stride(first), rows.row_stride(second)),
+        ACT=act,
+        COLS=cols,
+        BLOCK=schedule.block,
+        ROWS=schedule.rows,
+        warps=schedule.warps,
+    )
+    return y
+
+
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None = None, act: str = "silu"
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `gate` and `up`; one, packed, where they were."""
+    _known("gated_backward", act)
+    if not launch.on_triton(gate):
+        return reference.gated_backward(dy, gate, up, act)
+    first, second = _halves(gate, up)
+    count, cols = first.shape
+    shaped("gated_backward", "dy", dy, (*gate.shape[:-1], cols), gate)
+    grad = rows.as_rows(dy)
+    dgate = launch.empty(gate.shape, gate.dtype, gate)
+    dup = None if up is None else launch.empty(up.shape, up.dtype, up)
+    to_first, to_second = _halves(dgate, dup)
+    schedule = rows.tile_schedule("gated_backward", gate, cols)
+    launch.run(
+        "activation.gated_backward",
+        (schedule.tiles(count, cols),),
+        *(grad, first, second, to_first, to_second, count),
+        *map(rows.row_stride, (grad, first, second, to_first, to_second)),
+        ACT=act,
+        COLS=cols,
+        BLOCK=schedule.block,
+        ROWS=schedule.rows,
+        warps=schedule.warps,
+    )
+    return dgate, dup
+
+
+def _known(op: str, act: str) -> None:
+    expect(act in ACTIVATIONS, op, f"no activation {act!r}", hint=f"one of {', '.join(ACTIVATIONS)}")
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up as rows; of a packed tensor, two views."""
+    if up is not None:
+        return rows.as_rows(gate), rows.as_rows(up)
+    flat = rows.as_rows(gate)
+    half = gate.shape[-1] // 2
+    return flat[:, :half], flat[:, half:]
+
+
+def _forward(op: str, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    flat = rows.as_rows(x)
+    count, cols = flat.shape
+    y = launch.empty(x.shape, x.dtype, x)
+    schedule = rows.tile_schedule(op, x, cols)
+    launch.run(
+        "activation.activation_forward",
+        (schedule.tiles(count, cols),),
+        *(flat, None if bias is None else bias.contiguous(), y, count, rows.row_stride(flat)),
+        ACT=act,
+        COLS=cols,
+        BLOCK=schedule.block,
+        ROWS=schedule.rows,
+        warps=schedule.warps,
+    )
+    return y
+
+
+def _backward(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor | None]:
+    grad, flat = rows.as_rows(dy), rows.as_rows(x)
+    count, cols = flat.shape
+    dx = launch.empty(x.shape, x.dtype, x)
+    schedule = rows.walking_schedule(op, x, cols, sums=bias is not None)
+    grid = schedule.walk(count, cols, x)
+    db = None if bias is None else partials(grid[0], cols, x)
+    launch.run(
+        "activation.activation_backward",
+        grid,
+        *(grad, flat, None if bias is None else bias.contiguous(), dx, db, count),
+        *(rows.row_stride(grad), rows.row_stride(flat)),
+        ACT=act,
+        COLS=cols,
+        BLOCK=schedule.block,
+        ROWS=schedule.rows,
+        STAGES=schedule.stages,
+        warps=schedule.warps,
+    )
+    return dx, None if bias is None else summed(db, None, bias.dtype, x)[0]

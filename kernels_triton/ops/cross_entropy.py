@@ -1,0 +1,103 @@
+"""Cross-entropy: loss and gradient from one read of the logits, whole or as shards of the vocabulary.
+
+Of a sharded vocabulary each rank calls `cross_entropy_stats`, gathers the [tokens, 3] float32 results (12 bytes a
+token and rank: the only communication), and calls `cross_entropy_finish`. No buffer of [tokens, vocabulary] is made
+but the gradient, and none at all with `in_place`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_triton import launch, reference, rows
+from kernels_triton.checks import expect, shaped
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, grad_scale: Tensor | None = None, ignore: int = -100, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, dlogits), a row of `logits` [tokens, vocabulary] each. `dlogits` is the gradient of the sum of
+    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN."""
+    _check("cross_entropy", logits, target, in_place)
+    if not launch.on_triton(logits):
+        return reference.cross_entropy(logits, target, grad_scale, ignore, in_place)
+    flat = rows.as_rows(logits)
+    count, cols = flat.shape
+    loss, lse = (launch.empty((count,), torch.float32, logits) for _ in range(2))
+    grad = flat if in_place else launch.empty(logits.shape, logits.dtype, logits)
+    schedule = rows.vocabulary_schedule("cross_entropy", logits, cols)
+    launch.run(
+        "cross_entropy.cross_entropy_rows",
+        (schedule.programs(count, logits),),
+        *(flat, target.contiguous(), grad_scale, loss, lse, grad, count),
+        *(rows.row_stride(flat), rows.row_stride(grad), ignore),
+        COLS=cols,
+        BLOCK=schedule.block,
+        GROUP=16 // logits.element_size(),
+        warps=schedule.warps,
+    )
+    return loss, lse, logits if in_place else grad
+
+
+def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tensor:
+    """[tokens, 3] of a shard whose first class is `start`: maximum, sum of exp(x - maximum), target's logit or 0."""
+    _check("cross_entropy_stats", logits, target, False)
+    if not launch.on_triton(logits):
+        return reference.cross_entropy_stats(logits, target, start)
+    flat = rows.as_rows(logits)
+    count, cols = flat.shape
+    stats = launch.empty((count, 3), torch.float32, logits)
+    schedule = rows.vocabulary_schedule("cross_entropy_stats", logits, cols)
+    launch.run(
+        "cross_entropy.cross_entropy_stats",
+        (schedule.programs(count, logits),),
+        *(flat, target.contiguous(), stats, count, rows.row_stride(flat), start),
+        COLS=cols,
+        BLOCK=schedule.block,
+        GROUP=16 // logits.element_size(),
+        warps=schedule.warps,
+    )
+    return stats
+
+
+def cross_entropy_finish(
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    classes: int,
+    start: int = 0,
+    grad_scale: Tensor | None = None,
+    ignore: int = -100,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, this shard's dlogits), given every shard's `stats` [shards, tokens, 3]; `classes` in all."""
+    op = "cross_entropy_finish"
+    _check(op, logits, target, in_place)
+    shaped(op, "stats", stats, (stats.shape[0], logits.shape[0], 3), logits)
+    if not launch.on_triton(logits):
+        return reference.cross_entropy_finish(logits, target, stats, classes, start, grad_scale, ignore, in_place)
+    flat = rows.as_rows(logits)
+    count, cols = flat.shape
+    loss, lse = (launch.empty((count,), torch.float32, logits) for _ in range(2))
+    grad = flat if in_place else launch.empty(logits.shape, logits.dtype, logits)
+    schedule = rows.vocabulary_schedule(op, logits, cols)
+    launch.run(
+        "cross_entropy.cross_entropy_finish",
+        (schedule.programs(count, logits),),
+        *(flat, target.contiguous(), stats.contiguous(), grad_scale, loss, lse, grad, count),
+        *(rows.row_stride(flat), rows.row_stride(grad), ignore, classes, start, stats.shape[0]),
+        COLS=cols,
+        BLOCK=schedule.block,
+        warps=schedule.warps,
+    )
+    return loss, lse, logits if in_place else grad
+
+
+def _check(op: str, logits: Tensor, target: Tensor, in_place: bool) -> None:
+    expect(logits.dim() == 2, op, f"logits are {list(logits.shape)}", hint="reshape them to [tokens, vocabulary]")
+    expect(target.dtype == torch.int64, op, f"targets are {target.dtype}, expected torch.int64")
+    shaped(op, "target", target, logits.shape[:1], logits)
+    # A copy would take the gradient in the caller's place.
+    wide = not in_place or logits.shape[-1] <= 1 or logits.stride(-1) == 1
+    expect(wide, op, "in_place needs logits with contiguous columns", hint="pass in_place=False")

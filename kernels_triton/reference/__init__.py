@@ -1,0 +1,58 @@
+"""The plain-torch twin of every template: the same arguments and results, on any device and dtype.
+
+Low precisions are computed in float32, as the kernels do; float64 in float64, which is what the kernels are held
+against. Outputs are rounded once, at the end.
+"""
+
+from kernels_triton.reference.activation import (
+    bias_gelu,
+    bias_gelu_backward,
+    gated,
+    gated_backward,
+    squared_relu,
+    squared_relu_backward,
+)
+from kernels_triton.reference.adamw import adamw
+from kernels_triton.reference.cross_entropy import (
+    cross_entropy,
+    cross_entropy_finish,
+    cross_entropy_stats,
+)
+from kernels_triton.reference.dropout import bias_dropout_residual, bias_dropout_residual_backward
+from kernels_triton.reference.group_norm import group_norm, group_norm_backward
+from kernels_triton.reference.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+from kernels_triton.reference.rope import rope
+from kernels_triton.reference.softmax import softmax, softmax_backward
+
+__all__ = [
+    "adamw",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_dropout_residual",
+    "bias_dropout_residual_backward",
+    "bias_gelu",
+    "bias_gelu_backward",
+    "cross_entropy",
+    "cross_entropy_finish",
+    "cross_entropy_stats",
+    "gated",
+    "gated_backward",
+    "group_norm",
+    "group_norm_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
+    "softmax",
+    "softmax_backward",
+    "squared_relu",
+    "squared_relu_backward",
+]

@@ -1,0 +1,44 @@
+"""AdamW on one flat bucket, as torch.optim.AdamW computes it, with what surrounds it in training in the same pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_triton.reference.wide import wide
+
+
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    lr: Tensor,
+    step: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    grad_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+    copy: Tensor | None = None,
+) -> None:
+    """In place on `param` and both moments, each flat.
+
+    `lr`, `step` (1 in the first), `grad_scale` (1 / loss scale times the clipping coefficient) and `skip` (nothing
+    happens where it is not 0) are 0-dim tensors: a CUDA graph replays with new values. `copy` gets the new parameters
+    in its own dtype.
+    """
+    g = wide(grad) if grad_scale is None else wide(grad) * wide(grad_scale)
+    beta1, beta2 = betas
+    first = 1.0 - beta1 ** step.double()
+    second = 1.0 - beta2 ** step.double()
+    rate = lr.to(param.device, g.dtype)
+    m = exp_avg + (g.to(exp_avg.dtype) - exp_avg) * (1.0 - beta1)
+    v = exp_avg_sq * beta2 + g.square() * (1.0 - beta2)
+    denominator = v.sqrt() / second.sqrt().to(g.dtype) + eps
+    p = param * (1.0 - rate * weight_decay) - (rate / first.to(g.dtype)) * (m / denominator)
+    keep = torch.zeros((), dtype=torch.bool, device=param.device) if skip is None else skip.reshape(()) != 0
+    for target, value in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
+        target.copy_(torch.where(keep, target, value.to(target.dtype)))
+    if copy is not None:
+        copy.copy_(param)

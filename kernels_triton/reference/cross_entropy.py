@@ -1,0 +1,59 @@
+"""Cross-entropy of logits against class indices: loss and gradient together; in one piece, or per vocabulary shard.
+
+A shard's part of a row is three numbers: its maximum m, the sum s of exp(x - m), and the target's logit (0 where the
+target lies in another shard). Gathered over the shards, they give every rank the same log-sum-exp:
+
+    M = max m,   lse = M + log(sum of s * exp(m - M)),   loss = lse - sum of target logits
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_triton.reference.wide import wide
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, grad_scale: Tensor | None = None, ignore: int = -100, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, dlogits), a row of `logits` [tokens, vocabulary] each. `dlogits` is the gradient of the sum of
+    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN."""
+    stats = cross_entropy_stats(logits, target)
+    return cross_entropy_finish(logits, target, stats.unsqueeze(0), logits.shape[-1], 0, grad_scale, ignore, in_place)
+
+
+def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tensor:
+    """[tokens, 3] of a shard whose first class is `start`: what the caller gathers."""
+    x = wide(logits)
+    top = x.amax(-1)
+    finite = torch.where(top == -torch.inf, 0.0, top)
+    total = (x - finite.unsqueeze(-1)).exp().sum(-1)
+    here = (target >= start) & (target < start + x.shape[-1])
+    logit = x.gather(-1, (target - start).clamp(0, x.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    return torch.stack((top, total, torch.where(here, logit, 0.0)), -1)
+
+
+def cross_entropy_finish(
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    classes: int,
+    start: int = 0,
+    grad_scale: Tensor | None = None,
+    ignore: int = -100,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, this shard's dlogits), given every shard's `stats` [shards, tokens, 3]; `classes` in all."""
+    top = stats[..., 0].amax(0)
+    lse = top + (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0).log()
+    ignored = target == ignore
+    wrong = ~ignored & ((target < 0) | (target >= classes))
+    loss = torch.where(ignored, 0.0, torch.where(wrong, torch.nan, lse - stats[..., 2].sum(0)))
+    grad = (wide(logits) - lse.unsqueeze(-1)).exp()
+    column = torch.arange(start, start + logits.shape[-1], device=logits.device)
+    grad = grad - (column == target.unsqueeze(-1)).to(grad.dtype)
+    if grad_scale is not None:
+        grad = grad * wide(grad_scale)
+    grad = torch.where(ignored.unsqueeze(-1), 0.0, torch.where(wrong.unsqueeze(-1), torch.nan, grad)).to(logits.dtype)
+    return loss, lse, logits.copy_(grad) if in_place else grad

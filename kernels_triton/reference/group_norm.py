@@ -1,0 +1,51 @@
+"""GroupNorm of [batch, channels, ...]: statistics over a group of channels and all positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_triton.reference.wide import wide
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd), statistics [batch, groups]."""
+    h = wide(x).reshape(x.shape[0], groups, -1)
+    mean = h.mean(-1)
+    d = h - mean.unsqueeze(-1)
+    rstd = torch.rsqrt(d.square().mean(-1) + eps)
+    y = (d * rstd.unsqueeze(-1)).reshape(x.shape[0], x.shape[1], -1)
+    if weight is not None:
+        y = y * wide(weight).unsqueeze(-1)
+    if bias is not None:
+        y = y + wide(bias).unsqueeze(-1)
+    return y.reshape(x.shape).to(x.dtype), mean, rstd
+
+
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    with_bias: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    batch, channels = x.shape[:2]
+    grouped = (batch, groups, -1)
+    xhat = (wide(x).reshape(grouped) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    g = wide(dy).reshape(batch, channels, -1)
+    dweight = (g * xhat.reshape(g.shape)).sum((0, 2))
+    dbias = g.sum((0, 2))
+    if weight is not None:
+        g = g * wide(weight).unsqueeze(-1)
+    g = g.reshape(grouped)
+    dx = rstd.unsqueeze(-1) * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    dtype = x.dtype if weight is None else weight.dtype
+    return (
+        dx.reshape(x.shape).to(x.dtype),
+        None if weight is None else dweight.to(dtype),
+        dbias.to(dtype) if with_bias else None,
+    )

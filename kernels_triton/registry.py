@@ -1,0 +1,205 @@
+"""The list of templates: what each takes and gives, with shapes and dtypes, and what it is held against.
+
+A signature is text over named sizes. `T` is the dtype of the call, `?` marks an operand that may be None, and a list
+in square brackets is a shape: `x: T[rows, cols], weight: T[cols]? -> y: T[rows, cols], rstd: f32[rows]`. Sizes are
+names, numbers, or products of both. `arguments` makes operands of a signature, on `meta` for the compile gate, filled
+for a benchmark. Options are what a call may choose: one variant of them an entry of `variants`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton import ops, reference
+from kernels_triton.launch import DTYPES
+
+KINDS = {"f32": torch.float32, "i64": torch.int64, "u8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """`kind` is T, or a dtype's short name; `optional` operands may be None."""
+
+    name: str
+    kind: str
+    dims: tuple[str, ...]
+    optional: bool
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(math.prod(_size(factor, sizes) for factor in dim.split("*")) for dim in self.dims)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.kind == "T" else KINDS[self.kind]
+
+
+@dataclass(frozen=True)
+class Template:
+    """One op of `kernels_triton.ops` and its twin in `kernels_triton.reference`."""
+
+    name: str
+    signature: str
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    scalars: tuple[tuple[int, Any], ...] = ()  # (position, value) of arguments that are no tensors
+
+    @property
+    def op(self) -> Callable[..., Any]:
+        return getattr(ops, self.name)
+
+    @property
+    def reference(self) -> Callable[..., Any]:
+        return getattr(reference, self.name)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return _operands(self.signature.partition("->")[0])
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        return _operands(self.signature.partition("->")[2])
+
+    def arguments(self, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device | str) -> list[Any]:
+        """Positional arguments of a call: every operand given, drawn from torch's generator."""
+        made: list[Any] = [_draw(operand, sizes, dtype, device) for operand in self.operands]
+        for position, value in self.scalars:
+            made.insert(position, value)
+        return made
+
+
+def _operands(text: str) -> tuple[Operand, ...]:
+    found = re.findall(r"(\w+): (\w+)\[([^\]]*)\](\?)?", text)
+    return tuple(
+        Operand(name, kind, tuple(d.strip() for d in dims.split(",") if d.strip()), bool(optional))
+        for name, kind, dims, optional in found
+    )
+
+
+def _size(name: str, sizes: Mapping[str, int]) -> int:
+    name = name.strip()
+    if name == "bytes":  # a bit for each column
+        return -(-sizes["cols"] // 8)
+    return int(name) if name.isdigit() else sizes[name]
+
+
+def _draw(operand: Operand, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    shape, kind = operand.shape(sizes), operand.dtype(dtype)
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, dtype=kind, device=device)
+    if kind == torch.int64:
+        one = torch.ones((), dtype=kind, device=device)  # a step or a seed
+        return torch.randint(0, sizes["cols"], shape, device=device) if shape else one
+    if kind == torch.uint8:
+        return torch.randint(0, 256, shape, device=device).to(kind)
+    drawn = torch.randn(shape, dtype=torch.float32, device=device)
+    return (drawn.abs() + 0.1 if operand.name in POSITIVE else drawn).to(kind)
+
+
+GROUPS = 32
+POSITIVE = ("rstd", "exp_avg_sq", "lr", "stats")
+X = "x: T[rows, cols]"
+STATS = "mean: f32[rows], rstd: f32[rows]"
+ACTS = tuple({"act": act} for act in ("gelu_tanh", "gelu"))
+GATES = tuple({"act": act} for act in ("silu", "gelu_tanh", "gelu"))
+
+TEMPLATES: dict[str, Template] = {
+    template.name: template
+    for template in (
+        Template("layer_norm", f"{X}, weight: T[cols]?, bias: T[cols]? -> y: T[rows, cols], {STATS}"),
+        Template("rms_norm", f"{X}, weight: T[cols]? -> y: T[rows, cols], rstd: f32[rows]"),
+        Template(
+            "add_layer_norm",
+            f"{X}, residual: T[rows, cols], weight: T[cols]?, bias: T[cols]? -> "
+            f"y: T[rows, cols], sum: T[rows, cols], {STATS}",
+        ),
+        Template(
+            "add_rms_norm",
+            f"{X}, residual: T[rows, cols], weight: T[cols]? -> y: T[rows, cols], sum: T[rows, cols], rstd: f32[rows]",
+        ),
+        Template(
+            "layer_norm_backward",
+            f"dy: T[rows, cols], {X}, weight: T[cols]?, {STATS}, residual_grad: T[rows, cols]? -> "
+            "dx: T[rows, cols], dweight: T[cols]?, dbias: T[cols]?",
+        ),
+        Template(
+            "rms_norm_backward",
+            f"dy: T[rows, cols], {X}, weight: T[cols]?, rstd: f32[rows], residual_grad: T[rows, cols]? -> "
+            "dx: T[rows, cols], dweight: T[cols]?",
+        ),
+        Template(
+            "softmax",
+            f"{X} -> y: T[rows, cols]",
+            variants=({}, {"scale": 0.125}, {"scale": 0.125, "causal": True}),
+        ),
+        Template(
+            "softmax_backward",
+            "dy: T[rows, cols], y: T[rows, cols] -> dx: T[rows, cols]",
+            variants=({"scale": 0.125}, {"scale": 0.125, "causal": True}),
+        ),
+        Template("bias_gelu", f"{X}, bias: T[cols]? -> y: T[rows, cols]", ACTS),
+        Template(
+            "bias_gelu_backward", f"dy: T[rows, cols], {X}, bias: T[cols]? -> dx: T[rows, cols], dbias: T[cols]?", ACTS
+        ),
+        Template("squared_relu", f"{X} -> y: T[rows, cols]"),
+        Template("squared_relu_backward", f"dy: T[rows, cols], {X} -> dx: T[rows, cols]"),
+        Template("gated", "gate: T[rows, cols], up: T[rows, cols]? -> y: T[rows, cols]", GATES),
+        Template(
+            "gated_backward",
+            "dy: T[rows, cols], gate: T[rows, cols], up: T[rows, cols]? -> dgate: T[rows, cols], dup: T[rows, cols]?",
+            GATES,
+        ),
+        Template(
+            "bias_dropout_residual",
+            f"{X}, bias: T[cols]?, residual: T[rows, cols]?, seed: i64[] -> y: T[rows, cols], keep: u8[rows, bytes]",
+            scalars=((3, 0.1), (5, 7)),
+        ),
+        Template(
+            "bias_dropout_residual_backward",
+            "dy: T[rows, cols], keep: u8[rows, bytes], bias: T[cols]? -> dx: T[rows, cols], dbias: T[cols]?",
+            scalars=((2, 0.1),),
+        ),
+        Template(
+            "cross_entropy",
+            "logits: T[rows, cols], target: i64[rows], grad_scale: f32[]? -> "
+            "loss: f32[rows], lse: f32[rows], dlogits: T[rows, cols]",
+            variants=({}, {"in_place": True}),
+        ),
+        Template("cross_entropy_stats", "logits: T[rows, cols], target: i64[rows] -> stats: f32[rows, 3]"),
+        Template(
+            "cross_entropy_finish",
+            "logits: T[rows, cols], target: i64[rows], stats: f32[4, rows, 3] -> "
+            "loss: f32[rows], lse: f32[rows], dlogits: T[rows, cols]",
+            variants=({"classes": 1 << 18, "start": 0},),
+        ),
+        Template(
+            "rope",
+            "x: T[batch, rows, heads, dim], cos: f32[rows, half], sin: f32[rows, half] -> "
+            "y: T[batch, rows, heads, dim]",
+            variants=({}, {"in_place": True}, {"inverse": True, "in_place": True}, {"interleaved": True}),
+        ),
+        Template(
+            "adamw",
+            "param: f32[rows*cols], grad: T[rows*cols], exp_avg: f32[rows*cols], exp_avg_sq: f32[rows*cols], "
+            "lr: f32[], step: i64[] ->",
+        ),
+        Template(
+            "group_norm",
+            "x: T[batch, channels, space], weight: T[channels]?, bias: T[channels]? -> "
+            "y: T[batch, channels, space], mean: f32[batch, groups], rstd: f32[batch, groups]",
+            scalars=((1, GROUPS),),
+        ),
+        Template(
+            "group_norm_backward",
+            "dy: T[batch, channels, space], x: T[batch, channels, space], weight: T[channels]?, "
+            "mean: f32[batch, groups], rstd: f32[batch, groups] -> "
+            "dx: T[batch, channels, space], dweight: T[channels]?, dbias: T[channels]?",
+            scalars=((2, GROUPS),),
+        ),
+    )
+}

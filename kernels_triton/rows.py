@@ -1,0 +1,189 @@
+"""Every row kernel sees a tensor as rows: `[rows, cols]`, contiguous columns, one stride between rows.
+
+`as_rows` finds that view, and copies only where there is none (columns that are not contiguous, or leading dims that
+do not collapse into one stride). `schedule` cuts the rows into tiles: `chunks` blocks of a power of two of columns,
+held in registers together, so that 12288 columns are 3 x 4096 and not 16384 with a quarter masked off; rows that do
+not fit are looped over. Measured figures come from configs/kernels; sizes decide where there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kernels_triton import launch
+
+# Columns of a row that one program holds at most, by bytes an element: more would spill (the gate says so).
+FORWARD_COLS = {2: 16384, 4: 12288}
+BACKWARD_COLS = {2: 12288, 4: 8192}
+L2_BYTES = 40 << 20  # of the H200's 50 to 60 MiB
+RESERVED = 5 << 10  # of shared memory, for what threads exchange when they sum
+TABLES = Path(__file__).parent.parent / "configs" / "kernels"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`waves` programs a multiprocessor share all tiles of `rows` rows; 0: each tile has a program of its own.
+
+    `chunks` 0 means that rows are looped over, `block` columns at a time. `stages`: tiles in flight a program.
+    """
+
+    block: int
+    chunks: int = 1
+    rows: int = 1
+    warps: int = 4
+    stages: int = 1
+    waves: int = 0
+
+    @property
+    def persistent(self) -> dict[str, int]:
+        """What a kernel takes that holds its rows in registers."""
+        shape = {"CHUNKS": self.chunks, "BLOCK": self.block, "ROWS": self.rows, "STAGES": self.stages}
+        return {**shape, "warps": self.warps}
+
+    def programs(self, rows: int, x: Tensor) -> int:
+        """How many programs to launch for so many rows."""
+        tiles = -(-rows // self.rows)
+        return tiles if self.waves == 0 else min(tiles, self.waves * launch.device_of(x).sms)
+
+    def tiles(self, rows: int, cols: int) -> int:
+        """Programs of a grid of tiles, columns first."""
+        return -(-rows // self.rows) * -(-cols // self.block)
+
+    def walk(self, rows: int, cols: int, x: Tensor) -> tuple[int, int]:
+        """(programs that share the rows, blocks of columns)."""
+        blocks, tiles = -(-cols // self.block), -(-rows // self.rows)
+        shared = max(1, self.waves * launch.device_of(x).sms // blocks)
+        return min(tiles, shared) if self.waves else tiles, blocks
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[rows, cols]` with contiguous columns: a view where one exists."""
+    if x.dim() == 0 or x.numel() == 0:
+        return x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return x.contiguous().view(-1, x.shape[-1])
+
+
+def row_stride(x: Tensor | None) -> int:
+    """Elements between rows; 0 for none."""
+    return 0 if x is None or x.shape[0] <= 1 else x.stride(0)
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cut(cols: int, largest: int, most: int) -> tuple[int, int]:
+    """(block, chunks) covering `cols` with the least padding, then the fewest chunks; (largest, 0) if none does."""
+    smallest = min(power_of_two(cols), 1024)
+    options = [
+        (block * chunks, chunks, block)
+        for chunks in range(1, most + 1)
+        for block in [max(smallest, power_of_two(-(-cols // chunks)))]
+        if block <= largest and block * chunks >= cols
+    ]
+    if not options:
+        return largest, 0
+    _, chunks, block = min(options)
+    return block, chunks
+
+
+def forward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
+    """For a kernel that holds one or two values a column."""
+    block, chunks = cut(cols, 16384, 4) if cols <= FORWARD_COLS[x.element_size()] else (8192 // x.element_size(), 0)
+    if not chunks:
+        return tabled(name, x, cols, Schedule(block, 0, warps=8))
+    width = block * chunks
+    rows = max(1, min(16, 1024 // width))
+    a_thread, most = (32, 16) if x.element_size() == 2 else (16, 32)  # the row stays in registers, as it was loaded
+    return tabled(name, x, cols, Schedule(block, chunks, rows, warps=_warps(width * rows, a_thread, most)))
+
+
+def backward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
+    """For a kernel that also sums over rows: two accumulators a column stay in registers as rows stream by."""
+    looped = Schedule(2048, 0, rows=4, warps=8, waves=2)
+    if cols > BACKWARD_COLS[x.element_size()]:
+        return tabled(name, x, cols, looped)
+    block, chunks = cut(cols, 8192, 4)
+    width = block * chunks
+    rows = max(1, min(16, 2048 // width))
+    warps = _warps(width * rows, 16, 16)
+    waves = max(1, 16 // warps)
+    # Rows ahead are fetched into shared memory while this one is summed: x, dy and the residual's gradient.
+    shared = launch.device_of(x).shared_bytes - RESERVED
+    deepest = 3 if shared > 200 << 10 else 2
+    stages = max(1, min(deepest, shared // (waves * 3 * width * rows * x.element_size())))
+    if width > 8192 and stages < 3:  # without the full pipeline, rows this wide spill
+        return tabled(name, x, cols, looped)
+    return tabled(name, x, cols, Schedule(block, chunks, rows, warps, stages, waves))
+
+
+def tile_schedule(name: str, x: Tensor, cols: int) -> Schedule:
+    """For pointwise kernels: tiles of 1024 elements, so that a thread loads 16 bytes of each operand."""
+    block = min(max(16, power_of_two(cols)), 1024)
+    return tabled(name, x, cols, Schedule(block, 1, 1024 // block, 4))
+
+
+def walking_schedule(name: str, x: Tensor, cols: int, sums: bool) -> Schedule:
+    """As `tile_schedule`; with sums over rows, few programs, each of which walks down a block of columns."""
+    if not sums:
+        return tile_schedule(name, x, cols)
+    block = min(max(16, power_of_two(cols)), 512)
+    return tabled(name, x, cols, Schedule(block, 1, 2048 // block, 4, 2, 8))
+
+
+def vocabulary_schedule(name: str, x: Tensor, cols: int) -> Schedule:
+    """For rows that are read twice: as many in flight as leave them in the L2 cache between."""
+    block = min(max(16, power_of_two(cols)), 16384 // x.element_size())
+    in_flight = L2_BYTES // (cols * x.element_size() * launch.device_of(x).sms)
+    guess = Schedule(block, 0, 1, max(1, min(16, block // 256)), waves=max(1, min(8, in_flight)))
+    return tabled(name, x, cols, guess)
+
+
+def _warps(elements: int, a_thread: int, most: int) -> int:
+    return max(1, min(most, power_of_two(elements) // (32 * a_thread)))
+
+
+@cache
+def _table(device: str) -> dict[str, Any]:
+    path = TABLES / f"{device}.yaml"
+    if not path.exists():  # an installation without the repository's configs
+        return {}
+    import yaml
+
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["schedules"] or {}
+
+
+_trial: dict[str, Schedule] = {}
+
+
+@contextmanager
+def trying(name: str, schedule: Schedule) -> Generator[None]:
+    """Within, the op `name` runs with this schedule: how schedules are compared."""
+    _trial[name] = schedule
+    try:
+        yield
+    finally:
+        del _trial[name]
+
+
+def tabled(name: str, x: Tensor, cols: int, guess: Schedule) -> Schedule:
+    """The measured schedule for this kernel, width and element size; the guess where there is none."""
+    if name in _trial:
+        return _trial[name]
+    for entry in _table(launch.device_of(x).name).get(name, ()):
+        low, high = entry["cols"]
+        if low <= cols <= high and entry["bytes"] == x.element_size():
+            return replace(guess, **entry["schedule"])
+    return guess

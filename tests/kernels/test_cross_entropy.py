@@ -1,0 +1,81 @@
+"""Cross-entropy under the interpreter: loss and gradient against float64, whole and over shards of the vocabulary."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from closeness import relative
+from hypothesis import given
+from hypothesis import strategies as st
+from interpreter import Interpreter
+from test_rows import FEW, rows
+from torch import Tensor
+from torch.nn import functional
+
+LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
+
+
+def targets(x: Tensor) -> Tensor:
+    target = torch.randint(0, x.shape[1], (x.shape[0],), generator=torch.Generator().manual_seed(x.shape[1]))
+    target[::3] = -100
+    return target
+
+
+def exactly(x: Tensor, target: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    leaf = x.double().requires_grad_()
+    loss = functional.cross_entropy(leaf, target, reduction="none", ignore_index=-100)
+    (grad,) = torch.autograd.grad(loss.sum() * scale, leaf)
+    return loss.detach(), grad
+
+
+@FEW
+@given(x=rows(9000), in_place=st.booleans())
+def test_whole(interpreted: Interpreter, x: Tensor, in_place: bool) -> None:
+    target, scale = targets(x), torch.tensor(0.5)
+    (loss, lse, grad), after = interpreted("cross_entropy", x, target, scale, -100, in_place, changed=True)
+    exact, exact_grad = exactly(x, target, 0.5)
+    size = x.double().abs().max().clamp(min=1.0)
+    assert relative(loss, exact, size) < 1e-6
+    assert relative(lse, x.double().logsumexp(-1), size) < 1e-6
+    # A logit's rounding, of its own size, passes into the exponential.
+    assert relative(grad, exact_grad, torch.tensor(0.5)) < LOOSE[x.dtype] + 2e-7 * float(size)
+    assert torch.equal(after[0], grad if in_place else x)
+
+
+@FEW
+@given(x=rows(2100), cuts=st.lists(st.integers(0, 2100), max_size=3))
+def test_shards_of_the_vocabulary(interpreted: Interpreter, x: Tensor, cuts: list[int]) -> None:
+    """Stats of each shard, gathered; each shard then has its part of the gradient and the whole loss."""
+    target = targets(x)
+    edges = sorted({0, x.shape[1], *(cut % x.shape[1] for cut in cuts)})
+    parts = [(start, x[:, start:end]) for start, end in pairwise(edges)]
+    stats = torch.stack([interpreted("cross_entropy_stats", part, target, start) for start, part in parts])
+    exact, exact_grad = exactly(x, target, 1.0)
+    size = x.double().abs().max().clamp(min=1.0)
+    for start, part in parts:
+        loss, _, grad = interpreted("cross_entropy_finish", part, target, stats, x.shape[1], start)
+        assert relative(loss, exact, size) < 1e-6
+        mine = exact_grad[:, start : start + part.shape[1]]
+        assert relative(grad, mine, torch.tensor(1.0)) < LOOSE[x.dtype] + 2e-7 * float(size)
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "sharded"])
+def test_a_target_that_is_no_class_is_loud(interpreted: Interpreter, op: str) -> None:
+    x, target = torch.randn(4, 10), torch.tensor([3, 10, -1, -100])
+    if op == "cross_entropy":
+        loss, _, grad = interpreted(op, x, target)
+    else:
+        stats = interpreted("cross_entropy_stats", x, target)
+        loss, _, grad = interpreted("cross_entropy_finish", x, target, stats.unsqueeze(0), 10)
+    assert loss.isnan().tolist() == [False, True, True, False]
+    assert grad.isnan().all(-1).tolist() == [False, True, True, False]
+    assert loss[3] == 0.0
+    assert not grad[3].any()
+
+
+def test_masked_and_huge_logits(interpreted: Interpreter) -> None:
+    x = torch.tensor([[-torch.inf, 2.0, -torch.inf], [1e30, -1e30, 1e30]])
+    loss, lse, grad = interpreted("cross_entropy", x, torch.tensor([1, 0]))
+    assert torch.allclose(loss, torch.tensor([0.0, 0.6931472]), atol=1e-6) or loss[1] == 0.0
+    assert lse[0] == pytest.approx(2.0)
+    assert torch.allclose(grad[0], torch.zeros(3), atol=1e-6)

@@ -1,0 +1,211 @@
+"""Activations, dropout, rotary embedding, AdamW and GroupNorm under the interpreter, against float64."""
+
+import pytest
+import torch
+from closeness import relative, ulps, wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreter import Interpreter
+from test_rows import DTYPES, FEW, like, rows
+from torch import Tensor
+
+from kernels_triton import reference
+from shardc.ir.ops.random import RANDOM_UNIFORM
+
+# Relative error of a gradient, whose terms cancel.
+LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
+
+
+@FEW
+@given(x=rows(1100), act=st.sampled_from(["gelu_tanh", "gelu", "silu", "relu2"]), biased=st.booleans())
+def test_bias_gelu(interpreted: Interpreter, x: Tensor, act: str, biased: bool) -> None:
+    b, dy = like(x, 1, x.shape[1]) if biased else None, like(x, 2)
+    wide_b = None if b is None else wide(b)
+    y = interpreted("bias_gelu", x, b, act)
+    exact = reference.bias_gelu(wide(x), wide_b, act)
+    # In the left tail 1 + erf cancels, in torch too: 1e-6 of the input is float32's share.
+    floor = float(exact.abs().max().clamp(min=1e-5)) * (1e-4 if x.dtype != torch.float32 else 1e-1)
+    assert ulps(y, exact, floor) <= (2.0 if x.dtype != torch.float32 else 32.0)
+    dx, db = interpreted("bias_gelu_backward", dy, x, b, act)
+    exact_dx, exact_db = reference.bias_gelu_backward(wide(dy), wide(x), wide_b, act)
+    assert relative(dx, exact_dx) < LOOSE[x.dtype]
+    assert (db is None) == (b is None)
+    if db is not None:
+        assert relative(db, exact_db, exact_dx.abs().sum(0) + 1e-6) < LOOSE[x.dtype]
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_far_out(interpreted: Interpreter, act: str, dtype: torch.dtype) -> None:
+    """x^3 overflows and sigmoids saturate; values and slopes are 0 or x, 0 or 1."""
+    x = torch.tensor([[-3e4, -300.0, -30.0, 0.0, 30.0, 300.0, 3e4]]).to(dtype)
+    tiny = 1e-10  # silu(-30)
+    assert torch.allclose(interpreted("bias_gelu", x, None, act), torch.relu(x), rtol=0, atol=tiny)
+    slope, _ = interpreted("bias_gelu_backward", torch.ones_like(x), x, None, act)
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]]).to(dtype)
+    assert torch.allclose(slope, expected, rtol=0, atol=tiny)
+
+
+@FEW
+@given(x=rows(1100), act=st.sampled_from(["silu", "gelu", "gelu_tanh"]), packed=st.booleans())
+def test_gated(interpreted: Interpreter, x: Tensor, act: str, packed: bool) -> None:
+    up = None if packed else like(x, 1)
+    if packed:
+        x = torch.cat((x, like(x, 1)), -1)
+    dy = like(x, 2, x.shape[0], x.shape[1] // (2 if packed else 1))
+    wide_up = None if up is None else wide(up)
+    y = interpreted("gated", x, up, act)
+    exact = reference.gated(wide(x), wide_up, act)
+    assert relative(y, exact) < LOOSE[x.dtype]
+    for mine, theirs in zip(
+        interpreted("gated_backward", dy, x, up, act),
+        reference.gated_backward(wide(dy), wide(x), wide_up, act),
+        strict=True,
+    ):
+        if theirs is None:
+            assert mine is None
+        else:
+            assert relative(mine, theirs) < LOOSE[x.dtype]
+
+
+@FEW
+@given(x=rows(1100))
+def test_squared_relu(interpreted: Interpreter, x: Tensor) -> None:
+    dy = like(x, 1)
+    assert ulps(interpreted("squared_relu", x), reference.squared_relu(wide(x))) <= 1.0
+    assert (
+        relative(interpreted("squared_relu_backward", dy, x), reference.squared_relu_backward(*map(wide, (dy, x))))
+        < (LOOSE[x.dtype])
+    )
+
+
+@settings(max_examples=10)
+@given(
+    x=rows(1100),
+    p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    seed=st.integers(-(2**62), 2**62),
+    op_id=st.sampled_from([0, 1, 17, 2**32 - 1]),
+    place=st.sampled_from([(1, 0), (3, 2**32 - 50), (2, 2**40 + 1)]),
+)
+def test_dropout(interpreted: Interpreter, x: Tensor, p: float, seed: int, op_id: int, place: tuple[int, int]) -> None:
+    """The mask is `shardc::random_uniform`'s, at any place of any tensor, and backward's is forward's."""
+    bias, residual, dy = like(x, 1, x.shape[1]), like(x, 2), like(x, 3)
+    step, first = place
+    strides, offset = (step * x.shape[1] + 5, step), torch.tensor(first)
+    y, keep = interpreted("bias_dropout_residual", x, bias, residual, p, torch.tensor(seed), op_id, strides, offset)
+    mask = RANDOM_UNIFORM(torch.tensor(seed), op_id, list(x.shape), list(strides), offset) >= p
+    assert torch.equal(
+        keep, reference.bias_dropout_residual(x, bias, residual, p, torch.tensor(seed), op_id, strides, offset)[1]
+    )
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    exact = torch.where(mask, (wide(x) + wide(bias)) * scale, 0.0) + wide(residual)
+    assert relative(y, exact) < LOOSE[x.dtype]
+    dx, db = interpreted("bias_dropout_residual_backward", dy, keep, p, bias)
+    assert relative(dx, torch.where(mask, wide(dy) * scale, 0.0)) < LOOSE[x.dtype]
+    added = torch.where(mask, wide(dy) * scale, 0.0)
+    assert relative(db, added.sum(0), added.abs().sum(0) + 1e-6) < LOOSE[x.dtype]
+
+
+def test_a_shard_draws_what_the_whole_tensor_draws(interpreted: Interpreter) -> None:
+    x = torch.ones(2, 6, 40)
+    seed = torch.tensor(99)
+    whole, _ = interpreted("bias_dropout_residual", x, None, None, 0.4, seed, 3)
+    strides = (240, 40, 1)
+    part = x[:, 2:5, 8:24]
+    mine, _ = interpreted("bias_dropout_residual", part, None, None, 0.4, seed, 3, strides, torch.tensor(2 * 40 + 8))
+    assert torch.equal(mine, whole[:, 2:5, 8:24])
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(1, 6)),
+    half=st.integers(1, 20),
+    rest=st.sampled_from([0, 0, 5]),
+    inverse=st.booleans(),
+    interleaved=st.booleans(),
+    each=st.booleans(),
+)
+def test_rope(
+    interpreted: Interpreter,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    half: int,
+    rest: int,
+    inverse: bool,
+    interleaved: bool,
+    each: bool,
+) -> None:
+    batch, sequence, heads = shape
+    packed = torch.randn(batch, sequence, heads + 2, 2 * half + rest).to(dtype)
+    x = packed[:, :, 1 : heads + 1]
+    angles = torch.rand(*([batch] if each else []), sequence, half) * 6
+    arguments = (x, angles.cos(), angles.sin(), inverse, interleaved)
+    y = interpreted("rope", *arguments)
+    exact = reference.rope(wide(x), wide(angles.cos()), wide(angles.sin()), inverse, interleaved)
+    assert relative(y, exact) < LOOSE[dtype]
+    _, after = interpreted("rope", *arguments, True, changed=True)
+    assert torch.equal(after[0], y)
+
+
+@FEW
+@given(count=st.integers(1, 2100), step=st.integers(1, 1000), low=st.sampled_from(DTYPES), skip=st.booleans())
+def test_adamw(interpreted: Interpreter, count: int, step: int, low: torch.dtype, skip: bool) -> None:
+    generator = torch.Generator().manual_seed(count)
+    param, first = (torch.randn(count, generator=generator) for _ in range(2))
+    second = torch.rand(count, generator=generator)
+    grad = torch.randn(count, generator=generator).to(low)
+    lr, when, scale = torch.tensor(1e-2), torch.tensor(step), torch.tensor(0.25)
+    flag = torch.tensor(float(skip))
+    copy = torch.zeros(count, dtype=low)
+    options = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    arguments = (param, grad, first, second, lr, when)
+    _, after = interpreted("adamw", *arguments, **options, grad_scale=scale, skip=flag, copy=copy, changed=True)
+    mine = torch.nn.Parameter(param.double().clone())
+    optimizer = torch.optim.AdamW([mine], lr=1e-2, **options)
+    optimizer.state[mine] = {
+        "step": torch.tensor(float(step - 1)),
+        "exp_avg": first.double().clone(),
+        "exp_avg_sq": second.double().clone(),
+    }
+    mine.grad = grad.double() * 0.25
+    if not skip:
+        optimizer.step()
+    state = optimizer.state[mine]
+    for found, exact in zip(
+        (after[0], after[2], after[3]), (mine.detach(), *(state[k] for k in ("exp_avg", "exp_avg_sq"))), strict=True
+    ):
+        assert relative(found, exact) < 1e-6
+    assert torch.equal(after[-1], after[0].to(low))
+    assert torch.equal(after[1], grad)
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(DTYPES),
+    groups=st.sampled_from([1, 3]),
+    of_group=st.sampled_from([1, 2, 5]),
+    space=st.sampled_from([(), (1,), (7, 9), (70, 70)]),
+    affine=st.booleans(),
+)
+def test_group_norm(
+    interpreted: Interpreter, dtype: torch.dtype, groups: int, of_group: int, space: tuple[int, ...], affine: bool
+) -> None:
+    channels = groups * of_group
+    x, dy = (torch.randn(2, channels, *space).to(dtype) for _ in range(2))
+    w, b = (torch.randn(channels).to(dtype) if affine else None for _ in range(2))
+    y, mean, rstd = interpreted("group_norm", x, groups, w, b, 1e-3)
+    exact = reference.group_norm(wide(x), groups, *(None if t is None else wide(t) for t in (w, b)), 1e-3)
+    assert relative(y, exact[0]) < LOOSE[dtype]
+    found = interpreted("group_norm_backward", dy, x, groups, w, mean, rstd)
+    for mine, theirs in zip(
+        found,
+        reference.group_norm_backward(
+            wide(dy), wide(x), groups, None if w is None else wide(w), wide(mean), wide(rstd)
+        ),
+        strict=True,
+    ):
+        if theirs is None:
+            assert mine is None
+        else:
+            assert relative(mine, theirs, theirs.abs().amax() + 1.0) < LOOSE[dtype]

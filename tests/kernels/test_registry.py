@@ -1,0 +1,62 @@
+"""The registry lists every op; each is its reference's twin and gives what its signature says; CPU tensors run it."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels_triton import ops, reference
+from kernels_triton.launch import on_triton
+from kernels_triton.registry import TEMPLATES, Template
+
+SIZES = {"rows": 6, "cols": 20, "batch": 2, "heads": 3, "dim": 16, "half": 4, "channels": 64, "groups": 32, "space": 5}
+
+
+def test_every_op_is_listed() -> None:
+    assert sorted(TEMPLATES) == sorted(ops.__all__) == sorted(reference.__all__)
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda t: t.name)
+def test_twins(template: Template) -> None:
+    """An op and its reference are called alike, and the signature names the op's parameters."""
+    mine, theirs = (inspect.signature(f).parameters for f in (template.op, template.reference))
+    assert [(p.name, p.default) for p in mine.values()] == [(p.name, p.default) for p in theirs.values()]
+    assert [o.name for o in template.operands] == [name for name in mine if name in {o.name for o in template.operands}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda t: t.name)
+def test_results_are_as_listed(template: Template, dtype: torch.dtype) -> None:
+    for variant in template.variants:
+        arguments = template.arguments(SIZES, dtype, "cpu")
+        assert not on_triton(arguments[0])
+        results = template.op(*arguments, **variant)
+        results = () if results is None else results if isinstance(results, tuple) else (results,)
+        assert len(results) == len(template.results)
+        for operand, result in zip(template.results, results, strict=True):
+            if result is None:
+                assert operand.optional
+                continue
+            assert isinstance(result, Tensor)
+            assert result.shape == operand.shape(SIZES), operand.name
+            kind = operand.dtype(dtype)
+            # References keep statistics in the dtype that they compute in.
+            assert result.dtype == kind or (kind, result.dtype) == (torch.float32, torch.float64)
+            assert not result.isnan().any()
+
+
+def test_without_triton() -> None:
+    """What a Mac has: importing works, and ops compute by their references."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from kernels_triton import launch, ops, registry\n"
+        "assert not launch.HAS_TRITON\n"
+        "print(ops.softmax(torch.zeros(2, 4)).sum().item())"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert done.stdout == "2.0\n", done.stderr

@@ -1,0 +1,184 @@
+"""Row kernels against float64: norms and softmax, forward and backward, every schedule they have.
+
+bfloat16 and float16 results are within 2 units of the last place of the correctly rounded ones; gradients of weights
+are at float32 accuracy: their error is measured against the sum of the magnitudes of what they add up.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from closeness import relative, ulps, wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreter import Interpreter
+from torch import Tensor
+
+from kernels_triton import reference
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# float32 is held to 64 units: its own intermediates have no more bits than its results.
+ULPS = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 64.0}
+FEW = settings(max_examples=12)
+
+
+@st.composite
+def rows(draw: st.DrawFn, most: int = 2100) -> Tensor:
+    """[rows, cols], sometimes with a stride between rows, of any magnitude, constant rows among them."""
+    count = draw(st.integers(1, 9))
+    cols = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 255, 1023, 1024, 1025, 2048, most])))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    x = torch.randn(count, cols + draw(st.sampled_from([0, 0, 3, 16])), generator=generator)
+    x = x * draw(st.sampled_from([1e-3, 1.0, 30.0])) + draw(st.sampled_from([0.0, 0.0, 5.0]))
+    if draw(st.booleans()):
+        x[0] = 2.5
+    return x.to(dtype)[:, :cols]
+
+
+def like(x: Tensor, seed: int, *shape: int) -> Tensor:
+    drawn = torch.randn(shape or x.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(x.dtype)
+
+
+@FEW
+@given(x=rows(), affine=st.booleans())
+def test_layer_norm(interpreted: Interpreter, x: Tensor, affine: bool) -> None:
+    w, b = (like(x, seed, x.shape[1]) if affine else None for seed in (1, 2))
+    y, mean, rstd = interpreted("layer_norm", x, w, b, 1e-5)
+    exact = reference.layer_norm(wide(x), *(None if t is None else wide(t) for t in (w, b)), 1e-5)
+    near_zero = 1e-2 if x.dtype != torch.float32 else 1.0  # (x - mean) * rstd * w + b cancels
+    assert ulps(y, exact[0], near_zero) <= ULPS[x.dtype]
+    assert relative(mean, exact[1], wide(x).abs().amax(-1)) < 1e-6
+    assert relative(rstd, exact[2], exact[2]) < 1e-4
+
+
+@FEW
+@given(x=rows())
+def test_rms_norm(interpreted: Interpreter, x: Tensor) -> None:
+    w = like(x, 1, x.shape[1])
+    y, rstd = interpreted("rms_norm", x, w, 1e-6)
+    exact = reference.rms_norm(wide(x), wide(w), 1e-6)
+    assert ulps(y, exact[0]) <= ULPS[x.dtype]
+    assert relative(rstd, exact[1], exact[1]) < 1e-5
+
+
+@FEW
+@given(x=rows(), layer=st.booleans())
+def test_the_sum_before_a_norm_is_given_back(interpreted: Interpreter, x: Tensor, layer: bool) -> None:
+    residual, w = like(x, 3), like(x, 1, x.shape[1])
+    extra: tuple[Any, ...] = (like(x, 2, x.shape[1]),) if layer else ()
+    op = "add_layer_norm" if layer else "add_rms_norm"
+    y, total, *_ = interpreted(op, x, residual, w, *extra, 1e-5)
+    assert torch.equal(total, (x.float() + residual.float()).to(x.dtype))
+    alone = interpreted(op.removeprefix("add_"), total, w, *extra, 1e-5)
+    assert torch.equal(y, alone[0])
+
+
+@FEW
+@given(x=rows(), layer=st.booleans(), residual=st.booleans())
+def test_norm_backward(interpreted: Interpreter, x: Tensor, layer: bool, residual: bool) -> None:
+    dy, w = like(x, 4), like(x, 1, x.shape[1])
+    beside = like(x, 5) if residual else None
+    forward = reference.layer_norm(wide(x), None, None, 1e-3) if layer else reference.rms_norm(wide(x), None, 1e-3)
+    stats = [s.float() for s in forward[1:]]
+    op = "layer_norm_backward" if layer else "rms_norm_backward"
+    found = interpreted(op, dy, x, w, *stats, beside)
+    exact = getattr(reference, op)(
+        wide(dy), wide(x), wide(w), *map(wide, stats), None if beside is None else wide(beside)
+    )
+    dx = exact[0]
+    # Each dx is a difference of three terms of about this size.
+    terms = (wide(dy) * wide(w)).abs().amax(-1, keepdim=True) * stats[-1].double().unsqueeze(-1)
+    xhat = (wide(x) - (stats[0].double().unsqueeze(-1) if layer else 0.0)) * stats[-1].double().unsqueeze(-1)
+    bits = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}[x.dtype]
+    error = (found[0].double() - dx).abs()
+    assert (error <= bits * dx.abs() + 1e-4 * terms * (1.0 + xhat.abs().amax(-1, keepdim=True) ** 2)).all()
+    for mine, theirs, added in zip(found[1:], exact[1:], (wide(dy) * xhat, wide(dy)), strict=False):
+        terms = added.abs().sum(0)
+        if mine.dtype == torch.float32:
+            assert relative(mine, theirs, terms) < 4e-6
+        else:
+            assert ulps(mine, theirs, float(terms.max()) * 1e-2) <= 2.0
+
+
+@pytest.mark.parametrize("cols", [1500, 3000, 16385, 40000])
+def test_long_rows(interpreted: Interpreter, cols: int) -> None:
+    """Rows of several chunks, and rows that are looped over."""
+    x, residual, dy = (torch.randn(3, cols, generator=torch.Generator().manual_seed(s)) + s for s in range(3))
+    w, b = torch.randn(cols), torch.randn(cols)
+    y, total, mean, rstd = interpreted("add_layer_norm", x, residual, w, b, 1e-5)
+    exact = reference.add_layer_norm(*map(wide, (x, residual, w, b)), 1e-5)
+    assert relative(y, exact[0]) < 2e-6
+    assert relative(total, exact[1]) < 1e-7
+    found = interpreted("layer_norm_backward", dy, total, w, mean, rstd, x)
+    for mine, theirs in zip(
+        found, reference.layer_norm_backward(*map(wide, (dy, total, w, mean, rstd, x))), strict=True
+    ):
+        assert relative(mine, theirs) < 2e-6
+    y = interpreted("softmax", x, 2.0)
+    assert relative(y, reference.softmax(wide(x), 2.0)) < 2e-6
+    assert (
+        relative(interpreted("softmax_backward", dy, y, 2.0), reference.softmax_backward(*map(wide, (dy, y)), 2.0))
+        < 2e-6
+    )
+
+
+def test_a_long_causal_row_is_read_up_to_its_edge(interpreted: Interpreter) -> None:
+    x = torch.randn(3, 20000)
+    y = interpreted("softmax", x, 1.0, None, True)
+    assert relative(y, reference.softmax(wide(x), causal=True)) < 2e-6
+    dy = torch.randn(3, 20000)
+    dy[:, -1] = torch.nan  # past every edge but the last
+    dy[2, -1] = 1.0
+    dx = interpreted("softmax_backward", dy, y, 1.0, True)
+    assert relative(dx, reference.softmax_backward(wide(dy), wide(y), causal=True)) < 2e-6
+
+
+@settings(max_examples=20)
+@given(x=rows(), scale=st.sampled_from([1.0, 0.125, 40.0]), data=st.data())
+def test_softmax(interpreted: Interpreter, x: Tensor, scale: float, data: st.DataObject) -> None:
+    """Scales that would overflow an exponential without the maximum; masks of every shape; causal edges."""
+    heads = data.draw(st.sampled_from([1, 2]))
+    queries = data.draw(st.sampled_from([q for q in range(1, x.shape[0] + 1) if x.shape[0] % (q * heads) == 0] or [0]))
+    if not queries:
+        heads, queries = 1, x.shape[0]
+    x = x.unflatten(0, (-1, heads, queries))
+    batch, cols = x.shape[0], x.shape[-1]
+    mask: Tensor | None = None
+    kind = data.draw(st.sampled_from(["none", "boolean", "added"]))
+    if kind != "none":
+        shape = [data.draw(st.sampled_from([1, n])) for n in (batch, heads, queries)]
+        mask = torch.randn(*shape, cols, generator=torch.Generator().manual_seed(7))
+        mask = mask > -0.3 if kind == "boolean" else mask.to(x.dtype)
+    causal = data.draw(st.booleans())
+    y = interpreted("softmax", x, scale, mask, causal)
+    exact = reference.softmax(wide(x), scale, None if mask is None else wide(mask), causal)
+    # Rounding a logit of magnitude m in float32 moves its exponential by m * 2^-24.
+    slack = float((wide(x) * scale).abs().max()) * 2.0**-22
+    assert ulps(y, exact, 1e-6) <= 1.0 + ULPS[x.dtype] + slack * 2.0 ** {torch.float32: 23}.get(x.dtype, 8)
+    dy = like(x, 3)
+    dx = interpreted("softmax_backward", dy, y, scale, causal)
+    assert relative(dx, reference.softmax_backward(wide(dy), wide(y), scale, causal)) < (
+        1e-5 if x.dtype == torch.float32 else 1e-2
+    )
+
+
+def test_a_row_with_nothing_to_see_is_zeros(interpreted: Interpreter) -> None:
+    x = torch.randn(2, 5, 3)  # causal, more queries than columns: the first see nothing
+    y = interpreted("softmax", x, 1.0, None, True)
+    assert not y[:, :2].any()
+    assert torch.allclose(y[:, 2:].sum(-1), torch.ones(2, 3))
+
+
+def test_huge_logits_do_not_overflow(interpreted: Interpreter) -> None:
+    x = torch.tensor([[3e38, 3e38, -3e38], [-3e38, -3e38, -3e38]])
+    assert torch.allclose(interpreted("softmax", x), torch.tensor([[0.5, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3]]))
+
+
+def test_two_runs_are_bitwise_equal(interpreted: Interpreter) -> None:
+    x, dy, w = torch.randn(300, 70), torch.randn(300, 70), torch.randn(70)
+    _, mean, rstd = interpreted("layer_norm", x, w, None, 1e-5)
+    first, second = (interpreted("layer_norm_backward", dy, x, w, mean, rstd) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
