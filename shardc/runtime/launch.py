@@ -220,7 +220,8 @@ class Trainer:
             if port.role not in roles or name.startswith("_constant."):
                 continue
             whole = self.engine.whole(held, type)
-            found |= dict.fromkeys((name, *port.aliases), whole)
+            # A copy, whatever the layout: the next step writes over what is held.
+            found |= dict.fromkeys((name, *port.aliases), whole.clone() if whole is held else whole)
         return found
 
     @cached_property
