@@ -216,11 +216,12 @@ class Program(data.Program):
             return None, "the parameters are not the model's own", near
         if any(port.role == "seed" for port in self.reference.inputs):
             return None, "the model draws random numbers, and torch draws others", near
-        if "precision" not in self.plan and any(type_of(v).dtype in HALF for v in self.reference.values()):
+        own = {p.dtype for p in self.model.parameters()}
+        rounds = "precision" not in self.plan and own.isdisjoint(HALF)
+        if rounds and any(type_of(v).dtype in HALF for v in self.reference.values()):
             near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         stored = model_state(self.model, self.reference)
         problem: Exception | None = None
-        own = {p.dtype for p in self.model.parameters()}
         # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
         for kind in (dtype, *([None] if own == {torch.float32} else [])):
             try:

@@ -65,3 +65,15 @@ def test_a_reference_that_is_not_the_model_is_told_in_its_own_dtype_too() -> Non
     report = program.verify()
     assert not report.ok
     assert report.equal
+
+
+def test_a_model_in_half_precision_is_held_to_the_same() -> None:
+    """Its casts are lifted with its weights: only one that rounds by itself, between float32s, is given room."""
+    model = nn.Linear(8, 4).to(torch.bfloat16)
+    program = shardc.compile(
+        model, torch.randn(8, 8, dtype=torch.bfloat16), mesh="dp=2", plan={"inputs": {"input": "dp, -"}},
+        loss=lambda y, _: y.float().square().mean(),
+    )  # fmt: skip
+    report = program.verify()
+    assert report.ok
+    assert report.eager_tolerance == 1e-5
