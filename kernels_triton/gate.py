@@ -1,5 +1,5 @@
-"""The compile gate: every template, compiled for NVIDIA GPUs on a machine without one, must not spill and must move
-its data 16 bytes at a time.
+"""The compile gate: every template, and a corpus of generated kernels, compiled for NVIDIA GPUs on a machine without
+one, must not spill and must move its data 16 bytes at a time.
 
 Ops run on `meta` tensors while their launches are recorded; each distinct kernel is then compiled ahead of time and its
 machine code read: local-memory accesses are spills (ptxas' register count does not show them), and the width of global
@@ -28,6 +28,9 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch
+from kernels_triton.fused.corpus import CORPUS
+from kernels_triton.fused.launcher import launcher
+from kernels_triton.fused.schedules import choose
 from kernels_triton.registry import TEMPLATES, Template
 
 POINTERS = {
@@ -35,8 +38,10 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
+    torch.int32: "*i32",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.bool: "*i1",
 }
 # Bytes a thread: for sm_80 ptxas puts a scalar or two of a row's loop aside to fit one more block on a multiprocessor,
 # with 40 to 72 registers of the 128 or 255 it may use. Printed as `spills` all the same; for sm_90 it is refused.
@@ -44,6 +49,9 @@ SCALARS = {80: 16}
 DEVICES = {90: launch.H200, 80: launch.A100}
 ROW_COLS = (64, 1024, 4096, 8192, 12288, 16384, 50304, 131072)
 TILE_COLS = (64, 1024, 4096)
+GENERATED = [
+    (cols, dtype) for cols in (4096, 64, 1024, 8192, 12288, 50304) for dtype in (torch.bfloat16, torch.float32)
+]
 # Ops whose shapes have no columns.
 SHAPED = ("rope", "group_norm", "group_norm_backward", "adamw")
 SIZES = {"rows": 8192, "batch": 8, "heads": 32, "dim": 128, "half": 64, "channels": 256, "groups": 32, "space": 1024}
@@ -60,6 +68,7 @@ class Source:
     aligned: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
+    registers: int = 0
 
 
 def sources(arch: int, quick: bool = False) -> Iterator[Source]:
@@ -73,6 +82,11 @@ def sources(arch: int, quick: bool = False) -> Iterator[Source]:
                     if anonymous not in seen:
                         seen.add(anonymous)
                         yield source
+    for name, build in CORPUS.items():
+        for cols, dtype in GENERATED[: 1 if quick else None]:
+            style = choose(build(SIZES["rows"], cols, dtype), DEVICES[arch]).style
+            if cols in (64, 4096) or style in ("rows", "loops"):
+                yield from generated(name, cols, dtype, arch)
 
 
 def cases(template: Template, quick: bool) -> list[tuple[int, torch.dtype]]:
@@ -103,6 +117,15 @@ def recorded(
     return found
 
 
+def generated(name: str, cols: int, dtype: torch.dtype, arch: int = 90) -> list[Source]:
+    """The launches of one generated kernel of the corpus."""
+    found: list[Source] = []
+    with launch.assuming(DEVICES[arch]), launch.recording(lambda one: found.append(_source(name, cols, one))):
+        kernel = CORPUS[name](SIZES["rows"], cols, dtype)
+        launcher(kernel)([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in kernel.inputs])
+    return found
+
+
 def _source(template: str, cols: int, one: launch.Launch) -> Source:
     names = launch.kernel(one.name).arg_names
     signature: dict[str, str] = {}
@@ -123,7 +146,9 @@ def _source(template: str, cols: int, one: launch.Launch) -> Source:
             signature[name] = "fp32"
     signature |= dict.fromkeys(constants, "constexpr")
     ordered = tuple((name, signature[name]) for name in names)
-    return Source(template, one.name, cols, ordered, tuple(aligned), tuple(sorted(constants.items())), one.warps)
+    return Source(
+        template, one.name, cols, ordered, tuple(aligned), tuple(sorted(constants.items())), one.warps, one.registers
+    )
 
 
 def compiled(source: Source, arch: int) -> Any:
@@ -132,7 +157,9 @@ def compiled(source: Source, arch: int) -> Any:
     function = launch.kernel(source.kernel)
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in source.aligned}
     program = compiler.ASTSource(function, dict(source.signature), dict(source.constants), attributes)
-    return triton.compile(program, target=backends.GPUTarget("cuda", arch, 32), options=launch.options(source.warps))
+    return triton.compile(
+        program, target=backends.GPUTarget("cuda", arch, 32), options=launch.options(source.warps, source.registers)
+    )
 
 
 def measure(source: Source, arch: int) -> dict[str, Any]:
@@ -163,6 +190,8 @@ def measure(source: Source, arch: int) -> dict[str, Any]:
 # What else may be narrow: each kernel's own few scalars a row or a program, by its file.
 NARROW = {
     "column_sums": 1 << 20,
+    "_finish.": 1 << 20,  # of a generated kernel, likewise
+    "fused.": 12,  # a few statistics for each of many short rows
     "cross_entropy_finish": 48,  # a few numbers of each shard, in unrolled loops
     "group_norm": 12,  # of each channel
     "dropout_forward": 4,
@@ -186,7 +215,7 @@ def problems(line: Mapping[str, Any]) -> list[str]:
     # Statistics of a row; loads of the stages ahead are written out before the loop.
     per_row = 4 * line["constants"].get("ROWS", 1) * line["constants"].get("STAGES", 1)
     allowed = next((count for name, count in NARROW.items() if name in kernel), per_row)
-    if kernel != "norm.column_sums" and not wide:
+    if kernel != "norm.column_sums" and "_finish." not in kernel and not wide:
         out.append("no 128-bit access")
     if narrow > max(allowed, 6):
         out.append(f"{narrow} accesses of less than 128 bits")

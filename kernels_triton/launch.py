@@ -36,13 +36,19 @@ class Launch:
     args: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
+    registers: int = 0  # a thread may have; 0: as many as the compiler finds good
 
     def __call__(self) -> None:
-        kernel(self.name)[self.grid](*self.args, **self.constants, **options(self.warps))
+        kernel(self.name)[self.grid](*self.args, **self.constants, **options(self.warps, self.registers))
 
 
 Listener = Callable[[Launch], None]
 _listeners: list[Listener] = []
+generated: dict[str, Any] = {}  # kernels made from text (`kernels_triton.fused`), beside those of the files
+
+
+def listening() -> bool:
+    return bool(_listeners)
 
 
 def interpreting() -> bool:
@@ -57,24 +63,27 @@ def on_triton(x: Tensor) -> bool:
     return x.is_cuda or (x.is_meta and bool(_listeners)) or (x.device.type == "cpu" and interpreting())
 
 
-def options(warps: int) -> dict[str, Any]:
+def options(warps: int, registers: int = 0) -> dict[str, Any]:
     """Triton's own options. Fusing a*b+c is pinned: its default is about to change, and with it the numbers."""
-    return {"num_warps": warps, "enable_fp_fusion": True}
+    most = {"maxnreg": registers} if registers else {}
+    return {"num_warps": warps, "enable_fp_fusion": True, **most}
 
 
 @cache
 def kernel(name: str) -> Any:
     """`norm.norm_forward`: a kernel by its file and name. Triton is imported when the first is asked for."""
+    if name in generated:
+        return generated[name]
     module, _, function = name.partition(".")
     return getattr(importlib.import_module(f"kernels_triton.kernels.{module}"), function)
 
 
-def run(name: str, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
+def run(name: str, grid: tuple[int, ...], *args: Any, warps: int, registers: int = 0, **constants: Any) -> None:
     """Launch a kernel on a grid of programs; one of no programs is none."""
     if not all(grid):
         return
     x, y, z = (*grid, 1, 1)[:3]
-    launch = Launch(name, (x, y, z), args, constants, warps)
+    launch = Launch(name, (x, y, z), args, constants, warps, registers)
     if _listeners:
         _listeners[-1](launch)
     elif args and isinstance(args[0], Tensor) and args[0].is_cuda:

@@ -22,6 +22,7 @@ from kernels_triton import launch
 # Columns of a row that one program holds at most, by bytes an element: more would spill (the gate says so).
 FORWARD_COLS = {2: 16384, 4: 12288}
 BACKWARD_COLS = {2: 12288, 4: 8192}
+KEPT_CHUNKS = 12  # of 16 bytes, that a thread of cross-entropy keeps at most
 L2_BYTES = 40 << 20  # of the H200's 50 to 60 MiB
 RESERVED = 5 << 10  # of shared memory, for what threads exchange when they sum
 TABLES = Path(__file__).parent.parent / "configs" / "kernels"
@@ -40,12 +41,17 @@ class Schedule:
     warps: int = 4
     stages: int = 1
     waves: int = 0
+    registers: int = 0  # a thread, of a kernel of which several programs are to share a multiprocessor
 
     @property
     def persistent(self) -> dict[str, int]:
         """What a kernel takes that holds its rows in registers."""
         shape = {"CHUNKS": self.chunks, "BLOCK": self.block, "ROWS": self.rows, "STAGES": self.stages}
         return {**shape, "warps": self.warps}
+
+    def group(self, x: Tensor) -> int:
+        """Neighbouring columns that a thread loads at once: 16 bytes."""
+        return min(self.block, 16 // x.element_size())
 
     def programs(self, rows: int, x: Tensor) -> int:
         """How many programs to launch for so many rows."""
@@ -57,10 +63,10 @@ class Schedule:
         return -(-rows // self.rows) * -(-cols // self.block)
 
     def walk(self, rows: int, cols: int, x: Tensor) -> tuple[int, int]:
-        """(programs that share the rows, blocks of columns)."""
+        """(blocks of columns, programs that share the rows): neighbouring programs are neighbours in memory."""
         blocks, tiles = -(-cols // self.block), -(-rows // self.rows)
         shared = max(1, self.waves * launch.device_of(x).sms // blocks)
-        return min(tiles, shared) if self.waves else tiles, blocks
+        return blocks, min(tiles, shared) if self.waves else tiles
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -135,6 +141,12 @@ def tile_schedule(name: str, x: Tensor, cols: int) -> Schedule:
     return tabled(name, x, cols, Schedule(block, 1, 1024 // block, 4))
 
 
+def head_schedule(name: str, x: Tensor, heads: int, block: int) -> Schedule:
+    """For kernels that turn some heads of a token, `block` pairs each."""
+    count = max(1, min(power_of_two(heads), 2048 // block))
+    return tabled(name, x, heads * x.shape[-1], Schedule(block, 1, count, max(1, min(8, count * block // 256))))
+
+
 def walking_schedule(name: str, x: Tensor, cols: int, sums: bool) -> Schedule:
     """As `tile_schedule`; with sums over rows, few programs, each of which walks down a block of columns."""
     if not sums:
@@ -147,12 +159,22 @@ def vocabulary_schedule(name: str, x: Tensor, cols: int) -> Schedule:
     """For rows that are read twice: as many in flight as leave them in the L2 cache between."""
     block = min(max(16, power_of_two(cols)), 16384 // x.element_size())
     in_flight = L2_BYTES // (cols * x.element_size() * launch.device_of(x).sms)
-    guess = Schedule(block, 0, 1, max(1, min(16, block // 256)), waves=max(1, min(8, in_flight)))
+    guess = Schedule(block, 0, 1, max(1, min(16, block // 256)), stages=3, waves=max(1, min(8, in_flight)))
     return tabled(name, x, cols, guess)
 
 
+def kept_schedule(name: str, x: Tensor, cols: int) -> Schedule:
+    """For rows as long as a vocabulary, of which registers keep what they can: 16 bytes a thread and block."""
+    block = min(max(32, power_of_two(cols)), 8192 // x.element_size())
+    warps = max(1, block * x.element_size() // 512)
+    # What is streamed takes registers too.
+    chunks = max(1, cols // block) if cols // block <= KEPT_CHUNKS else KEPT_CHUNKS - 4
+    return tabled(name, x, cols, Schedule(block, chunks, 1, warps, 6, max(1, 16 // warps)))
+
+
 def _warps(elements: int, a_thread: int, most: int) -> int:
-    return max(1, min(most, power_of_two(elements) // (32 * a_thread)))
+    """The most that leave a thread so many elements, or up to half as many more."""
+    return 1 << max(0, min(most, elements // (32 * a_thread)).bit_length() - 1)
 
 
 @cache
@@ -180,10 +202,15 @@ def trying(name: str, schedule: Schedule) -> Generator[None]:
 
 def tabled(name: str, x: Tensor, cols: int, guess: Schedule) -> Schedule:
     """The measured schedule for this kernel, width and element size; the guess where there is none."""
+    return measured(name, launch.device_of(x).name, cols, x.element_size(), guess)
+
+
+def measured(name: str, device: str, cols: int, element: int, guess: Schedule) -> Schedule:
+    """As `tabled`, for a device by name and elements of so many bytes."""
     if name in _trial:
         return _trial[name]
-    for entry in _table(launch.device_of(x).name).get(name, ()):
+    for entry in _table(device).get(name, ()):
         low, high = entry["cols"]
-        if low <= cols <= high and entry["bytes"] == x.element_size():
+        if low <= cols <= high and entry["bytes"] == element:
             return replace(guess, **entry["schedule"])
     return guess

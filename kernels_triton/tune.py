@@ -3,12 +3,14 @@
 Nothing is tuned when a program runs; this is run once for a GPU, and its table is committed. Candidates vary what the
 size heuristics cannot know: warps, programs a multiprocessor, tiles in flight, rows a tile.
 
-    python -m kernels_triton.tune [--only layer_norm ...] [--worker I/N]      # N workers only compile, all at once
+    shardc tune                                                              # kernels_triton.tuning: all of it
+    python -m kernels_triton.tune [--only layer_norm ...] [--worker I/N]     # N workers only compile, all at once
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -28,8 +30,12 @@ COLS = (1024, 4096, 8192, 12288)
 VOCABULARIES = (50304, 128256)
 FORWARD = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "softmax_backward")
 BACKWARD = ("layer_norm_backward", "rms_norm_backward")
+HEADS = ("rope",)
 TILES = ("bias_gelu", "gated", "gated_backward", "bias_dropout_residual")
 WALKS = ("bias_gelu_backward", "bias_dropout_residual_backward")
+NAMES = (*FORWARD, *BACKWARD, *HEADS, *TILES, *WALKS, "cross_entropy")
+PAIR = {"rope": 2}  # elements that stand for one of a schedule's
+HEAD = 128  # dims of a head
 GAIN = 0.985  # of the guess's time: what a table entry has to be worth
 
 
@@ -63,36 +69,46 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
     yield guess
     options: list[dict[str, int]] = []
     if name in FORWARD:
-        options = [{"warps": w, "waves": p, "stages": s} for w in (2, 4, 8, 16) for p, s in ((0, 1), (4, 2))]
+        shared = ((0, 1), (8, 1), (4, 2), (2, 3))
+        options = [{"warps": w, "waves": p, "stages": s} for w in (2, 4, 8, 16) for p, s in shared]
+        options += [{"rows": r, "warps": w} for r in (2, 4) for w in (1, 2, 4, 8) if cols * r <= 4096]
+        options += [{"block": 2048, "chunks": cols // 2048, "warps": w} for w in (4, 8) if cols >= 4096]
     elif name in BACKWARD:
-        options = [{"warps": w, "waves": p, "stages": s} for w, p in ((4, 4), (8, 2), (16, 1)) for s in (1, 2, 3)]
-        options += [{"warps": 8, "waves": 1, "stages": 2}, {"warps": 8, "waves": 3, "stages": 2}]
+        shared = ((4, 2), (4, 4), (8, 1), (8, 2), (8, 3), (16, 1))
+        options = [{"warps": w, "waves": p, "stages": s} for w, p in shared for s in (1, 2, 3)]
+    elif name in HEADS:
+        options = [{"rows": r, "warps": w} for r in (4, 8, 16, 32, 64) for w in (1, 2, 4, 8) if r <= cols // 128]
     elif name in TILES:
-        options = [{"rows": max(1, n // guess.block), "warps": w} for n in (1024, 2048) for w in (2, 4, 8)]
+        sizes = (512, 1024, 2048)
+        options = [{"rows": max(1, n // guess.block), "warps": w} for n in sizes for w in (2, 4, 8)]
+        options += [{"block": 512, "rows": 1, "warps": w} for w in (1, 2)]
     elif name in WALKS:
+        tiles = ((512, 4, 4), (512, 2, 4), (512, 8, 4), (1024, 2, 4), (1024, 1, 4), (1024, 4, 8), (256, 8, 4))
+        shared = ((4, 2), (6, 3), (8, 1), (8, 2), (12, 2))
         options = [
-            {"rows": max(1, n // guess.block), "warps": 4, "waves": p, "stages": s}
-            for n, p, s in (
-                (2048, 8, 1),
-                (4096, 4, 1),
-                (4096, 4, 2),
-                (2048, 6, 3),
-                (2048, 12, 2),
-                (1024, 16, 2),
-                (2048, 4, 3),
-            )
+            {"block": min(b, guess.block * 2), "rows": r, "warps": w, "waves": p, "stages": s}
+            for b, r, w in tiles
+            for p, s in shared
         ]
     else:
+        kept = (
+            (4096, 16, 1, (8, 10, 11, 12)),
+            (4096, 16, 2, (2, 3, 4)),
+            (2048, 8, 2, (6, 9, 11)),
+            (2048, 8, 1, (20, 24)),
+        )
         options = [
-            {"warps": w, "waves": p, "block": b}
-            for w, b in ((16, 16384), (16, 8192), (16, 4096), (32, 8192), (32, 16384), (8, 4096))
-            for p in (1, 2, 3, 4)
+            {"block": b, "warps": w, "chunks": k, "waves": p, "stages": s, "registers": 65536 // (32 * w * p)}
+            for b, w, p, chunks in kept
+            for k in chunks
+            for s in ((1,) if k * b >= cols else (4, 6, 8))
         ]
     for option in options:
         schedule = replace(guess, **option)
-        a_thread = 32 if name in BACKWARD else 64  # elements: more would only spill
+        a_thread = 128 if name == "cross_entropy" else 32 if name in BACKWARD else 64  # elements: more would only spill
         size = schedule.block * max(1, schedule.chunks) * schedule.rows
-        if size <= a_thread * 32 * schedule.warps and schedule != guess:
+        # At least 16 bytes a thread, and no more than it has registers for.
+        if 8 * 32 * schedule.warps <= size * PAIR.get(name, 1) <= a_thread * 32 * schedule.warps and schedule != guess:
             yield schedule
 
 
@@ -106,17 +122,19 @@ def guessed(template: Template, cols: int) -> Schedule:
             return rows.forward_schedule(name, x, cols)
         if name in BACKWARD:
             return rows.backward_schedule(name, x, cols)
+        if name in HEADS:
+            return rows.head_schedule(name, x.expand(1, HEAD), cols // HEAD, HEAD // 2)
         if name in TILES:
             return rows.tile_schedule(name, x, cols)
         if name in WALKS:
             return rows.walking_schedule(name, x, cols, sums=True)
-        return rows.vocabulary_schedule(name, x, cols)
+        return rows.kept_schedule(name, x, cols)
     finally:
         rows.tabled = table
 
 
 def jobs(only: list[str] | None) -> Iterator[tuple[Template, int, Schedule]]:
-    for name in (*FORWARD, *BACKWARD, *TILES, *WALKS, "cross_entropy"):
+    for name in NAMES:
         if only and name not in only:
             continue
         template = TEMPLATES[name]
@@ -126,11 +144,12 @@ def jobs(only: list[str] | None) -> Iterator[tuple[Template, int, Schedule]]:
 
 
 def call_of(template: Template, cols: int, count: int) -> Callable[[], Any]:
-    arguments = template.arguments({"rows": count, "cols": cols}, torch.bfloat16, "cuda")
+    heads = {"batch": 1, "heads": cols // HEAD, "dim": HEAD, "half": HEAD // 2}
+    arguments = template.arguments({"rows": count, "cols": cols, **heads}, torch.bfloat16, "cuda")
     return lambda: template.op(*arguments)
 
 
-def tune(only: list[str] | None, seconds: float) -> dict[str, list[dict[str, Any]]]:
+def tune(only: list[str] | None, seconds: float, verbose: bool = False) -> dict[str, list[dict[str, Any]]]:
     """The table: by op, entries of a range of widths."""
     deadline = time.monotonic() + seconds
     times: dict[tuple[str, int], list[tuple[float, Schedule]]] = {}
@@ -149,6 +168,8 @@ def tune(only: list[str] | None, seconds: float) -> dict[str, list[dict[str, Any
             print(f"# {template.name} {cols} {schedule}: {refused!r}"[:200], file=sys.stderr)
             continue
         times.setdefault(key, []).append((spent, schedule))
+        if verbose:
+            print(json.dumps({"op": template.name, "cols": cols, "us": round(spent * 1e3, 2), **asdict(schedule)}))
     table: dict[str, list[dict[str, Any]]] = {}
     for (name, cols), found in times.items():
         guess, (best, schedule) = found[0][0], min(found, key=lambda pair: pair[0])
@@ -170,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time schedules, print the table as YAML.")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--worker", help="I/N: compile the I-th of N parts, and time nothing")
+    parser.add_argument("--verbose", action="store_true", help="print every time, as JSON lines, before the table")
     parser.add_argument("--seconds", type=float, default=1e9)
     options = parser.parse_args()
     if options.worker:
@@ -182,7 +204,7 @@ def main() -> None:
                 continue
         return
     name = torch.cuda.get_device_name()
-    table = {"device": name, "schedules": tune(options.only, options.seconds)}
+    table = {"device": name, "schedules": tune(options.only, options.seconds, options.verbose)}
     print(yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120))
 
 

@@ -9,7 +9,7 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from shardc.binding import (
     check_loss,
     check_module,
     collect_plan,
-    nothing_placed,
+    idle_axes,
     read_mesh,
     read_plan,
 )
@@ -35,21 +35,41 @@ from shardc.cost.memory import MemoryReport, memory
 from shardc.explain import Explanation, explain
 from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
 from shardc.passes.accumulate import accumulate
+from shardc.passes.fuse import Fuse
+from shardc.passes.fuse.traffic import traffic
+from shardc.passes.localize import Localize
 from shardc.passes.recompute import Recompute
+from shardc.pipelining import pipeline_of, tensor_mesh
 from shardc.plan import TOTAL, Plan
 from shardc.precision import HALF
+from shardc.program_inputs import complete_inputs, drawn_batch, model_state
+from shardc.rank import Rank
 from shardc.runtime.batch import batch_inputs, describe
 from shardc.runtime.eager import Witness, eager_outputs
 from shardc.runtime.index_check import IndexCheck
-from shardc.runtime.launch import StepResult, Trainer
+from shardc.runtime.launch import Trainer
 from shardc.runtime.launch import launch as launch_program
 from shardc.runtime.microbatches import feeds, split
+from shardc.runtime.result import StepResult
 from shardc.runtime.simulate import simulate
 from shardc.runtime.verify import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, TOLERANCE, Report, verify
+from shardc.stages import share
+from shardc.stages.costs import Costs
+from shardc.stages.engines import PipelineEngines
+from shardc.stages.fused import fused
+from shardc.stages.memory import PipelineMemory
+from shardc.stages.memory import memory as pipeline_memory
+from shardc.stages.program import Pipelined
+from shardc.stages.prove import Proof, prove, prove_body
+from shardc.stages.replay import replay
+from shardc.stages.simulate import simulate_stages
+from shardc.stages.timeline import Timeline
+from shardc.stages.verify import Stages
+from shardc.token_weights import bind_tokens, counted
 from shardc.trace import trace
 from shardc.trace_call import Call
 
@@ -105,18 +125,21 @@ def compile(
     check_loss(loss)
     wanted = collect_plan(model, plan)
     chosen = read_mesh(mesh if mesh is not None else wanted.mesh)
-    micro = split(batch, wanted.accumulate)[0]
+    placed = tensor_mesh(wanted, chosen)
+    micro = split(batch, wanted.microbatches)[0]
+    tokens = bind_tokens(wanted.loss, Call(model, batch))
     precision, check_finite = bind_precision(wanted)
     traced = trace(
         model,
         micro,
         loss,
         with_outputs=bool(wanted.outputs),
-        microbatches=wanted.accumulate,
+        microbatches=wanted.microbatches,
+        weighted=tokens is not None,
         precision=precision,
     )
-    bound = bind(wanted, traced, chosen)
-    store, keep = bind_storage(wanted.storage, traced, chosen)
+    bound = bind(wanted, traced, placed)
+    store, keep = bind_storage(wanted.storage, traced, placed)
     recompute = Recompute(**wanted.recompute.model_dump())
     options = Options(
         strict or wanted.strict,
@@ -124,18 +147,19 @@ def compile(
         store=store,
         keep_gathered=keep,
         recompute=recompute,
+        fuse=Fuse(wanted.fuse.enabled and wanted.pipeline is None, wanted.fuse.exclude),
         reduce=None if precision is None else precision.reduce,
     )
-    reference = compiler.single_device(traced, chosen, options)
+    reference = compiler.single_device(traced, placed, options)
     reference.diagnostics += traced.diagnostics
-    if not (bound or store.zero or store.bound) and chosen.world_size > 1:
-        reference.diagnostics.append(nothing_placed(traced, chosen))
+    reference.diagnostics += idle_axes(traced, placed, bound, store)
     if traced.unused:
         names = ", ".join(traced.unused[:4]) + (f" and {len(traced.unused) - 4} more" if len(traced.unused) > 4 else "")
         message = f"the loss does not depend on {names}: no gradient"
         hint = "freeze what is not trained; reentrant checkpointing hides gradients: use_reentrant=False"
         reference.diagnostics.append(Diagnostic("SC108", message, "note", hint=hint))
-    accumulate(reference, wanted.accumulate)
+    accumulate(reference, wanted.microbatches, always=wanted.pipeline is not None)
+    reference.tokens = tokens
     record: dict[str, Any] = {
         "text": wanted.dump(),
         "seed": wanted.seed,
@@ -156,15 +180,23 @@ def compile(
     if optimizer is not None:
         rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
-    body = compiler.distribute(reference.copy(), bound, options)
+    unfused = compiler.distribute(reference.copy(), bound, options, Localize)
+    body = compiler.run(unfused, [options.fuse], options)
+    staged = pipeline_of(wanted, body, chosen)
+    if wanted.fuse.enabled:
+        if staged is not None:
+            staged = fused(staged, wanted.fuse.exclude)
+        else:
+            record["traffic"] = [list(traffic(unfused)), list(traffic(body))]
     program = Program(
         body=body,
         reference=reference,
-        mesh=body.mesh,
+        mesh=body.mesh if staged is None else staged.mesh,
         diagnostics=tuple(body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
         constants=traced.constants,
         plan=record,
+        pipelined=staged,
         model=model,
         sample=batch,
         loss=loss,
@@ -179,9 +211,12 @@ def compile(
 class Program(data.Program):
     """A compiled step: the body that every rank runs, and the single-device graph that it must equal.
 
+    With a pipeline no rank runs the body: `pipelined` has what each does instead, and the body is what they add up to.
+    So `collectives()` are those of all stages along the other axes, and none of the pipeline's own.
     Plain data apart from `model`, `sample` and `loss`, which a program that was loaded from a file lacks.
     """
 
+    pipelined: Pipelined | None = field(default=None, repr=False)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     sample: Any = field(default=None, compare=False, repr=False)
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
@@ -189,23 +224,32 @@ class Program(data.Program):
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
 
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
-        """Run all ranks in this process, in lock-step on the CPU; gradients and buffers come back whole."""
-        outputs = simulate(self.body, self.inputs(batch, params))
-        return StepResult.of(self.body, outputs)
+        """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
+        inputs = self.inputs(batch, params)
+        if self.pipelined is not None:
+            return StepResult.of(self.body, simulate_stages(self.pipelined, inputs))
+        return StepResult.of(self.body, simulate(self.body, inputs))
 
     def verify(
-        self, batch: Any = None, dtype: torch.dtype = torch.float64, *, params: Mapping[str, Tensor] | None = None
+        self,
+        batch: Any = None,
+        dtype: torch.dtype = torch.float64,
+        *,
+        params: Mapping[str, Tensor] | None = None,
+        order: int | None = None,
     ) -> Report:
         """Every rank simulated against the single device: loss, every gradient, every updated buffer.
 
         The reference is the traced graph; with the model at hand (and no random ops) also the eager model itself.
-        Floats are lifted to `dtype`, those that a library hard-codes to float32 too.
+        Floats are lifted to `dtype`, those that a library hard-codes to float32 too. The ranks of a pipeline take turns
+        as their lists allow: in one way, or, with an `order`, in one that this number picks.
         """
         if dtype not in TOLERANCE:
             known = ", ".join(map(str, TOLERANCE))
             raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
         eager, absent, near = self._witness(self.sample if batch is None else batch, dtype, params is not None)
-        return verify(self.body, self.reference, self.inputs(batch, params), dtype, eager, absent, near)
+        subject = self.body if self.pipelined is None else Stages(self.pipelined, order)
+        return verify(subject, self.reference, self.inputs(batch, params), dtype, eager, absent, near)
 
     def _witness(self, batch: Any, dtype: torch.dtype, other_params: bool) -> tuple[Witness | None, str, float]:
         """What eager PyTorch computes, or why it cannot be asked; and how near the reference should come to it."""
@@ -221,11 +265,12 @@ class Program(data.Program):
         if rounds and any(type_of(v).dtype in HALF for v in self.reference.values()):
             near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         stored = model_state(self.model, self.reference)
+        counts = self._counts() if self.reference.tokens is not None else None
         problem: Exception | None = None
         # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
         for kind in (dtype, *([None] if own == {torch.float32} else [])):
             try:
-                found = eager_outputs(self.model, batch, self.loss, kind, self.reference.microbatches, stored)
+                found = eager_outputs(self.model, batch, self.loss, kind, self.reference.microbatches, stored, counts)
             except Exception as failed:
                 problem = problem or failed
             else:
@@ -234,26 +279,77 @@ class Program(data.Program):
         said = str(problem).strip().partition("\n")[0]
         return None, f"a copy of the model does not run in {dtype}: {type(problem).__name__}: {said}", near
 
-    def memory(self) -> MemoryReport:
-        """What a rank holds over a step, by category: stored, and at the peak of its liveness."""
-        return memory(self.body)
+    def _counts(self) -> Callable[[Any], int]:
+        """The tokens of a microbatch, for a loss that is weighted by them."""
+        tokens, names = self.reference.tokens, [p.name for p in self.reference.inputs if p.role == "input"]
+        assert tokens is not None
+        return lambda part: counted(batch_inputs(part, names)[tokens.input], tokens)
+
+    def memory(self) -> MemoryReport | PipelineMemory:
+        """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
+        return memory(self.body) if self.pipelined is None else pipeline_memory(self.pipelined)
 
     def flops(self) -> Flops:
-        """What a rank computes in a step, by phase and op."""
-        return flops(self.body)
+        """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""
+        if self.pipelined is None:
+            return flops(self.body)
+        every = (share.computed(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        return max(every, key=lambda one: one.total)
+
+    def parameter_bytes(self) -> data.ParameterBytes:
+        """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""
+        if self.pipelined is None:
+            return super().parameter_bytes()
+        every = (share.parameter_bytes(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        return super().parameter_bytes()._replace(per_rank=max(every))
+
+    def prove(self) -> Proof:
+        """That no timing whatever lets ranks wait for each other for ever, or do other work than the step's."""
+        return prove_body(self.body) if self.pipelined is None else prove(self.pipelined.lists)
+
+    def rank(self, number: int) -> Rank:
+        """What one rank of the mesh runs: its list and graphs."""
+        return Rank.of(self.mesh, number, self.body, self.pipelined)
+
+    def timeline(self, costs: Costs | None = None) -> Timeline:
+        """When each rank of the pipeline would do what; `costs` are those of the cut, in FLOPs, unless given."""
+        if self.pipelined is None:
+            hint = 'compile with a plan that has one, as in {"pipeline": {"microbatches": 8}}'
+            raise error("SC220", "the program has no pipeline, so there is no timeline", hint=hint)
+        return replay(self.pipelined.lists, costs or self.pipelined.costs)
+
+    def text(self) -> str:
+        """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages."""
+        if self.pipelined is None:
+            return super().text()
+        return "\n".join(self.pipelined.text(c) for c in range(len(self.pipelined.lists.ranks)))
+
+    def to_plain(self) -> dict[str, Any]:
+        more = {} if self.pipelined is None else {"pipelined": self.pipelined.to_plain()}
+        return {**super().to_plain(), **more}
+
+    @classmethod
+    def fields_of(cls, content: dict[str, Any]) -> dict[str, Any]:
+        found = super().fields_of(content)
+        return found | {key: Pipelined.from_plain(found[key]) for key in ("pipelined",) if key in found}
 
     def explain(self, value: str | int) -> Explanation:
         """Why a collective exists, given by its name or its index in `collectives()`, and what would remove it."""
-        return explain(self, value)
+        found = explain(self, value)
+        if self.pipelined is None:
+            return found
+        where = share.stages_with(self.pipelined, found.collective.value)
+        said = ", ".join(map(str, where)) or "the end of the step"
+        return replace(found, stages=f"{said}; what changes would send and save is of all stages together")
 
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""
-        batch = self.sample if batch is None else batch
+        names, own_batch = [p.name for p in self.reference.inputs if p.role == "input"], batch is None
+        batch = self.sample if own_batch else batch
         state = dict(params) if params is not None else model_state(self.model, self.reference)
-        names = [p.name for p in self.reference.inputs if p.role == "input"]
         given = batch_inputs(batch, names, self.plan.get("batch")) if batch is not None else {}
-        if batch is None:
-            given = _drawn_batch(self.reference)
+        if batch is None or (own_batch and any(value.is_meta for value in given.values())):
+            given = drawn_batch(self.reference)
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
         found = complete_inputs(self.reference, {**own, **state, **given}, seed=0)
         check = IndexCheck(self.reference)
@@ -276,65 +372,23 @@ class Program(data.Program):
 
     def launch(self, **options: Any) -> Trainer:
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated."""
-        return launch_program(self, **options)
+        engines = None if self.pipelined is None else PipelineEngines(self.pipelined)
+        return launch_program(self, engines=engines, **options)
 
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
         spent: dict[str, int] = {}
-        for one in self.collectives():
-            for axis in {mesh.parent(a) if a not in mesh.names else a for a in one.axes}:  # all that it runs along
-                spent[axis] = spent.get(axis, 0) + one.bytes_per_step
-        total = sum(one.bytes_per_step for one in self.collectives())
-        found: list[Diagnostic] = list(plan.over_budget({**spent, TOTAL: total}, mesh))
+        if self.pipelined is None:
+            for one in self.collectives():
+                for axis in {mesh.parent(a) if a not in mesh.names else a for a in one.axes}:  # all that it runs along
+                    spent[axis] = spent.get(axis, 0) + one.bytes_per_step
+            spent[TOTAL] = sum(one.bytes_per_step for one in self.collectives())
+        else:
+            for c in range(len(self.pipelined.lists.ranks)):  # the rank that sends most
+                sent = {**share.sent(self.pipelined, c), TOTAL: share.sent_in_all(self.pipelined, c)}
+                spent |= {axis: max(size, spent.get(axis, 0)) for axis, size in sent.items()}
+        found: list[Diagnostic] = list(plan.over_budget(spent, mesh))
         if strict:
             found += [d for d in self.diagnostics if d.severity == "warning"]
         if found:
             raise ShardcError(*found)
-
-
-def model_state(model: nn.Module | None, graph: Graph | None = None) -> dict[str, Tensor]:
-    """Parameters and buffers by every one of their names; nothing of what lies on the meta device.
-
-    With a graph, parameters have the dtype that it stores them in.
-    """
-    if model is None:
-        return {}
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    found = {name: t.detach() for name, t in tensors if not t.is_meta}
-    if graph is not None:
-        for port, node in zip(graph.inputs, graph.placeholders, strict=True):
-            names = (port.name, *port.aliases) if port.role == "param" else ()
-            found |= {name: found[name].to(type_of(node).dtype) for name in names if name in found}
-    return found
-
-
-def complete_inputs(graph: Graph, given: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """All inputs of a graph: those given, and for parameters and buffers that are not, small random values."""
-    generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
-    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
-        known = next((given[n] for n in (port.name, *port.aliases) if n in given), None)
-        if known is not None:
-            found[port.name] = known
-        elif port.role == "seed":
-            found[port.name] = torch.tensor(seed)
-        elif port.role in ("param", "buffer"):
-            type = type_of(node)
-            drawn = torch.rand(type.shape, generator=generator) * 0.2
-            # Weights around 0; vectors, which may be variances or scales of a norm, below 1.
-            drawn = drawn - 0.1 if type.ndim > 1 else 1 - drawn
-            found[port.name] = drawn.to(type.dtype)
-    return found
-
-
-def _drawn_batch(graph: Graph) -> dict[str, Tensor]:
-    """Values that any model takes: floats in [0, 1); whole numbers 0 and 1, which are in any table."""
-    generator = torch.Generator().manual_seed(0)
-    found: dict[str, Tensor] = {}
-    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
-        type = type_of(node)
-        if port.role == "input" and type.dtype.is_floating_point:
-            found[port.name] = torch.rand(type.shape, generator=generator).to(type.dtype)
-        elif port.role == "input":
-            found[port.name] = torch.randint(2, type.shape, generator=generator).to(type.dtype)
-    return found

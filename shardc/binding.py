@@ -6,7 +6,7 @@ All that is wrong with a plan's annotations is said at once, whatever kinds of t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,13 +114,33 @@ def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[
     return Store(storage.zero, storage.axes, bound), keep
 
 
-def nothing_placed(traced: Traced, mesh: Mesh) -> Diagnostic:
-    """The warning for a mesh that no annotation makes use of."""
-    message = f"nothing is placed: all {mesh.world_size} ranks of the mesh ({mesh}) compute one and the same step"
+def idle_axes(traced: Traced, mesh: Mesh, bound: Sequence[Bound], store: Store) -> list[Diagnostic]:
+    """A warning for each axis of the mesh that no annotation makes use of, or one for the whole mesh."""
+    named = {axis for one in (*bound, *store.bound) for axis in one.placement.axes}
+    named |= set(store.axes) if store.zero else set()
+    used = {axis.partition(":")[0] for axis in named}
+    idle = [axis for axis in mesh.names if axis not in used and mesh.size(axis) > 1]
+    if not idle:
+        return []
     name = next((i.name for i in traced.inputs if i.role == "input"), "x")
-    axis = next(axis for axis in mesh.names if mesh.size(axis) > 1)
-    hint = f'place the batch, as in plan={{"inputs": {{"{name}": "{axis}"}}}}, or parameters'
-    return Diagnostic("SC215", message, "warning", hint=hint)
+    if not used:
+        message = f"nothing is placed: all {mesh.world_size} ranks of the mesh ({mesh}) compute one and the same step"
+        return [Diagnostic("SC215", message, "warning", hint=_use(idle[0], name))]
+    return [
+        Diagnostic("SC215", f"nothing is placed over axis '{axis}': {_same(mesh.size(axis))}", "warning", hint=hint)
+        for axis, hint in ((axis, _use(axis, name)) for axis in idle)
+    ]
+
+
+def _same(ranks: int) -> str:
+    return f"its {ranks} ranks compute one and the same"
+
+
+def _use(axis: str, name: str) -> str:
+    """What might have been meant by an axis."""
+    place = f'place the batch, as in plan={{"inputs": {{"{name}": "{axis}"}}}}, or parameters'
+    stages = f"put stages of the model along it: pipeline: {{axis: {axis}, microbatches: 8}}"
+    return f"{stages}; or {place}" if axis.startswith(("pp", "pipe", "stage")) else place
 
 
 def check_module(model: object) -> None:

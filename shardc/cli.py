@@ -5,34 +5,37 @@ What was asked for goes to stdout; diagnostics, progress and, where stdout carri
 
 from __future__ import annotations
 
-import difflib
+import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from kernels_triton import tuning
 from shardc import api
 from shardc.api import Program
-from shardc.ir.annotation import Annotation
-from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
+from shardc.cli_printer import Printer, keep_only
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.dot import emit_dot
-from shardc.ir.graph import Graph, info
+from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Placement
 from shardc.ir.python import emit_python
 from shardc.ir.text import print_graph
+from shardc.kernel_sources import emit_triton
 from shardc.passes.base import Pass
 from shardc.processes import run_processes, state_of, step_inputs
 from shardc.summary import collective_list, local_graph, rank_view, summary
+from shardc.summary_pipeline import graphs, pipeline_summary, rank_text
 from shardc.targets import Target, load
 
 P = ParamSpec("P")
@@ -58,6 +61,9 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except ShardcError as wrong:
             typer.echo(str(wrong), err=True)
             raise typer.Exit(FAILURE if wrong.code in RUNTIME_CODES else BAD_INPUT) from None
+        except BrokenPipeError:  # whoever reads us, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILURE) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except Exception:
@@ -85,13 +91,15 @@ class Emit(StrEnum):
     json = "json"
     python = "python"
     dot = "dot"
+    triton = "triton"
 
 
 EMITTERS: dict[Emit, Callable[[Program], str]] = {
-    Emit.text: lambda program: program.text(),
+    Emit.text: lambda program: _text(program, None),
     Emit.json: lambda program: program.to_json(),
-    Emit.python: lambda program: emit_python(program.body),
-    Emit.dot: lambda program: emit_dot(program.body),
+    Emit.python: lambda program: "\n\n".join(map(emit_python, _graphs(program))),
+    Emit.dot: lambda program: "\n".join(map(emit_dot, _graphs(program))),
+    Emit.triton: lambda program: emit_triton(_graphs(program)),
 }
 SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot}
 
@@ -127,18 +135,17 @@ def compile_command(
     ] = None,
 ) -> None:
     """Compile, and print a summary; or print the program, the graph after a pass, or one rank's view."""
-    printer = _Printer(tuple(print_after or ()), diff, module_filter)
+    printer = Printer(tuple(print_after or ()), diff, module_filter)
     program, batch = _program(target, plan, mesh, strict, meta=not check, printer=printer)
     printer.check()
     form = emit or (SUFFIXES.get(output.suffix, Emit.text) if output is not None else None)
     piped = printer.used or rank is not None or (form is not None and output is None)
     if form is not None:
-        text = print_graph(program.body, keep=_keep(module_filter)) if form is Emit.text else EMITTERS[form](program)
-        _write(text, output)
+        _write(_text(program, module_filter) if form is Emit.text else EMITTERS[form](program), output)
     if rank is not None:
         _show_rank(program, rank, module_filter)
     shown = _err() if piped else _out()
-    for part in summary(program):
+    for part in _summary(program):
         shown.print(part)
     _diagnose(program.diagnostics)
     if check:
@@ -181,11 +188,34 @@ def cost(
     """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
     program, _ = _program(target, plan, mesh, strict, meta=True)
     _diagnose(program.diagnostics)
-    for part in summary(program):
+    for part in _summary(program):
         _out().print(part)
     if memory:
         report = program.memory()
         typer.echo(f"{report}\n" + (f"\n{report.listing(top)}" if top else ""))
+
+
+@app.command(epilog=EPILOG)
+@guarded
+def timeline(
+    target: TargetText,
+    plan: PlanPath = None,
+    mesh: MeshText = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    width: Annotated[int, typer.Option(min=20, help="Columns for the longest row.")] = 120,
+    strict: Strict = False,
+) -> None:
+    """Say when each rank of a pipeline would do what, where it idles, and how many microbatches it holds."""
+    program, _ = _program(target, plan, mesh, strict, meta=True)
+    _diagnose(program.diagnostics)
+    found = program.timeline()
+    typer.echo(found.text(width))
+    for option, path, write in (("--svg", svg, found.to_svg), ("--trace", trace, found.to_trace)):
+        if path is not None:
+            _written(path, option, write)
 
 
 @app.command(epilog=EPILOG)
@@ -229,9 +259,22 @@ def run(
             trainer.sgd(lr)
 
 
+@app.command(epilog=EPILOG)
+@guarded
+def tune(
+    only: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only this kernel; repeatable.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="What would start later is left out.")] = 600,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the table goes, instead of stdout.")
+    ] = None,
+) -> None:
+    """Measure the kernels' schedules on the GPU at hand; the table belongs in configs/kernels."""
+    _write(tuning.table(only, seconds), output)
+
+
 # ---------------------------------------------------------------------- what the commands share
 def _program(
-    text: str, plan: Path | None, mesh: str | None, strict: bool, *, meta: bool, printer: _Printer | None = None
+    text: str, plan: Path | None, mesh: str | None, strict: bool, *, meta: bool, printer: Printer | None = None
 ) -> tuple[Program, Any]:
     """The compiled target and its sample batch, which a saved program lacks."""
     with _progress(f"loading {text}"):
@@ -244,7 +287,7 @@ def _program(
     return _compile(found, plan, mesh, strict, printer), found.batch
 
 
-def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, printer: _Printer | None) -> Program:
+def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, printer: Printer | None) -> Program:
     with _progress("tracing") as say:
 
         def watch(one: Pass, graph: Graph, seconds: float) -> None:
@@ -274,66 +317,43 @@ def _verify(program: Program, batch: Any, shown: Console) -> None:
 
 
 def _show_rank(program: Program, rank: int, module_filter: str | None) -> None:
-    if not 0 <= rank < program.mesh.world_size:
-        message = f"there is no rank {rank}: the mesh ({program.mesh}) has ranks 0 to {program.mesh.world_size - 1}"
-        raise error("SC210", message, hint="write another --rank")
-    for part in rank_view(program, rank):
+    here = program.rank(rank)
+    pipelined = program.pipelined
+    held = None if pipelined is None else pipelined.held(pipelined.coordinates(rank)[0])
+    for part in rank_view(program, rank, held, () if pipelined is None else (pipelined.axis,)):
         _out().print(part)
-    typer.echo(print_graph(local_graph(program.body), keep=_keep(module_filter)), nl=False)
+    keep = keep_only(module_filter)
+    text = print_graph(local_graph(here.body), keep=keep) if pipelined is None else rank_text(pipelined, rank, keep)
+    typer.echo(text, nl=False)
 
 
-@dataclass
-class _Printer:
-    """Prints the graph after passes, or what they changed, as they run."""
-
-    wanted: tuple[str, ...]
-    diff: bool
-    module_filter: str | None
-    seen: list[str] = field(default_factory=list[str])
-    before: list[str] | None = None
-
-    @property
-    def used(self) -> bool:
-        return bool(self.wanted) or self.diff
-
-    def watch(self, one: Pass, graph: Graph, _: float) -> None:
-        chosen = one.name in self.wanted or (self.diff and not self.wanted)
-        self.seen.append(one.name)
-        if not self.used:
-            return
-        if self.diff:
-            after = print_graph(graph, comments=False, keep=_keep(self.module_filter)).splitlines()
-            if chosen and self.before is not None:
-                names = (self.seen[-2], one.name)
-                for line in difflib.unified_diff(self.before, after, *names, n=1, lineterm=""):
-                    typer.echo(line)
-            self.before = after
-        elif chosen:
-            typer.echo(f"# after {one.name}\n{print_graph(graph, keep=_keep(self.module_filter))}")
-
-    def check(self) -> None:
-        """Every pass that was asked for did run."""
-        for name in self.wanted:
-            if name not in self.seen:
-                hint = did_you_mean(name, self.seen, "passes")
-                raise error("SC105", f"--print-after: there is no pass '{name}'", hint=hint)
+def _summary(program: Program) -> list[RenderableType]:
+    return summary(program) if program.pipelined is None else pipeline_summary(program)
 
 
-def _keep(module_filter: str | None) -> Callable[[Any], bool] | None:
-    if module_filter is None:
-        return None
-    pattern = Annotation(module_filter, Placement())
-    return lambda node: pattern.matches(info(node).fqn)
+def _graphs(program: Program) -> list[Graph]:
+    """What ranks run."""
+    return [program.body] if program.pipelined is None else list(graphs(program.pipelined))
+
+
+def _text(program: Program, module_filter: str | None) -> str:
+    if program.pipelined is None or module_filter is None:
+        return program.text() if module_filter is None else print_graph(program.body, keep=keep_only(module_filter))
+    return "\n".join(print_graph(graph, keep=keep_only(module_filter)) for graph in graphs(program.pipelined))
 
 
 def _write(text: str, output: Path | None) -> None:
     if output is None:
         typer.echo(text, nl=False)
         return
+    _written(output, "-o", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _written(path: Path, option: str, write: Callable[[Path], object]) -> None:
     try:
-        output.write_text(text, encoding="utf-8")
+        write(path)
     except OSError as cannot:
-        raise error("SC105", f"cannot write {output}: {cannot.strerror}", hint="give another path to -o") from None
+        raise error("SC105", f"cannot write {path}: {cannot.strerror}", hint=f"give another path to {option}") from None
 
 
 def _diagnose(found: tuple[Diagnostic, ...]) -> None:

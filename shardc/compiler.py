@@ -23,6 +23,7 @@ from shardc.passes.atomize import Atomize
 from shardc.passes.base import Pass
 from shardc.passes.causes import NameCauses
 from shardc.passes.combine import Combine
+from shardc.passes.fuse import Fuse
 from shardc.passes.group_sums import GroupSums
 from shardc.passes.insert_reshards import InsertReshards
 from shardc.passes.localize import Localize
@@ -51,6 +52,7 @@ class Options:
     store: Store = field(default_factory=Store)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
     reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
 
 
@@ -71,6 +73,7 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
         ReportGathers(),
         options.recompute,
         Localize(),
+        options.fuse,
     ]
 
 
@@ -84,7 +87,7 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     return graph
 
 
-def distribute(graph: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] = Localize) -> Graph:
+def distribute(graph: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] = Fuse) -> Graph:
     """One rank's body of a normalised graph, which it consumes; or what it is after the pass `last`."""
     todo = passes(bound, _cuts(graph, bound), options)
     return run(graph, todo[: 1 + next(i for i, one in enumerate(todo) if isinstance(one, last))], options)

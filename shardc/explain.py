@@ -47,6 +47,7 @@ class Explanation:
     untried: int  # for lack of time
     failed: tuple[str, ...]  # changes that the compiler broke on, and how
     inherent: str  # "" when some change saves it
+    stages: str = ""  # of a pipeline, those that have it
 
     @property
     def cheapest(self) -> Change | None:
@@ -63,6 +64,7 @@ class Explanation:
         place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
         lines += [f"  --> {place}"] if place else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
+        lines += _field("stage", self.stages)
         for trail in self.trails:
             lines += _field("why", trail.why)
             lines += _field("needed", trail.needed)

@@ -23,9 +23,12 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, Valida
 from shardc.ir.annotation import KINDS, Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
+from shardc.plan_pipeline import Pipelining
 from shardc.plan_values import (
     Annotations,
     Dtypes,
+    Fusing,
+    LossOver,
     Nonfinite,
     Recomputing,
     Source,
@@ -47,8 +50,9 @@ class Plan(BaseModel):
 
     The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
     in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
-    their mean. `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips
-    it, and all else does not look. Under `strict` whatever could not be honoured is an error.
+    their mean, unless `loss` weights them by tokens. `nonfinite` says what becomes of a step with a gradient that is no
+    number: by default float16 skips it, and all else does not look. Under `strict` whatever could not be honoured is an
+    error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -60,9 +64,12 @@ class Plan(BaseModel):
     outputs: Annotations = {}
     storage: Storage = Storage()
     recompute: Recomputing = Recomputing()
+    fuse: Fusing = Fusing()
     precision: Dtypes | None = None
     nonfinite: Nonfinite | None = None
     accumulate: PositiveInt = 1
+    pipeline: Pipelining | None = None
+    loss: LossOver = LossOver()
     clip_grad_norm: float | None = None
     strict: bool = False
     budget: dict[str, int] = {}
@@ -79,9 +86,12 @@ class Plan(BaseModel):
         outputs: Mapping[str, object] | None = None,
         storage: Mapping[str, object] | None = None,
         recompute: str | Mapping[str, object] | None = None,
+        fuse: bool | Mapping[str, object] | None = None,
         precision: object = None,
         nonfinite: Nonfinite | None = None,
         accumulate: int | None = None,
+        pipeline: Mapping[str, object] | None = None,
+        loss: str | Mapping[str, object] | None = None,
         clip_grad_norm: float | None = None,
         strict: bool | None = None,
         budget: Mapping[str, int | str] | None = None,
@@ -89,10 +99,10 @@ class Plan(BaseModel):
     ) -> Plan:
         """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
         maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
-        maps |= {"storage": storage, "budget": budget}
+        maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
         given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
-        plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "accumulate": accumulate}
-        plain |= {"precision": precision, "nonfinite": nonfinite}
+        plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
+        plain |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
         plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
         return cls.from_dict({**given, **{key: value for key, value in plain.items() if value is not None}})
@@ -161,6 +171,11 @@ class Plan(BaseModel):
             rest.pop("mesh", None)
         return self.model_copy(update={**merged, **rest})
 
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a step's batch is split: those of the pipeline, or those that are accumulated."""
+        return self.accumulate if self.pipeline is None else self.pipeline.microbatches
+
     def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
         """An error for each axis, and for the total, on which more bytes a rank are sent in a step than are allowed."""
         found: list[Diagnostic] = []
@@ -189,12 +204,18 @@ class Plan(BaseModel):
             data["storage"] = storage
         if self.recompute.mode != "none":
             data["recompute"] = self.recompute.dumped()
+        if self.fuse.enabled:
+            data["fuse"] = self.fuse.dumped()
         if self.precision is not None:
             data["precision"] = self.precision.dumped()
         if self.nonfinite is not None:
             data["nonfinite"] = self.nonfinite
         if self.accumulate > 1:
             data["accumulate"] = self.accumulate
+        if self.pipeline is not None:
+            data["pipeline"] = self.pipeline.dumped()
+        if self.loss.tokens is not None:
+            data["loss"] = self.loss.dumped()
         if self.clip_grad_norm is not None:
             data["clip_grad_norm"] = self.clip_grad_norm
         if self.strict:
@@ -252,6 +273,7 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     if problem["type"] == "extra_forbidden":
         inside = path[0] if len(path) > 1 else None
         parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
+        parts |= {"fuse": Fusing, "pipeline": Pipelining}
         known = parts.get(inside or "", Plan).model_fields
         key = problem["loc"][-1]
         hint = did_you_mean(str(key), known, f"keys of {inside or 'a plan'}")

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
@@ -121,6 +130,89 @@ class Recomputing(BaseModel):
             more: dict[str, object] = {"collectives": True} if self.collectives else {}
             return {"budget": bytes_text(self.budget), **more}
         return {"mode": self.mode, "collectives": True} if self.collectives else self.mode
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a key of a plan stands; two are equal wherever that is."""
+
+    source: Source = field(default=Source(), compare=False)
+
+
+class LossOver(BaseModel):
+    """What the loss of a step is the mean over: its microbatches, or their `tokens`; see shardc/token_weights.py.
+
+    Tokens are the elements of that input of the batch which are not `ignore`, without the first `shift` positions.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: str | None = None
+    ignore: int = -100
+    shift: NonNegativeInt = 0
+    _written: Written = PrivateAttr(default=Written())
+
+    def model_post_init(self, context: Any, /) -> None:
+        if isinstance(context, Source):
+            self._written = Written(context)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, LossOver) or value in ({}, "mean"):
+            return {} if value == "mean" else value
+        forms = "write mean, or {tokens: labels}; with ignore: -100 and shift: 0, if they are others"
+        if not isinstance(value, Mapping) or not isinstance(cast(Mapping[str, object], value).get("tokens"), str):
+            raise error(
+                "SC208", f"'loss' should be mean, or weighted by the tokens of an input, not {value!r}", hint=forms
+            )
+        read = dict(cast(Mapping[str, object], value))
+        keys = ("tokens", "ignore", "shift")
+        if unknown := [key for key in read if key not in keys]:
+            raise error(
+                "SC208", f"'loss' has no key '{unknown[0]}'", hint=did_you_mean(unknown[0], keys, "keys of loss")
+            )
+        return read
+
+    def dumped(self) -> dict[str, object]:
+        """As plain data, without what is at its default."""
+        return self.model_dump(exclude_defaults=True)
+
+    def located(self, found: Diagnostic) -> Diagnostic:
+        """The diagnostic, pointing at the key."""
+        return self._written.source.locate(found, "loss")
+
+
+class Fusing(BaseModel):
+    """Whether calls become kernels; see passes/fuse. `exclude` are ops and values, by name, that stay calls.
+
+    In short: true or false.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = False
+    exclude: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, Fusing) or value == {}:
+            return value
+        said: object = {"enabled": value} if isinstance(value, bool) else value
+        if not isinstance(said, Mapping):
+            hint = "write fuse: true, or fuse: {enabled: true, exclude: [tanh]}"
+            raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
+        return {"enabled": True, **cast(Mapping[str, object], said)}
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _read_exclude(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    def dumped(self) -> object:
+        """As plain data, in its short form if it has one."""
+        return {"enabled": self.enabled, "exclude": list(self.exclude)} if self.exclude else self.enabled
 
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
@@ -90,7 +90,7 @@ def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) ->
     torch.set_num_threads(max(1, torch.get_num_threads() // world))
     folder = Path(name)
     try:
-        program = cast(Program, Program.load(folder / "program.json"))
+        program = Program.load(folder / "program.json")
         batch = Inputs(torch.load(folder / "batch.pt"))
         state: dict[str, Tensor] = torch.load(folder / "state.pt", mmap=True)
         with program.launch(state=state) as trainer:

@@ -81,7 +81,7 @@ def load(text: str, *, meta: bool = True) -> Target | Program:
     if text.endswith(".json"):
         if not Path(text).is_file():
             raise error("SC105", f"there is no file {text}", hint=FORMS)
-        return cast(Program, Program.load(text))
+        return Program.load(text)
     raise error("SC105", f"cannot tell what '{text}' is", hint=FORMS)
 
 

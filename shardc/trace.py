@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 from shardc import torch_compat
 from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.microbatch import SHARE
 from shardc.precision import SCALE, Casts, Precision, place_casts, refuse_mixed
 from shardc.trace_call import Call
 from shardc.trace_carried import carried
@@ -44,6 +45,7 @@ def trace(
     *,
     with_outputs: bool = False,
     microbatches: int = 1,
+    weighted: bool = False,
     precision: Precision | None = None,
 ) -> Traced:
     """The joint graph of one training step of `model` in its present mode (train or eval).
@@ -51,10 +53,11 @@ def trace(
     `batch` is what forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments; its
     tensors may be real, meta or fake. `loss(output, batch)` returns the scalar to differentiate; without it, the
     model must (alone, first, or as `loss`). Of a step of several `microbatches` the batch is one, and the loss its
-    term of their mean. Without `precision` every tensor has the dtype that the model gives it.
+    term of their mean; `weighted`, it is multiplied by an input, the microbatch's share. Without `precision` every
+    tensor has the dtype that the model gives it.
     """
     call = Call(model, batch)
-    step = _Step(model, call, loss, with_outputs, microbatches, precision)
+    step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision)
     try:
         gm, inputs, origins = step.record()
         found = carried(model, step.before, gm, step.left, lambda: copy(step).record()[0])
@@ -87,10 +90,11 @@ class _Step:
         loss: Callable[[Any, Any], Tensor] | None,
         with_outputs: bool,
         microbatches: int,
+        weighted: bool,
         precision: Precision | None,
     ) -> None:
         self.model, self.call, self.loss, self.with_outputs = (model, call, loss, with_outputs)
-        self.microbatches = microbatches
+        self.microbatches, self.weighted = microbatches, weighted
         self.precision = precision
         self.casts = Casts(precision, model, call.names) if precision is not None else None
         self.scaled = precision is not None and precision.scaled
@@ -117,8 +121,9 @@ class _Step:
 
         params, buffers = map(param, self.params.values()), map(fake, self.buffers.values())
         scale = [fake(torch.empty((), device="meta", dtype=torch.float32))] if self.scaled else []
+        share = [fake(torch.empty((), device="meta", dtype=torch.float64))] if self.weighted else []
         seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
-        return [*params, *buffers, *map(fake, self.call.tensors), *scale, seed]
+        return [*params, *buffers, *map(fake, self.call.tensors), *scale, *share, seed]
 
     def record(self) -> tuple[fx.GraphModule, list[Tensor], Origins]:
         names = {module: name for name, module in self.model.named_modules()}
@@ -159,9 +164,11 @@ class _Step:
         swap = {f"model.{name}": t for name, t in (used | buffers).items()}
         output, new_buffers = functional_call(self.wrapped, swap, self.call.arguments(fed))
         loss = self._scalar(output, batch)
-        if self.microbatches > 1:
+        if self.weighted:
+            loss = loss * tensors[-2].to(loss.dtype)
+        elif self.microbatches > 1:
             loss = loss / self.microbatches
-        root = loss * tensors[-2] if self.scaled else loss
+        root = loss * tensors[-2 - self.weighted] if self.scaled else loss
         origins.phase = "bwd"
         torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
         wanted = [params[name] for name in self.trainable]
@@ -298,6 +305,7 @@ def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]
     ]
     inputs += [TracedInput("input", name, (), False, next(rest)) for name in step.call.names]
     inputs += [TracedInput("state", SCALE, (), False, next(rest))] if step.scaled else []
+    inputs += [TracedInput("share", SHARE, (), False, next(rest))] if step.weighted else []
     return [*inputs, TracedInput("seed", "seed", (), False, next(rest))]
 
 

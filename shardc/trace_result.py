@@ -14,7 +14,7 @@ from shardc.ir.diagnostic import Diagnostic
 class TracedInput:
     """A placeholder. `name`: the tensor's FQN, or the path of an input ("input_ids", "x.0.key")."""
 
-    role: Literal["param", "buffer", "input", "state", "seed"]
+    role: Literal["param", "buffer", "input", "state", "share", "seed"]
     name: str
     aliases: tuple[str, ...]  # the other FQNs of a tied parameter or buffer
     trainable: bool

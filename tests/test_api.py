@@ -319,8 +319,15 @@ def test_a_mesh_of_which_nothing_makes_use_is_a_warning() -> None:
 def test_one_rank_needs_no_annotation() -> None:
     for mesh in ("dp=1", "dp=1, tp=1"):
         assert shardc.compile(MLP(), inputs(), mesh=mesh, loss=squared, strict=True).diagnostics == ()
-    stored = shardc.compile(MLP(), inputs(), mesh=MESH, plan={"storage": {"zero": 3, "axes": ["dp"]}}, loss=squared)
-    assert not any(d.code == "SC215" for d in stored.diagnostics)
+
+
+def test_an_axis_of_which_nothing_makes_use_is_a_warning() -> None:
+    for plan in ({"storage": {"zero": 3, "axes": ["dp"]}}, {"inputs": DP}):
+        program = shardc.compile(MLP(), inputs(), mesh=MESH, plan=plan, loss=squared)
+        (warning,) = (d for d in program.diagnostics if d.code == "SC215")
+        assert "axis 'tp'" in warning.message
+        alone = shardc.compile(MLP(), inputs(), mesh="dp=2", plan=plan, loss=squared)
+        assert not any(d.code == "SC215" for d in alone.diagnostics)
 
 
 # ---------------------------------------------------------------------------------------- Hugging Face's tp_plan

@@ -136,6 +136,22 @@ def test_recompute_round_trips(said: str | dict[str, object], dumped: str) -> No
     assert plan.merge(Plan.of(mesh="dp=2")).recompute == plan.recompute
 
 
+@pytest.mark.parametrize(
+    ("said", "dumped"),
+    [
+        ("mean", ""),
+        ({"tokens": "labels"}, "loss:\n  tokens: labels\n"),
+        ({"tokens": "y", "ignore": 0, "shift": 1}, "loss:\n  tokens: y\n  ignore: 0\n  shift: 1\n"),
+    ],
+)
+def test_loss_round_trips(said: str | dict[str, object], dumped: str) -> None:
+    plan = Plan.of(loss=said)
+    assert plan.dump() == dumped
+    assert Plan.parse(dumped).loss == plan.loss
+    assert Plan.of(loss={"tokens": "x"}).merge(plan).loss == plan.loss
+    assert plan.merge(Plan.of(mesh="dp=2")).loss == plan.loss
+
+
 def test_over_budget() -> None:
     mesh = Mesh(dp=2, tp=2)
     plan = Plan.of(budget={"tp": "1 KiB", "total": 4096, "cp": 1})

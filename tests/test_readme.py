@@ -64,6 +64,7 @@ inputs:
 """
 # What a synopsis leaves to the reader.
 STANDS_FOR = {
+    "shardc timeline TARGET --plan FILE": "shardc timeline examples/mlp.py:mlp --plan tests/cli/mlp_pp.yaml",
     "TARGET": "examples/mlp.py:mlp",
     "FILE": "configs/plans/mlp.yaml",
     "PASS ...": "propagate",
@@ -119,7 +120,8 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     run = [block for block in BLOCKS if block.language == "python" and block.excerpt_of is None]
     for block in run:
         exec(compile(block.body, str(README), "exec"), scope)
-    assert len(run) == 2
+    assert len(run) == 3
+    assert (tmp_path / "timeline.svg").exists()
     assert scope["loss"] == pytest.approx(scope["metrics"].loss, abs=1.0)  # type: ignore[attr-defined]
     assert (tmp_path / "step.json").exists()
     assert scope["metrics"].step == scope["scheduler"].last_epoch + 1 == 3  # type: ignore[attr-defined]

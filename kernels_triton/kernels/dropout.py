@@ -1,8 +1,11 @@
 """`residual + dropout(x + bias)`, its mask a function of (seed, op, global element index) and of no layout.
 
 The numbers are those of `shardc::random_uniform`: Philox4x32-10 with the counter (index low, op, index high, 0), the
-first word, read as Triton's `tl.rand` reads it; an element stays where its number is at least p. Ten rounds an element
-cost more than its memory traffic, so forward keeps the mask, one bit an element, and backward reads that.
+first word, read as Triton's `tl.rand` reads it; an element stays where its number is at least p. That is 34
+instructions an element, more than its memory traffic leaves time for, so nothing else is spent: p comes as the least
+word that stays (no conversion to float), what the rounds compute of constants alone they compute once a tile, and
+forward keeps the mask, one bit an element, for backward to read. Tiles are [ROWS, BLOCK / 8, 8]: a byte of the mask is
+of one thread.
 """
 
 import triton
@@ -10,54 +13,81 @@ import triton.language as tl
 
 
 @triton.jit
-def philox_uniform(seed, op_id, index):
-    """float32 in [0, 1) for int64 element indices.
+def philox(c0, c1, c2, c3, seed):
+    """The first word. Words are uint32, scalars where they are the same for all: what a round makes of scalars is one.
 
     Written out rather than `tl.philox`, whose high and low halves of a product are two multiplications; of a 64-bit
-    product the compiler makes one (IMAD.WIDE), and multiplications are what the time goes into.
+    product the compiler makes one (IMAD.WIDE), of a quarter of the rate of others. (High words from the float64 units,
+    by a fused multiply-add that rounds towards zero, were tried: exact, and slower.)
     """
-    c0 = index.to(tl.uint32)
-    c2 = (index >> 32).to(tl.uint32)
-    c1 = (c0 * 0 + op_id).to(tl.uint32)
-    c3 = c0 * 0
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c0 = (p1 >> 32).to(tl.uint32) ^ (c1 ^ k0)
+        c2 = (p0 >> 32).to(tl.uint32) ^ (c3 ^ k1)
         c1 = p1.to(tl.uint32)
         c3 = p0.to(tl.uint32)
         k0 = (k0 + 0x9E3779B9).to(tl.uint32)
         k1 = (k1 + 0xBB67AE85).to(tl.uint32)
-    return tl.uint_to_uniform_float(c0)
+    return c0
+
+
+@triton.jit
+def _zero(x):
+    """What is above the bits of x."""
+    if x.dtype == tl.float32:
+        zero = (x.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
+    else:
+        zero = x.to(tl.uint16, bitcast=True).to(tl.uint32) >> 16
+    return zero
 
 
 @triton.jit
 def dropout_forward(
-    X, B, RES, Y, KEEP, SEED, OFFSET, op_id, rows, x_stride, res_stride, p, scale,
+    X, B, RES, Y, KEEP, SEED, OFFSET, op_id, rows, x_stride, res_stride, least, scale,
     outer_stride, inner_stride, col_stride,
     INNER: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Row r is element (r // INNER, r % INNER) of the two leading dims, whose global strides are given."""
     pid = tl.program_id(0)
     blocks = tl.cdiv(COLS, BLOCK)
-    c = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    r = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    m = (r < rows) & (c < COLS)
+    start = (pid % blocks) * BLOCK
+    c = start + tl.arange(0, BLOCK // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    r = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    cm = c < COLS
+    m = (r < rows) & cm
     r = r.to(tl.int64)
-    first = tl.load(OFFSET) + (r // INNER) * outer_stride + (r % INNER) * inner_stride
-    keep = philox_uniform(tl.load(SEED), op_id, first + c.to(tl.int64) * col_stride) >= p
-    x = tl.load(X + r * x_stride + c, mask=m, other=0.0).to(tl.float32)
+    loaded = tl.load(X + r * x_stride + c, mask=m, other=0.0)
+    x = loaded.to(tl.float32)
     if B is not None:
-        x += tl.load(B + c, mask=c < COLS, other=0.0).to(tl.float32)
+        x += tl.load(B + c, mask=cm, other=0.0).to(tl.float32)
+    if RES is not None:
+        residual = tl.load(RES + r * res_stride + c, mask=m, other=0.0).to(tl.float32)
+    seed = tl.load(SEED)
+    op_word = (tl.zeros((), tl.int64) + op_id).to(tl.uint32)
+    first = tl.load(OFFSET) + (r // INNER) * outer_stride + (r % INNER) * inner_stride + start * col_stride
+    # Plus 0: numbers that do not come of what was loaded would be made by other threads, and exchanged.
+    steps = (c - start).to(tl.uint32) + _zero(loaded)
+    # The tile's indices, if they share their high word: the smallest and the largest.
+    low = tl.min(first)
+    high = tl.max(first) + (BLOCK - 1) * col_stride
+    if (low >> 32) == (high >> 32):
+        index = first.to(tl.uint32) + steps * (tl.zeros((), tl.int64) + col_stride).to(tl.uint32)
+        word = philox(index, op_word, (low >> 32).to(tl.uint32), tl.zeros((), tl.uint32), seed)
+    else:
+        wide = first + steps.to(tl.int64) * col_stride
+        word = philox(wide.to(tl.uint32), op_word, (wide >> 32).to(tl.uint32), tl.zeros((), tl.uint32), seed)
+    # Signed, folded to 31 bits: -1 - word where negative.
+    word ^= (word.to(tl.int32) >> 31).to(tl.uint32)
+    keep = word >= (tl.zeros((), tl.int64) + least).to(tl.uint32)
     y = tl.where(keep, x * scale, 0.0)
     if RES is not None:
-        y += tl.load(RES + r * res_stride + c, mask=m, other=0.0).to(tl.float32)
+        y += residual
     tl.store(Y + r * COLS + c, y.to(Y.dtype.element_ty), mask=m)
     # Eight columns a byte, the first in the lowest bit.
-    bits = tl.reshape((keep & m).to(tl.int32), (ROWS, BLOCK // 8, 8)) << tl.arange(0, 8)[None, None, :]
+    bits = tl.where(keep & m, 1 << tl.arange(0, 8)[None, None, :], 0)
     byte = (pid % blocks) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
     width: tl.constexpr = (COLS + 7) // 8
     rb = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -70,11 +100,14 @@ def dropout_backward(
     DY, KEEP, DX, DB, rows, dy_stride, scale,
     COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks: tl.constexpr = (COLS + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) % blocks
+    program = tl.program_id(0) // blocks
+    c = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     width: tl.constexpr = (COLS + 7) // 8
-    b = tl.program_id(1) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+    b = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for t in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0) // blocks, num_stages=STAGES):
         r = t * ROWS + tl.arange(0, ROWS)[:, None]
         m = (r < rows) & (c < COLS)
         r = r.to(tl.int64)
@@ -86,4 +119,4 @@ def dropout_backward(
         if DB is not None:
             total += dx
     if DB is not None:
-        tl.store(DB + tl.program_id(0) * COLS + c, tl.sum(total, 0, keep_dims=True), mask=c < COLS)
+        tl.store(DB + program * COLS + c, tl.sum(total, 0, keep_dims=True), mask=c < COLS)

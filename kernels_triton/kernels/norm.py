@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm, with the residual added before, forward and backward.
 
-A tile is `ROWS` rows of `CHUNKS x BLOCK` columns. Forward: `h = x + residual` rounded to its dtype (backward will read
-it so), statistics of h in two passes over registers, `y = (h - mean) * rstd * w + b`. Backward, with
-`xhat = (h - mean) * rstd`, `g = dy * w` and means over the row:
+A tile is `ROWS` rows of `CHUNKS x BLOCK` columns; GROUP neighbours are a thread's. Forward: `h = x + residual`, rounded
+to its dtype (backward will read it so), statistics of h without cancellation, `y = (h - mean) * rstd * w + b`.
+Backward, with `xhat = (h - mean) * rstd`, `g = dy * w` and means over the row:
 
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + the gradient that reaches h beside the norm
     dw = sum over rows of dy * xhat,   db = sum over rows of dy
@@ -14,27 +14,70 @@ adds those in a fixed order. RMSNorm is the same without the mean (`MEAN` is Non
 import triton
 import triton.language as tl
 
+from kernels_triton.kernels.arithmetic import quotient
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _pool(count, mean, squares, other_count, other_mean, other_squares):
+    """Of two groups: how many numbers, their mean, and the squares of their distances from it (Chan)."""
+    total = count + other_count
+    share = quotient(other_count, tl.maximum(total, 1.0))
+    apart = other_mean - mean
+    return total, mean + apart * share, squares + other_squares + apart * apart * (count * share)
+
+
+@triton.jit
+def _neighbours(x, START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """What `_pool` takes, of each group of a block that begins at column START."""
+    if START + BLOCK <= COLS:
+        count = tl.full((x.shape[0], BLOCK // GROUP), GROUP, tl.float32)
+        mean = tl.sum(x, 2) / GROUP
+        d = x - mean[:, :, None]
+    else:
+        c = START + tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+        there = (c < COLS) & (tl.zeros(x.shape, tl.int32) == 0)
+        count = tl.sum(there.to(tl.float32), 2)
+        mean = quotient(tl.sum(x, 2), tl.maximum(count, 1.0))
+        d = tl.where(there, x - mean[:, :, None], 0.0)
+    return count, mean, tl.sum(d * d, 2)
+
+
+@triton.jit
+def _moments(xs, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """(mean, variance) of rows: of neighbours first, then pooled in one exchange between threads."""
+    pooled = _neighbours(xs[0], 0, COLS, BLOCK, GROUP)
+    for i in tl.static_range(1, CHUNKS):
+        more = _neighbours(xs[i], i * BLOCK, COLS, BLOCK, GROUP)
+        pooled = _pool(pooled[0], pooled[1], pooled[2], more[0], more[1], more[2])
+    _, mean, squares = tl.reduce(pooled, 1, _pool)
+    return mean, squares / COLS
+
 
 @triton.jit
 def norm_forward(
     X, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    c = tl.arange(0, BLOCK)[None, :]
-    # Weights are asked for before the row: the statistics' exchanges between threads would only delay them.
+    """HOLD: weight and bias stay in registers from row to row; else they are read, from the L1 cache, for each."""
+    c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     ws = ()
     bs = ()
     for i in tl.static_range(CHUNKS):
-        if W is not None:
+        if W is not None and HOLD:
             ws = ws + (tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0),)
-        if B is not None:
+        if B is not None and HOLD:
             bs = bs + (tl.load(B + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0),)
     for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        r = t * ROWS + tl.arange(0, ROWS)[:, None]
+        r = t * ROWS + tl.arange(0, ROWS)[:, None, None]
         rm = r < rows
         r = r.to(tl.int64)
         xs = ()
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             x = tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
@@ -44,19 +87,16 @@ def norm_forward(
                 tl.store(SUM + r * COLS + i * BLOCK + c, h, mask=m)
                 x = h.to(tl.float32)
             xs = xs + (x,)
-            total += x
-        mean = tl.zeros((ROWS, 1), tl.float32)
         if MEAN is not None:
-            mean = tl.sum(total, 1, keep_dims=True) / COLS
-        squares = tl.zeros((ROWS, BLOCK), tl.float32)
-        for i in tl.static_range(CHUNKS):
-            d = xs[i]
-            if MEAN is not None:
-                d = tl.where(i * BLOCK + c < COLS, d - mean, 0.0)
-            squares += d * d
-        rstd = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / COLS + eps)
-        if MEAN is not None:
+            mean, variance = _moments(xs, COLS, CHUNKS, BLOCK, GROUP)
+            mean = mean[:, None, None]
             tl.store(MEAN + r, mean, mask=rm)
+        else:
+            squares = tl.sum(xs[0] * xs[0], 2)
+            for i in tl.static_range(1, CHUNKS):
+                squares += tl.sum(xs[i] * xs[i], 2)
+            variance = tl.sum(squares, 1) / COLS
+        rstd = tl.rsqrt(variance + eps)[:, None, None]
         tl.store(RSTD + r, rstd, mask=rm)
         for i in tl.static_range(CHUNKS):
             cm = i * BLOCK + c < COLS
@@ -65,9 +105,9 @@ def norm_forward(
                 y -= mean
             y *= rstd
             if W is not None:
-                y *= ws[i].to(tl.float32)
+                y *= (ws[i] if HOLD else tl.load(W + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
             if B is not None:
-                y += bs[i].to(tl.float32)
+                y += (bs[i] if HOLD else tl.load(B + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
             tl.store(Y + r * COLS + i * BLOCK + c, y.to(Y.dtype.element_ty), mask=rm & cm)
 
 
@@ -122,18 +162,23 @@ def norm_forward_looped(
 def norm_backward(
     DY, X, W, MEAN, RSTD, DRES, DX, DW, DB, rows, dy_stride, x_stride, dres_stride,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    c = tl.arange(0, BLOCK)[None, :]
+    """HOLD: the weight stays in registers, where there are enough."""
+    c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     dws = ()
     dbs = ()
-    for _ in tl.static_range(CHUNKS):
-        dws = dws + (tl.zeros((ROWS, BLOCK), tl.float32),)
-        dbs = dbs + (tl.zeros((ROWS, BLOCK), tl.float32),)
+    ws = ()
+    for i in tl.static_range(CHUNKS):
+        dws = dws + (tl.zeros((ROWS, BLOCK // GROUP, GROUP), tl.float32),)
+        dbs = dbs + (tl.zeros((ROWS, BLOCK // GROUP, GROUP), tl.float32),)
+        if W is not None and HOLD:
+            ws = ws + (tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32),)
     for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        r = t * ROWS + tl.arange(0, ROWS)[:, None]
+        r = t * ROWS + tl.arange(0, ROWS)[:, None, None]
         rm = r < rows
         rstd = tl.load(RSTD + r, mask=rm, other=0.0)
-        mean = tl.zeros((ROWS, 1), tl.float32)
+        mean = 0.0
         if MEAN is not None:
             mean = tl.load(MEAN + r, mask=rm, other=0.0)
         r = r.to(tl.int64)
@@ -143,8 +188,8 @@ def norm_backward(
             m = rm & (i * BLOCK + c < COLS)
             xs = xs + (tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0),)
             gs = gs + (tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0),)
-        mean_g = tl.zeros((ROWS, 1), tl.float32)
-        mean_gx = tl.zeros((ROWS, 1), tl.float32)
+        sum_g = tl.zeros((ROWS, BLOCK // GROUP), tl.float32)
+        sum_gx = tl.zeros((ROWS, BLOCK // GROUP), tl.float32)
         next_w = ()
         next_b = ()
         for i in tl.static_range(CHUNKS):
@@ -153,21 +198,32 @@ def norm_backward(
             dy = gs[i].to(tl.float32)
             g = dy
             if W is not None:
-                g = dy * tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
-            # Chunk by chunk: adding whole chunks first would take registers that the sums over rows need.
+                if HOLD:
+                    g = dy * ws[i]
+                else:
+                    g = dy * tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
             if MEAN is not None:
-                mean_g += tl.sum(g, 1, keep_dims=True) / COLS
-            mean_gx += tl.sum(g * xhat, 1, keep_dims=True) / COLS
+                sum_g += tl.sum(g, 2)
+            sum_gx += tl.sum(g * xhat, 2)
             next_w = next_w + (dws[i] + dy * xhat if DW is not None else dws[i],)
             next_b = next_b + (dbs[i] + dy if DB is not None else dbs[i],)
         dws = next_w
         dbs = next_b
+        if MEAN is not None:
+            mean_g, mean_gx = tl.reduce((sum_g, sum_gx), 1, _add)  # one exchange between threads for both
+            mean_g = mean_g[:, None, None] / COLS
+        else:
+            mean_gx = tl.sum(sum_gx, 1)
+        mean_gx = mean_gx[:, None, None] / COLS
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             xhat = (xs[i].to(tl.float32) - mean) * rstd
             g = gs[i].to(tl.float32)
             if W is not None:
-                g *= tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
+                if HOLD:
+                    g *= ws[i]
+                else:
+                    g *= tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
             if MEAN is not None:
                 g -= mean_g
             dx = (g - xhat * mean_gx) * rstd

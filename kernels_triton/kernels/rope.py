@@ -5,20 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
+def _angles(COS, SIN, at, m, sign):
+    cos = tl.load(COS + at, mask=m, other=0.0).to(tl.float32)
+    return cos, tl.load(SIN + at, mask=m, other=0.0).to(tl.float32) * sign
+
+
+@triton.jit
 def rope(
-    X, COS, SIN, Y, sequence, heads, x_batch, x_seq, x_head, y_batch, y_seq, y_head, cos_batch, cos_seq, sign,
+    X, COS, SIN, Y, heads, x_batch, x_seq, x_head, y_batch, y_seq, y_head, cos_batch, cos_seq, sign,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    batch = (token // sequence).to(tl.int64)
-    at = (token % sequence).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     c = tl.arange(0, BLOCK)[None, :]
     cm = c < HALF
     m = (h < heads) & cm
-    cos = tl.load(COS + batch * cos_batch + at * cos_seq + c, mask=cm, other=0.0).to(tl.float32)
-    sin = tl.load(SIN + batch * cos_batch + at * cos_seq + c, mask=cm, other=0.0).to(tl.float32) * sign
     x = X + batch * x_batch + at * x_seq + h.to(tl.int64) * x_head
     y = Y + batch * y_batch + at * y_seq + h.to(tl.int64) * y_head
     if INTERLEAVED:
@@ -26,12 +29,14 @@ def rope(
         p = tl.arange(0, 2 * BLOCK)[None, :]
         pm = (h < heads) & (p < 2 * HALF)
         pairs = tl.load(x + p, mask=pm, other=0.0).to(tl.float32)
+        cos, sin = _angles(COS, SIN, batch * cos_batch + at * cos_seq + c, cm, sign)
         a, b = tl.split(tl.reshape(pairs, (HEADS, BLOCK, 2)))
         out = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEADS, 2 * BLOCK))
         tl.store(y + p, out.to(Y.dtype.element_ty), mask=pm)
     else:
         a = tl.load(x + c, mask=m, other=0.0).to(tl.float32)
         b = tl.load(x + HALF + c, mask=m, other=0.0).to(tl.float32)
+        cos, sin = _angles(COS, SIN, batch * cos_batch + at * cos_seq + c, cm, sign)
         tl.store(y + c, (a * cos - b * sin).to(Y.dtype.element_ty), mask=m)
         tl.store(y + HALF + c, (b * cos + a * sin).to(Y.dtype.element_ty), mask=m)
     if REST > 0:  # dims that do not turn, where Y is not X

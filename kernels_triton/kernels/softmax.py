@@ -49,20 +49,23 @@ def softmax_forward(
         if MASK is not None:
             mask_row = _mask_row(r, QUERIES, HEADS, batch_stride, head_stride, query_stride)
         xs = ()
-        tops = tl.full((ROWS, BLOCK), float("-inf"), tl.float32)
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL)
             xs = xs + (x,)
-            tops = tl.maximum(tops, x)
+        tops = xs[0]
+        for i in tl.static_range(1, CHUNKS):
+            tops = tl.maximum(tops, xs[i])
         top = tl.max(tops, 1, keep_dims=True)
         top = tl.where(top == float("-inf"), 0.0, top)
         es = ()
-        totals = tl.zeros((ROWS, BLOCK), tl.float32)
         for i in tl.static_range(CHUNKS):
             e = tl.exp(xs[i] - top)
             es = es + (e,)
-            totals += e
+            if i == 0:
+                totals = e
+            else:
+                totals += e
         total = tl.sum(totals, 1, keep_dims=True)
         inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
         for i in tl.static_range(CHUNKS):
@@ -114,7 +117,6 @@ def softmax_backward(
         r = r.to(tl.int64)
         ys = ()
         gs = ()
-        dots = tl.zeros((ROWS, BLOCK), tl.float32)
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             if CAUSAL:
@@ -126,7 +128,10 @@ def softmax_backward(
                 y = tl.where(i * BLOCK + c <= edge, y, 0.0)
             ys = ys + (y,)
             gs = gs + (g,)
-            dots += y.to(tl.float32) * g.to(tl.float32)
+            if i == 0:
+                dots = y.to(tl.float32) * g.to(tl.float32)
+            else:
+                dots += y.to(tl.float32) * g.to(tl.float32)
         dot = tl.sum(dots, 1, keep_dims=True)
         for i in tl.static_range(CHUNKS):
             dx = scale * ys[i].to(tl.float32) * (gs[i].to(tl.float32) - dot)

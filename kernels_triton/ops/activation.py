@@ -133,11 +133,11 @@ def _backward(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, act: str) -> 
     count, cols = flat.shape
     dx = launch.empty(x.shape, x.dtype, x)
     schedule = rows.walking_schedule(op, x, cols, sums=bias is not None)
-    grid = schedule.walk(count, cols, x)
-    db = None if bias is None else partials(grid[0], cols, x)
+    blocks, programs = schedule.walk(count, cols, x)
+    db = None if bias is None else partials(programs, cols, x)
     launch.run(
         "activation.activation_backward",
-        grid,
+        (blocks * programs,),
         *(grad, flat, None if bias is None else bias.contiguous(), dx, db, count),
         *(rows.row_stride(grad), rows.row_stride(flat)),
         ACT=act,

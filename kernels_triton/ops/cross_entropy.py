@@ -26,18 +26,31 @@ def cross_entropy(
     count, cols = flat.shape
     loss, lse = (launch.empty((count,), torch.float32, logits) for _ in range(2))
     grad = flat if in_place else launch.empty(logits.shape, logits.dtype, logits)
-    schedule = rows.vocabulary_schedule("cross_entropy", logits, cols)
+    schedule = rows.kept_schedule("cross_entropy", logits, cols)
+    pairs = _pairs(flat)
+    # Singly, 16-bit numbers take twice the registers.
+    chunks = schedule.chunks if pairs or logits.element_size() == 4 else min(schedule.chunks, 4)
     launch.run(
         "cross_entropy.cross_entropy_rows",
         (schedule.programs(count, logits),),
         *(flat, target.contiguous(), grad_scale, loss, lse, grad, count),
         *(rows.row_stride(flat), rows.row_stride(grad), ignore),
         COLS=cols,
+        CHUNKS=chunks,
         BLOCK=schedule.block,
         GROUP=16 // logits.element_size(),
+        STAGES=schedule.stages,
+        PAIRS=pairs,
         warps=schedule.warps,
+        registers=schedule.registers,
     )
     return loss, lse, logits if in_place else grad
+
+
+def _pairs(x: Tensor) -> bool:
+    """Whether rows are whole 32-bit words of 16-bit numbers."""
+    starts = x.storage_offset() % 2 == 0 and (x.is_meta or x.data_ptr() % 4 == 0)
+    return x.element_size() == 2 and x.shape[1] % 2 == 0 and rows.row_stride(x) % 2 == 0 and starts
 
 
 def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tensor:
@@ -56,6 +69,7 @@ def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tenso
         COLS=cols,
         BLOCK=schedule.block,
         GROUP=16 // logits.element_size(),
+        STAGES=schedule.stages,
         warps=schedule.warps,
     )
     return stats
@@ -89,6 +103,8 @@ def cross_entropy_finish(
         *(rows.row_stride(flat), rows.row_stride(grad), ignore, classes, start, stats.shape[0]),
         COLS=cols,
         BLOCK=schedule.block,
+        GROUP=16 // logits.element_size(),
+        STAGES=schedule.stages,
         warps=schedule.warps,
     )
     return loss, lse, logits if in_place else grad

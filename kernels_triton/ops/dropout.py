@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_float
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -51,7 +53,8 @@ def bias_dropout_residual(
         "dropout.dropout_forward",
         (schedule.tiles(count, cols),),
         *(flat, None if bias is None else bias.contiguous(), added, y, keep, seed, offset, op_id, count),
-        *(rows.row_stride(flat), rows.row_stride(added), p, scale_of(p), outer_step, inner_step, steps[-1]),
+        *(rows.row_stride(flat), rows.row_stride(added), least_kept(p), scale_of(p)),
+        *(outer_step, inner_step, steps[-1]),
         INNER=inner,
         COLS=cols,
         BLOCK=schedule.block,
@@ -73,11 +76,11 @@ def bias_dropout_residual_backward(
     count, cols = grad.shape
     dx = launch.empty(dy.shape, dy.dtype, dy)
     schedule = rows.walking_schedule(op, dy, cols, sums=bias is not None)
-    grid = schedule.walk(count, cols, dy)
-    db = None if bias is None else partials(grid[0], cols, dy)
+    blocks, programs = schedule.walk(count, cols, dy)
+    db = None if bias is None else partials(programs, cols, dy)
     launch.run(
         "dropout.dropout_backward",
-        grid,
+        (blocks * programs,),
         *(grad, keep.contiguous(), dx, db, count, rows.row_stride(grad), scale_of(p)),
         COLS=cols,
         BLOCK=schedule.block,
@@ -86,6 +89,23 @@ def bias_dropout_residual_backward(
         warps=schedule.warps,
     )
     return dx, None if bias is None else summed(db, None, bias.dtype, dy)[0]
+
+
+@cache
+def least_kept(p: float) -> int:
+    """The smallest 31-bit word that `random_uniform` makes a number of at least p of, in float32; 2^31 if none is."""
+
+    def single(x: float) -> float:
+        return c_float(x).value
+
+    low, high = 0, 1 << 31
+    while low < high:
+        middle = (low + high) // 2
+        if single(single(float(middle)) * single(4.6566127342e-10)) >= single(p):
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _outer(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int] | None:

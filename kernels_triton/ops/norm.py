@@ -9,6 +9,8 @@ from kernels_triton import launch, reference, rows
 from kernels_triton.checks import same_dtype, shaped
 from kernels_triton.ops.sums import partials, summed
 
+HELD = 16  # numbers of the weight that a thread of backward has registers for
+
 
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
@@ -116,7 +118,10 @@ def _forward(
         eps,
     )
     if schedule.chunks:
-        launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, COLS=cols, **schedule.persistent)
+        # For one row alone, two of them or a wide one cost other rows their registers.
+        held = schedule.waves > 0 or (bias is None and schedule.chunks == 1)
+        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held}
+        launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile)
     else:
         launch.run("norm.norm_forward_looped", (count,), *args, COLS=cols, BLOCK=schedule.block, warps=schedule.warps)
     return y, total, mean, rstd
@@ -157,7 +162,9 @@ def _backward(
         rows.row_stride(beside),
     )
     if schedule.chunks:
-        launch.run("norm.norm_backward", (programs,), *args, COLS=cols, **schedule.persistent)
+        held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
+        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held}
+        launch.run("norm.norm_backward", (programs,), *args, **tile)
     else:
         tile = {"COLS": cols, "BLOCK": schedule.block, "ROWS": schedule.rows}
         launch.run("norm.norm_backward_looped", (programs,), *args, **tile, warps=schedule.warps)

@@ -31,11 +31,12 @@ def rope(
     y = x if in_place else launch.empty(x.shape, x.dtype, x)
     rest = 0 if in_place else dim - 2 * half
     block = rows.power_of_two(half)
-    count = max(1, min(rows.power_of_two(heads), 2048 // block))
+    schedule = rows.head_schedule("rope", x, heads, block)
+    count = schedule.rows
     launch.run(
         "rope.rope",
-        (batch * sequence, -(-heads // count)),
-        *(x, cos, sin, y, sequence, heads, *x.stride()[:3], *y.stride()[:3]),
+        (sequence, -(-heads // count), batch),
+        *(x, cos, sin, y, heads, *x.stride()[:3], *y.stride()[:3]),
         *(0 if cos.dim() == 2 or cos.shape[0] == 1 else sequence * half, half, -1.0 if inverse else 1.0),
         HALF=half,
         REST=rest,
@@ -43,6 +44,6 @@ def rope(
         BLOCK=block,
         REST_BLOCK=rows.power_of_two(max(rest, 1)),
         HEADS=count,
-        warps=max(1, min(8, count * block // 256)),
+        warps=schedule.warps,
     )
     return y

@@ -24,7 +24,7 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
     if mask is not None:
         expect(mask.device == x.device, "softmax", f"mask is on {mask.device}, x on {x.device}")
         mask, heads, strides = _broadcast(mask, x)
-    schedule = rows.forward_schedule("softmax", x, cols)
+    schedule = rows.forward_schedule("causal_softmax" if causal else "softmax", x, cols)
     args = (flat, mask, y, count, rows.row_stride(flat), scale, *strides)
     shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": causal}
     if schedule.chunks:
@@ -45,7 +45,7 @@ def softmax_backward(dy: Tensor, y: Tensor, scale: float = 1.0, causal: bool = F
     grad, flat = rows.as_rows(dy), rows.as_rows(y)
     count = flat.shape[0]
     dx = launch.empty(y.shape, y.dtype, y)
-    schedule = rows.forward_schedule("softmax_backward", y, cols)
+    schedule = rows.forward_schedule("causal_softmax_backward" if causal else "softmax_backward", y, cols)
     args = (grad, flat, dx, count, rows.row_stride(grad), rows.row_stride(flat), scale)
     shape = {"COLS": cols, "QUERIES": queries, "CAUSAL": causal}
     if schedule.chunks:

@@ -15,7 +15,7 @@ New values of what is stored (casts and updates of parameters, new optimizer sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ from torch import fx
 from shardc.ir.collectives import KINDS, human_bytes
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, operands, producer, type_of
 from shardc.ir.in_place import writes
-from shardc.ir.microbatch import MADE, in_microbatch
+from shardc.ir.microbatch import GIVEN, MADE, in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.storages import Storage, storages, yields
 from shardc.ir.types import TensorType
@@ -97,7 +97,7 @@ class LiveValue:
 class MemoryReport:
     """A row for each rank and category; when a rank holds most, and what it then holds, largest first.
 
-    The body is one program for all ranks, so they hold the same.
+    All its ranks run one program, so they hold the same.
     """
 
     rows: tuple[Row, ...]
@@ -108,12 +108,12 @@ class MemoryReport:
     @property
     def peak(self) -> int:
         """The most bytes that a rank holds at once, what is stored included."""
-        return sum(row.bytes for row in self.of_rank(0))
+        return sum(row.bytes for row in self.of_rank(self.rows[0].rank))
 
     @property
     def stored(self) -> int:
         """Bytes that a rank holds all step long."""
-        return sum(row.stored for row in self.of_rank(0))
+        return sum(row.stored for row in self.of_rank(self.rows[0].rank))
 
     def of_rank(self, rank: int) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.rank == rank)
@@ -128,14 +128,18 @@ class MemoryReport:
     def __str__(self) -> str:
         ranks = len({row.rank for row in self.rows})
         head = f"{human_bytes(self.peak)} a rank at the peak, the same on all {ranks} ranks"
+        moment = [f"peak at {self.peak_at}"] if self.peak_at is not None else []
+        return "\n".join([head, *moment, "", *self.table()])
+
+    def table(self) -> list[str]:
+        """The bytes of each category, in lines."""
         lines: list[tuple[str, ...]] = [("", "stored", "at the peak", "at its own peak")]
-        for row in self.of_rank(0):
+        for row in self.of_rank(self.rows[0].rank):
             if row.stored or row.most:
                 columns = (row.stored, row.bytes, row.stored + row.most)
                 lines.append((row.category, *(human_bytes(n) if n else "-" for n in columns)))
         lines.append(("total", human_bytes(self.stored), human_bytes(self.peak), ""))
-        moment = [f"peak at {self.peak_at}"] if self.peak_at is not None else []
-        return "\n".join([head, *moment, "", *aligned(lines)])
+        return aligned(lines)
 
     def listing(self, count: int = 10) -> str:
         """The largest values at the peak, a line each."""
@@ -159,7 +163,7 @@ def aligned(lines: Sequence[tuple[str, ...]], right: Sequence[int] | None = None
 
 
 @dataclass
-class _Life:
+class Life:
     """What the walk over the body learns of one storage: the calls it lives from and to, the phase it ends in."""
 
     storage: Storage
@@ -188,44 +192,64 @@ def memory(body: Graph) -> MemoryReport:
     """The report of a localized body. Takes time linear in its length."""
     inside = in_microbatch(body)
     calls = sorted(body.calls(), key=lambda node: node not in inside)  # as they run
-    held, made = _lives(body, calls, inside)
-    stored = _nothing()
+    held, made = lives(body, calls, inside, storages(body))
+    stored = nothing()
     for category, storage in held:
         stored[category] += storage.bytes
     categories: list[Category] = [life.category for life in made]
-    births = _Agenda(range(len(made)), [life.born for life in made])
-    deaths = _Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
-    now, most, at_peak = _nothing(), _nothing(), _nothing()
-    timeline: list[int] = []
-    total = peak = 0
-    peak_at: int | None = None
-    for at in range(len(calls)):
-        for i in births.due(at):
-            size, category = made[i].storage.bytes, categories[i]
-            total += size
-            now[category] += size
-            most[category] = max(most[category], now[category])
-        timeline.append(total)
-        if total > peak or peak_at is None:
-            peak, peak_at, at_peak = total, at, dict(now)
-        for i in deaths.due(at):
-            total -= made[i].storage.bytes
-            now[categories[i]] -= made[i].storage.bytes
+    walk = Walk.over(made, categories, len(calls))
     rows = tuple(
-        Row(rank, category, stored[category], at_peak[category], most[category])
+        Row(rank, category, stored[category], walk.at_peak[category], walk.most[category])
         for rank in range(body.mesh.world_size)
         for category in CATEGORIES
     )
-    live = [_live(storage, category) for category, storage in held]
-    if peak_at is not None:
-        there = ((i, life) for i, life in enumerate(made) if life.born <= peak_at <= life.dies)
-        live += [_live(life.storage, categories[i]) for i, life in there]
+    live = [live_value(storage, category) for category, storage in held]
+    if walk.peak_at is not None:
+        live += [live_value(made[i].storage, categories[i]) for i in walk.there(made)]
     live.sort(key=lambda one: -one.bytes)
-    moment = None if peak_at is None else _moment(peak_at, calls[peak_at])
-    return MemoryReport(rows, moment, tuple(live), tuple(timeline))
+    moment = None if walk.peak_at is None else moment_of(walk.peak_at, calls[walk.peak_at])
+    return MemoryReport(rows, moment, tuple(live), walk.timeline)
 
 
-def _nothing() -> dict[Category, int]:
+@dataclass(frozen=True)
+class Walk:
+    """What there is at each call of a body, and when that is most: in all, and of each category."""
+
+    timeline: tuple[int, ...]
+    peak_at: int | None
+    at_peak: Mapping[Category, int]
+    most: Mapping[Category, int]
+
+    @classmethod
+    def over(cls, made: Sequence[Life], categories: Sequence[Category], calls: int) -> Walk:
+        """Lives in order of birth, and how many calls there are."""
+        births = _Agenda(range(len(made)), [life.born for life in made])
+        deaths = _Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
+        now, most, at_peak = nothing(), nothing(), nothing()
+        timeline: list[int] = []
+        total = peak = 0
+        peak_at: int | None = None
+        for at in range(calls):
+            for i in births.due(at):
+                size, category = made[i].storage.bytes, categories[i]
+                total += size
+                now[category] += size
+                most[category] = max(most[category], now[category])
+            timeline.append(total)
+            if total > peak or peak_at is None:
+                peak, peak_at, at_peak = total, at, dict(now)
+            for i in deaths.due(at):
+                total -= made[i].storage.bytes
+                now[categories[i]] -= made[i].storage.bytes
+        return cls(tuple(timeline), peak_at, at_peak, most)
+
+    def there(self, made: Sequence[Life]) -> list[int]:
+        """Those of the lives that are there at the peak."""
+        at = self.peak_at
+        return [i for i, life in enumerate(made) if at is not None and life.born <= at <= life.dies]
+
+
+def nothing() -> dict[Category, int]:
     return dict.fromkeys(CATEGORIES, 0)
 
 
@@ -241,29 +265,28 @@ class _Agenda:
             yield self.order[self.next - 1]
 
 
-def _lives(
-    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node]
-) -> tuple[list[tuple[Category, Storage]], list[_Life]]:
+def lives(
+    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node], of: dict[fx.Node, Storage]
+) -> tuple[list[tuple[Category, Storage]], list[Life]]:
     """The storages of inputs, by category; and those that calls make, in order of birth.
 
     Of several microbatches it is the last: what all are fed is there, the sums so far, the outputs of those before, and
     the buffers that it starts from.
     """
-    of = storages(body)
     over = {write.value: write for write in writes(body, of)}
     several = body.microbatches > 1
     held: list[tuple[Category, Storage]] = []
     for port, node in zip(body.inputs, body.placeholders, strict=True):
-        times = body.microbatches if port.role in ("input", "seed") else 1
+        times = body.microbatches if port.role in GIVEN else 1
         held.append((STORED.get(port.role, "inputs"), replace(of[node], bytes=of[node].bytes * times)))
-    lives: dict[Storage, _Life] = {}
-    earlier: list[_Life] = []
+    found: dict[Storage, Life] = {}
+    earlier: list[Life] = []
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
     for at, call in enumerate(calls):
         phase, sources = info(call).phase, operands(call)
         of_weights = bool(sources) and all(source in weights for source in sources)
         for source in sources:
-            life = lives.get(of[source])
+            life = found.get(of[source])
             if life is not None:
                 life.dies = at
                 life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
@@ -273,9 +296,9 @@ def _lives(
             if of[value].value is value and (value not in over or over[value].op is None):
                 moved = op_name(call.target) in KINDS
                 born = 0 if several and call.target is ACCUMULATE else at
-                lives[of[value]] = _Life(of[value], born, at, phase, phase, of_weights, moved)
+                found[of[value]] = Life(of[value], born, at, phase, phase, of_weights, moved)
     for port, value in zip(body.outputs, body.output_values, strict=True):
-        life = lives.get(of[value])
+        life = found.get(of[value])
         if life is not None and value in over:  # copied as soon as it is made
             life.returned = port.role
         elif life is not None:
@@ -283,15 +306,15 @@ def _lives(
             if several and port.role in MADE and value in inside:
                 before = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
                 earlier.append(replace(life, storage=replace(of[value], bytes=before), born=0))
-    return held, [*earlier, *sorted(lives.values(), key=lambda life: life.born)]
+    return held, [*earlier, *sorted(found.values(), key=lambda life: life.born)]
 
 
-def _live(storage: Storage, category: Category) -> LiveValue:
+def live_value(storage: Storage, category: Category) -> LiveValue:
     about = info(storage.value)
     call = info(producer(storage.value)[0])
     return LiveValue(about.name, category, type_of(storage.value), call.fqn, call.source, storage.bytes)
 
 
-def _moment(index: int, call: fx.Node) -> Moment:
+def moment_of(index: int, call: fx.Node) -> Moment:
     about = info(call)
     return Moment(index, about.name, op_name(call.target), about.phase, about.fqn, about.source)

@@ -49,9 +49,11 @@ CODES: dict[str, Code] = {
     "SC212": Code("placement-text", "a placement cannot be read"),
     "SC213": Code("over-budget", "the program communicates more than the plan's budget allows"),
     "SC214": Code("over-memory", "activations need more memory than the plan's recompute budget"),
-    "SC215": Code("nothing-placed", "a mesh is given and no annotation: every rank does the same work"),
+    "SC215": Code("nothing-placed", "no annotation uses the mesh, or one of its axes: its ranks do the same work"),
     "SC220": Code("bad-schedule", "a pipeline's schedule is unknown, or not made for these stages and microbatches"),
     "SC221": Code("bad-cut", "a step cannot be cut into the stages of a pipeline, or not at the places asked for"),
+    "SC222": Code("token-weights", "the tokens that a plan's loss counts cannot be counted in the input that it names"),
+    "SC223": Code("pipeline-axis", "a placement names the axis of the pipeline, along which no tensor is sharded"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC302": Code("op-refused", "an op cannot be executed with the placement asked of it"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
@@ -79,7 +81,10 @@ CODES: dict[str, Code] = {
     "SC507": Code("index-out-of-range", "an index, a token or a label, lies outside what it counts in"),
     "SC508": Code("verify-dtype", "a program was to be verified in a dtype that gradients cannot be computed in"),
     "SC530": Code("kernel-operand", "a kernel was given a tensor of a shape, dtype or layout that it does not take"),
+    "SC531": Code("kernel-text", "the text of a fused kernel cannot be read, or does not make sense"),
+    "SC532": Code("not-tunable", "kernels are to be tuned where they cannot be, or which have nothing to choose"),
     "SC509": Code("non-finite", "a step's gradients are not finite, and the plan says to raise"),
+    "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
 }
 
 

@@ -44,8 +44,9 @@ class ValueInfo:
     cause: str = ""  # which annotation, through which rule
 
 
-# "value" and "sum" are of a pipeline's parts: what one makes of a microbatch for another, and what a step adds up.
-Role = Literal["param", "buffer", "input", "seed", "state", "hyper", "loss", "grad", "output", "value", "sum"]
+# "share" is what a microbatch's loss counts in the step's (Tokens, below). "value" and "sum" are of a pipeline's parts:
+# what one makes of a microbatch for another, and what a step adds up.
+Role = Literal["param", "buffer", "input", "seed", "share", "state", "hyper", "loss", "grad", "output", "value", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,16 @@ class Seed:
     copied: Axes = ()  # asked for, but the ranks along them share one kv-head: ops on it are done by each of them
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a microbatch's share in the step's loss goes by: how many elements of a batch's input are not `ignore`, the
+    first `shift` positions of its last dim left out."""
+
+    input: str
+    ignore: int = -100
+    shift: int = 0
+
+
 class Graph:
     """A joint graph with typed values and named inputs and outputs.
 
@@ -84,6 +95,7 @@ class Graph:
         self.outputs = tuple(outputs)
         self.name = name
         self.microbatches = 1  # of a step: see ir.microbatch
+        self.tokens: Tokens | None = None  # what their losses are weighted by; None: the step's is their mean
         self.activations: dict[str, fx.Node] = {}  # module FQN -> the value it outputs
         self.gradients: dict[str, fx.Node] = {}  # parameter -> its gradient, where the optimizer consumes it
         self.stored: dict[fx.Node, tuple[Axes, ...]] = {}  # input -> how it is stored, where ops use it otherwise
@@ -144,7 +156,7 @@ class Graph:
         made.seeds = {table[n]: seed for n, seed in self.seeds.items() if n in table}
         made.priorities = {table[n]: p for n, p in self.priorities.items() if n in table}
         made.diagnostics = list(self.diagnostics)
-        made.microbatches = self.microbatches
+        made.microbatches, made.tokens = self.microbatches, self.tokens
         return made
 
     # ------------------------------------------------------------------ editing

@@ -9,9 +9,10 @@ itself stays a function of its inputs: that is for whoever runs it with state of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
@@ -32,8 +33,25 @@ class Write:
     op: OpOverload | None
 
 
+@dataclass(frozen=True)
+class Into:
+    """How an op of several results writes some of them over what its operands hold.
+
+    `pairs(*args)` are the (result, operand) of which the one may take the place of the other. `run(*args, over)`, with
+    `over` from results to tensors, is the call.
+    """
+
+    pairs: Callable[..., frozenset[tuple[int, int]]]
+    run: Callable[..., Any]
+
+
+INTO: dict[Any, Into] = {}  # by op
+
+
 def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]:
     """What may be written in place. A collective may be under way, and reads, until its result is read."""
+    if not any(port.role in ("param", "state") for port in body.outputs):
+        return []
     of = storages(body) if of is None else of
     inside = in_microbatch(body)
     calls = sorted(body.calls(), key=lambda node: node not in inside)
@@ -51,7 +69,10 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
         repeated = body.microbatches > 1 and call in inside
         if same and once and not repeated and of[value].value is value and last.get(of[over], -1) <= at[call]:
             alike = all(v is over or of[v] is not of[over] for v in operands(call))  # no other view of the very memory
-            found.append(Write(value, over, _into(call) if call is value and alike else None))
+            if call.target in INTO:
+                found.append(Write(value, over, call.target if _placed(call, value, over, of) else None))  # type: ignore[arg-type]
+            else:
+                found.append(Write(value, over, _into(call) if call is value and alike else None))
     return found
 
 
@@ -66,6 +87,12 @@ def _last_reads(calls: Sequence[fx.Node], at: dict[fx.Node, int], of: dict[fx.No
         for value in operands(call):
             last[of[value]] = max(last.get(of[value], -1), until)
     return last
+
+
+def _placed(call: fx.Node, value: fx.Node, over: fx.Node, of: dict[fx.Node, Storage]) -> bool:
+    """Does a call read what it writes over just where it writes, if at all?"""
+    pairs, at = INTO[call.target].pairs(*call.args), producer(value)[1]
+    return all(v is over and (at, i) in pairs for i, v in enumerate(operands(call)) if of[v] is of[over])
 
 
 def _into(call: fx.Node) -> OpOverload | None:

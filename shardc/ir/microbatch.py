@@ -16,7 +16,9 @@ from torch import fx
 from shardc.ir.graph import Graph, Role, info
 from shardc.ir.ops.accumulate import ACCUMULATE
 
-FED: tuple[Role, ...] = ("input", "seed", "buffer")  # inputs that a microbatch has of its own
+SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
+GIVEN: tuple[Role, ...] = ("input", "seed", "share")  # inputs that each microbatch is given
+FED: tuple[Role, ...] = (*GIVEN, "buffer")  # inputs that a microbatch has of its own
 MADE: tuple[Role, ...] = ("output", "buffer")  # and outputs
 
 

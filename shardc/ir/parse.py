@@ -24,7 +24,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error, suggest
-from shardc.ir.graph import Graph, Phase, Port, Role, ValueInfo, info, op_name, set_info
+from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import AXIS_NAME, Mesh
 from shardc.ir.schema import WORDS, arrange, find_op, schema_of, yields_one_tensor
 from shardc.ir.text import BARE_NAME
@@ -64,7 +64,7 @@ class _Parser:
         self.expect("@")
         name = self.name("a name for the graph")
         mesh = self.mesh()
-        microbatches = self.microbatches()
+        microbatches, tokens = self.microbatches(), self.tokens()
         self.expect("{")
         while not self.take(r"return\b"):
             if label := self.take(LABEL):
@@ -84,7 +84,7 @@ class _Parser:
         self.fx.output(tuple(node for _, node in outputs))
         self.name_calls()
         graph = Graph(self.fx, mesh, self.inputs, [port for port, _ in outputs], name)
-        graph.microbatches = microbatches
+        graph.microbatches, graph.tokens = microbatches, tokens
         return graph
 
     def microbatches(self) -> int:
@@ -94,6 +94,20 @@ class _Parser:
         count = self.take(r"[1-9]\d*") or self.fail("a number of microbatches")
         self.expect(")")
         return int(count)
+
+    def tokens(self) -> Tokens | None:
+        if not self.take(r"tokens\b"):
+            return None
+        self.expect("(")
+        name = json.loads(self.take(STRING) or self.fail("an input in quotes"))
+        numbers: list[int] = []
+        for word in ("ignore", "shift"):
+            self.expect(",")
+            self.expect(word)
+            self.expect("=")
+            numbers.append(int(self.take(r"-?\d+") or self.fail("a whole number")))
+        self.expect(")")
+        return Tokens(name, *numbers)
 
     def mesh(self) -> Mesh:
         self.expect("mesh")

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic, error
-from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info
+from shardc.ir.graph import Graph, Port, Tokens, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import Mesh
 from shardc.ir.schema import WORDS, find_op, word_of
 from shardc.ir.types import DTYPE_NAMES, DTYPES, TensorType
@@ -37,6 +37,7 @@ def graph_to_plain(graph: Graph) -> Plain:
         "name": graph.name,
         "mesh": mesh_to_plain(graph.mesh),
         "microbatches": graph.microbatches,
+        "tokens": None if graph.tokens is None else asdict(graph.tokens),
         "inputs": [asdict(port) for port in graph.inputs],
         "outputs": [asdict(port) for port in graph.outputs],
         "nodes": nodes,
@@ -57,6 +58,7 @@ def graph_from_plain(data: Plain) -> Graph:
     graph = Graph(made, mesh_from_plain(data["mesh"]), inputs, outputs, data["name"])
     graph.activations = {fqn: values[name] for fqn, name in data["activations"].items()}
     graph.microbatches = int(data["microbatches"])
+    graph.tokens = Tokens(**data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
     return graph
 
 

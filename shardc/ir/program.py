@@ -6,7 +6,7 @@ looks ops up by name and executes nothing. A file that was cut short, altered, o
 
     {
     "format": "shardc-program",
-    "version": 1,
+    "version": 2,
     "sha256": "...",
     "content": {...}                    one line, so that the last line says whether the file is whole
     }
@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 
@@ -42,7 +42,7 @@ from shardc.ir.plain import (
 from shardc.ir.text import print_graph
 
 FORMAT = "shardc-program"
-VERSION = 1
+VERSION = 2
 AnnotationLine = tuple[str, str, str, str]  # kind, name or pattern, placement text, origin ("plan.yaml:9" or "")
 
 
@@ -83,37 +83,44 @@ class Program:
         )
 
     # ------------------------------------------------------------------ files
+    def to_plain(self) -> Plain:
+        return {
+            "body": graph_to_plain(self.body),
+            "reference": graph_to_plain(self.reference),
+            "mesh": mesh_to_plain(self.mesh),
+            "diagnostics": [diagnostic_to_plain(d) for d in self.diagnostics],
+            "annotations": [list(line) for line in self.annotations],
+            "constants": {name: tensor_to_plain(t) for name, t in self.constants.items()},
+            # As it will be read: tuples become lists and keys strings before the checksum is taken, not after.
+            "plan": json.loads(json.dumps(dict(self.plan))),
+        }
+
+    @classmethod
+    def fields_of(cls, content: Plain) -> dict[str, Any]:
+        """What `to_plain` gave, as the fields of a program; other keys are for another kind of program to read."""
+        return {
+            "body": graph_from_plain(content.pop("body")),
+            "reference": graph_from_plain(content.pop("reference")),
+            "mesh": mesh_from_plain(content.pop("mesh")),
+            "diagnostics": tuple(diagnostic_from_plain(d) for d in content.pop("diagnostics")),
+            "annotations": tuple(cast(AnnotationLine, tuple(line)) for line in content.pop("annotations")),
+            "constants": {name: tensor_from_plain(t) for name, t in content.pop("constants").items()},
+            "plan": content.pop("plan"),
+            **content,
+        }
+
     def to_json(self) -> str:
-        content = _canonical(
-            {
-                "body": graph_to_plain(self.body),
-                "reference": graph_to_plain(self.reference),
-                "mesh": mesh_to_plain(self.mesh),
-                "diagnostics": [diagnostic_to_plain(d) for d in self.diagnostics],
-                "annotations": [list(line) for line in self.annotations],
-                "constants": {name: tensor_to_plain(t) for name, t in self.constants.items()},
-                # As it will be read: tuples become lists and keys strings before the checksum is taken, not after.
-                "plan": json.loads(json.dumps(dict(self.plan))),
-            }
-        )
+        content = _canonical(self.to_plain())
         head = {"format": FORMAT, "version": VERSION, "sha256": _checksum(content)}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         return "{\n" + ",\n".join([*lines, f'"content": {content}']) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str, origin: str = "<json>") -> Program:
+    def from_json(cls, text: str, origin: str = "<json>") -> Self:
         """The program of a file's text; `origin` names the file in errors."""
         content = _content(text, origin)
         try:
-            return cls(
-                body=graph_from_plain(content["body"]),
-                reference=graph_from_plain(content["reference"]),
-                mesh=mesh_from_plain(content["mesh"]),
-                diagnostics=tuple(diagnostic_from_plain(d) for d in content["diagnostics"]),
-                annotations=tuple(cast(AnnotationLine, tuple(line)) for line in content["annotations"]),
-                constants={name: tensor_from_plain(t) for name, t in content["constants"].items()},
-                plan=content["plan"],
-            )
+            return cls(**cls.fields_of(content))
         except ShardcError as wrong:
             raise ShardcError(*(replace(d, location=d.location or origin) for d in wrong.diagnostics)) from None
         except Exception as wrong:  # whatever a forged file trips over: its checksum is right, what it says is not
@@ -135,7 +142,7 @@ class Program:
             raise
 
     @classmethod
-    def load(cls, path: str | Path) -> Program:
+    def load(cls, path: str | Path) -> Self:
         try:
             text = Path(path).read_bytes().decode("utf-8")
         except UnicodeDecodeError:

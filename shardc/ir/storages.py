@@ -55,6 +55,15 @@ class _Operand(NamedTuple):
 
 def storages(body: Graph) -> dict[fx.Node, Storage]:
     """The storage of every value of a localized body; views have that of the value they look into."""
+    return _laid_out(body)[0]
+
+
+def strides(body: Graph) -> dict[fx.Node, Strides]:
+    """How every value of a localized body lies in memory, as far as torch can tell; else contiguous."""
+    return {value: known.strides for value, known in _laid_out(body)[1].items()}
+
+
+def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Operand]]:
     found: dict[fx.Node, Storage] = {}
     known: dict[fx.Node, _Operand] = {}
     shared: dict[_Operand, _Operand] = {}  # few differ; one object each keeps the garbage collector out of the way
@@ -74,7 +83,7 @@ def storages(body: Graph) -> dict[fx.Node, Storage]:
             if layout.strides != own.strides:
                 known[value] = own._replace(strides=layout.strides)
             found[value] = _storage(value, own) if layout.views is None else found[operands(node)[layout.views]]
-    return found
+    return found, known
 
 
 def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:

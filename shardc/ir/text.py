@@ -10,7 +10,8 @@
       return loss "loss" = %l, grad "mlp.weight" = %d.mlp.mm
     }
 
-A step of several microbatches says so in the head, `mesh(dp=2, tp=2) microbatches(4)`.
+A step of several microbatches says so in the head, `mesh(dp=2, tp=2) microbatches(4)`; and if their losses count by
+tokens, `tokens("labels", ignore=-100, shift=1)`.
 A call of several results lists them all: `_` for one that nothing uses, with the type `_` if it is no tensor. A label
 (`fwd:`, `bwd:`, `opt:`) sets the phase of the lines below it. After a call come, where they are set, the assignment
 `{factor: axes}`, `passes axes` and `fallback {axis: factor}`; after the type `!const`. Defaults and devices are left
@@ -41,7 +42,9 @@ WIDTH = 120
 def print_graph(graph: Graph, *, comments: bool = True, keep: Callable[[fx.Node], bool] | None = None) -> str:
     """The graph as text; with `keep`, only the calls that it is true of, which is for reading and not for `parse`."""
     repeated = f" microbatches({graph.microbatches})" if graph.microbatches > 1 else ""
-    lines = [f"graph @{_bare(graph.name)} mesh({graph.mesh}){repeated} {{"]
+    by = graph.tokens
+    counted = "" if by is None else f" tokens({json.dumps(by.input)}, ignore={by.ignore}, shift={by.shift})"
+    lines = [f"graph @{_bare(graph.name)} mesh({graph.mesh}){repeated}{counted} {{"]
     ports = dict(zip(graph.placeholders, graph.inputs, strict=True))
     phase: Phase = "fwd"
     source = ""

@@ -21,7 +21,7 @@ from shardc.ir.microbatch import crossing
 from shardc.ir.schema import find_op, schema_of, yields_one_tensor
 from shardc.ir.types import TensorType
 
-INPUT_ROLES = {"param", "buffer", "input", "seed", "state", "hyper", "value", "sum"}
+INPUT_ROLES = {"param", "buffer", "input", "seed", "share", "state", "hyper", "value", "sum"}
 OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state", "value", "sum"}
 REDUCTIONS = {"sum", "max", "min"}
 

@@ -70,13 +70,26 @@ class Saving:
 class Checkpoints:
     """One process's way to disk: which shards are its own, and whom it agrees with. Without a group it is alone.
 
-    The group is gloo's, and for checkpoints alone: while one is written in the background, steps go on.
+    The group is gloo's, and for checkpoints alone: while one is written in the background, steps go on. Where a job has
+    several copies of the mesh, which hold different tensors (a pipeline's stages), `ranks` says of each tensor which
+    ranks of the job answer for it, in the order of the mesh's; `own` is this one's number in the job, and `whole` the
+    job's mesh.
     """
 
     def __init__(
-        self, mesh: Mesh, rank: int, group: Any = None, blame: Callable[[Exception], Exception] | None = None
+        self,
+        mesh: Mesh,
+        rank: int,
+        group: Any = None,
+        blame: Callable[[Exception], Exception] | None = None,
+        own: int | None = None,
+        ranks: Callable[[str], Sequence[int]] | None = None,
+        whole: Mesh | None = None,
     ) -> None:
         self.mesh, self.rank, self.group, self._blame = mesh, rank, group, blame
+        self.own = rank if own is None else own
+        self.ranks = ranks or (lambda _: range(mesh.world_size))
+        self._job = whole or mesh
         self._pending: Saving | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -89,11 +102,11 @@ class Checkpoints:
         held = {name: self._own(one) for name, one in held.items()}
         extra = _plain(position.extra)
         stored = {name: Stored(one.role, one.aliases) for name, one in held.items()}
-        manifest = Manifest(position.step, position.seed, str(self.mesh), extra, stored)
+        manifest = Manifest(position.step, position.seed, str(self._job), extra, stored)
         outcome: Future[None] = Future()
         if asynchronous:
             self._thread = self._thread or ThreadPoolExecutor(1, "shardc-checkpoint")
-            outcome = self._thread.submit(self._write, place, _snapshot(held, self.mesh, self.rank), manifest, None)
+            outcome = self._thread.submit(self._write, place, self._snapshot(held), manifest, None)
             self._pending = Saving(place, outcome)
             return self._pending
         self._write(place, held, manifest, self._blame)
@@ -122,7 +135,7 @@ class Checkpoints:
             return folder, manifest, planner, reader
 
         folder, manifest, planner, reader = self.agreed(opened)
-        tensors = {name: one.tensor for name, one in held.items()}
+        tensors = _tensors(held)
         with _explained(f"the checkpoint {folder} could not be read", self._blame), _quietly():
             dcp.load(
                 tensors, storage_reader=reader, planner=planner, process_group=self.group, no_dist=self.group is None
@@ -164,11 +177,28 @@ class Checkpoints:
         """Alone, a process holds every tensor whole, whatever the program would have its ranks hold."""
         return held if self.group is not None else replace(held, type=held.type.replicated())
 
+    def _writes(self, name: str, held: Held) -> bool:
+        """Whether this rank writes its shard: nobody before it has the same."""
+        return (
+            held.tensor is not None
+            and self.ranks(name)[self.rank] == self.own
+            and writes(held.type, self.mesh, self.rank)
+        )
+
+    def _snapshot(self, held: Mapping[str, Held]) -> dict[str, Held]:
+        """Copies of what this rank writes, made before the next step changes it."""
+        return {
+            name: replace(one, tensor=one.tensor.detach().to("cpu", copy=True))
+            if one.tensor is not None and self._writes(name, one)
+            else one
+            for name, one in held.items()
+        }
+
     def _write(
         self, path: Path, held: Mapping[str, Held], manifest: Manifest, blame: Callable[[Exception], Exception] | None
     ) -> None:
-        planner = SaveShards(held, self.mesh, self.rank)
-        tensors = {name: one.tensor for name, one in held.items()}
+        own = {name: one for name, one in held.items() if self._writes(name, one)}
+        planner, tensors = SaveShards(own, self.mesh, self.rank), _tensors(held)
         with _explained(f"the checkpoint {path} could not be written", blame), _quietly():
             dcp.save(
                 tensors, storage_writer=Writer(path, manifest), planner=planner,
@@ -188,16 +218,13 @@ def load_state_dict(path: str | Path, roles: Sequence[str] = ("param", "buffer")
             tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
             held[name] = Held(tensor, TensorType.of(tensor), one.role, one.aliases)
     Checkpoints(Mesh(), 0).load(folder, held, strict=False)
-    return {name: one.tensor for first, one in held.items() for name in (first, *one.aliases)}
+    found = {name: one.tensor for first, one in held.items() for name in (first, *one.aliases)}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _snapshot(held: Mapping[str, Held], mesh: Mesh, rank: int) -> dict[str, Held]:
-    """Copies of what this rank writes, made before the next step changes it."""
-    own = {name for name, one in held.items() if writes(one.type, mesh, rank)}
-    return {
-        name: replace(one, tensor=one.tensor.detach().to("cpu", copy=True)) if name in own else one
-        for name, one in held.items()
-    }
+def _tensors(held: Mapping[str, Held]) -> dict[str, torch.Tensor]:
+    """By the same names on every rank, as torch would have it; of what a rank does not hold, nothing is asked."""
+    return {name: torch.empty(0) if one.tensor is None else one.tensor for name, one in held.items()}
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,9 +55,9 @@ Local = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of a trainer: what this process has of it, and what that is a part of."""
+    """A tensor of a trainer: what this process has of it, and what that is a part of. None: other stages hold it."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     type: TensorType
     role: str = "param"
     aliases: tuple[str, ...] = ()
@@ -95,14 +95,12 @@ def _cut(whole: slice, local: slice, rows: int) -> list[tuple[slice, slice]]:
 
 
 class SaveShards(DefaultSavePlanner):
-    """Plans the chunks that this rank writes."""
+    """Plans the chunks that this rank writes: all that it holds of the tensors given."""
 
     def __init__(self, held: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._held = held
-        self._chunks = {
-            name: chunks_of(one.type, mesh, rank) for name, one in held.items() if writes(one.type, mesh, rank)
-        }
+        self._chunks = {name: chunks_of(one.type, mesh, rank) for name, one in held.items()}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -121,16 +119,20 @@ class SaveShards(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         name, offsets = write_item.index.fqn, write_item.index.offset
+        tensor = self._held[name].tensor
         assert offsets is not None
-        return self._held[name].tensor.detach()[self._chunks[name][offsets][1]]
+        assert tensor is not None
+        return tensor.detach()[self._chunks[name][offsets][1]]
 
 
 class LoadShards(LoadPlanner):
     """Plans what this rank reads, into tensors that are there. `named` says under which name each was stored."""
 
     def __init__(self, named: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
-        self._named, self._mesh = named, mesh
-        self._chunks = {name: chunks_of(one.type, mesh, rank) for name, one in named.items()}
+        self._mesh = mesh
+        self._tensors = {name: one.tensor.detach() for name, one in named.items() if one.tensor is not None}
+        self._types = {name: named[name].type for name in self._tensors}
+        self._chunks = {name: chunks_of(type, mesh, rank) for name, type in self._types.items()}
         self._metadata: Metadata | None = None
 
     def items(self, metadata: Metadata) -> list[ReadItem]:
@@ -154,9 +156,9 @@ class LoadShards(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        for one in self._named.values():
-            if one.type.uneven_atoms(self._mesh):
-                one.tensor.zero_()  # of the padding nothing is read
+        for name, type in self._types.items():
+            if type.uneven_atoms(self._mesh):
+                self._tensors[name].zero_()  # of the padding nothing is read
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -165,7 +167,7 @@ class LoadShards(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         name, offsets = read_item.dest_index.fqn, read_item.dest_index.offset
         assert offsets is not None
-        tensor = self._named[name].tensor.detach()[self._chunks[name][offsets][1]]
+        tensor = self._tensors[name][self._chunks[name][offsets][1]]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, start, length)
         return tensor

@@ -19,7 +19,7 @@ from shardc.ir.diagnostic import error
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint import Checkpoints
 from shardc.runtime.checkpoint_folder import sync
-from shardc.runtime.checkpoint_planners import Held
+from shardc.runtime.checkpoint_planners import Held, writes
 from shardc.runtime.layout import assemble
 from shardc.runtime.weights import INDEX
 
@@ -30,7 +30,7 @@ def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_
     """Write the tensors as safetensors into the folder `path`; every rank must call it."""
     place.settle()
     save_file = place.agreed(_safetensors)
-    folder, first = Path(path), place.rank == 0
+    folder, first = Path(path), place.own == 0
     files = _files({name: one.type for name, one in held.items()}, file_bytes)
 
     def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -41,21 +41,34 @@ def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_
                 os.fsync(file.fileno())
 
     for name, names in files.items():
-        tensors = {one: whole for one in names if (whole := gathered(place, held[one])) is not None}
+        tensors = {one: whole for one in names if (whole := gathered(place, one, held[one])) is not None}
         place.agreed(lambda name=name, tensors=tensors: write(name, tensors))
     if first:
         _put_in_place(folder, files, sum(one.type.numel() * one.type.dtype.itemsize for one in held.values()))
     place.agreed(lambda: None)
 
 
-def gathered(place: Checkpoints, held: Held) -> torch.Tensor | None:
-    """The whole tensor on rank 0, on the CPU; None on the others."""
-    local = held.tensor.detach().cpu().contiguous()
-    if place.group is None or not held.type.axes:
-        return local if place.rank == 0 else None
-    rows = [torch.empty_like(local) for _ in range(place.mesh.world_size)] if place.rank == 0 else None
-    dist.gather(local, rows, dst=0, group=place.group)
-    return None if rows is None else assemble(dict(enumerate(rows)), held.type, place.mesh)
+def gathered(place: Checkpoints, name: str, held: Held) -> torch.Tensor | None:
+    """The whole tensor on the job's rank 0, on the CPU; None on the others."""
+    local = None if held.tensor is None else held.tensor.detach().cpu().contiguous()
+    if place.group is None:
+        return local
+    ranks = place.ranks(name)
+    senders = {rank: i for i, rank in enumerate(ranks) if writes(held.type, place.mesh, i)}
+    if place.own != 0:
+        if place.own in senders:
+            assert local is not None
+            dist.send(local, 0, group=place.group)
+        return None
+    rows: dict[int, torch.Tensor] = {}
+    for rank, i in senders.items():
+        if rank == 0:
+            assert local is not None
+            rows[i] = local
+        else:
+            rows[i] = torch.empty(held.type.local_shape(place.mesh), dtype=held.type.dtype)
+            dist.recv(rows[i], rank, group=place.group)
+    return assemble(rows, held.type, place.mesh)
 
 
 def _files(types: Mapping[str, TensorType], limit: int) -> dict[str, list[str]]:

@@ -40,18 +40,34 @@ class ProcessGroupCommunicator:
     """A `Communicator` over gloo or NCCL; also what gathers a whole tensor, along all axes of the mesh.
 
     Making a group is itself collective: every rank makes all groups, also those that it is no member of, in one order.
+    A job may have several `copies` of the mesh: of each, the job's ranks in the order of the mesh's. This rank is
+    `rank` of copy `own`. `also` are groups of the job's ranks for other uses.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, axes: Iterable[Sequence[str]], timeout: timedelta) -> None:
-        self.mesh, self.rank = mesh, rank
-        made: dict[tuple[int, ...], Any] = {tuple(range(mesh.world_size)): dist.group.WORLD}
-        for names in axes:
-            for ranks in mesh.groups(names):
-                members = tuple(sorted(ranks))
-                if len(members) > 1 and members not in made:
-                    made[members] = dist.new_group(list(members), timeout=timeout)
-        self._made = made
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        axes: Iterable[Sequence[str]],
+        timeout: timedelta,
+        copies: Sequence[Sequence[int]] | None = None,
+        own: int = 0,
+        also: Iterable[Sequence[int]] = (),
+    ) -> None:
+        copies = [range(mesh.world_size)] if copies is None else copies
+        self.mesh, self.rank, self._job = mesh, rank, copies[own]
+        everyone = tuple(sorted(member for copy in copies for member in copy))
+        self._made: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+        within = [ranks for names in (*axes, mesh.names) for ranks in mesh.groups(names)]
+        for wanted in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
+            members = tuple(sorted(wanted))
+            if len(members) > 1 and members not in self._made:
+                self._made[members] = dist.new_group(list(members), timeout=timeout)
         self._members: dict[tuple[str, ...], _Members] = {}
+
+    def group(self, members: Sequence[int]) -> Any:
+        """The process group of some of the job's ranks, which was made at the start; None of a single one."""
+        return self._made[tuple(sorted(members))] if len(members) > 1 else None
 
     def all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
         return self._all_reduce(x, op, axes)()
@@ -124,7 +140,7 @@ class ProcessGroupCommunicator:
 
     def _permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> Arrival:
         members = self._of(axes)
-        own = members.ranks.index(self.rank)
+        own = members.ranks.index(self._job[self.rank])
         if source[own] == own:
             received = x.clone(memory_format=torch.contiguous_format)
         else:
@@ -150,9 +166,8 @@ class ProcessGroupCommunicator:
         key = tuple(axes)
         found = self._members.get(key)
         if found is None:
-            ranks = self.mesh.group_of(self.rank, key)
-            group = self._made[tuple(sorted(ranks))] if len(ranks) > 1 else None
-            found = self._members[key] = _Members(ranks, group)
+            ranks = [self._job[rank] for rank in self.mesh.group_of(self.rank, key)]
+            found = self._members[key] = _Members(ranks, self.group(ranks))
         return found
 
 
@@ -167,7 +182,7 @@ def _arrival(work: Any, result: Arrival, *operands: torch.Tensor) -> Arrival:
 
 
 class _Members:
-    """One group: its ranks in our order, torch's handle, and how rows pass from the one order to the other."""
+    """One group: the job's ranks in our order, torch's handle, and how rows pass from the one order to the other."""
 
     def __init__(self, ranks: Sequence[int], group: Any) -> None:
         self.ranks, self.group, self.count = tuple(ranks), group, len(ranks)

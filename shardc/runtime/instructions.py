@@ -74,8 +74,7 @@ class Instruction:
     @property
     def where(self) -> str:
         """How an error cites the instruction: its name, and the user's line if it has one."""
-        found = info(self.node)
-        return f"%{found.name}" + (f" ({found.source})" if found.source else "")
+        return cited(self.node)
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,12 @@ def flatten(graph: Graph, numerics: Numerics) -> Listing:
     carried = tuple((slot, slots[twins[port.name]]) for _, port, slot in own if port.role == "buffer")
     stacked = tuple(i for i, port, _ in own if port.role == "output")
     return Listing(graph, len(slots), inputs, instructions, outputs, repeated, carried, stacked)
+
+
+def cited(call: fx.Node) -> str:
+    """`%act (mlp.py:6)`."""
+    found = info(call)
+    return f"%{found.name}" + (f" ({found.source})" if found.source else "")
 
 
 def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:

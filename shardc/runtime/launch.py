@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,16 +27,15 @@ from shardc.ir.types import TensorType
 from shardc.runtime.batch import Sample, batch_inputs
 from shardc.runtime.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint_planners import Held
+from shardc.runtime.engine import Engine, Engines, OneBody
 from shardc.runtime.export import export
 from shardc.runtime.index_check import IndexCheck
-from shardc.runtime.job import Job
 from shardc.runtime.loop import Metrics, train
 from shardc.runtime.microbatches import Feed, feeds
-from shardc.runtime.nonfinite import nonfinite, probe
-from shardc.runtime.simulate import missing, simulate, supplied
-from shardc.runtime.weights import Init, Read, Source, Weights, find, source_of
-
-Tensors = dict[str, torch.Tensor]
+from shardc.runtime.nonfinite import nonfinite
+from shardc.runtime.result import StepResult, Tensors
+from shardc.runtime.simulate import missing, supplied
+from shardc.runtime.weights import Init, Source, Weights, find, source_of
 
 
 class Launchable(Protocol):
@@ -47,96 +45,6 @@ class Launchable(Protocol):
     def body(self) -> Graph: ...
     @property
     def mesh(self) -> Mesh: ...
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One step. In simulation gradients and buffers are whole, in a job they are this rank's shards.
-
-    With an optimizer in the program there are no gradients but `updates`: new parameters and optimizer state.
-    """
-
-    loss: torch.Tensor
-    grads: Tensors
-    buffers: Tensors
-    outputs: Tensors = field(default_factory=Tensors)
-    updates: Tensors = field(default_factory=Tensors)
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """The global L2 norm of all gradients before clipping; None where the plan neither clips nor checks."""
-        return self.outputs.get("grad_norm")
-
-    @property
-    def finite(self) -> torch.Tensor | None:
-        """Whether all gradients are, one bool; None where the plan does not check."""
-        return self.outputs.get("finite")
-
-    @property
-    def skipped(self) -> torch.Tensor | None:
-        """Whether the step changed nothing because some gradient is not finite; None where the plan does not check."""
-        return None if self.finite is None else ~self.finite
-
-    @property
-    def loss_scale(self) -> torch.Tensor | None:
-        """What float16's next loss is multiplied by before backward; `loss`, gradients and norm are without it."""
-        return self.updates.get("loss:scale")
-
-    @classmethod
-    def of(cls, body: Graph, outputs: Mapping[Port, torch.Tensor]) -> StepResult:
-        """Sort a graph's outputs by what they are."""
-        by_role: dict[str, Tensors] = {role: {} for role in ("loss", "grad", "buffer", "output", "param", "state")}
-        for port, value in outputs.items():
-            by_role.setdefault(port.role, {})[port.name] = value
-        assert len(by_role["loss"]) == 1, f"graph @{body.name} returns {len(by_role['loss'])} losses"
-        (loss,) = by_role["loss"].values()
-        updates = by_role["param"] | by_role["state"]
-        return cls(loss, by_role["grad"], by_role["buffer"], by_role["output"], updates)
-
-
-class Engine(Protocol):
-    """Who runs the steps: `Simulation` below, or a `Job`. A `held` tensor is whole in the one, a shard in the other."""
-
-    rank: int
-    device: torch.device
-
-    def load(self, read: Read, type: TensorType) -> torch.Tensor: ...
-    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor: ...
-    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]: ...
-    def nonfinite(self, body: Graph, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]: ...
-    def checkpoints(self) -> Checkpoints: ...
-    def close(self, failure: BaseException | None = None) -> None: ...
-
-
-class Simulation:
-    """All ranks here, in lock-step."""
-
-    def __init__(self, body: Graph) -> None:
-        self.body, self.rank, self.device = body, 0, torch.device("cpu")
-
-    def load(self, read: Read, type: TensorType) -> torch.Tensor:
-        return read(tuple(slice(0, n) for n in type.shape)).to(type.dtype, copy=True)
-
-    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return whole
-
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return held
-
-    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
-        return simulate(self.body, held, fed=fed)
-
-    def nonfinite(self, body: Graph, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
-        """The outputs of another body that are not finite."""
-        found = simulate(body, held, fed=fed)
-        return [port.name for port, value in found.items() if not value.isfinite().all()]
-
-    def checkpoints(self) -> Checkpoints:
-        return Checkpoints(Mesh(), 0)
-
-    def close(self, failure: BaseException | None = None) -> None:
-        pass
 
 
 class Trainer:
@@ -162,18 +70,21 @@ class Trainer:
         kept = [(port, type) for port, type in self._inputs.values() if port.role in ("param", "buffer", "state")]
         if init is None:
             _all_supplied([port for port, _ in kept], sources)
-        self.state = {port.name: self._loaded(port, type, sources, init) for port, type in kept}
-        self._grads: Tensors = {}
+        self._kept = {port.name: (port, type) for port, type in kept}
+        self.state = {
+            n: self._loaded(port, type, sources, init) for n, (port, type) in self._kept.items() if engine.holds(n)
+        }
+        self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
 
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
-        self._grads = {}  # let the last step's go before this one's are made
+        self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
         held, fed = self.state | rates, self._feeds(batch)
         result = StepResult.of(self.body, self.engine.run(held, fed, self.steps))
         if self._raises and result.finite is not None and not result.finite:
-            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(probe(self.body), held, fed))
+            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(held, fed))
         self._grads = result.grads
         self._finite = result.finite
         for name, value in result.buffers.items():
@@ -187,6 +98,12 @@ class Trainer:
     def train(self, batches: Iterable[Any], steps: int, **options: Any) -> Iterator[Metrics]:
         """Steps with metrics, a progress line, checkpoints and resumption: see `runtime.loop.train` for the options."""
         return train(self, batches, steps, **options)
+
+    def timeline(self, batch: Any) -> Any:
+        """Make a step with a clock on every instruction of a pipeline: its measured `stages.timeline.Timeline`, of all
+        ranks, on every rank. All must call it. Raises ShardcError (SC510) where there is none: in simulation, and
+        without a pipeline."""
+        return self.engine.timed(lambda: self.step(batch))
 
     @property
     def leads(self) -> bool:
@@ -205,21 +122,24 @@ class Trainer:
         """
         if self._finite is not None and not self._finite:
             return
-        for name, grad in self._grads.items():
+        for name, grad in (self._grads or {}).items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
 
     def gather_grads(self) -> Tensors:
         """The last step's gradients, whole; every rank must call it."""
-        return {name: self.engine.whole(g, self._outputs["grad", name]) for name, g in self._grads.items()}
+        if self._grads is None:
+            return {}
+        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
+        return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
 
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
         """Parameters and buffers, whole, under all their names; role "state" adds moments. Every rank must call it."""
         found: Tensors = {}
-        for name, held in self.state.items():
-            port, type = self._inputs[name]
+        for name, (port, type) in self._kept.items():
             if port.role not in roles or name.startswith("_constant."):
                 continue
-            whole = self.engine.whole(held, type)
+            held = self.state.get(name)
+            whole = self.engine.fetch(name, held, type)
             # A copy, whatever the layout: the next step writes over what is held.
             found |= dict.fromkeys((name, *port.aliases), whole.clone() if whole is held else whole)
         return found
@@ -240,7 +160,7 @@ class Trainer:
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
         position = self.checkpoints.load(path, self._held(), strict)
-        self.steps, self.seed, self._grads = position.step, position.seed, {}
+        self.steps, self.seed, self._grads = position.step, position.seed, None
         return dict(position.extra)
 
     def export_safetensors(self, path: str | Path) -> None:
@@ -250,7 +170,7 @@ class Trainer:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of parameters that one rank holds, the padding of uneven shards included."""
-        types = (type for port, type in self._inputs.values() if port.role == "param")
+        types = (type for name, (port, type) in self._kept.items() if port.role == "param" and name in self.state)
         return sum(type.local_bytes(self.body.mesh) for type in types)
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -271,10 +191,9 @@ class Trainer:
         self.close(failure)
 
     def _held(self, *roles: str) -> dict[str, Held]:
-        ports = {name: self._inputs[name] for name in self.state}
         return {
-            name: Held(self.state[name], type, port.role, tuple(port.aliases))
-            for name, (port, type) in ports.items()
+            name: Held(self.state.get(name), type, port.role, tuple(port.aliases))
+            for name, (port, type) in self._kept.items()
             if not roles or port.role in roles
         }
 
@@ -328,15 +247,16 @@ def launch(
     seed: int | None = None,
     timeout: float = 600.0,
     device: str | None = None,
+    engines: Engines | None = None,
 ) -> Trainer:
     """The trainer of a program: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
     Values come from `state` (a mapping, or a path of safetensors), then from the program's model unless it is on meta,
     then from `init(name, shape, dtype)`, which is called one tensor at a time and must give the same on every rank. A
     rank that is dead or stuck is an error that names it, at most `timeout` seconds later. `seed` is that of random ops,
-    by default the plan's.
+    by default the plan's. `engines` run the steps of a program that is more than its body.
     """
-    body = program.body
+    engines = engines or OneBody(program.body)
     seed = int(getattr(program, "plan", {}).get("seed", 0)) if seed is None else seed
     start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
     rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
@@ -350,11 +270,10 @@ def launch(
     reference: Graph | None = getattr(program, "reference", None)
     check = None if reference is None else IndexCheck(reference)
     raises = getattr(program, "plan", {}).get("nonfinite") == "raise"
-    engine: Engine = Simulation(body)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        engine = Job(body, timeout, device)
+    in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    engine = engines.job(timeout, device) if in_job else engines.simulation()
     try:
-        return Trainer(body, engine, sources, init, seed, rates, sample, check, raises)
+        return Trainer(engines.body, engine, sources, init, seed, rates, sample, check, raises)
     except BaseException as failure:
         engine.close(failure)
         raise

@@ -4,17 +4,23 @@
 
 What was too short to be split when the program was compiled (a scalar, positions of [1, 128]) goes to each microbatch
 whole. Random draws differ from one to the next: the seed of microbatch k of step s is (seed + s) * microbatches + k.
+
+Where losses count by tokens, microbatch k is also given its share n_k / (n_0 + n_1 + ...), computed where the batch
+lies, so that no GPU is waited for. Without a token of its own it counts 0. But the mean of no tokens is 0 / 0, and
+that times 0 is no number: such a microbatch is fed with one token counted, whose loss its share takes away. A step
+without any token thus has a loss and gradients of 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph, Tokens, type_of
+from shardc.ir.microbatch import GIVEN
 from shardc.torch_compat import flatten, unflatten
 
 Feed = dict[str, torch.Tensor]
@@ -24,9 +30,13 @@ def feeds(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[Feed]:
     """What each microbatch is fed, by port: its part of every input that has one, else the whole; its own seed."""
     count = graph.microbatches
     found: list[Feed] = [{} for _ in range(count)]
+    shares: list[torch.Tensor] = []
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
         name = next((name for name in (port.name, *port.aliases) if name in given), None)
-        if name is None or port.role not in ("input", "seed"):
+        if port.role == "share":
+            for feed, share in zip(found, shares, strict=False):  # none without the tokens, which are missed elsewhere
+                feed[port.name] = share
+        if name is None or port.role not in GIVEN:
             continue
         value, shape = given[name], type_of(node).shape
         for k, feed in enumerate(found):
@@ -36,7 +46,23 @@ def feeds(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[Feed]:
                 feed[port.name] = value
             else:
                 feed[port.name] = _part(port.name, value, shape, k, count)
+        if graph.tokens is not None and port.name == graph.tokens.input:
+            parts, shares = _shares([feed[port.name] for feed in found], graph.tokens)
+            for feed, part in zip(found, parts, strict=True):
+                feed[port.name] = part
     return found
+
+
+def _shares(parts: Sequence[torch.Tensor], tokens: Tokens) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Each microbatch's tokens, one of them counted where none is, and its share."""
+    counts = [(part[..., tokens.shift :] != tokens.ignore).sum() for part in parts]
+    total = torch.stack(counts).sum().clamp(min=1)
+    fed: list[torch.Tensor] = []
+    for part, count in zip(parts, counts, strict=True):
+        first = part.new_zeros(part.shape, dtype=torch.bool)
+        first[(0,) * (part.dim() - 1) + (tokens.shift,)] = True
+        fed.append(part.masked_fill(first & (count == 0), 0 if tokens.ignore else 1))
+    return fed, [count.double() / total for count in counts]
 
 
 def _part(name: str, value: torch.Tensor, shape: tuple[int, ...], k: int, count: int) -> torch.Tensor:
@@ -63,7 +89,7 @@ def split(batch: Any, count: int) -> list[Any]:
     size = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
     if not size or size % count:
         message = f"a batch of {size} cannot be split into {count} equal microbatches"
-        raise error("SC103", message, hint=f"give a batch whose dim 0 is a multiple of {count}, or accumulate less")
+        raise error("SC103", message, hint=f"give a batch whose dim 0 is a multiple of {count}, or fewer microbatches")
 
     def part(leaf: Any, k: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != size:

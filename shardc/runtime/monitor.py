@@ -22,13 +22,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.runtime.wake import STOP, Bell
 
 BEAT = 0.5  # seconds
 SILENCE = 6 * BEAT  # without a new beat for so long, a rank counts as dead
+ALONE = "without an error of its own"
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,52 @@ class Record:
     own: str = ""
     left: bool = False  # it finished its work and closed
     told: bool = False  # it got SIGTERM, and so did not die of itself
+    blamed: int = -1  # the rank that it found dead: whoever waited for it, and fails in turn, need not find out again
+
+
+def _tells(record: Record) -> bool:
+    """Whether what a rank says of itself is enough to know why another failed."""
+    return bool(record.own) or record.blamed >= 0
+
+
+class Places(Protocol):
+    """What the numbers mean that ranks give for the instructions they are at."""
+
+    def name(self, rank: int, at: int) -> str: ...
+
+    def waits(self, rank: int, at: int) -> bool:
+        """Whether a rank that is there is known to wait for another."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alike:
+    """All ranks run the same instructions."""
+
+    names: Sequence[str]
+
+    def name(self, rank: int, at: int) -> str:
+        return self.names[at]
+
+    def waits(self, rank: int, at: int) -> bool:
+        return False
 
 
 class Monitor:
-    """Beats in a thread of its own. The executor sets `at`; `names` says what the instructions are called.
+    """Beats in a thread of its own. The executor sets `at`; `places` says what the instructions are called.
 
     `fatal` is for NCCL, whose collectives run behind the program's back: when one hangs, nothing raises. The thread
     then also listens, and when another rank has died it prints the error and ends the process.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, names: Sequence[str], fatal: bool = False) -> None:
-        self.rank, self.ranks, self.names = rank, ranks, names
+    def __init__(self, store: Any, rank: int, ranks: int, places: Places, fatal: bool = False) -> None:
+        self.rank, self.ranks, self.places = rank, ranks, places
         self.step = self.at = 0
         self._store, self._beat = store, 0
         self._last_words: dict[str, Any] = {}  # what every further beat repeats
         self._fatal = fatal
         self._speaking = False  # the main thread will raise an error of its own
+        self._found: tuple[int, Record] | None = None  # the dead rank that another found, while the store was there
         self._bell = Bell()
         self._say()
         self._thread = threading.Thread(target=self._run, name="shardc-monitor", daemon=True)
@@ -93,11 +124,14 @@ class Monitor:
         self._say(failed=True)
         try:
             before = self._records()
-            # A dead rank is known only by its silence; but an error of its own says all at once.
-            while time.monotonic() < deadline and not any(record.own for record in (seen or before).values()):
+            # A dead rank is known only by its silence; but an error of its own says all at once, and so does whoever
+            # has waited that long already.
+            while time.monotonic() < deadline and not any(_tells(record) for record in (seen or before).values()):
                 time.sleep(BEAT)
                 seen = self._records()
         except Exception:
+            if self._found is not None:
+                return self._died(*self._found, ALONE)
             return self._died(0, None, "and with it the store of the job")
         seen = seen or before
         for rank, record in seen.items():
@@ -105,21 +139,26 @@ class Monitor:
                 return self._died(rank, record, f"of an error of its own: {record.own}")
         if self._last_words.get("told") and all(record.told or record.failed for record in seen.values()):
             os._exit(128 + signal.SIGTERM)  # the job was ended, and a rank that went first broke the connection
+        found = {one.blamed for one in seen.values() if one.blamed in seen}
         silent = [r for r, one in seen.items() if one.beat == before[r].beat and not (one.failed or one.told)]
-        for rank in silent:
-            return self._died(rank, seen[rank], "without an error of its own")
+        for rank in found or silent:
+            self._say(blamed=rank)
+            self._tell(rank, seen[rank])
+            return self._died(rank, seen[rank], ALONE)
         others = {r: record for r, record in seen.items() if not record.failed}
         if others:
-            rank = min(others, key=lambda r: (others[r].step, others[r].at))
+            # Who waits for another is late because of that one, if there is one that does not.
+            rank = min(others, key=lambda r: (self.places.waits(r, others[r].at), others[r].step, others[r].at))
             return self._late(rank, others[rank], failure)
         return error("SC502", f"{self._here()} failed on every rank: {failure}", hint="see the ranks' own messages")
 
     def _here(self) -> str:
         # On a GPU the program runs ahead of its collectives.
-        return f"{'or before ' if self._fatal else ''}instruction {self.names[self.at]} of step {self.step}"
+        where = self.places.name(self.rank, self.at)
+        return f"{'or before ' if self._fatal else ''}instruction {where} of step {self.step}"
 
     def _last(self, rank: int, record: Record) -> str:
-        where = f"instruction {self.names[record.at]} of step {record.step}"
+        where = f"instruction {self.places.name(rank, record.at)} of step {record.step}"
         often = f"ranks say so every {BEAT} seconds and at the start of a step"
         return f"rank {rank} last said that it was at {where}; {often}"
 
@@ -136,7 +175,8 @@ class Monitor:
 
     def _late(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
         message = f"rank {rank} did not come to {self._here()} in time; rank {self.rank} waited for it"
-        where = f"rank {rank} is alive, at instruction {self.names[record.at]} of step {record.step}\n{failure}"
+        at = f"instruction {self.places.name(rank, record.at)} of step {record.step}"
+        where = f"rank {rank} is alive, at {at}\n{failure}"
         return error("SC503", message, cause=where, hint="if it is only slow, launch with a larger timeout")
 
     def _records(self) -> dict[int, Record]:
@@ -154,6 +194,19 @@ class Monitor:
         with contextlib.suppress(Exception):
             self._store.set(f"rank{self.rank}", json.dumps(asdict(record)))
 
+    def _tell(self, rank: int, record: Record) -> None:
+        """Say who is dead where each rank looks at every beat; rank 0, with which the store goes, until all have."""
+        with contextlib.suppress(Exception):
+            self._store.set("dead", json.dumps([rank, asdict(record)]))
+        if self.rank == 0:
+            time.sleep(3 * BEAT)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._found is None and self._store.check(["dead"]):
+                rank, record = json.loads(self._store.get("dead"))
+                self._found = rank, Record(**record)
+
     def _run(self) -> None:
         heard: dict[int, tuple[int, float]] = {}
         last_call = float("inf")
@@ -166,6 +219,7 @@ class Monitor:
                 # Who is dead is known by a silence; a main thread that is finding out needs as long to say it.
                 last_call = min(last_call, time.monotonic() + 2 * SILENCE)
             self._say(**({"told": True} if told else {}))
+            self._hear()
             if self._fatal or last_call < float("inf"):
                 self._listen(heard, last_call < float("inf"))
             if time.monotonic() > last_call:
@@ -184,7 +238,7 @@ class Monitor:
             if record.own:
                 self._end(self._died(rank, record, f"of an error of its own: {record.own}"), told)
             elif now - heard[rank][1] > SILENCE and not (record.left or record.failed or record.told):
-                self._end(self._died(rank, record, "without an error of its own"), told)
+                self._end(self._died(rank, record, ALONE), told)
         if told and not self._speaking and all(r.told or r.left or r.failed for r in records.values()):
             os._exit(128 + signal.SIGTERM)  # nobody died: the whole job was ended, or the others have said why
 

@@ -7,6 +7,7 @@ the square of each gradient, which the global norm is made of: those are the `pr
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Port, info
@@ -14,12 +15,15 @@ from shardc.ir.graph import Graph, Port, info
 SHOWN = 5  # names in a message
 
 
-def probe(body: Graph) -> Graph:
-    """The body up to the square of each parameter's gradient, which it returns instead, by parameter."""
+def probe(body: Graph, params: Iterable[str] | None = None) -> Graph:
+    """The body up to the square of each parameter's gradient, which it returns instead, by parameter.
+
+    `params` are their names, by default the body's own.
+    """
     found = body.copy()
-    params = {port.name for port in body.inputs if port.role == "param"}
+    known = {port.name for port in body.inputs if port.role == "param"} if params is None else set(params)
     named = ((re.fullmatch(r"opt\.(.+)\.norm\.mul", info(node).name), node) for node in found.calls())
-    squares = {match[1]: node for match, node in named if match is not None and match[1] in params}
+    squares = {match[1]: node for match, node in named if match is not None and match[1] in known}
     found.outputs = tuple(Port("output", name) for name in squares)
     found.output_node.args = (tuple(squares.values()),)
     found.erase_dead()

@@ -19,6 +19,7 @@ from torch import fx
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps
 from shardc.ir.ops.context import RankContext, running
@@ -63,7 +64,9 @@ def run_reference(
 
 
 @torch.no_grad()
-def run_local(listing: Listing, inputs: Sequence[PerRank], numerics: Numerics) -> list[PerRank]:
+def run_local(
+    listing: Listing, inputs: Sequence[PerRank], numerics: Numerics, observe: Observe | None = None
+) -> list[PerRank]:
     """Run a body of one microbatch on what each rank has of its inputs; what each has of its outputs."""
     mesh = listing.graph.mesh
     contexts = [rank_context(mesh, rank, _Nobody()) for rank in range(mesh.world_size)]
@@ -71,7 +74,7 @@ def run_local(listing: Listing, inputs: Sequence[PerRank], numerics: Numerics) -
     for slot, values in zip(listing.inputs, inputs, strict=True):
         env[slot] = values
     for instruction in listing.instructions:
-        _call(instruction, env, contexts, numerics, None, first=True)
+        _call(instruction, env, contexts, numerics, observe, first=True)
     return [env[slot] or [] for slot in listing.outputs]
 
 
@@ -149,7 +152,7 @@ def _run(
         whole = supplied(ports, {**inputs, **feed}, any_float=numerics.dtype is not None)
         after = [(into, env[slot]) for slot, into in listing.carried] if k else []
         for slot, node, value, (port, type) in zip(listing.inputs, graph.placeholders, whole, ports, strict=True):
-            if k and port.role not in ("input", "seed"):
+            if k and port.role not in GIVEN:
                 continue
             env[slot] = values = sharded(numerics.cast(value.detach()), type, mesh)
             if observe:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, producer, type_of
+from shardc.ir.mesh import Mesh
 from shardc.runtime.compare import SMALL_GRADIENT, floor_of, largest_gradient, magnitude, relative_error
 from shardc.runtime.layout import assemble, replica_spread, shard
 from shardc.runtime.rounding import rounding
@@ -155,8 +157,71 @@ def _number(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
+Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]  # an output as ranks hold it
+
+
+class Subject(Protocol):
+    """What is compared with the single device: a body, or whatever else runs on a mesh and returns the same ports."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def ranks(self) -> int: ...
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
+    ) -> dict[Port, torch.Tensor]: ...
+    def first_mismatch(
+        self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
+    ) -> Mismatch | None: ...
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body that all ranks of its mesh run."""
+
+    body: Graph
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.body.mesh
+
+    @property
+    def ranks(self) -> int:
+        return self.body.mesh.world_size
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
+    ) -> dict[Port, torch.Tensor]:
+        ports: dict[fx.Node, list[Port]] = {}
+        for port, node in zip(self.body.outputs, self.body.output_values, strict=True):
+            ports.setdefault(node, []).append(port)
+
+        def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            for port in ports.get(node, ()):
+                returned(port, node, values)
+
+        return simulate(self.body, inputs, dtype=dtype, observe=watch)
+
+    def first_mismatch(
+        self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
+    ) -> Mismatch | None:
+        """Compare value by value, in the body's order, everything that has a namesake in the reference."""
+        namesakes = Namesakes.of(reference, inputs, dtype, floor, {info(node).name for node in self.body.values()})
+        found: list[Mismatch] = []
+        seen: dict[fx.Node, int] = {}
+
+        def compare(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            at = seen[node] = seen.get(node, -1) + 1
+            # Nothing after the first find matters.
+            if not found and (wrong := namesakes.differs(node, values, at, self.mesh)) is not None:
+                found.append(wrong)
+
+        simulate(self.body, inputs, dtype=dtype, observe=compare)
+        return found[0] if found else None
+
+
 def verify(
-    body: Graph,
+    subject: Graph | Subject,
     reference: Graph,
     inputs: Mapping[str, torch.Tensor],
     dtype: torch.dtype = torch.float64,
@@ -164,27 +229,27 @@ def verify(
     absent: str = "",
     eager_tolerance: float = EAGER_TOLERANCE,
 ) -> Report:
-    """Compare all simulated ranks of `body` with `reference` on one device, in `dtype`, on the same global inputs.
+    """Compare all simulated ranks of a body, or of another subject, with `reference` on one device, in `dtype`.
+
+    Both are given the same global inputs.
 
     `eager` gives what PyTorch itself finds, by (role, name) of the output, to compare the reference with in turn; a
     gradient that only it finds is a failure. `absent` says why it is not given, for the report to say.
     """
-    spreads: dict[fx.Node, float] = {}
-    returned = set(body.output_values)
+    subject = Body(subject) if isinstance(subject, Graph) else subject
+    spreads: dict[Port, float] = {}
 
-    def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-        if node in returned:
-            spreads[node] = replica_spread(dict(enumerate(values)), type_of(node), body.mesh)
+    def watch(port: Port, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        spreads[port] = replica_spread(dict(enumerate(values)), type_of(node), subject.mesh)
 
     expected = run_reference(reference, inputs, dtype=dtype)
-    found = simulate(body, inputs, dtype=dtype, observe=watch)
+    found = subject.run(inputs, dtype, watch)
     largest = largest_gradient(expected)
     rows: list[Row] = []
-    nodes: dict[Port, fx.Node] = dict(zip(body.outputs, body.output_values, strict=True))
     for port, want in expected.items():
-        assert port in found, f"the body does not return {port.role} '{port.name}'"
+        assert port in found, f"nobody returns {port.role} '{port.name}'"
         floor = floor_of(want, largest, dtype)
-        spread = spreads[nodes[port]] / max(magnitude(want), floor, sys.float_info.min)
+        spread = spreads.get(port, 0.0) / max(magnitude(want), floor, sys.float_info.min)
         error = max(relative_error(found[port], want, floor), spread)
         checked = eager.get((port.role, port.name)) if eager and port.role in WITNESSED else None
         rows.append(
@@ -202,70 +267,81 @@ def verify(
         rows += [Row("grad", name, 0.0, tuple(g.shape), math.inf) for name, g in lost if magnitude(g)]
     slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
     tolerance = TOLERANCE[dtype] * slack
-    report = Report(tuple(rows), tolerance, dtype, body.mesh.world_size, None, absent, eager_tolerance)
+    report = Report(tuple(rows), tolerance, dtype, subject.ranks, None, absent, eager_tolerance)
     if not report.equal and dtype == torch.float64:
         most = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
         explained = tuple(replace(row, explained=most.get((row.role, row.name), 0.0)) for row in rows)
         report = replace(report, rows=explained)
     if report.equal:
         return report
-    return replace(report, first_mismatch=first_mismatch(body, reference, inputs, dtype, SMALL_GRADIENT * largest))
+    return replace(report, first_mismatch=subject.first_mismatch(reference, inputs, dtype, SMALL_GRADIENT * largest))
 
 
-def first_mismatch(
-    body: Graph, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
-) -> Mismatch | None:
-    """Compare value by value, in the body's order, everything that has a namesake in the reference."""
-    wanted: dict[str, list[torch.Tensor]] = {}  # what each microbatch made of it, in turn
-    names = {info(node).name for node in body.values()}
+@dataclass(frozen=True)
+class Namesakes:
+    """What the single device makes of each value, by name: those of each microbatch in turn."""
 
-    def record(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-        if info(node).name in names:
-            wanted.setdefault(info(node).name, []).append(values[0])
+    wanted: Mapping[str, Sequence[torch.Tensor]]
+    dtype: torch.dtype
+    floor: float  # what backward's errors are measured against at the least
 
-    run_reference(reference, inputs, dtype=dtype, observe=record)
-    found: list[Mismatch] = []
-    seen: dict[fx.Node, int] = {}
+    @classmethod
+    def of(
+        cls,
+        reference: Graph,
+        inputs: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        floor: float,
+        names: Container[str],
+    ) -> Namesakes:
+        """Of the values that have these names."""
+        wanted: dict[str, list[torch.Tensor]] = {}
 
-    def compare(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-        seen[node] = seen.get(node, 0) + 1
-        wants = wanted.get(info(node).name, ())
-        want = wants[seen[node] - 1] if seen[node] <= len(wants) else None
+        def record(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            if info(node).name in names:
+                wanted.setdefault(info(node).name, []).append(values[0])
+
+        run_reference(reference, inputs, dtype=dtype, observe=record)
+        return cls(wanted, dtype, floor)
+
+    def differs(self, node: fx.Node, values: Sequence[torch.Tensor], at: int, mesh: Mesh) -> Mismatch | None:
+        """How the ranks' values of microbatch `at` differ from their namesake; None if they do not, or there is none.
+
+        A namesake that a pass gave another shape is another value.
+        """
+        wants = self.wanted.get(info(node).name, ())
+        want = wants[at] if at < len(wants) else None
         type = type_of(node)
-        # A namesake that a pass gave another shape is another value; nothing after the first find matters.
-        if found or want is None or tuple(want.shape) != type.shape:
-            return
+        if want is None or tuple(want.shape) != type.shape:
+            return None
         shards = dict(enumerate(values))
-        scale = floor if info(node).phase == "bwd" else 0.0
-        gap = relative_error(assemble(shards, type, body.mesh), want, scale)
-        gap = max(gap, replica_spread(shards, type, body.mesh) / max(magnitude(want), scale, sys.float_info.min))
-        if not gap <= TOLERANCE[dtype]:
-            found.append(_mismatch(node, info(node), gap, _wrong_ranks(node, values, want, body, scale, dtype)))
+        scale = self.floor if info(node).phase == "bwd" else 0.0
+        gap = relative_error(assemble(shards, type, mesh), want, scale)
+        gap = max(gap, replica_spread(shards, type, mesh) / max(magnitude(want), scale, sys.float_info.min))
+        if gap <= TOLERANCE[self.dtype]:
+            return None
+        return _mismatch(node, info(node), gap, self._wrong_ranks(node, values, want, mesh, scale))
 
-    simulate(body, inputs, dtype=dtype, observe=compare)
-    return found[0] if found else None
-
-
-def _wrong_ranks(
-    node: fx.Node, values: Sequence[torch.Tensor], want: torch.Tensor, body: Graph, floor: float, dtype: torch.dtype
-) -> tuple[int, ...]:
-    """Ranks whose own shard is wrong; of a pending reduction no rank is right or wrong alone."""
-    type, mesh = type_of(node), body.mesh
-    everyone = tuple(range(mesh.world_size))
-    if type.partial:
-        return everyone
-    scale = max(magnitude(want), floor)
-    wrong: list[int] = []
-    for rank in everyone:
-        # Put the rank's shard into the right tensor: padding then falls away by itself.
-        mixed = {r: shard(want, type, mesh, r) for r in everyone} | {rank: values[rank]}
-        replicas_gap = replica_spread(mixed, type, mesh)
-        gap = max(
-            relative_error(assemble(mixed, type, mesh), want, scale), replicas_gap / max(scale, sys.float_info.min)
-        )
-        if not gap <= TOLERANCE[dtype]:
-            wrong.append(rank)
-    return tuple(wrong)
+    def _wrong_ranks(
+        self, node: fx.Node, values: Sequence[torch.Tensor], want: torch.Tensor, mesh: Mesh, floor: float
+    ) -> tuple[int, ...]:
+        """Ranks whose own shard is wrong; of a pending reduction no rank is right or wrong alone."""
+        type = type_of(node)
+        everyone = tuple(range(mesh.world_size))
+        if type.partial:
+            return everyone
+        scale = max(magnitude(want), floor)
+        wrong: list[int] = []
+        for rank in everyone:
+            # Put the rank's shard into the right tensor: padding then falls away by itself.
+            mixed = {r: shard(want, type, mesh, r) for r in everyone} | {rank: values[rank]}
+            replicas_gap = replica_spread(mixed, type, mesh)
+            gap = max(
+                relative_error(assemble(mixed, type, mesh), want, scale), replicas_gap / max(scale, sys.float_info.min)
+            )
+            if not gap <= TOLERANCE[self.dtype]:
+                wrong.append(rank)
+        return tuple(wrong)
 
 
 def _mismatch(node: fx.Node, found: ValueInfo, gap: float, ranks: tuple[int, ...]) -> Mismatch:

@@ -24,9 +24,10 @@ from torch import fx
 from shardc.cost.flops import node_flops
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, info, operands, producer
-from shardc.ir.microbatch import MADE
+from shardc.ir.microbatch import GIVEN, MADE
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.stages.again import original_of, originals
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Anatomy:
     def free(self) -> dict[fx.Node, bool]:
         """Free calls; True for those that are rather made twice than kept: neither products nor collectives."""
         named = list(zip(self.body.placeholders, self.body.inputs, strict=True))
-        of_batch = {node for node, port in named if port.role in ("input", "seed")}
-        of_weights = {node for node, port in named if port.role not in ("input", "seed")}
+        of_batch = {node for node, port in named if port.role in GIVEN}
+        of_weights = {node for node, port in named if port.role not in GIVEN}
         returned = {_call(v) for role, v in self._outputs if role in MADE}
         returned |= {_call(v) for c in self.body.calls() if c.target is ACCUMULATE for v in operands(c)}
         found: dict[fx.Node, bool] = {}
@@ -124,25 +125,19 @@ class Anatomy:
         for at, unit in enumerate(self.units):
             named.setdefault(unit.name, []).append(at)
         for call in self.calls:
-            if call in self.backward and call not in self.again:
-                found[call] = self._home(call, found, readers, named.get(unit_name(info(call).fqn), []))
-        for call in reversed(self.calls):
             if call in self.again:
-                found[call] = max(found[user] for value in values_of(call) for user in value.users if user in found)
+                found[call] = found[self.again[call]]
+            elif call in self.backward:
+                found[call] = self._home(call, found, readers, named.get(unit_name(info(call).fqn), []))
         self._lower(found)
         return found
 
     @cached_property
-    def again(self) -> set[fx.Node]:
-        """Forward that backward runs again (passes/recompute.py): no gradient is in it, so it goes where it is read."""
-        found: set[fx.Node] = set()
-        for call in self.calls:
-            made = (producer(v)[0] for v in operands(call))
-            if call in self.backward and info(call).name.startswith("r.") and info(call).phase == "bwd":
-                users = {user for value in values_of(call) for user in value.users}
-                if users & self.backward and all(one in found for one in made if one in self.backward):
-                    found.add(call)
-        return found
+    def again(self) -> dict[fx.Node, fx.Node]:
+        """Forward that backward runs again, and what it repeats: it goes where that is (again.py)."""
+        elsewhere = {*self.backward, *self.free}
+        found = originals(self.calls)
+        return {copy: first for copy, first in found.items() if copy in self.backward and first not in elsewhere}
 
     def _home(
         self, call: fx.Node, found: dict[fx.Node, int], readers: dict[fx.Node, set[int]], hint: Sequence[int]
@@ -151,7 +146,8 @@ class Anatomy:
         gradients = [made for made in map(_call, operands(call)) if made in self.backward and made not in self.again]
         last = min((found[made] for made in gradients), default=len(self.units) - 1)
         there: set[int] | None = None
-        for value in operands(call):
+        for read in operands(call):
+            value = original_of(read, self.again) or read
             if _call(value) not in self.backward and (at := readers.get(value)):
                 there = set(at) if there is None else there & at or there
         choices = [at for at in (range(last + 1) if there is None else there) if at <= last]
@@ -192,11 +188,11 @@ class Anatomy:
         """
         size = self.bytes_of
         for call in reversed(self.calls):
-            if call not in self.backward:
+            if call not in self.backward or call in self.again:
                 continue
             read = operands(call)
             users = {user for value in values_of(call) for user in value.users if user in found}
-            alone = all(_call(v) in self.backward for v in read) and bool(users)
+            alone = all(_call(v) in self.backward and _call(v) not in self.again for v in read) and bool(users)
             target = max((found[user] for user in users), default=0)
             elsewhere = target < found[call] and unit_name(info(call).fqn) != self.units[found[call]].name
             if alone and elsewhere and sum(map(size, dict.fromkeys(read))) <= sum(map(size, values_of(call))):

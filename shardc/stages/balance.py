@@ -58,7 +58,7 @@ def crossings(anatomy: Anatomy) -> list[int]:
     change = [0] * (len(anatomy.units) + 1)
     summed = terms_end(anatomy.body)  # the gradients of tied weights are sent once a step
     for call, home in anatomy.unit_of.items():
-        for value in values_of(call):
+        for value in values_of(call) if call not in anatomy.again else ():  # which is sent to no one
             # What backward keeps of forward stays where forward had it at hand.
             users = [user for user in value.users if (user in anatomy.backward) == (call in anatomy.backward)]
             at = [home, *(anatomy.unit_of[user] for user in users if user in anatomy.unit_of and user not in summed)]

@@ -24,43 +24,36 @@ class Span(NamedTuple):
 
 def clock(orders: Orders, pipeline: Pipeline, costs: Costs) -> list[list[Span]]:
     """The span of each piece of work, by rank and position."""
+    # Looked up once for each part, not for each of its microbatches: searches call this by the thousand.
+    parts = {(type(work), work.stage): pipeline.part(work) for order in orders for work in order}
+    seconds = {(type(work), work.stage): costs.of(work) for order in orders for work in order}
+    travel = {name: costs.transfer(pipeline.bytes.get(name, 0)) for name in pipeline.makers}
+    reads = {kind: [name for name in part.reads if name in travel] for kind, part in parts.items()}
     # No work is free, for what makes a value must come before what reads it in time too.
-    least = 1e-9 * max((costs.of(work) for order in orders for work in order), default=0.0) or 1e-9
+    least = 1e-9 * max(seconds.values(), default=0.0) or 1e-9
     spans: list[list[Span]] = [[] for _ in orders]
-    made: dict[tuple[str, int], tuple[int, float]] = {}  # value of a microbatch: the rank, and the time
+    made: dict[str, dict[int, tuple[int, float]]] = {name: {} for name in travel}  # by microbatch: rank and time
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
-            while len(spans[rank]) < len(order):
-                work = order[len(spans[rank])]
-                part = pipeline.part(work)
-                ready = [_arrival(name, work.microbatch, rank, made, pipeline, costs) for name in part.reads]
-                if None in ready:
-                    break
-                free = spans[rank][-1].end if spans[rank] else 0.0
-                start = max([free, *(time for time in ready if time is not None)])
-                end = start + max(costs.of(work), least)
-                spans[rank].append(Span(start, end))
-                for name in part.makes:
-                    made.setdefault((name, work.microbatch), (rank, end))
-                moved = True
+            done = spans[rank]
+            while len(done) < len(order):
+                work = order[len(done)]
+                kind, at = (type(work), work.stage), work.microbatch
+                start = done[-1].end if done else 0.0
+                for name in reads[kind]:
+                    found = made[name].get(at)
+                    if found is None:
+                        break
+                    maker, time = found
+                    start = max(start, time if maker == rank else time + travel[name])
+                else:
+                    end = start + max(seconds[kind], least)
+                    done.append(Span(start, end))
+                    for name in parts[kind].makes:
+                        made[name].setdefault(at, (rank, end))
+                    moved = True
+                    continue
+                break
     return spans
-
-
-def _arrival(
-    name: str,
-    microbatch: int,
-    rank: int,
-    made: dict[tuple[str, int], tuple[int, float]],
-    pipeline: Pipeline,
-    costs: Costs,
-) -> float | None:
-    """When a value is there to be read on a rank; None if nobody has made it yet."""
-    if name not in pipeline.makers:
-        return 0.0
-    found = made.get((name, microbatch))
-    if found is None:
-        return None
-    maker, time = found
-    return time if maker == rank else time + costs.transfer(pipeline.bytes.get(name, 0))

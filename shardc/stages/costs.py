@@ -6,7 +6,9 @@ Any unit will do, as long as it is one: `Costs.unit(8)` has every part take 1, l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from shardc.stages.instructions import Backward, Compute, Dgrad, Forward
 
@@ -54,3 +56,13 @@ class Costs:
 
     def transfer(self, size: int) -> float:
         return self.latency + size / self.bandwidth
+
+    def to_plain(self) -> dict[str, Any]:
+        """Without what is at its default: JSON has no infinity."""
+        plain, unsaid = asdict(self), asdict(Costs(()))
+        return {key: value for key, value in plain.items() if key == "stages" or value != unsaid[key]}
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Costs:
+        more: dict[str, Any] = {key: value for key, value in data.items() if key != "stages"}
+        return cls(tuple(StageCost(**stage) for stage in data["stages"]), **more)

@@ -23,6 +23,7 @@ from torch import fx
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, info
 from shardc.ir.storages import storages
+from shardc.stages.again import keep_what_was_sent
 from shardc.stages.anatomy import Anatomy
 from shardc.stages.balance import call_costs, choose, named
 from shardc.stages.bodies import extract
@@ -91,6 +92,7 @@ def cut(body: Graph, stages: int | None = None, split: Sequence[str] = ()) -> St
     starts = named(anatomy, split) if split else choose(anatomy, stages or 1)
     stage_of = {call: bisect_right(starts, unit) - 1 for call, unit in anatomy.unit_of.items()}
     sums = split_sums(graph, stage_of)
+    keep_what_was_sent(graph, stage_of, anatomy.again)
     return _described(Parts(graph, len(starts), stage_of, tuple(sums)))
 
 

@@ -5,7 +5,11 @@
     finishes    by coordinate: the end of the step, of the stages that live there
     body        the whole step, which no rank runs: its ports, and what the pipeline must equal
 
-Survives JSON. The other axes of the mesh are the body's: rank (c, i) runs list c as rank i of the body's mesh.
+    mesh, axis  all ranks of the job, and the axis whose coordinates the lists are for
+    costs       what the lists were made by: of the cut, in FLOPs, unless others were given
+
+Survives JSON. The other axes of the mesh are the body's: rank (c, i) runs list c as rank i of the body's mesh. Where
+that is in the whole mesh is for its own order to say, in which the pipeline's axis may stand anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc.ir.graph import Graph, type_of
-from shardc.ir.plain import graph_from_plain, graph_to_plain
+from shardc.ir.mesh import Mesh
+from shardc.ir.plain import graph_from_plain, graph_to_plain, mesh_from_plain, mesh_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.types import TensorType
 from shardc.stages.build import build
@@ -38,6 +43,32 @@ class Pipelined:
     finishes: tuple[Finish, ...]
     bundles: Mapping[str, tuple[str, ...]]
     shared: Mapping[str, TensorType]
+    mesh: Mesh
+    axis: str
+    costs: Costs
+
+    def __post_init__(self) -> None:
+        size, inner = self.mesh.size(self.axis), self.body.mesh.world_size
+        wanted = len(self.lists.pipeline.stages)
+        assert len(self.stages) == wanted, f"graphs of {len(self.stages)} stages, of {wanted}"
+        assert len(self.finishes) == size, f"{len(self.finishes)} ends of a step for axis '{self.axis}' of {size}"
+        assert size == len(self.lists.ranks), f"{len(self.lists.ranks)} lists for axis '{self.axis}' of {size}"
+        assert size * inner == self.mesh.world_size, f"mesh ({self.mesh}) is not {size} times ({self.body.mesh})"
+
+    @property
+    def inner(self) -> Mesh:
+        """The mesh without the pipeline's axis: the body's, before any of its axes was split."""
+        return without(self.mesh, self.axis)
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Where a rank of the whole mesh is on the pipeline's axis, and which rank of the body's mesh it is."""
+        at = self.mesh.coordinate(rank)
+        c = at.pop(self.axis)
+        return c, self.inner.rank(at)
+
+    def rank_of(self, c: int, i: int) -> int:
+        """The rank of the whole mesh that runs list c as rank i of the body's mesh."""
+        return self.mesh.rank({self.axis: c, **self.inner.coordinate(i)})
 
     def members(self, name: str) -> tuple[str, ...]:
         """The values that a name in the lists stands for."""
@@ -72,6 +103,9 @@ class Pipelined:
             ],
             "bundles": {name: list(values) for name, values in self.bundles.items()},
             "shared": {name: str(type) for name, type in self.shared.items()},
+            "mesh": mesh_to_plain(self.mesh),
+            "axis": self.axis,
+            "costs": self.costs.to_plain(),
         }
 
     @classmethod
@@ -86,14 +120,33 @@ class Pipelined:
             ),
             {name: tuple(values) for name, values in data["bundles"].items()},
             {name: TensorType.parse(text) for name, text in data["shared"].items()},
+            mesh_from_plain(data["mesh"]),
+            data["axis"],
+            Costs.from_plain(data["costs"]),
         )
 
 
+def without(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh of the other axes."""
+    return Mesh((name, size) for name, size in mesh.axes if name != axis)
+
+
 def pipelined(
-    staged: Staged, schedule: str, virtual: int = 1, costs: Costs | None = None, memory: float | None = None
+    staged: Staged,
+    schedule: str,
+    virtual: int = 1,
+    costs: Costs | None = None,
+    memory: float | None = None,
+    mesh: Mesh | None = None,
+    axis: str = "pp",
 ) -> Pipelined:
-    """A cut step under a schedule, which is proved. `costs` default to those of the cut, in FLOPs."""
-    costs = costs or (staged.costs if memory is None else replace(staged.costs, memory=memory))
+    """A cut step under a schedule, which is proved. `costs` default to those of the cut, in FLOPs.
+
+    `mesh` is that of all ranks; by default, the pipeline's axis and then the axes of the body.
+    """
+    costs = costs or staged.costs
+    if memory is not None:
+        costs = replace(costs, memory=memory)
     lists = build(staged.pipeline, schedule, staged.body.microbatches, virtual, costs)
     return Pipelined(
         staged.body,
@@ -102,4 +155,7 @@ def pipelined(
         tuple(staged.finish(lists.stages_of(rank)) for rank in range(len(lists.ranks))),
         staged.bundles,
         {one.name: type_of(one.total) for one in staged.sums if len(staged.groups[one.name]) > 1},
+        mesh or Mesh(((axis, len(lists.ranks)), *staged.body.mesh.axes)),
+        axis,
+        costs,
     )

@@ -21,7 +21,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardc.ir.collectives import collectives as collectives_of
 from shardc.ir.diagnostic import Diagnostic, ShardcError
+from shardc.ir.graph import Graph
+from shardc.ir.verify import violations
 from shardc.stages.instructions import (
     COLLECTIVE,
     COMPUTE,
@@ -44,7 +47,10 @@ from shardc.stages.waits import collectives, deadlock, transfers
 
 @dataclass(frozen=True)
 class Proof:
+    """What is wrong, and what was looked at."""
+
     errors: tuple[Diagnostic, ...]
+    checked: str = "transfers, collectives, waits, values, work, gradients"
 
     @property
     def ok(self) -> bool:
@@ -56,7 +62,17 @@ class Proof:
             raise ShardcError(*self.errors)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.errors)) or "proved: transfers, collectives, waits, values, work, gradients"
+        return "\n".join(map(str, self.errors)) or f"proved: {self.checked}"
+
+
+def prove_body(body: Graph) -> Proof:
+    """Of a step without a pipeline: all ranks run one body, so they reach collectives together, in one order."""
+    count = len(collectives_of(body))
+    checked = (
+        f"{body.mesh.world_size} ranks run one body, in one order: each of its {count} collectives meets its whole "
+        "group, and nothing else is sent; types, names and axes are sound"
+    )
+    return Proof(tuple(Diagnostic("SC522", line, location=f"@{body.name}") for line in violations(body)), checked)
 
 
 def prove(lists: RankLists) -> Proof:

@@ -20,7 +20,11 @@ from shardc.stages.timeline import Event, Timeline
 
 def replay(lists: RankLists, costs: Costs | None = None) -> Timeline:
     """The timeline of lists that were proved; those that wait for themselves are an error."""
-    run = _Run(lists, costs or Costs.unit(len(lists.pipeline.stages)))
+    stages = len(lists.pipeline.stages)
+    if costs is not None and len(costs.stages) != stages:
+        message = f"the costs are of {len(costs.stages)} stages, the pipeline has {stages}"
+        raise error("SC220", message, hint="give Costs one StageCost for each stage, in order")
+    run = _Run(lists, costs or Costs.unit(stages))
     at = [0] * len(lists.ranks)
     moved = True
     while moved:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
+from torch import fx
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.microbatch import GIVEN
 from shardc.runtime.instructions import Listing, Numerics, flatten
 from shardc.runtime.microbatches import Feed, feeds
 from shardc.runtime.simulate import PerRank, assembled, run_local, sharded, summed, supplied
@@ -44,6 +46,9 @@ from shardc.stages.program import Pipelined
 from shardc.stages.prove import prove
 
 Choose = Callable[[int], int]  # which of so many moves comes next
+# A coordinate, a microbatch (-1 once a step), a value and its shards; an output of the step, as one coordinate has it.
+Observe = Callable[[int, int, fx.Node, Sequence[torch.Tensor]], None]
+Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]
 Held = dict[str, PerRank]  # by name: what each rank of the inner mesh has
 
 
@@ -60,18 +65,20 @@ def simulate_stages(
     dtype: torch.dtype | None = None,
     choose: Choose = first,
     buffered: bool = False,
+    observe: Observe | None = None,
+    returned: Returned | None = None,
 ) -> dict[Port, torch.Tensor]:
     """Run a program on global inputs by port name; the global outputs, as `runtime.simulate.simulate` gives them.
 
     `fed` is what each microbatch is fed; else the inputs hold whole batches, which are split. The lists are proved
-    first.
+    first. `observe` sees each value as it is made, `returned` each output.
     """
     lists = program.lists
     if lists.microbatches != program.body.microbatches:
         message = f"lists of {lists.microbatches} microbatches cannot run a step of {program.body.microbatches}"
         raise error("SC220", message, hint="build the lists with the program's number of microbatches")
     prove(lists).check()
-    return _Machine(program, inputs, fed, Numerics(dtype=dtype), buffered).run(choose)
+    return _Machine(program, inputs, fed, Numerics(dtype=dtype), buffered, observe, returned).run(choose)
 
 
 class _Coordinate:
@@ -109,7 +116,10 @@ class _Machine:
         fed: Sequence[Feed] | None,
         numerics: Numerics,
         buffered: bool,
+        observe: Observe | None,
+        returned: Returned | None,
     ) -> None:
+        self.observe, self.returned = observe, returned
         self.program, self.lists, self.numerics, self.buffered = program, program.lists, numerics, buffered
         self.body, self.mesh = program.body, program.body.mesh
         ports = [(port, type_of(node)) for port, node in zip(self.body.inputs, self.body.placeholders, strict=True)]
@@ -240,8 +250,7 @@ class _Machine:
             elif port.role == "buffer":
                 c.buffers[port.name] = values
             if port.role in ("buffer", "output"):
-                node = graph.output_values[graph.outputs.index(port)]
-                self.outputs.setdefault(port, {})[at] = assembled(values, node, self.mesh)
+                self._output(port, values, graph, at)
         for name in part.makes:
             held = {member: made.pop(member) for member in self.program.members(name)}
             self._put(rank, (name, at), held, i)
@@ -264,15 +273,21 @@ class _Machine:
         if any(not torch.equal(a, b) for a, b in zip(before, values, strict=True) if not a.isnan().any()):
             message = f"the copies of {port.role} '{port.name}' differ between stages, on pipeline rank {rank}"
             raise error("SC505", message, tensor=port.name)
+        self._output(port, values, graph, -1)
+
+    def _output(self, port: Port, values: PerRank, graph: Graph, at: int) -> None:
         node = graph.output_values[graph.outputs.index(port)]
-        self.outputs.setdefault(port, {})[-1] = assembled(values, node, self.mesh)
+        self.outputs.setdefault(port, {})[at] = assembled(values, node, self.mesh)
+        if self.returned is not None:
+            self.returned(port, node, values)
 
     def _run(self, graph: Graph, c: _Coordinate, read: Held, at: int) -> dict[Port, PerRank]:
         listing = self.listings.get(id(graph))
         if listing is None:
             self.listings[id(graph)] = listing = flatten(graph, self.numerics)
         given = [self._input(port, c, read, at) for port in graph.inputs]
-        return dict(zip(graph.outputs, run_local(listing, given, self.numerics), strict=True))
+        watch = None if self.observe is None else partial(self.observe, self.coordinates.index(c), at)
+        return dict(zip(graph.outputs, run_local(listing, given, self.numerics, watch), strict=True))
 
     def _input(self, port: Port, c: _Coordinate, read: Held, at: int) -> PerRank:
         if port.role == "value":
@@ -281,7 +296,7 @@ class _Machine:
             return c.sums[port.name]
         if port.role == "buffer" and port.name in c.buffers:
             return c.buffers[port.name]
-        key = (port.name, at if port.role in ("input", "seed") else 0)
+        key = (port.name, at if port.role in GIVEN else 0)
         if key not in self.local:
             value = self.inputs[key[1]][port.name].detach()
             self.local[key] = sharded(self.numerics.cast(value), self.types[port.name], self.mesh)

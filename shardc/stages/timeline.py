@@ -17,7 +17,8 @@ from shardc.stages.instructions import COMPUTE, Backward, Forward, Instruction, 
 
 
 class Event(NamedTuple):
-    """An instruction from start to end, in seconds. A transfer is an event of the rank that sends."""
+    """An instruction from start to end, in seconds. A transfer is an event of the rank that sends; a measured one is of
+    both, each from when it posts it to when it waits for it."""
 
     rank: int
     instruction: Instruction

@@ -11,20 +11,14 @@ it meets, and the lists can deadlock if and only if that relation has a cycle:
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise, zip_longest
-from typing import NamedTuple
+from itertools import zip_longest
 
 import networkx as nx
 
 from shardc.ir.diagnostic import Diagnostic
 from shardc.stages.instructions import COLLECTIVE, COMPUTE, TRANSFER, Collective, Instruction, Send, Transfer, in_words
 
-
-class Step(NamedTuple):
-    rank: int
-    number: int  # among the rank's steps
-
-
+Step = tuple[int, int]  # a rank, and a number among its steps
 Steps = list[list[list[Instruction]]]  # by rank: its batches
 Meetings = list[tuple[Step, ...]]  # steps that can only be done together
 Ends = list[tuple[Step, Transfer]]
@@ -37,14 +31,14 @@ def transfers(steps: Steps) -> tuple[Meetings, list[Diagnostic]]:
         for number, batch in enumerate(batched):
             for i in batch:
                 if isinstance(i, Send):
-                    channels[rank, i.peer][0].append((Step(rank, number), i))
+                    channels[rank, i.peer][0].append(((rank, number), i))
                 elif isinstance(i, TRANSFER):
-                    channels[i.peer, rank][1].append((Step(rank, number), i))
+                    channels[i.peer, rank][1].append(((rank, number), i))
     meetings: Meetings = []
     errors: list[Diagnostic] = []
     for (source, to), (sends, receives) in channels.items():
         for number, (sent, received) in enumerate(zip_longest(sends, receives)):
-            if sent is None or received is None or _what(sent[1]) != _what(received[1]):
+            if sent is None or received is None or not _same(sent[1], received[1]):
                 a, b = ("nothing" if end is None else in_words(end[1]) for end in (sent, received))
                 errors.append(Diagnostic("SC521", f"transfer {number} from rank {source} to rank {to}: {a} meets {b}"))
                 break  # what follows on the channel is shifted, and says nothing new
@@ -52,8 +46,8 @@ def transfers(steps: Steps) -> tuple[Meetings, list[Diagnostic]]:
     return meetings, errors
 
 
-def _what(transfer: Transfer) -> tuple[str, int, int]:
-    return transfer.value, transfer.microbatch, transfer.bytes
+def _same(a: Transfer, b: Transfer) -> bool:
+    return a.value == b.value and a.microbatch == b.microbatch and a.bytes == b.bytes
 
 
 def collectives(steps: Steps) -> tuple[Meetings, list[Diagnostic]]:
@@ -62,7 +56,7 @@ def collectives(steps: Steps) -> tuple[Meetings, list[Diagnostic]]:
     for rank, batched in enumerate(steps):
         for number, (i, *_) in enumerate(batched):
             if isinstance(i, COLLECTIVE) and len(i.group) > 1:
-                found[i.group][rank].append((Step(rank, number), i))
+                found[i.group][rank].append(((rank, number), i))
     meetings: Meetings = []
     errors: list[Diagnostic] = []
     for group, by_rank in found.items():
@@ -78,33 +72,27 @@ def collectives(steps: Steps) -> tuple[Meetings, list[Diagnostic]]:
 
 def deadlock(steps: Steps, meetings: Meetings) -> list[Diagnostic]:
     """A step is done after the one before it on its own rank, and on the rank of every step that it meets."""
-    communicating: list[list[int]] = [[] for _ in steps]
-    for step in sorted({step for meeting in meetings for step in meeting}):
-        communicating[step.rank].append(step.number)
-    before = {
-        Step(rank, number): Step(rank, previous)
-        for rank, numbers in enumerate(communicating)
-        for previous, number in pairwise(numbers)
-    }
-    graph: nx.DiGraph[Step] = nx.DiGraph()
-    graph.add_nodes_from(step for meeting in meetings for step in meeting)
-    graph.add_edges_from((earlier, step) for step, earlier in before.items())
-    for meeting in meetings:
-        for other in meeting:
-            if other in before:
-                graph.add_edges_from((before[other], step) for step in meeting)
-    done: set[Step] = set()
-    try:
-        for step in nx.topological_sort(graph):
-            done.add(step)
-    except nx.NetworkXUnfeasible:  # raised after all that can be done
-        stuck = {
-            rank: next(Step(rank, n) for n in numbers if Step(rank, n) not in done)
-            for rank, numbers in enumerate(communicating)
-            if any(Step(rank, n) not in done for n in numbers)
-        }
-        return [_cycle(steps, meetings, stuck)]
-    return []
+    of: dict[Step, list[int]] = defaultdict(list)  # the meetings of each step
+    for at, meeting in enumerate(meetings):
+        for step in meeting:
+            of[step].append(at)
+    lines: list[list[Step]] = [[] for _ in steps]
+    for step in sorted(of, reverse=True):
+        lines[step[0]].append(step)  # what each rank has to do yet, from its end
+    missing = [len(meeting) for meeting in meetings]  # steps that are not posted
+    open_ = {step: len(own) for step, own in of.items()}  # meetings that have not taken place
+    todo = [line[-1] for line in lines if line]
+    while todo:
+        for at in of[todo.pop()]:
+            missing[at] -= 1
+            for step in () if missing[at] else meetings[at]:
+                open_[step] -= 1
+                if not open_[step]:
+                    line = lines[step[0]]
+                    line.pop()
+                    todo += line[-1:]
+    stuck = {rank: line[-1] for rank, line in enumerate(lines) if line}
+    return [_cycle(steps, meetings, stuck)] if stuck else []
 
 
 def _cycle(steps: Steps, meetings: Meetings, stuck: dict[int, Step]) -> Diagnostic:
@@ -112,16 +100,14 @@ def _cycle(steps: Steps, meetings: Meetings, stuck: dict[int, Step]) -> Diagnost
     waits: nx.DiGraph[int] = nx.DiGraph()
     for meeting in meetings:
         for here in meeting:
-            if stuck.get(here.rank) == here:
+            if stuck.get(here[0]) == here:
                 waits.add_edges_from(
-                    (here.rank, other.rank)
-                    for other in meeting
-                    if other.rank in stuck and other.number > stuck[other.rank].number
+                    (here[0], rank) for rank, number in meeting if number > stuck.get(rank, (0, number))[1]
                 )
     backs = ((b, a) for a, b in waits.edges if nx.has_path(waits, b, a))
     cycle: list[int] = min((nx.shortest_path(waits, b, a) for b, a in backs), key=len)
     ends = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
-    shown = [(rank, _stands_at(steps[rank], stuck[rank].number, other), other) for rank, other in ends]
+    shown = [(rank, _stands_at(steps[rank], stuck[rank][1], other), other) for rank, other in ends]
     text = "\n".join(f"rank {rank} at {words}: waits for rank {other}" for rank, words, other in shown)
     message = f"{len(cycle)} ranks wait for each other in a cycle"
     sends = all("Send" in words for _, words, _ in shown)

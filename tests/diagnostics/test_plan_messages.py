@@ -3,12 +3,16 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from shardc.binding import bind_precision
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P, Placement
 from shardc.plan import Plan, match
+from shardc.token_weights import bind_tokens
+from shardc.trace_call import Call
 
 NAMES = [f"transformer.h.{i}.{name}.weight" for i in range(2) for name in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")]
 TIED = 'params:\n  wte.weight: "tp"\n  lm_head.weight: "-, tp"'
@@ -28,6 +32,18 @@ def params(text: str) -> None:
 
 def inputs(text: str) -> None:
     match(plan(text).annotations("inputs"), ["input_ids", "labels"], "inputs")
+
+
+class Model(nn.Module):
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, classes: Tensor, scale: Tensor) -> None:
+        pass
+
+
+def tokens(text: str) -> None:
+    """Bind the plan's loss to a batch of 4 sequences of 8."""
+    batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(4, 8, dtype=torch.int64))
+    batch |= {"positions": torch.zeros(1, 8), "classes": torch.zeros(4), "scale": torch.tensor(1.0)}
+    bind_tokens(plan(text).loss, Call(Model(), batch))
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -55,6 +71,8 @@ CASES: dict[str, Callable[[], object]] = {
     "recompute_no_mode": lambda: plan("recompute: {collectives: true}"),
     "recompute_two_modes": lambda: plan("recompute: {mode: full, budget: 1GiB}"),
     "recompute_size": lambda: plan("recompute: {budget: little}"),
+    "fuse_value": lambda: plan("fuse: kernels"),
+    "fuse_key": lambda: plan("fuse:\n  enabled: true\n  exlude: [tanh]"),
     "recompute_key": lambda: plan("recompute:\n  mode: full\n  colectives: true"),
     "precision_dtype": lambda: plan("precision: bf61"),
     "precision_key": lambda: plan("precision: {compute: bf16, redcue: fp32}"),
@@ -65,6 +83,14 @@ CASES: dict[str, Callable[[], object]] = {
     "precision_scale": lambda: plan("precision: {compute: fp16, loss_scale: 1000}"),
     "nonfinite": lambda: plan("nonfinite: stop"),
     "nonfinite_fp16": lambda: bind_precision(plan("precision: fp16\nnonfinite: raise")),
+    "loss_word": lambda: plan("loss: tokens"),
+    "loss_key": lambda: plan("mesh: dp=2\nloss: {tokens: labels, ingore: 0}"),
+    "loss_shift": lambda: plan("loss: {tokens: labels, shift: -1}"),
+    "loss_no_input": lambda: tokens("loss: {tokens: label}"),
+    "loss_scalar": lambda: tokens("loss: {tokens: scale}"),
+    "loss_not_split": lambda: tokens("loss: {tokens: positions}"),
+    "loss_nothing_left": lambda: tokens("loss: {tokens: labels, shift: 8}"),
+    "loss_shift_of_samples": lambda: tokens("loss: {tokens: classes, shift: 1}"),
     "placement_text": lambda: plan('params:\n  "**.c_fc.weight": "-, 3**tp"'),
     "placement_text_end": lambda: Placement.parse("-, "),
     "placement_value": lambda: P(None, 3),

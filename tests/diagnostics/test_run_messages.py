@@ -12,7 +12,7 @@ from examples.mlp import mlp
 from shardc.ir.diagnostic import ShardcError
 from shardc.plan import Plan
 from shardc.runtime import monitor
-from shardc.runtime.monitor import Monitor
+from shardc.runtime.monitor import Alike, Monitor
 
 NAMES = ["%fc.mm (mlp.py:5)", "%act (mlp.py:6)", "%proj.all_reduce (mlp.py:8)"]
 
@@ -34,8 +34,8 @@ def launched(world: int) -> object:
 def watching(rank: int, others: dict[int, str]) -> Iterator[Monitor]:
     """Rank `rank`'s monitor, stopped at the all-reduce; of the other ranks, whether they beat on, or what they say."""
     store = dist.HashStore()
-    own = Monitor(store, rank, len(others) + 1, NAMES)
-    rest = {other: Monitor(store, other, len(others) + 1, NAMES) for other in others}
+    own = Monitor(store, rank, len(others) + 1, Alike(NAMES))
+    rest = {other: Monitor(store, other, len(others) + 1, Alike(NAMES)) for other in others}
     try:
         for other, how in others.items():
             rest[other].begin(7)
@@ -44,6 +44,8 @@ def watching(rank: int, others: dict[int, str]) -> Iterator[Monitor]:
                 rest[other]._bell.stop()
                 rest[other]._thread.join()
                 rest[other]._say()
+            elif how.startswith("blames "):
+                rest[other]._say(failed=True, blamed=int(how.split()[1]))
             elif how == "left":
                 rest[other].close()
             elif how != "late":
@@ -76,6 +78,8 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "missing_parameter_in_state": ("SC504", lambda: program(meta=True).launch(state={"up.wieght": torch.zeros(1)})),
     "no_weights_file": ("SC504", lambda: program(meta=True).launch(state="no/such/model.safetensors")),
     "dead_rank": ("SC502", lambda: blamed(rank1="late", rank2="dead")),
+    "dead_rank_that_another_found": ("SC502", lambda: blamed(rank1="blames 2", rank2="late")),
+    "no_timeline": ("SC510", lambda: program().launch().timeline(mlp()[1])),
     "rank_that_closed": ("SC502", lambda: blamed(rank1="left")),
     "rank_with_an_error": ("SC502", lambda: blamed(rank1="late", rank2="ValueError: no such file, in %act")),
     "nonfinite": ("SC509", lambda: nonfinite_step()),

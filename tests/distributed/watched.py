@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardc.runtime import job
+from shardc.runtime import member
 from shardc.runtime.launch import Trainer
 
 SCRIPT = Path(__file__).parents[2] / "examples/train_gpt2.py"
@@ -49,7 +49,7 @@ def watched(load: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    job.load_shard = watched(job.load_shard)
+    member.load_shard = watched(member.load_shard)
     step = Trainer.step
     losses: list[float] = []
 

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 Builder = interpreter.InterpreterBuilder
@@ -78,3 +79,14 @@ def patch_tensor(tensor, *rest):
 
 
 interpreter._patch_lang_tensor = patch_tensor
+
+
+def power(x, y):
+    """libdevice's functions are but names to the interpreter."""
+    y = y.handle.data if isinstance(y, tl.tensor) else np.float32(y)
+    data = x.handle.data
+    word = tl.float64 if data.dtype == np.float64 else tl.float32
+    return tl.core.tensor(Handle(np.power(data, y).astype(data.dtype), word), x.type)
+
+
+libdevice.pow = power

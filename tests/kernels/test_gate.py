@@ -19,6 +19,12 @@ def test_kernels_pass(name: str, arch: int) -> None:
         assert gate.measure(source, arch)["problems"] == []
 
 
+@pytest.mark.parametrize("name", ["add_layer_norm", "layer_norm_backward", "swiglu_backward", "adamw", "dropout_add"])
+def test_generated_kernels_pass(name: str) -> None:
+    for source in gate.generated(name, 4096, torch.bfloat16, 90 if name != "layer_norm_backward" else 80):
+        assert gate.measure(source, 90)["problems"] == []
+
+
 def test_one_row_compiles() -> None:
     """A count of 1 is a constant to Triton, and has no methods of a tensor."""
     sizes = {**gate.SIZES, "rows": 1, "cols": 512}

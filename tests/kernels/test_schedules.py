@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels_triton import rows
+from kernels_triton import gate, launch, rows, tune
+from kernels_triton.registry import TEMPLATES
 from kernels_triton.rows import Schedule
 
 META = torch.empty((1, 1), dtype=torch.bfloat16, device="meta")
@@ -40,7 +41,7 @@ def test_every_row_has_a_program_and_waves_bound_them() -> None:
     schedule = Schedule(1024, 1, rows=4, waves=0)
     assert schedule.programs(9, META) == 3
     assert replace(schedule, waves=2).programs(10_000, META) == 264
-    assert replace(schedule, waves=2).walk(10_000, 4096, META) == (66, 4)
+    assert replace(schedule, waves=2).walk(10_000, 4096, META) == (4, 66)
     assert schedule.tiles(9, 4096) == 12
 
 
@@ -54,5 +55,33 @@ def test_the_table_holds_where_it_was_measured_and_the_guess_elsewhere() -> None
             is_row = entry["schedule"]["chunks"] and ("norm" in name or "softmax" in name)
             assert covered >= high or not is_row, f"{name}: a row of {high} does not fit its schedule"
             assert low <= high
+            elements = covered * entry["schedule"]["rows"] * tune.PAIR.get(name, 1)
+            assert elements >= 8 * 32 * entry["schedule"]["warps"], f"{name}: less than 16 bytes a thread"
     assert rows.tabled("layer_norm_backward", META.float(), 4096, guess) == guess
     assert rows.tabled("no_such_op", META, 4096, guess) == guess
+
+
+def test_a_gpu_without_a_table_is_scheduled_by_size() -> None:
+    """Fewer multiprocessors, less shared memory: no entry of the H200's table, fewer programs, fewer stages."""
+    other = launch.Device("l40", 60, 99 << 10)
+    tabled = rows.forward_schedule("rms_norm", META, 12288)
+    with launch.assuming(other):
+        guess = rows.forward_schedule("rms_norm", META, 12288)
+        backward = rows.backward_schedule("layer_norm_backward", META, 4096)
+        assert replace(backward, waves=1).programs(10_000, META) == 60
+        assert rows.kept_schedule("cross_entropy", META, 50304).chunks == rows.KEPT_CHUNKS
+    assert guess == Schedule(4096, 3, 1, warps=8)
+    assert guess != tabled
+    held = backward.waves * backward.stages * 3 * backward.block * backward.chunks * META.element_size()
+    assert held <= other.shared_bytes
+
+
+@pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton is not installed: ops do not launch here")
+def test_every_template_launches_on_a_gpu_without_a_table() -> None:
+    for template in TEMPLATES.values():
+        launches: list[launch.Launch] = []
+        with launch.assuming(launch.Device("l40", 60, 99 << 10)), launch.recording(launches.append):
+            template.op(
+                *template.arguments({**gate.SIZES, "cols": 4096}, torch.bfloat16, "meta"), **template.variants[0]
+            )
+        assert launches, template.name

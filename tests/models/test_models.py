@@ -55,7 +55,14 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
         graph.mesh = Mesh.parse(text)
         body = compiler.distribute(graph, bound[text], OPTIONS)
         programs[text] = Program(
-            body, reference, body.mesh, tuple(body.diagnostics), (), traced.constants, {}, module, batch, loss
+            body,
+            reference,
+            body.mesh,
+            tuple(body.diagnostics),
+            constants=traced.constants,
+            model=module,
+            sample=batch,
+            loss=loss,
         )
     return Compiled(model, module, traced, programs)
 

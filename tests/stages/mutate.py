@@ -1,12 +1,63 @@
-"""Breaks instruction lists, or tries to: drop, duplicate, swap, move, retarget."""
+"""Breaks instruction lists, or tries to: drop, duplicate, swap, move, retarget; counts what the proof says to it."""
 
 import random
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
+from shardc.stages.build import build
 from shardc.stages.instructions import Free, Gather, Instruction, Optimizer, Recv, ReduceGrads, Send
 from shardc.stages.lists import RankLists
+from shardc.stages.prove import prove
+from tests.stages.oracle import broken, homes_of
+from tests.stages.pipelines import PIPELINES
 
 KINDS = ("drop", "duplicate", "swap", "neighbours", "move", "retarget")
+BASES = [
+    ("gpipe", 3, 1, 2, "plain"),
+    ("1f1b", 3, 1, 4, "tied"),
+    ("1f1b", 2, 1, 3, "skipping"),
+    ("interleaved", 2, 2, 3, "sharded"),
+    ("bfs", 2, 2, 2, "skipping"),
+    ("zb-h1", 3, 1, 3, "skipping"),
+    ("zb-h1", 2, 1, 2, "tied"),
+    ("zb-v", 2, 2, 3, "tied"),
+    ("zb-v", 1, 2, 2, "sharded"),
+    ("dualpipe-v", 2, 2, 4, "plain"),
+    ("auto", 3, 2, 3, "skipping"),
+]
+
+
+@dataclass
+class Tally:
+    """Mutants by kind: those that a symbolic run finds broken and those that it finds whole, as the proof has them."""
+
+    refused: Counter[str] = field(default_factory=Counter[str])  # broken, and refused
+    missed: Counter[str] = field(default_factory=Counter[str])  # broken, and accepted
+    accepted: Counter[str] = field(default_factory=Counter[str])  # whole, and accepted
+    wronged: Counter[str] = field(default_factory=Counter[str])  # whole, and refused
+    codes: Counter[str] = field(default_factory=Counter[str])
+    first: str = ""  # of those that the proof gets wrong
+
+
+def judged(each: int, seed: int = 20260) -> Tally:
+    """The proof against a symbolic run, on so many mutants of each kind and base."""
+    rng, found = random.Random(seed), Tally()
+    for name, p, v, m, model in BASES:
+        lists = build(PIPELINES[model](p * v), name, m, v)
+        homes = homes_of(lists)
+        for kind in KINDS:
+            for number in range(each):
+                changed = mutant(lists, kind, rng)
+                if number % 4 == 0:  # two faults may hide each other
+                    changed = mutant(changed, kind, rng)
+                why, proof = broken(changed, homes, seed=number), prove(changed)
+                right, wrong = (found.refused, found.missed) if why else (found.accepted, found.wronged)
+                (right if proof.ok == (why is None) else wrong)[kind] += 1
+                if proof.ok != (why is None):
+                    said = f"{kind} of {name} on {model}: {why or 'works'}, but the proof says: {proof}\n{changed}"
+                    found.first = found.first or said
+                found.codes.update({error.code for error in proof.errors})
+    return found
 
 
 def mutant(lists: RankLists, kind: str, rng: random.Random) -> RankLists:

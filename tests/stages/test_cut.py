@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,13 +75,68 @@ def test_a_chain_sends_the_residual_stream() -> None:
     assert {found.pipeline.bytes[name] for name in sent(found)} == {8 * 4 * 16 * 4 // 2}
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputation_stays_where_it_is_read(mode: str) -> None:
-    """Cut before the head: what it reads is made again in its own stage, and the logits' gradients do not leave it."""
-    model, batch, _ = make("gpt2", batch=4, seq=4, layers=2, vocab=32, width=16)
-    program = step(model, batch, 2, recompute={"mode": mode})
-    found = cut(program.body, split=["h.1", "lm_head"])
-    assert max(found.pipeline.bytes[name] for name in sent(found)) == 2 * 4 * 16 * 4
+def crossing(staged: Staged) -> dict[tuple[int, int], dict[str, int]]:
+    """By maker and reader: the values that go from one stage to another, with their bytes a microbatch."""
+    own, found = staged.pipeline.makers, dict[tuple[int, int], dict[str, int]]()
+    for at, s in enumerate(staged.pipeline.stages):
+        for name in (*s.forward.reads, *s.dgrad.reads, *s.wgrad.reads):
+            if own.get(name, at) != at:
+                found.setdefault((own[name], at), {})[name] = staged.pipeline.bytes[name]
+    return found
+
+
+RECOMPUTE = ["full", "selective", {"budget": 30000}, {"mode": "full", "collectives": True}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "mesh"), [*((mode, "") for mode in ("none", *RECOMPUTE)), ("full", "dp=2"), ("selective", "tp=2")], ids=str
+)
+def test_recomputation_sends_nothing_gpt2(mode: Any, mesh: str) -> None:
+    """One activation forward and one gradient back at every boundary, the head's too; sharded over dp."""
+    model, batch, _ = make("gpt2", batch=4, seq=4, layers=3, vocab=32, width=16)
+    plan: dict[str, Any] = {"inputs": {"input_ids": "dp, -", "labels": "dp, -"}} if mesh == "dp=2" else {}
+    if mesh == "tp=2":
+        plan = {"params": {"**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}}
+    program = step(model, batch, 2, mesh, recompute=mode, **plan)
+    size = 2 * 4 * 16 * 4 // (2 if mesh == "dp=2" else 1)
+    for split in (["h.1", "h.2", "ln_f"], ["h.0", "h.2", "lm_head"]):
+        found = crossing(cut(program.body, split=split))
+        assert found.keys() == {(a, b) for a, b in product(range(4), range(4)) if abs(a - b) == 1}
+        assert all(list(values.values()) == [size] for values in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "sizes"),
+    [
+        # The cuts go through layers, which are recomputed as one.
+        ("t5", ["encoder.block.0.layer.1", "decoder.block.0.layer.1", "decoder.block.1.layer.2"], {"layers": 2}),
+        ("resnet", ["stages.0.layers.0.layer.1", "stages.1.layers.0.layer.2"], {"blocks": 1, "size": 16}),
+    ],
+)
+def test_recomputation_sends_nothing(model: str, split: list[str], sizes: dict[str, int]) -> None:
+    module, batch, loss = make(model, batch=4, **sizes)
+    plain = cut(step(module, batch, 2, loss=loss).body, split=split)
+    for mode in RECOMPUTE:
+        program = step(module, batch, 2, "", loss, recompute=mode)
+        found = cut(program.body, split=split)
+        assert crossing(found) == crossing(plain), mode
+        again = sum(info(call).name.startswith("r.") for stage in found.stages for call in stage.backward.calls())
+        assert again or mode == RECOMPUTE[2]
+        for schedule in ("1f1b", "zb-h1"):
+            inputs = program.inputs()
+            expected = run_reference(program.reference, inputs, dtype=torch.float64)
+            agree(pipelined(found, schedule), inputs, expected, seed=len(schedule))
+
+
+def test_recomputation_holds_less() -> None:
+    """Each stage keeps what it is given, and makes the rest of its part of a layer again."""
+    module, batch, loss = make("t5", batch=4, layers=2)
+    split = ["encoder.block.0.layer.1", "decoder.block.0.layer.1", "decoder.block.1.layer.2"]
+    kept: dict[str, list[float]] = {}
+    for mode in ("none", "full"):
+        staged = cut(step(module, batch, 2, "", loss, recompute=mode).body, split=split)
+        kept[mode] = [stage.activation for stage in staged.costs.stages]
+    assert all(less < more for less, more in zip(kept["full"], kept["none"], strict=True))
 
 
 def test_the_tied_weight_is_summed_once_a_step() -> None:

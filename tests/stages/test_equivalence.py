@@ -20,6 +20,11 @@ PROGRAMS = [
     *(("llama", "zero1", 3), ("llama", "tp2", 1), ("t5", "alone", 1), ("t5", "tp2", 3)),
     *(("resnet", "alone", 8), ("resnet", "dp2", 3)),
 ]
+# And what else a plan may say of a step: token weights, recomputation through which cuts go, both with ZeRO.
+PLANS = [
+    *(("gpt2", "tokens", 8), ("gpt2", "all", 3), ("llama", "all", 8), ("llama", "full", 3), ("t5", "full", 3)),
+    *(("t5", "all", 3), ("resnet", "full", 3)),
+]
 PLACES = [(ranks, schedule) for ranks in (2, 3, 4) for schedule in SCHEDULES]
 SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in random.Random(at).sample(PLACES, 2)]
 
@@ -29,6 +34,12 @@ def test_equals_the_single_device(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("program", PLANS, ids=str)
+def test_plans(program: tuple[str, str, int]) -> None:
+    check(Case(*program, 4, "zb-h1"), seed=2)
+    check(Case(*program, 3, "1f1b"), seed=3)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str) -> None:
     check(Case("gpt2", "zero1", 8, 4, schedule), seed=1)
@@ -36,7 +47,7 @@ def test_every_schedule(schedule: str) -> None:
 
 @settings(max_examples=2000 if FUZZ else 25)
 @given(
-    st.sampled_from(PROGRAMS[2:]),
+    st.sampled_from(PROGRAMS[2:] + PLANS),
     st.sampled_from((2, 3, 4)),
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(0, 2**32),

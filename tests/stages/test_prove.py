@@ -1,7 +1,6 @@
 """The proof: accepts what is right, refuses what is broken, and says why."""
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,49 +13,20 @@ from shardc.stages.instructions import Dgrad, Forward, Free, Instruction, Optimi
 from shardc.stages.lists import RankLists
 from shardc.stages.pipeline import Part, Pipeline, Stage, chain
 from shardc.stages.prove import prove
-from tests.stages.mutate import KINDS, mutant
-from tests.stages.oracle import Broken, Machine, broken, homes_of
-from tests.stages.pipelines import PIPELINES
-
-BASES = [
-    ("gpipe", 3, 1, 2, "plain"),
-    ("1f1b", 3, 1, 4, "tied"),
-    ("1f1b", 2, 1, 3, "skipping"),
-    ("interleaved", 2, 2, 3, "sharded"),
-    ("bfs", 2, 2, 2, "skipping"),
-    ("zb-h1", 3, 1, 3, "skipping"),
-    ("zb-h1", 2, 1, 2, "tied"),
-    ("zb-v", 2, 2, 3, "tied"),
-    ("zb-v", 1, 2, 2, "sharded"),
-    ("dualpipe-v", 2, 2, 4, "plain"),
-    ("auto", 3, 2, 3, "skipping"),
-]
-EACH = 28  # mutants of a kind and a base
+from tests.stages.mutate import judged
+from tests.stages.oracle import Broken, Machine
 
 
 def test_mutants() -> None:
     """All that a symbolic run finds broken are refused, and none that it finds whole."""
-    rng = random.Random(20260)
-    refused, accepted, codes = Counter[str](), Counter[str](), Counter[str]()
-    for name, p, v, m, model in BASES:
-        lists = build(PIPELINES[model](p * v), name, m, v)
-        homes = homes_of(lists)
-        for kind in KINDS:
-            for number in range(EACH):
-                changed = mutant(lists, kind, rng)
-                if number % 4 == 0:  # two faults may hide each other
-                    changed = mutant(changed, kind, rng)
-                why, proof = broken(changed, homes, seed=number), prove(changed)
-                said = f"{kind} of {name} on {model}: {why or 'works'}, but the proof says: {proof}\n{changed}"
-                assert proof.ok == (why is None), said
-                (refused if why else accepted)[kind] += 1
-                codes.update({error.code for error in proof.errors})
-    print(f"\n{refused.total()} mutants broken, all refused: {dict(refused)}")
-    print(f"{accepted.total()} mutants unbroken, none refused: {dict(accepted)}")
-    print(f"codes: {dict(sorted(codes.items()))}")
-    assert refused.total() >= 1000
-    assert accepted.total() >= 100
-    assert {"SC521", "SC522", "SC523", "SC524", "SC525", "SC526"} <= codes.keys()
+    found = judged(each=28)
+    assert not found.missed + found.wronged, found.first
+    print(f"\n{found.refused.total()} mutants broken, all refused: {dict(found.refused)}")
+    print(f"{found.accepted.total()} mutants unbroken, none refused: {dict(found.accepted)}")
+    print(f"codes: {dict(sorted(found.codes.items()))}")
+    assert found.refused.total() >= 1000
+    assert found.accepted.total() >= 100
+    assert {"SC521", "SC522", "SC523", "SC524", "SC525", "SC526"} <= found.codes.keys()
 
 
 # ---------------------------------------------------------------------- by hand

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -123,7 +124,7 @@ def makespan_of_pairs(orders: Orders, costs: Costs) -> float:
     return max(spans)
 
 
-def pairs(order: list[Compute], turn: bool) -> Iterator[list[Compute]]:
+def pairs(order: Sequence[Compute], turn: bool) -> Iterator[list[Compute]]:
     """A forward before a whole backward is a pair; but for the first one at the turn of the V, as DeepSeek has it."""
     at = 0
     while at < len(order):
@@ -264,6 +265,42 @@ def test_a_broken_schedule_is_refused_with_its_cycle() -> None:
         build(chain(2), "eager-backward", 2)
     assert [d.code for d in caught.value.diagnostics] == ["SC523"]
     assert "2 ranks wait for each other" in str(caught.value)
+
+
+WRONG: list[tuple[Any, str]] = [
+    (lambda s, v, m, c: None, "does not list its work: TypeError"),
+    (lambda s, v, m, c: [[Forward(0, list(range(0))[m])]], "does not list its work: IndexError"),
+    (lambda s, v, m, c: [1, 2], "does not list its work: TypeError"),
+    (lambda s, v, m, c: [["F0"], []], "lists 'F0' for rank 0"),
+    (lambda s, v, m, c: [[Forward(0, cast(Any, "a"))], []], "lists Forward"),
+]
+
+
+@pytest.mark.parametrize(("function", "said"), WRONG)
+def test_a_function_that_is_no_schedule_is_refused(function: Any, said: str) -> None:
+    name = f"wrong-{id(function)}"
+    schedules.register(name, function)
+    with pytest.raises(ShardcError, match=said) as caught:
+        build(chain(2), name, 2)
+    assert [d.code for d in caught.value.diagnostics] == ["SC220"]
+
+
+@pytest.mark.parametrize(("function", "virtual"), [("1f1b", 1), (reversed_gpipe, 0)])
+def test_what_is_no_schedule_is_not_registered(function: Any, virtual: int) -> None:
+    with pytest.raises(ShardcError):
+        schedules.register("none", function, virtual=virtual)
+    assert "none" not in schedules.names()
+
+
+def test_a_schedule_may_yield() -> None:
+    schedules.register("yields", lambda s, v, m, c: (iter(one) for one in reversed_gpipe(s, v, m, c)))  # pyright: ignore[reportArgumentType]
+    assert timeline("yields", 4, 8).bubble == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_costs_of_other_stages_are_refused(stages: int) -> None:
+    with pytest.raises(ShardcError, match=f"of {stages} stages, the pipeline has 2"):
+        replay(build(chain(2), "gpipe", 2), Costs.unit(stages))
 
 
 @pytest.mark.parametrize("work", [Forward(0, 0), Dgrad(0, 0), Wgrad(1, 1)])

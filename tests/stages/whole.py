@@ -34,6 +34,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("dp=2", {}),
     "zero1": ("dp=2", {"storage": {"zero": 1, "axes": ["dp"]}, "clip_grad_norm": 0.1}),
 }
+EACH = tuple(VARIANTS)  # of every model
+TOKENS = {"tokens": "labels", "shift": 1}
+MORE = {
+    "tokens": ("dp=2", {"tokens": TOKENS}),
+    "full": ("tp=2", {"recompute": "full"}),
+    "all": ("dp=2", {"tokens": TOKENS, "recompute": "selective", **VARIANTS["zero1"][1]}),
+}
+VARIANTS |= MORE
 SCHEDULES = {
     **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "greedy", "auto"), 1),
     **dict.fromkeys(("interleaved", "bfs", "zb-v", "dualpipe-v"), 2),
@@ -51,16 +59,23 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
 
-PRODUCT = [Case(*one) for one in product(SIZES, VARIANTS, (1, 3, 8), (2, 3, 4), SCHEDULES)]
+PRODUCT = [Case(*one) for one in product(SIZES, EACH, (1, 3, 8), (2, 3, 4), SCHEDULES)]
 
 
 def step(
-    model: Any, batch: Any, microbatches: int, mesh: str = "", loss: Any = None, optimizer: Any = None, **plan: Any
+    model: Any,
+    batch: Any,
+    microbatches: int,
+    mesh: str = "",
+    loss: Any = None,
+    optimizer: Any = None,
+    tokens: dict[str, Any] | None = None,
+    **plan: Any,
 ) -> shardc.Program:
     """A program whose sums over microbatches are explicit, as a pipeline wants them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "accumulate", lambda graph, count: accumulate(graph, count, always=True))
-        plan = {**plan, "accumulate": microbatches}
+        patch.setattr(api, "accumulate", lambda graph, count, **_: accumulate(graph, count, always=True))
+        plan = {**plan, "accumulate": microbatches, **({"loss": tokens} if tokens else {})}
         return shardc.compile(model, batch, mesh=mesh or shardc.Mesh(), loss=loss, optimizer=optimizer, plan=plan)
 
 
@@ -71,6 +86,11 @@ def compiled(
     """The program, its inputs, and what a single device makes of them."""
     mesh, more = VARIANTS[variant]
     module, batch, loss = make(model, **SIZES[model])
+    if "tokens" in more:  # so many labels count as the row says, from none on
+        labels = batch["labels"].clone()
+        for row in range(len(labels)):
+            labels[row, 1 + row % labels.shape[1] :] = -100
+        batch = {**batch, "labels": labels}
     plan = {} if not mesh else yaml.safe_load((PLANS / f"{model}.yaml").read_text())
     axis, keep = mesh.partition("=")[0], ("params", "inputs") if mesh else ()
     plan = {key: {k: only(axis, v) for k, v in plan.get(key, {}).items()} for key in keep}

@@ -7,18 +7,18 @@ from shardc.stages.schedules.gpipe import gpipe
 from shardc.stages.schedules.greedy import greedy
 from shardc.stages.schedules.interleaved import interleaved
 from shardc.stages.schedules.one_f_one_b import one_f_one_b
-from shardc.stages.schedules.registry import Schedule, names, order, register
+from shardc.stages.schedules.registry import Schedule, default_virtual, names, order, register
 from shardc.stages.schedules.zb_h1 import zb_h1
 from shardc.stages.schedules.zb_v import zb_v
 
-__all__ = ["Schedule", "names", "order", "register"]
+__all__ = ["Schedule", "default_virtual", "names", "order", "register"]
 
 register("gpipe", gpipe)
 register("1f1b", one_f_one_b)
-register("interleaved", interleaved)
-register("bfs", breadth_first)
+register("interleaved", interleaved, virtual=2)
+register("bfs", breadth_first, virtual=2)
 register("zb-h1", zb_h1)
-register("zb-v", zb_v)
-register("dualpipe-v", dualpipe_v)
+register("zb-v", zb_v, virtual=2)
+register("dualpipe-v", dualpipe_v, virtual=2)
 register("greedy", greedy)
 register("auto", auto)

@@ -80,6 +80,9 @@ class _State:
     orders: list[list[Compute]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.urgency = [self._backward, self._forward]
+        if self.split:
+            self.urgency.insert(1 if self.eager else 2, self._wgrad)
         stages = range(len(self.homes))
         self.orders = [[] for _ in range(max(self.homes) + 1)]
         self.own = [[s for s in reversed(stages) if self.homes[s] == rank] for rank in range(len(self.orders))]
@@ -95,9 +98,12 @@ class _State:
 
     def choose(self, rank: int, now: float) -> Compute | None:
         """The most urgent work that a rank can do now."""
-        urgency = [self._backward, self._forward]
-        urgency.insert(1 if self.eager else 2, self._wgrad)
-        return next((work for kind in urgency for s in self.own[rank] if (work := kind(s, now)) is not None), None)
+        for kind in self.urgency:
+            for stage in self.own[rank]:
+                work = kind(stage, now)
+                if work is not None:
+                    return work
+        return None
 
     def do(self, work: Compute, rank: int, end: float) -> tuple[int, float] | None:
         """Note that work ends at some time; the stage that waits for what it made, and when that is there."""

@@ -10,21 +10,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardc.ir.diagnostic import did_you_mean, error
+from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.stages.clock import Orders
 from shardc.stages.costs import Costs
 from shardc.stages.instructions import COMPUTE
 
 Schedule = Callable[[int, int, int, Costs], Orders]
 _SCHEDULES: dict[str, Schedule] = {}
+_VIRTUAL: dict[str, int] = {}
 _RANKS = "return one list for each of the stages / virtual ranks, and every stage in one of them"
 
 
-def register(name: str, function: Schedule) -> None:
-    """Make a schedule known to plans under a name of its own; a name that is taken is an error."""
+def register(name: str, function: Schedule, *, virtual: int = 1) -> None:
+    """Make a schedule known to plans under a name of its own; a name that is taken is an error.
+
+    `virtual` is how many stages a rank has where a plan does not say.
+
+        from shardc.stages.instructions import Backward, Forward
+
+        def in_groups(stages, virtual, microbatches, costs):
+            # GPipe over as many microbatches at a time as there are ranks: no rank holds more of them.
+            ranks, orders = stages // virtual, []
+            for rank in range(ranks):
+                order = []
+                for start in range(0, microbatches, ranks):
+                    group = range(start, min(start + ranks, microbatches))
+                    order += [Forward(rank, j) for j in group]
+                    order += [Backward(rank, j) for j in reversed(group)]
+                orders.append(order)
+            return orders
+
+        shardc.schedules.register("in-groups", in_groups)
+        plan = {"pipeline": {"schedule": "in-groups", "microbatches": 8}}
+    """
+    if not callable(function):
+        message = f"schedule '{name}' is {function!r}, no function"
+        raise error("SC220", message, hint="pass one of (stages, virtual, microbatches, costs)")
+    if virtual < 1:
+        raise error("SC220", f"schedule '{name}' has {virtual} stages a rank", hint="give `virtual` as 1 or more")
     if _SCHEDULES.get(name, function) is not function:
         raise error("SC220", f"there is a schedule named '{name}' already", hint="choose another name")
-    _SCHEDULES[name] = function
+    _SCHEDULES[name], _VIRTUAL[name] = function, virtual
+
+
+def default_virtual(name: str) -> int:
+    """The stages of a rank where nobody says."""
+    return _VIRTUAL[name]
 
 
 def names() -> list[str]:
@@ -42,7 +73,14 @@ def order(name: str, stages: int, virtual: int, microbatches: int, costs: Costs 
     if stages % virtual:
         message = f"{stages} stages cannot be shared out to ranks by {virtual}"
         raise error("SC220", message, hint="make the number of stages a multiple of `virtual`, the stages of one rank")
-    orders = _SCHEDULES[name](stages, virtual, microbatches, costs or Costs.unit(stages))
+    try:
+        said = _SCHEDULES[name](stages, virtual, microbatches, costs or Costs.unit(stages))
+        orders = [list(listed) for listed in said]  # users' functions may as well make tuples, or generators
+    except ShardcError:
+        raise
+    except Exception as failed:
+        found = f"{type(failed).__name__}: {failed}"
+        raise error("SC220", f"schedule '{name}' does not list its work: {found}", hint=_RANKS) from failed
     _check(name, orders, stages, stages // virtual, microbatches)
     return orders
 
@@ -62,7 +100,7 @@ def _check(name: str, orders: Orders, stages: int, ranks: int, microbatches: int
         if not isinstance(work, COMPUTE):  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"schedule '{name}' lists {work!r} for rank {rank}"
             raise error("SC220", message, hint="list only Forward, Backward, Dgrad and Wgrad; the rest is added")
-        if not (0 <= work.stage < stages and 0 <= work.microbatch < microbatches):
+        if work.stage not in range(stages) or work.microbatch not in range(microbatches):
             message = f"schedule '{name}' lists {work!r} for rank {rank}"
             raise error("SC220", message, hint=f"there are {stages} stages and {microbatches} microbatches, from 0")
         if home.setdefault(work.stage, rank) != rank:

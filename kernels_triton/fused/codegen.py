@@ -1,0 +1,143 @@
+"""From a kernel and a plan to Triton's source: one function over the rows, and a second for sums over rows.
+
+    c = tl.arange(0, 4096)[None, :]                  # columns of the tile
+    for t in ...:                                    # tiles of rows
+        r = t * ROWS + tl.arange(0, ROWS)[:, None]
+        loads; steps in order; stores; sums over rows into accumulators
+    accumulators to this program's line of partial sums
+
+All loads of a tile come before its first store, so that an output may lie over an input (`schedules.in_place`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kernels_triton.fused import addresses, finish, loops
+from kernels_triton.fused.expressions import functions
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.schedules import Plan, column_sums, needed
+from kernels_triton.fused.writer import Writer
+from kernels_triton.rows import Schedule, power_of_two
+
+
+@dataclass(frozen=True)
+class Source:
+    """The functions `NAME` and, with sums over rows, `NAME_finish`, and what each is called with.
+
+    Arguments: inputs `X0`.., outputs `Y0`.., and `P7`, the lines of partial sums of value %7. `partials` says of each
+    such value how many columns a line has.
+    """
+
+    text: str
+    digest: str
+    arguments: tuple[str, ...]
+    finish_arguments: tuple[str, ...]
+    finish_blocks: int
+    partials: tuple[tuple[int, int], ...]
+
+
+def generate(kernel: Kernel, plan: Plan) -> Source:
+    main = Writer(kernel, plan)
+    write(main)
+    sums = column_sums(kernel)
+    block = min(finish.BLOCK, power_of_two(kernel.cols))
+    late_columns = any(kernel.varies[v][-1] for v in needed(kernel) if kernel.late[v])
+    blocks = -(-kernel.cols // block) if late_columns else 1
+    second = Writer(kernel, Plan("tiles", Schedule(block), blocks), finishing=True)
+    body = main.function(kernel.name, _docstring(kernel, plan))
+    if sums:
+        finish.write(second, plan.programs)
+        about = f"The {plan.programs} lines of partial sums, added in order, and what follows from the sums."
+        body += ["", "", *second.function(f"{kernel.name}_finish", about)]
+    title = f"{kernel.name} over {' x '.join(map(str, kernel.space))}: {kernel.bytes_moved:,} bytes at least."
+    lines = [f'"""{title}"""', "", "import triton", "import triton.language as tl", ""]
+    if called := functions(kernel):
+        lines += [f"from kernels_triton.kernels.functions import {', '.join(called)}", ""]
+    whole = "\n".join([*lines, "", *body, ""])
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    partials = tuple((v, kernel.cols if kernel.varies[v][-1] else 1) for v in sums)
+    return Source(whole, digest, main.arguments, second.arguments if sums else (), blocks, partials)
+
+
+def _docstring(kernel: Kernel, plan: Plan) -> str:
+    s = plan.schedule
+    if plan.style == "loops":
+        return f"{plan.style}: tiles of {s.rows} x {kernel.cols}, {s.block} columns at a time, {s.warps} warps."
+    return f"{plan.style}: tiles of {s.rows} x {s.block * max(1, s.chunks)}, {s.warps} warps."
+
+
+def write(w: Writer) -> None:
+    """The first function: columns, then tiles of rows, one or in a loop."""
+    kernel, plan, s = w.kernel, w.plan, w.plan.schedule
+    tiles = -(-kernel.rows // s.rows)
+    wide = ".to(tl.int64)" if kernel.cols > addresses.LIMIT else ""
+    if plan.style == "tiles":
+        blocks = plan.blocks
+        if blocks > 1:
+            block = "tl.program_id(0)" if tiles == 1 else f"(tl.program_id(0) % {blocks})"
+            w.put_columns(f"{block}{wide} * {s.block}")
+        else:
+            w.put_columns("")
+        tile = "0" if tiles == 1 else f"tl.program_id(0) // {blocks}" if blocks > 1 else "tl.program_id(0)"
+        w.put(f"t = {tile}")
+        row_body(w)
+        return
+    if plan.style == "walk":
+        w.put_columns(f"tl.program_id(1){wide} * {s.block}" if plan.blocks > 1 else "")
+    elif plan.style == "rows":
+        w.put_columns("")
+    sums = column_sums(kernel)
+    if plan.style != "loops":
+        w.load(v for v in range(len(kernel.inputs)) if not any(kernel.varies[v][:-1]))
+        for value in sums:
+            rows, block = s.rows, s.block if kernel.varies[value][-1] else 1
+            for chunk in w.chunks_of(value):
+                name = f"total_{value}{w.suffix(chunk)}"
+                w.put(f"{name} = tl.zeros(({rows}, {block}), tl.float32)")
+    if plan.programs >= tiles:
+        w.put("t = tl.program_id(0)")
+        row_body(w)
+    else:
+        stages = f", num_stages={s.stages}" if s.stages > 1 and plan.style != "loops" else ""
+        with w.block(f"for t in tl.range(tl.program_id(0), {tiles}, {plan.programs}{stages}):"):
+            row_body(w)
+    if plan.style != "loops":
+        for value in sums:
+            put_partials(w, value)
+
+
+def row_body(w: Writer) -> None:
+    """One tile of rows."""
+    kernel, s = w.kernel, w.plan.schedule
+    outer = dict(w.scope)
+    rows = f"tl.arange(0, {s.rows})[:, None]"
+    wide = ".to(tl.int64)" if kernel.rows > addresses.LIMIT else ""
+    first = f"t{wide}" if s.rows == 1 else f"t{wide} * {s.rows}"
+    w.put(f"r = {first} + {rows}" if kernel.rows > 1 else f"r = {rows}")
+    if w.rows_masked:
+        w.put(f"rm = r < {kernel.rows}")
+    for term in addresses.indices(kernel):
+        w.put(f"{term.name} = {term.definition}")
+    if w.plan.style == "loops":
+        loops.passes(w)
+    else:
+        alive = sorted(v for v in needed(kernel) if not kernel.late[v] or w.is_sum(v))
+        w.load(v for v in alive if v < len(kernel.inputs))
+        for value in alive:
+            w.compute(value)
+            w.store(value)
+    w.scope = outer
+
+
+def put_partials(w: Writer, value: int) -> None:
+    """An accumulator's sum over the tile, as this program's line."""
+    varies = w.kernel.varies[value][-1]
+    cols = w.kernel.cols if varies else 1
+    for chunk in w.chunks_of(value):
+        column = w.column_names(chunk)[0] if varies else "tl.zeros((1, 1), tl.int32)"
+        mask = w.mask((False, varies), chunk)
+        total = f"tl.sum(total_{value}{w.suffix(chunk)}, 0, keep_dims=True)"
+        at = f"{w.pointer(f'P{value}')} + tl.program_id(0) * {cols} + {column}"
+        w.put(f"tl.store({at}, {total}{f', mask={mask}' if mask else ''})")

@@ -1,0 +1,256 @@
+"""Kernels of the kinds that models have, over any rows and columns: what the compile gate and the tests go through.
+
+`build` is the smallest way to write a kernel by hand: values are `Ref`s, and every op of the table a call.
+
+    k = Draft((8, 128, 64))
+    x = k.full(torch.bfloat16)
+    k.out(k("rsqrt", k("rsum", k("square", x))), torch.float32)
+    kernel = k.kernel("fused_row_norm")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels_triton.fused.kernel import Input, Kernel, Operand, Output, Ref, Step, Store, Walk, broadcast
+
+
+@dataclass
+class Draft:
+    """A kernel being written: all inputs first, then steps and outputs."""
+
+    space: tuple[int, ...]
+    inputs: list[Input] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+
+    def input(self, dtype: torch.dtype, shape: Sequence[int], walk: Walk | None = None) -> Ref:
+        assert not self.steps, "inputs come before steps"
+        self.inputs.append(Input(dtype, tuple(shape), broadcast(shape, self.space) if walk is None else walk))
+        return Ref(len(self.inputs) - 1)
+
+    def full(self, dtype: torch.dtype) -> Ref:
+        return self.input(dtype, self.space)
+
+    def row(self, dtype: torch.dtype = torch.float32) -> Ref:
+        return self.input(dtype, self.space[:-1], broadcast((*self.space[:-1], 1), self.space))
+
+    def col(self, dtype: torch.dtype) -> Ref:
+        return self.input(dtype, self.space[-1:])
+
+    def scalar(self, dtype: torch.dtype = torch.float32) -> Ref:
+        return self.input(dtype, ())
+
+    def __call__(
+        self, op: str, *operands: Operand, attributes: Sequence[int] = (), dtype: torch.dtype | None = None
+    ) -> Ref:
+        self.steps.append(Step(op, operands, tuple(attributes), dtype))
+        return Ref(len(self.inputs) + len(self.steps) - 1)
+
+    def out(self, value: Ref, dtype: torch.dtype, shape: Sequence[int] | None = None) -> None:
+        """A tensor over those dims of the space that `shape` names from the right; the whole space by default."""
+        shape = self.space if shape is None else tuple(shape)
+        self.outputs.append(Output(dtype, tuple(shape), (Store(value, broadcast(shape, self.space)),)))
+
+    def out_row(self, value: Ref, dtype: torch.dtype = torch.float32) -> None:
+        walk = broadcast((*self.space[:-1], 1), self.space)
+        self.outputs.append(Output(dtype, self.space[:-1], (Store(value, walk),)))
+
+    def out_col(self, value: Ref, dtype: torch.dtype) -> None:
+        self.out(value, dtype, self.space[-1:])
+
+    def joined(self, dtype: torch.dtype, shape: Sequence[int], *stores: tuple[Ref, Walk]) -> None:
+        self.outputs.append(Output(dtype, tuple(shape), tuple(Store(v, w) for v, w in stores)))
+
+    def mean(self, value: Operand) -> Ref:
+        return self("mul", self("rsum", value), 1.0 / self.space[-1])
+
+    def kernel(self, name: str) -> Kernel:
+        return Kernel(name, self.space, tuple(self.inputs), tuple(self.steps), tuple(self.outputs))
+
+
+def add_layer_norm(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    k = Draft((rows, cols))
+    x, residual, w, b = k.full(dtype), k.full(dtype), k.col(dtype), k.col(dtype)
+    h = k("cast", k("add", x, residual), dtype=dtype)
+    mean = k.mean(h)
+    d = k("sub", h, mean)
+    rstd = k("rsqrt", k("add", k.mean(k("square", d)), 1e-5))
+    k.out(h, dtype)
+    k.out(k("fma", k("mul", d, rstd), w, b), dtype)
+    k.out_row(mean)
+    k.out_row(rstd)
+    return k.kernel("fused_add_layer_norm")
+
+
+def layer_norm_backward(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """dx, with the residual's gradient, and the sums of both weights' gradients."""
+    k = Draft((rows, cols))
+    dy, h, dres, w, mean, rstd = k.full(dtype), k.full(dtype), k.full(dtype), k.col(dtype), k.row(), k.row()
+    xhat = k("mul", k("sub", h, mean), rstd)
+    g = k("mul", dy, w)
+    inner = k("sub", k("sub", g, k.mean(g)), k("mul", xhat, k.mean(k("mul", g, xhat))))
+    k.out(k("add", k("mul", inner, rstd), dres), dtype)
+    k.out_col(k("csum", k("mul", dy, xhat)), dtype)
+    k.out_col(k("csum", dy), dtype)
+    return k.kernel("fused_layer_norm_backward")
+
+
+def rms_norm(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    k = Draft((rows, cols))
+    x, w = k.full(dtype), k.col(dtype)
+    rstd = k("rsqrt", k("add", k.mean(k("square", x)), 1e-6))
+    k.out(k("mul", k("cast", k("mul", x, rstd), dtype=dtype), w), dtype)
+    k.out_row(rstd)
+    return k.kernel("fused_rms_norm")
+
+
+def rms_norm_backward(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    k = Draft((rows, cols))
+    dy, x, w, rstd = k.full(dtype), k.full(dtype), k.col(dtype), k.row()
+    xhat, g = k("mul", x, rstd), k("mul", dy, w)
+    k.out(k("mul", k("sub", g, k("mul", xhat, k.mean(k("mul", g, xhat)))), rstd), dtype)
+    k.out_col(k("csum", k("mul", dy, xhat)), torch.float32)
+    return k.kernel("fused_rms_norm_backward")
+
+
+def causal_softmax(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """Rows are (head, query): query q sees keys up to `cols - queries + q`."""
+    queries = math.gcd(rows, 1 << 10)
+    k = Draft((rows // queries, queries, cols))
+    x = k.full(dtype)
+    seen = k("le", k("iota", attributes=(2,)), k("add", k("iota", attributes=(1,)), max(0, cols - queries)))
+    s = k("where", seen, k("mul", x, 0.125), float("-inf"))
+    e = k("exp", k("sub", s, k("rmax", s)))
+    k.out(k("div", e, k("rsum", e)), dtype)
+    return k.kernel("fused_causal_softmax")
+
+
+def softmax_backward(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    k = Draft((rows, cols))
+    dy, y = k.full(dtype), k.full(dtype)
+    g = k("mul", dy, y)
+    k.out(k("mul", k("sub", g, k("mul", y, k("rsum", g))), 0.125), dtype)
+    return k.kernel("fused_softmax_backward")
+
+
+ROOT = math.sqrt(2.0 / math.pi)
+
+
+def _gelu_inner(k: Draft, x: Ref) -> Ref:
+    return k("mul", k("fma", k("mul", k("square", x), 0.044715), x, x), ROOT)
+
+
+def bias_gelu(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    k = Draft((rows, cols))
+    x, b = k.full(dtype), k.col(dtype)
+    h = k("add", x, b)
+    k.out(k("mul", k("mul", h, 0.5), k("add", k("tanh", _gelu_inner(k, h)), 1.0)), dtype)
+    return k.kernel("fused_bias_gelu")
+
+
+def bias_gelu_backward(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    k = Draft((rows, cols))
+    dy, x, b = k.full(dtype), k.full(dtype), k.col(dtype)
+    h = k("add", x, b)
+    t = k("tanh", _gelu_inner(k, h))
+    slope = k("mul", k("fma", k("square", h), 3 * 0.044715, 1.0), ROOT)
+    one = k("mul", k("add", t, 1.0), 0.5)
+    two = k("mul", k("mul", k("mul", h, 0.5), k("sub", 1.0, k("square", t))), slope)
+    dx = k("mul", dy, k("add", one, two))
+    k.out(dx, dtype)
+    k.out_col(k("csum", dx), dtype)
+    return k.kernel("fused_bias_gelu_backward")
+
+
+def swiglu_backward(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """Of a packed gate and up, into a packed gradient."""
+    k = Draft((rows, cols))
+    left, right = Walk(0, (2 * cols, 1)), Walk(cols, (2 * cols, 1))
+    dy = k.full(dtype)
+    gate, up = k.input(dtype, (rows, 2 * cols), left), k.input(dtype, (rows, 2 * cols), right)
+    s = k("sigmoid", gate)
+    silu = k("mul", gate, s)
+    dup = k("mul", dy, silu)
+    dgate = k("mul", k("mul", dy, up), k("fma", silu, k("sub", 1.0, s), s))
+    k.joined(dtype, (rows, 2 * cols), (dgate, left), (dup, right))
+    return k.kernel("fused_swiglu_backward")
+
+
+def rope(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """Rows are (position, head) of 2 x cols numbers, rotated in halves."""
+    heads = math.gcd(rows, 8)
+    k = Draft((rows // heads, heads, cols))
+    step = (2 * cols * heads, 2 * cols, 1)
+    low, high = Walk(0, step), Walk(cols, step)
+    shape = (rows // heads, heads, 2 * cols)
+    a, b = k.input(dtype, shape, low), k.input(dtype, shape, high)
+    angles = (rows // heads, 1, cols)
+    cos, sin = k.input(torch.float32, angles), k.input(torch.float32, angles)
+    first = k("sub", k("mul", a, cos), k("mul", b, sin))
+    second = k("fma", a, sin, k("mul", b, cos))
+    k.joined(dtype, shape, (first, low), (second, high))
+    return k.kernel("fused_rope")
+
+
+def dropout_add(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """`residual + dropout(x)`, the mask by global index: a shard's rows start where `offset` says."""
+    k = Draft((rows, cols))
+    x, residual, seed, offset = k.full(dtype), k.full(dtype), k.scalar(torch.int64), k.scalar(torch.int64)
+    keep = k("ge", k("uniform", seed, offset, attributes=(3, 2 * cols, 1)), 0.1)
+    k.out(k("add", k("mul", k("mul", x, keep), 1 / 0.9), residual), dtype)
+    return k.kernel("fused_dropout_add")
+
+
+def adamw(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """p, m and v, and the copy of p in the dtype of compute."""
+    f32 = torch.float32
+    k = Draft((rows * cols,))
+    p, g, m, v = k.full(f32), k.full(dtype), k.full(f32), k.full(f32)
+    lr, scale, one, two = (k.scalar() for _ in range(4))
+    g = k("mul", g, scale)
+    m = k("fma", m, 0.9, k("mul", g, 0.1))
+    v = k("fma", v, 0.95, k("mul", k("square", g), 0.05))
+    denominator = k("add", k("div", k("sqrt", v), k("sqrt", two)), 1e-8)
+    p = k("sub", k("mul", p, k("sub", 1.0, k("mul", lr, 0.1))), k("mul", lr, k("div", k("div", m, one), denominator)))
+    for value in (p, m, v):
+        k.out(value, f32)
+    k.out(p, dtype)
+    return k.kernel("fused_adamw")
+
+
+def square_sum(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """The whole tensor's norm: a sum over a row, then over rows, and its root."""
+    k = Draft((rows, cols))
+    x = k.full(dtype)
+    k.out(k("sqrt", k("csum", k("rsum", k("square", x)))), torch.float32, ())
+    return k.kernel("fused_norm")
+
+
+def transposed_add(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    k = Draft((rows, cols))
+    x, y = k.full(dtype), k.input(dtype, (cols, rows), Walk(0, (1, rows)))
+    k.out(k("add", x, y), dtype)
+    return k.kernel("fused_transposed_add")
+
+
+def accumulated_bias(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """A bias's gradient added to what the microbatches before left."""
+    k = Draft((rows, cols))
+    dy, before = k.full(dtype), k.col(torch.float32)
+    k.out_col(k("add", before, k("csum", dy)), torch.float32)
+    return k.kernel("fused_accumulated_bias")
+
+
+CORPUS: dict[str, Callable[[int, int, torch.dtype], Kernel]] = {
+    build.__name__: build
+    for build in (
+        *(add_layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, causal_softmax, softmax_backward),
+        *(bias_gelu, bias_gelu_backward, swiglu_backward, rope, dropout_add, adamw, square_sum, transposed_add),
+        accumulated_bias,
+    )
+}

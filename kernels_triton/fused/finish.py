@@ -1,0 +1,39 @@
+"""The second function of a kernel with sums over rows: it adds the programs' lines, always in the same order."""
+
+from __future__ import annotations
+
+from kernels_triton.fused.schedules import column_sums, needed
+from kernels_triton.fused.writer import Writer
+from kernels_triton.rows import power_of_two
+
+BLOCK, ROWS = 64, 32  # of lines of partial sums, in a tile
+
+
+def write(w: Writer, lines: int) -> None:
+    """Blocks of columns; each sums the programs' lines in a fixed order and computes what is late."""
+    kernel, block = w.kernel, w.plan.schedule.block
+    w.put_columns(f"tl.program_id(0) * {block}")
+    for value in column_sums(kernel):
+        varies = kernel.varies[value][-1]
+        pointer = w.pointer(f"P{value}")
+        columns = block if varies else 1
+        rows = min(ROWS if varies else 1024, power_of_two(lines))
+        w.put(f"total_{value} = tl.zeros(({rows}, {columns}), tl.float32)")
+        with w.block(f"for start in tl.range(0, {lines}, {rows}):"):
+            w.put(f"p = start + tl.arange(0, {rows})[:, None]")
+            masks = [
+                *(["p < " + str(lines)] if lines % rows else []),
+                *(["cm"] if varies and w.columns_masked(0) else []),
+            ]
+            mask = " & ".join(f"({m})" if " " in m else m for m in masks)
+            at = f"p * {kernel.cols} + c" if varies else "p"
+            other = f", mask={mask}, other=0.0" if mask else ""
+            w.put(f"total_{value} += tl.load({pointer} + {at}{other})")
+        w.name(value, 0, f"tl.sum(total_{value}, 0, keep_dims=True)", "f32")
+        w.store(value)
+    late = [v for v in needed(kernel) if kernel.late[v] and not w.is_sum(v)]
+    for value in w.closure(late):
+        w.load([value] if value < len(kernel.inputs) else [])
+        w.compute(value)
+        if kernel.late[value]:
+            w.store(value)

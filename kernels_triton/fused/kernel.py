@@ -1,0 +1,316 @@
+"""A kernel is a small program over one index space of rows and columns, and says how it walks each tensor's memory.
+
+The space is a few row dims and one column dim, sizes static. A tensor, contiguous in its own shape, is walked by an
+offset and one stride a dim of the space; stride 0 means that the value is the same along it. So a bias, a transposed
+operand, one half of a packed one, or positions that repeat for each batch are numbers, and not cases:
+
+    space (4, 128 | 64):  x f32[4, 128, 64]            offset 0,  strides (8192, 64, 1)
+                          bias f32[64]                 offset 0,  strides (0, 0, 1)
+                          upper half of f32[4,128,128] offset 64, strides (16384, 128, 1)
+                          positions f32[128, 64]       offset 0,  strides (0, 64, 1)
+
+Steps are ops of `table` on earlier values (inputs first, then steps) and literals. Floats are computed in float32 and
+rounded where an output is stored, and by `cast`, and nowhere else: who wants eager's rounding between two ops writes
+the cast. (A value that is stored and used again is used as it was before rounding. Where backward reads what was
+stored, cast it, so that both see the same. A kernel whose floats are all float64, numbers of an optimizer's step, is
+computed in float64.) `rsum`, `rmax`, `rmin` reduce the columns of a row; `csum` sums a value
+over all rows, leaving a value of the columns, or a scalar of a row value. What is computed from a `csum` is `late`: it
+may use values of columns and scalars, never of rows.
+
+Space, inputs, steps and outputs are checked when a kernel is made; what is wrong is SC531.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from kernels_triton.fused.table import OPS, Class, call_class, class_of, literal_class
+from shardc.ir.diagnostic import ShardcError, error
+
+Kind = Literal["full", "row", "col", "scalar"]
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Where in a contiguous tensor the element of a point of the space lies: `offset + sum(strides * indices)`."""
+
+    offset: int
+    strides: tuple[int, ...]
+
+    def last(self, space: Sequence[int]) -> int:
+        """The largest element that is touched."""
+        return self.offset + sum(max(s, 0) * (n - 1) for s, n in zip(self.strides, space, strict=True))
+
+    def first(self, space: Sequence[int]) -> int:
+        return self.offset + sum(min(s, 0) * (n - 1) for s, n in zip(self.strides, space, strict=True))
+
+
+def whole(space: Sequence[int], offset: int = 0) -> Walk:
+    """Of a tensor that has one element a point of the space, in order."""
+    strides = [math.prod(space[i + 1 :]) if n > 1 else 0 for i, n in enumerate(space)]
+    return Walk(offset, tuple(strides))
+
+
+def broadcast(shape: Sequence[int], space: Sequence[int]) -> Walk:
+    """Of a tensor whose shape broadcasts to the space, dims aligned at the right as in torch."""
+    padded = (*(1,) * (len(space) - len(shape)), *shape)
+    assert len(padded) == len(space), (shape, space)
+    assert all(n in (1, m) for n, m in zip(padded, space, strict=True)), (shape, space)
+    return whole(padded)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value: input `index`, or step `index - len(inputs)`."""
+
+    index: int
+
+
+Operand = Ref | float | int | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    walk: Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`attributes` and `dtype` are for `iota`, `uniform` and `cast` (see `table`)."""
+
+    op: str
+    operands: tuple[Operand, ...] = ()
+    attributes: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+def reads(step: Step) -> tuple[int, ...]:
+    """The values among a step's operands."""
+    return tuple(o.index for o in step.operands if isinstance(o, Ref))
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    value: Ref
+    walk: Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A fresh contiguous tensor, each element of which exactly one store writes: several for a concatenation."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stores: tuple[Store, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`space`: the row dims, then the columns; a kernel of one dim is flat. `name` is for humans, an identifier."""
+
+    name: str
+    space: tuple[int, ...]
+    inputs: tuple[Input, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Output, ...]
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _settle(self)
+        object.__setattr__(self, "_hash", hash((self.name, self.space, self.inputs, self.steps, self.outputs)))
+        _check(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.space[:-1])
+
+    @cached_property
+    def double(self) -> bool:
+        """Are its floats computed in float64? Where all of its tensors' are: the numbers of an optimizer's step."""
+        tensors = (*self.inputs, *self.outputs)
+        found = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+        return found == {torch.float64}
+
+    @property
+    def cols(self) -> int:
+        return self.space[-1]
+
+    def step(self, value: int) -> Step | None:
+        """The step that makes a value; None for an input."""
+        return self.steps[value - len(self.inputs)] if value >= len(self.inputs) else None
+
+    def values_read(self, value: int) -> tuple[int, ...]:
+        step = self.step(value)
+        return () if step is None else reads(step)
+
+    @cached_property
+    def varies(self) -> tuple[tuple[bool, ...], ...]:
+        """Of each value: along which dims of the space it may change."""
+        found: list[tuple[bool, ...]] = []
+        for given in self.inputs:
+            found.append(tuple(s != 0 and n > 1 for s, n in zip(given.walk.strides, self.space, strict=True)))
+        for step in self.steps:
+            operands = [found[v] for v in reads(step)]
+            along = [any(each) for each in zip(*operands, strict=True)] if operands else [False] * len(self.space)
+            if step.op == "iota":
+                along[step.attributes[0]] = True
+            elif step.op == "uniform":
+                along = [s != 0 or a for s, a in zip(step.attributes[1:], along, strict=True)]
+            elif OPS[step.op].reduces == "row":
+                along[-1] = False
+            elif OPS[step.op].reduces == "col":
+                along = [False] * (len(along) - 1) + along[-1:]
+            found.append(tuple(a and n > 1 for a, n in zip(along, self.space, strict=True)))
+        return tuple(found)
+
+    def kind(self, value: int) -> Kind:
+        *rows, col = self.varies[value]
+        return "full" if any(rows) and col else "row" if any(rows) else "col" if col else "scalar"
+
+    @cached_property
+    def classes(self) -> tuple[Class, ...]:
+        """Of each value: float, integer or bool."""
+        found: list[Class] = [class_of(given.dtype) for given in self.inputs]
+        for step in self.steps:
+            op = OPS[step.op]
+            if step.op == "cast":
+                assert step.dtype is not None
+                found.append(class_of(step.dtype))
+            elif op.result in ("n", "a"):
+                classes: list[Class] = [
+                    found[o.index] if isinstance(o, Ref) else literal_class(o) for o in step.operands
+                ]
+                found.append(call_class(op, classes))
+            else:
+                found.append(op.result)  # type: ignore[arg-type]
+        return tuple(found)
+
+    @cached_property
+    def late(self) -> tuple[bool, ...]:
+        """Of each value: whether it is computed from a sum over rows."""
+        found = [False] * len(self.inputs)
+        for at, step in enumerate(self.steps):
+            read = self.values_read(at + len(self.inputs))
+            found.append(step.op == "csum" or any(found[v] for v in read))
+        return tuple(found)
+
+    @cached_property
+    def level(self) -> tuple[int, ...]:
+        """Of each value: how many reductions of rows, one after another, come before it."""
+        found = [0] * len(self.inputs)
+        for at, step in enumerate(self.steps):
+            before = max((found[v] for v in self.values_read(at + len(self.inputs))), default=0)
+            found.append(before + (OPS[step.op].reduces == "row"))
+        return tuple(found)
+
+    @property
+    def bytes_moved(self) -> int:
+        """What the kernel must move at least: each distinct element that it reads or writes, once."""
+        read = sum(_touched(i.walk, self.space) * i.dtype.itemsize for i in self.inputs)
+        return read + sum(math.prod(o.shape) * o.dtype.itemsize for o in self.outputs)
+
+
+def _settle(kernel: Kernel) -> None:
+    """Along a dim of size 1 every stride is 0, so that equal walks are written in one way."""
+
+    def settled(walk: Walk) -> Walk:
+        if len(walk.strides) != len(kernel.space) or not any(n == 1 for n in kernel.space):
+            return walk
+        return Walk(walk.offset, tuple(s if n > 1 else 0 for s, n in zip(walk.strides, kernel.space, strict=True)))
+
+    inputs = tuple(replace(given, walk=settled(given.walk)) for given in kernel.inputs)
+    outputs = tuple(
+        replace(made, stores=tuple(replace(s, walk=settled(s.walk)) for s in made.stores)) for made in kernel.outputs
+    )
+    object.__setattr__(kernel, "inputs", inputs)
+    object.__setattr__(kernel, "outputs", outputs)
+
+
+def _touched(walk: Walk, space: Sequence[int]) -> int:
+    return math.prod(n for s, n in zip(walk.strides, space, strict=True) if s)
+
+
+def malformed(message: str, kernel: str = "") -> ShardcError:
+    return error("SC531", f"{kernel or 'a fused kernel'}: {message}")
+
+
+def _check(kernel: Kernel) -> None:
+    def expect(condition: bool, message: str) -> None:
+        if not condition:
+            raise malformed(message, kernel.name)
+
+    expect(kernel.name.isidentifier(), "its name is no identifier")
+    expect(bool(kernel.space) and all(n > 0 for n in kernel.space), f"space {list(kernel.space)} is empty")
+    expect(bool(kernel.inputs), "it has no inputs: nothing says on which device it runs")
+    expect(bool(kernel.outputs), "it has no outputs")
+    dims = len(kernel.space)
+    for at, given in enumerate(kernel.inputs):
+        expect(given.dtype in DTYPES, f"%{at} is {given.dtype}")
+        _check_walk(kernel, f"%{at}", given.walk, math.prod(given.shape))
+    for at, step in enumerate(kernel.steps, len(kernel.inputs)):
+        expect(step.op in OPS, f"%{at}: no op {step.op!r}")
+        op, read = OPS[step.op], reads(step)
+        expect(len(step.operands) == len(op.operands), f"%{at}: {step.op} takes {len(op.operands)} operands")
+        expect(all(0 <= v < at for v in read), f"%{at}: {step.op} reads a value that is not there yet")
+        expect(bool(read) or not op.operands, f"%{at}: {step.op} of literals")
+        expect(step.op != "uniform" or isinstance(step.operands[0], Ref), f"%{at}: a seed that is a literal")
+        expect((step.op == "cast") == (step.dtype is not None), f"%{at}: a cast, and nothing else, has a dtype")
+        expect(step.dtype is None or step.dtype in DTYPES, f"%{at}: a cast to {step.dtype}")
+        count = {"iota": 1, "uniform": 1 + dims}.get(step.op, 0)
+        expect(len(step.attributes) == count, f"%{at}: {step.op} has {count} attributes")
+        expect(step.op != "iota" or 0 <= step.attributes[0] < dims, f"%{at}: iota along no dim of the space")
+    if kernel.double:
+        # What functions.py approximates, it approximates to float32.
+        narrow = [s.op for s in kernel.steps if OPS[s.op].reduces or OPS[s.op].function not in ("", "power")]
+        expect(not narrow, f"{', '.join(narrow)} in float64")
+    for at, step in enumerate(kernel.steps, len(kernel.inputs)):
+        late = [v for v in reads(step) if kernel.late[v]]
+        expect(not (late and OPS[step.op].reduces), f"%{at}: {step.op} of a sum over rows")
+        if late:
+            for value in (*reads(step), at):
+                level = 0 if kernel.late[value] else kernel.level[value]
+                expect(level == 0, f"%{at}: a sum over rows meets a reduction of a row")
+                expect(not any(kernel.varies[value][:-1]), f"%{at}: a sum over rows meets a value of rows")
+        if step.op == "uniform":
+            expect(all(kernel.kind(v) == "scalar" for v in reads(step)), f"%{at}: a seed that varies")
+        for operand, letter in zip(step.operands, OPS[step.op].operands, strict=True):
+            got = kernel.classes[operand.index] if isinstance(operand, Ref) else literal_class(operand)
+            expect(letter not in "bi" or got == letter or (letter == "i" and got == "b"),
+                   f"%{at}: {step.op} of a value of class {got}")  # fmt: skip
+    for at, made in enumerate(kernel.outputs):
+        expect(made.dtype in DTYPES, f"output {at} is {made.dtype}")
+        covered = 0
+        for store in made.stores:
+            expect(0 <= store.value.index < len(kernel.varies), f"output {at} stores a value that is not there")
+            _check_walk(kernel, f"output {at}", store.walk, math.prod(made.shape))
+            for along, stride in zip(kernel.varies[store.value.index], store.walk.strides, strict=True):
+                expect(stride != 0 or not along, f"output {at} has one place for several values")
+            reach = 1
+            sizes = [(abs(s), n) for s, n in zip(store.walk.strides, kernel.space, strict=True) if s]
+            for stride, size in sorted(sizes):
+                expect(stride >= reach, f"output {at} is written twice")
+                reach = stride * (size - 1) + reach
+            covered += _touched(store.walk, kernel.space)
+        expect(covered == math.prod(made.shape), f"output {at} is written in part: {covered} elements")
+
+
+def _check_walk(kernel: Kernel, what: str, walk: Walk, size: int) -> None:
+    if len(walk.strides) != len(kernel.space):
+        raise malformed(f"{what} has {len(walk.strides)} strides in a space of {len(kernel.space)} dims", kernel.name)
+    if walk.first(kernel.space) < 0 or walk.last(kernel.space) >= size:
+        raise malformed(f"{what} is walked out of its {size} elements", kernel.name)

@@ -1,0 +1,220 @@
+"""How a kernel's space is cut into programs: four plans, chosen by sizes and by what the kernel reduces.
+
+    tiles  no reductions: a grid of tiles, each of [rows, block] elements
+    walk   sums over rows only: a few programs for each block of columns walk down the rows
+    rows   reductions of rows: whole rows in registers, `chunks` blocks of columns side by side
+    loops  rows too long for that: read once for each reduction that waits for another, and once more
+
+With sums over rows, programs share the rows and write one line of partial sums each; a second kernel adds the lines,
+in order. What decides between rows and loops is `pressure`, the values of a row that are alive at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from kernels_triton import rows
+from kernels_triton.fused.kernel import Kernel, Ref
+from kernels_triton.fused.table import OPS
+from kernels_triton.launch import Device
+from kernels_triton.rows import Schedule, cut, power_of_two
+
+# Of 65536 registers a multiprocessor, by `pressure` (which counts high: the compiler moves loads to their use). With
+# sums over rows one program has them all, and its accumulators stay; the gate saw no spills up to these.
+RESIDENT, RESIDENT_SUMS = 82_000, 66_000
+A_THREAD, A_THREAD_SUMS = 72, 128
+
+
+Style = Literal["tiles", "walk", "rows", "loops"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`programs` share the rows (with sums over rows, or `waves`), else each tile of rows has its own."""
+
+    style: Style
+    schedule: Schedule
+    programs: int
+    blocks: int = 1  # of columns, for tiles and walk
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (self.programs, self.blocks) if self.style == "walk" else (self.programs * self.blocks,)
+
+
+def choose(kernel: Kernel, device: Device) -> Plan:
+    style = style_of(kernel)
+    guess = guessed(kernel, device)
+    schedule = rows.measured(entry(kernel), device.name, kernel.cols, widest(kernel), guess)
+    if style == "rows" and schedule.chunks and schedule.block * schedule.chunks < kernel.cols:
+        schedule = guess  # measured for shorter rows
+    return planned(kernel, "loops" if style == "rows" and not schedule.chunks else style, schedule, device)
+
+
+def style_of(kernel: Kernel) -> Style:
+    if any(kernel.level[v] for v in needed(kernel)):
+        return "rows"
+    return "walk" if column_sums(kernel) else "tiles"
+
+
+def entry(kernel: Kernel) -> str:
+    """The name of the kernel's kind in the table of measured schedules: what it does, and how much of it is alive."""
+    name = "transposed" if transposed(kernel) else style_of(kernel)
+    sums = "_sums" if name == "rows" and column_sums(kernel) else ""
+    return f"fused_{name}{sums}_{math.ceil(pressure(kernel))}"
+
+
+def planned(kernel: Kernel, style: Style, schedule: Schedule, device: Device) -> Plan:
+    """The plan of a schedule: how many programs there are. No tile is larger than the space needs: along a dim of
+    size 1 a value has one element in the program as well."""
+    most = power_of_two(kernel.rows), power_of_two(kernel.cols)
+    schedule = replace(schedule, rows=min(schedule.rows, most[0]), block=min(schedule.block, most[1]))
+    assert style != "rows" or schedule.block * schedule.chunks >= kernel.cols, "a row's last columns would be left out"
+    tiles, blocks = -(-kernel.rows // schedule.rows), 1
+    if style in ("tiles", "walk"):
+        blocks = -(-kernel.cols // schedule.block)
+    if style == "tiles" or not (schedule.waves or column_sums(kernel)):
+        return Plan(style, schedule, tiles, blocks)
+    shared = max(1, max(1, schedule.waves) * device.sms // blocks)
+    if sums := len(column_sums(kernel)):  # their lines are written and read again: no more of them than worth while
+        shared = min(shared, max(device.sms, kernel.bytes_moved // (32 * kernel.cols * sums)))
+    return Plan(style, schedule, min(tiles, shared), blocks)
+
+
+def column_sums(kernel: Kernel) -> tuple[int, ...]:
+    """The values that are sums over rows, each once."""
+    alive = needed(kernel)
+    return tuple(v for v, step in enumerate(kernel.steps, len(kernel.inputs)) if step.op == "csum" and v in alive)
+
+
+@cache
+def needed(kernel: Kernel) -> frozenset[int]:
+    """The values that some output depends on."""
+    found: set[int] = set()
+    todo = [store.value.index for made in kernel.outputs for store in made.stores]
+    while todo:
+        value = todo.pop()
+        if value not in found:
+            found.add(value)
+            todo += kernel.values_read(value)
+    return frozenset(found)
+
+
+def widest(kernel: Kernel) -> int:
+    """Bytes of an element of the full-size inputs: the commonest case decides how many a thread loads."""
+    sizes = [given.dtype.itemsize for at, given in enumerate(kernel.inputs) if kernel.kind(at) in ("full", "col")]
+    return max(2, min(4, max(sizes, default=4)))
+
+
+def pressure(kernel: Kernel) -> float:
+    """The most values of a column that are alive at once in straight-line code, in registers an element."""
+    alive = needed(kernel)
+    last: dict[int, int] = {}
+    for value in sorted(alive):
+        for read in kernel.values_read(value):
+            last[read] = value
+    wide = [v for v in alive if kernel.varies[v][-1] and not kernel.late[v]]
+    held = {v: kernel.inputs[v].dtype.itemsize / 4 for v in wide if v < len(kernel.inputs)}
+    most = now = sum(held.values())
+    for value in range(len(kernel.inputs), len(kernel.varies)):
+        if value not in alive or kernel.late[value]:
+            continue
+        for read in set(kernel.values_read(value)):
+            if read < len(kernel.inputs) and read in held and held[read] < 1.0:
+                now += 1.0 - held[read]
+                held[read] = 1.0
+        if value in wide:
+            held[value] = 1.0
+            now += 1.0
+        most = max(most, now)
+        for read in set(kernel.values_read(value)):
+            if last.get(read) == value:
+                now -= held.pop(read, 0.0)
+        if last.get(value) is None:
+            now -= held.pop(value, 0.0)
+    sums = sum(1 for v in column_sums(kernel) if kernel.varies[v][-1])
+    return max(1.0, most) + sums
+
+
+def transposed(kernel: Kernel) -> bool:
+    """Whether some tensor is contiguous along rows and not along columns."""
+    walks = [i.walk for i in kernel.inputs] + [s.walk for o in kernel.outputs for s in o.stores]
+    return any(w.strides[-1] not in (0, 1) and 1 in w.strides[:-1] for w in walks)
+
+
+def guessed(kernel: Kernel, device: Device) -> Schedule:
+    """By sizes alone; chunks 0 where rows are too long for registers."""
+    cols, live, sums, style = kernel.cols, pressure(kernel), bool(column_sums(kernel)), style_of(kernel)
+    if style == "tiles":
+        if transposed(kernel):
+            return Schedule(min(64, power_of_two(cols)), 1, min(64, power_of_two(kernel.rows)), 4)
+        block = min(power_of_two(cols), 1024)
+        return Schedule(block, 1, max(1, min(1024 // block, power_of_two(kernel.rows))), 4)
+    if style == "walk":
+        block = min(power_of_two(cols), 512)
+        tile = 2048 if live <= 6 else 1024
+        return Schedule(block, 1, max(1, min(tile // block, power_of_two(kernel.rows))), 4, 2, 8)
+    block, chunks = cut(cols, 16384, 4)
+    width = block * chunks
+    if not chunks or width * live > (RESIDENT_SUMS if sums else RESIDENT):
+        if sums:
+            return Schedule(1024, 0, min(4, power_of_two(kernel.rows)), 8, waves=2)
+        return Schedule(2048, 0, 1, 8)
+    most = RESIDENT_SUMS if sums else RESIDENT
+    tile = max(1, min(max(16, 256 // width), (2048 if sums else 1024) // width))
+    while transposed(kernel) and tile < 16 and width * tile * 2 * live <= most:  # 16 elements in a row are 32 bytes
+        tile *= 2
+    tile = min(tile, power_of_two(kernel.rows))
+    elements = width * tile
+    a_thread = 32 if live <= 2.5 and not sums and widest(kernel) == 2 else 16
+    warps = max(1, min(16, elements // (32 * a_thread)))
+    # Up to 8 warps cost little; past that, what they exchange to reduce a row costs more than registers.
+    while warps < 16 and elements // (32 * warps) * live > (
+        A_THREAD if not sums else A_THREAD_SUMS if warps >= 8 else 96
+    ):
+        warps *= 2
+    warps = power_of_two(warps)
+    if not sums:
+        return Schedule(block, chunks, tile, warps)
+    waves = max(1, 16 // warps)
+    # Rows ahead are fetched into shared memory while these are summed.
+    a_row = sum(i.dtype.itemsize for at, i in enumerate(kernel.inputs) if kernel.kind(at) == "full") * elements
+    stages = max(1, min(3, (device.shared_bytes - rows.RESERVED) // (waves * max(1, a_row))))
+    return Schedule(block, chunks, tile, warps, stages, waves)
+
+
+@cache
+def in_place(kernel: Kernel) -> frozenset[tuple[int, int]]:
+    """(output, input): an output that may be written over an input, as each element is read where it is written.
+
+    It must be walked as the input is, and be computed from the very element: the store then waits for the load. Each
+    point of the space must have an element of its own: what several programs read, none may write.
+    """
+    found: set[tuple[int, int]] = set()
+    for at, made in enumerate(kernel.outputs):
+        for store in made.stores:
+            if not all(s or n == 1 for s, n in zip(store.walk.strides, kernel.space, strict=True)):
+                continue
+            used = _pointwise(kernel, store.value)
+            for source, given in enumerate(kernel.inputs):
+                same = given.walk == store.walk and given.dtype == made.dtype and given.shape == made.shape
+                if same and source in used:
+                    found.add((at, source))
+    return frozenset(found)
+
+
+def _pointwise(kernel: Kernel, value: Ref) -> set[int]:
+    """Values whose own element `value`'s element is computed from, no reduction between."""
+    found, todo = set[int](), [value.index]
+    while todo:
+        at = todo.pop()
+        if at in found:
+            continue
+        found.add(at)
+        step = kernel.step(at)
+        if step is not None and not OPS[step.op].reduces:
+            todo += kernel.values_read(at)
+    return found

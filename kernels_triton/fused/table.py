@@ -1,0 +1,127 @@
+"""The ops of a generated kernel: one line an op, with its Triton expression and its torch twin.
+
+A value is of one of three classes: `f` a float, computed in float32; `i` an integer; `b` a bool. An op's `operands`
+say what it takes, a letter an operand: `n` is any number (the call's class is the highest of its operands' and
+literals': b < i < f, and b counts as i), `a` is anything. What is lower is converted. Integers are added and
+multiplied as int64, and compared as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardc.ir.ops.random import RANDOM_UNIFORM
+
+Class = Literal["f", "i", "b"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """`triton` is a format of the operands' names. `reduces`: over a row ("row"), or over all rows ("col")."""
+
+    operands: str
+    result: str  # f, i, b, or n and a: the call's class
+    triton: str
+    torch: Callable[..., Tensor]
+    reduces: Literal["", "row", "col"] = ""
+    neutral: float = 0.0
+    function: str = ""  # of kernels_triton.kernels.functions, that `triton` calls
+
+
+def _float(triton: str, twin: Callable[..., Tensor], count: int = 1, function: str = "") -> Op:
+    return Op("f" * count, "f", triton, twin, function=function)
+
+
+def _compare(sign: str, twin: Callable[..., Tensor]) -> Op:
+    return Op("nn", "b", f"{{0}} {sign} {{1}}", twin)
+
+
+def _special(operands: str, result: str) -> Op:
+    """What `reference` and `codegen` treat by name."""
+    return Op(operands, result, "", _never)
+
+
+def _never(*_: Any) -> Tensor:
+    raise AssertionError("this op has a case of its own")
+
+
+NAN = "propagate_nan=tl.PropagateNan.ALL"
+
+OPS: dict[str, Op] = {
+    "add": Op("nn", "n", "{0} + {1}", torch.add),
+    "sub": Op("nn", "n", "{0} - {1}", torch.sub),
+    "mul": Op("nn", "n", "{0} * {1}", torch.mul),
+    "neg": Op("n", "n", "-{0}", torch.neg),
+    "abs": Op("n", "n", "tl.abs({0})", torch.abs),
+    "square": Op("n", "n", "{0} * {0}", torch.square),
+    "maximum": Op("nn", "n", f"tl.maximum({{0}}, {{1}}, {NAN})", torch.maximum),
+    "minimum": Op("nn", "n", f"tl.minimum({{0}}, {{1}}, {NAN})", torch.minimum),
+    "fma": _float("{0} * {1} + {2}", lambda a, b, c: a * b + c, 3),
+    "div": _float("{0} / {1}", torch.div, 2),
+    "reciprocal": _float("1.0 / {0}", torch.reciprocal),
+    "sqrt": _float("tl.sqrt({0})", torch.sqrt),
+    "rsqrt": _float("tl.rsqrt({0})", torch.rsqrt),
+    "exp": _float("tl.exp({0})", torch.exp),
+    "exp2": _float("tl.exp2({0})", torch.exp2),
+    "expm1": _float("expm1({0})", torch.expm1, function="expm1"),
+    "log": _float("tl.log({0})", torch.log),
+    "log2": _float("tl.log2({0})", torch.log2),
+    "log1p": _float("log1p({0})", torch.log1p, function="log1p"),
+    "sin": _float("sine({0})", torch.sin, function="sine"),
+    "cos": _float("cosine({0})", torch.cos, function="cosine"),
+    "tanh": _float("tanh({0})", torch.tanh, function="tanh"),
+    "sigmoid": _float("tl.sigmoid({0})", torch.sigmoid),
+    "erf": _float("tl.erf({0})", torch.erf),
+    "floor": _float("tl.floor({0})", torch.floor),
+    "ceil": _float("tl.ceil({0})", torch.ceil),
+    "pow": _float("power({0}, {1})", torch.pow, 2, function="power"),
+    "sign": _float("sign({0})", torch.sign, function="sign"),
+    "eq": _compare("==", torch.eq),
+    "ne": _compare("!=", torch.ne),
+    "lt": _compare("<", torch.lt),
+    "le": _compare("<=", torch.le),
+    "gt": _compare(">", torch.gt),
+    "ge": _compare(">=", torch.ge),
+    "isnan": Op("f", "b", "{0} != {0}", torch.isnan),
+    "and": Op("bb", "b", "{0} & {1}", torch.logical_and),
+    "or": Op("bb", "b", "{0} | {1}", torch.logical_or),
+    "xor": Op("bb", "b", "{0} ^ {1}", torch.logical_xor),
+    "not": Op("b", "b", "~{0}", torch.logical_not),
+    "floordiv": Op("ii", "i", "floor_divide({0}, {1})", torch.floor_divide, function="floor_divide"),
+    "remainder": Op("ii", "i", "floor_remainder({0}, {1})", torch.remainder, function="floor_remainder"),
+    "where": Op("baa", "a", "tl.where({0}, {1}, {2})", torch.where),
+    # The value rounded to the step's dtype (and widened again, to be computed with).
+    "cast": _special("a", ""),
+    # The index along dim `attributes[0]` of the space.
+    "iota": _special("", "i"),
+    # `shardc::random_uniform`'s number of global element `offset + sum(strides * indices)`: operands seed (a value)
+    # and offset, attributes the op's id and a stride for each dim of the space.
+    "uniform": Op("ii", "f", "", _never, function="philox_uniform"),
+    "rsum": Op("n", "n", "tl.sum({0}, 1, keep_dims=True)", torch.sum, "row"),
+    "rmax": Op("f", "f", "row_max({0})", torch.amax, "row", float("-inf"), "row_max"),
+    "rmin": Op("f", "f", "-row_max(-{0})", torch.amin, "row", float("inf"), "row_max"),
+    "csum": Op("f", "f", "", torch.sum, "col"),
+}
+
+RANK: dict[Class, int] = {"b": 0, "i": 1, "f": 2}
+UNIFORM = RANDOM_UNIFORM
+
+
+def class_of(dtype: torch.dtype) -> Class:
+    return "f" if dtype.is_floating_point else "b" if dtype == torch.bool else "i"
+
+
+def literal_class(value: float | int | bool) -> Class:
+    return "b" if isinstance(value, bool) else "i" if isinstance(value, int) else "f"
+
+
+def call_class(op: Op, classes: list[Class]) -> Class:
+    """The class that a call's `n` and `a` operands are converted to."""
+    found: list[Class] = [c for c, letter in zip(classes, op.operands, strict=True) if letter in "na"]
+    highest: Class = "f" if not found else max(found, key=lambda c: RANK[c])
+    return "i" if highest == "b" and "n" in op.operands else highest

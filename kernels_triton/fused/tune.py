@@ -1,0 +1,126 @@
+"""Measured schedules for generated kernels: the corpus timed on the GPU at hand, best schedules as a table to commit.
+
+A kernel's entry is its kind and how many values of a row are alive in it (`schedules.entry`), so that what a few
+kernels teach serves the others of their kind. Where several share an entry, the best geometric mean wins.
+
+    python -m kernels_triton.fused.tune [--only rms_norm ...] [--seconds 600]      # YAML, for configs/kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import yaml
+
+from kernels_triton import launch
+from kernels_triton.fused.corpus import CORPUS
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.launcher import Ready, program
+from kernels_triton.fused.schedules import column_sums, entry, guessed, planned, style_of, transposed, widest
+from kernels_triton.launch import Device
+from kernels_triton.rows import Schedule, power_of_two
+from kernels_triton.tune import flushed_time
+
+ROWS = 8192
+WIDTHS = {1024: 513, 4096: 3073, 8192: 7169, 12288: 11265}  # to the least that runs as it does
+GAIN = 0.985  # of the guess's time: what an entry has to be worth
+Timer = Callable[[Kernel, Schedule], float]
+
+
+def candidates(kernel: Kernel, guess: Schedule) -> Iterator[Schedule]:
+    """The guess first."""
+    yield guess
+    style, options = style_of(kernel), list[dict[str, int]]()
+    if style == "tiles":
+        sides = ((64, 64), (32, 64), (64, 32), (128, 32), (32, 128)) if transposed(kernel) else ()
+        options = [{"block": b, "rows": r, "warps": w} for r, b in sides for w in (4, 8)]
+        if not sides:
+            blocks = [b for b in (512, 1024, 2048) if b <= power_of_two(kernel.cols)]
+            options = [{"block": b, "rows": r, "warps": w} for b in blocks for r in (1, 2) for w in (2, 4, 8)]
+    elif style == "walk":
+        tiles = ((512, 4), (512, 2), (1024, 2), (1024, 1), (256, 8))
+        options = [
+            {"block": b, "rows": r, "warps": w, "waves": p, "stages": s}
+            for b, r in tiles
+            for w in (4, 8)
+            for p, s in ((4, 2), (8, 1), (8, 2), (6, 3))
+        ]
+    elif guess.chunks == 0:
+        options = [{"block": b, "warps": w} for b in (1024, 2048, 4096) for w in (4, 8, 16)]
+    elif column_sums(kernel):
+        shared = ((4, 2), (4, 4), (8, 1), (8, 2), (16, 1))
+        options = [{"warps": w, "waves": p, "stages": s} for w, p in shared for s in (1, 2, 3)]
+    else:
+        options = [{"warps": w, "rows": r} for w in (1, 2, 4, 8, 16) for r in (1, 2, 4)]
+    for option in options:
+        schedule = replace(guess, **option)
+        a_thread = schedule.block * max(1, schedule.chunks) * schedule.rows / (32 * schedule.warps)
+        if schedule != guess and 1 <= a_thread <= 32:
+            yield schedule
+
+
+def timed(kernel: Kernel, schedule: Schedule) -> float:
+    """Milliseconds on the current GPU, the L2 cache flushed before."""
+    x = torch.empty(1, device="cuda")
+    inputs = [torch.ones(one.shape, dtype=one.dtype, device="cuda") for one in kernel.inputs]
+    outputs = [torch.empty(one.shape, dtype=one.dtype, device="cuda") for one in kernel.outputs]
+    style = "loops" if style_of(kernel) == "rows" and not schedule.chunks else style_of(kernel)
+    ready = Ready(program(kernel, planned(kernel, style, schedule, launch.device_of(x))))
+    return flushed_time(lambda: ready.run(inputs, outputs))
+
+
+def tune(
+    device: Device, timer: Timer, only: Sequence[str] = (), seconds: float = 1e9
+) -> dict[str, list[dict[str, Any]]]:
+    """The table: by entry, ranges of widths and their schedules."""
+    deadline = time.monotonic() + seconds
+    ratios: dict[tuple[str, int, int], dict[Schedule, list[float]]] = {}
+    for cols in WIDTHS:
+        for name in only or CORPUS:
+            kernel = CORPUS[name](ROWS, cols, torch.bfloat16)
+            if kernel.cols != cols or time.monotonic() > deadline:  # flat kernels have no columns of their own
+                continue
+            guess = guessed(kernel, device)
+            found: dict[Schedule, float] = {}
+            for schedule in candidates(kernel, guess):
+                try:
+                    found[schedule] = timer(kernel, schedule)
+                except Exception as refused:  # one that needs more of the device than it has
+                    print(f"# {name} {cols} {schedule}: {refused!r}"[:200], file=sys.stderr)
+            if guess not in found:
+                continue
+            best = min(found, key=lambda schedule: found[schedule])
+            print(f"# {name} {cols}: guess {found[guess]:.4f} ms, best {found[best]:.4f} ms, {best}", file=sys.stderr)
+            of = ratios.setdefault((entry(kernel), cols, widest(kernel)), {})
+            for schedule, spent in found.items():
+                of.setdefault(schedule, []).append(math.log(spent / found[guess]))
+    table: dict[str, list[dict[str, Any]]] = {}
+    for (name, cols, element), of in ratios.items():
+        most = max(map(len, of.values()))
+        means = {schedule: sum(logs) / most for schedule, logs in of.items() if len(logs) == most}
+        best = min(means, key=lambda schedule: means[schedule], default=None)
+        if best is not None and means[best] < math.log(GAIN):
+            found_entry = {"cols": [WIDTHS[cols], cols], "bytes": element, "schedule": asdict(best)}
+            table.setdefault(name, []).append(found_entry)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time schedules of generated kernels, print the table as YAML.")
+    parser.add_argument("--only", nargs="*", default=())
+    parser.add_argument("--seconds", type=float, default=1e9)
+    options = parser.parse_args()
+    device = launch.device_of(torch.empty(1, device="cuda"))
+    table = tune(device, timed, options.only, options.seconds)
+    print(yaml.safe_dump({"schedules": table}, sort_keys=False, default_flow_style=None, width=120))
+
+
+if __name__ == "__main__":
+    main()

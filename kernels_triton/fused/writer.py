@@ -1,0 +1,257 @@
+"""The lines of one generated function, and what has a name in them.
+
+Variables are called after their op and value: `mul_7` is value %7. A value of columns has one variable for each chunk
+of columns, `mul_7_0`, `mul_7_1`. Before every reduction, elements past the end are replaced by its neutral one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kernels_triton.fused import addresses
+from kernels_triton.fused.expressions import TYPES, Variable, converted, expression, operand, word
+from kernels_triton.fused.kernel import Kernel, Ref, Step, Store, Walk, reads
+from kernels_triton.fused.schedules import Plan, needed
+from kernels_triton.fused.table import NAN, OPS
+
+Scope = dict[tuple[int, int], Variable]
+
+
+@dataclass
+class Writer:
+    """`scope` has a variable for each value and chunk of columns; chunk 0 is also a row value's and a scalar's.
+
+    `finishing`: the second function, which adds the lines of partial sums.
+    """
+
+    kernel: Kernel
+    plan: Plan
+    lines: list[str] = field(default_factory=list)
+    depth: int = 1
+    scope: Scope = field(default_factory=dict)
+    used: dict[str, None] = field(default_factory=dict)
+    finishing: bool = False
+
+    # ------------------------------------------------------------------------------------------------- the frame
+    def function(self, name: str, about: str) -> list[str]:
+        return ["@triton.jit", f"def {name}({', '.join(self.arguments)}):", f'    """{about}"""', *self.lines]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Inputs, outputs, partial sums."""
+        return tuple(sorted(self.used, key=lambda name: ("XYP".index(name[0]), int(name[1:]))))
+
+    def put(self, line: str) -> None:
+        self.lines.append("    " * self.depth + line)
+
+    @contextmanager
+    def block(self, head: str) -> Generator[None]:
+        self.put(head)
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def pointer(self, name: str) -> str:
+        self.used[name] = None
+        return name
+
+    @property
+    def chunks(self) -> int:
+        return max(1, self.plan.schedule.chunks) if self.plan.style == "rows" else 1
+
+    def suffix(self, chunk: int) -> str:
+        return f"_{chunk}" if self.chunks > 1 else ""
+
+    def chunks_of(self, value: int) -> range:
+        return range(self.chunks if self.kernel.varies[value][-1] else 1)
+
+    # -------------------------------------------------------------------------------------------- masks and tiles
+    def columns_masked(self, chunk: int) -> bool:
+        block = self.plan.schedule.block
+        if self.plan.style == "rows":
+            return (chunk + 1) * block > self.kernel.cols
+        return self.kernel.cols % block != 0
+
+    @property
+    def rows_masked(self) -> bool:
+        return self.kernel.rows % self.plan.schedule.rows != 0
+
+    def mask(self, varies: Sequence[bool], chunk: int, *more: str) -> str:
+        """`, mask=...` for a tile, of rows or columns or both."""
+        parts = list(more)
+        if any(varies[:-1]) and self.rows_masked:
+            parts.append("rm")
+        if varies[-1] and self.columns_masked(chunk):
+            parts.append(f"cm{self.suffix(chunk)}")
+        return " & ".join(parts)
+
+    def column_names(self, chunk: int) -> tuple[str, str]:
+        return f"c{self.suffix(chunk)}", f"cm{self.suffix(chunk)}"
+
+    def put_columns(self, base: str, wide: bool = False) -> None:
+        block = self.plan.schedule.block
+        for chunk in range(self.chunks):
+            name, mask = self.column_names(chunk)
+            first = base or (str(chunk * block) if chunk else "")
+            span = f"tl.arange(0, {block})[None, :]"
+            self.put(f"{name} = {first} + {span}" if first else f"{name} = {span}")
+            if self.columns_masked(chunk):
+                self.put(f"{mask} = {name} < {self.kernel.cols}")
+
+    def is_sum(self, value: int) -> bool:
+        step = self.kernel.step(value)
+        return step is not None and step.op == "csum"
+
+    def closure(self, roots: Iterable[int]) -> list[int]:
+        """What must be computed for these, in order; a reduction that is done already needs nothing."""
+        found, todo = set[int](), list(roots)
+        while todo:
+            value = todo.pop()
+            if value in found or self.is_sum(value):
+                continue
+            found.add(value)
+            if (value, 0) not in self.scope:
+                todo += self.kernel.values_read(value)
+        return sorted(found)
+
+    # -------------------------------------------------------------------------------------------- loads and steps
+    def name(self, value: int, chunk: int, right: str, kind: str, note: str = "") -> None:
+        step = self.kernel.step(value)
+        name = f"x{value}" if step is None else f"{step.op}_{value}"
+        if self.kernel.varies[value][-1]:
+            name += self.suffix(chunk)
+        self.put(f"{name} = {right}" + (f"  # {note}" if note else ""))
+        self.scope[value, chunk] = Variable(name, kind)
+
+    def load(self, values: Iterable[int]) -> None:
+        kernel = self.kernel
+        for value in values:
+            if (value, 0) in self.scope or value not in needed(kernel):
+                continue
+            given = kernel.inputs[value]
+            kind = TYPES[given.dtype]
+            for chunk in self.chunks_of(value):
+                at = self.address(f"X{value}", given.walk, chunk)
+                mask = self.mask(kernel.varies[value], chunk)
+                other = f", mask={mask}, other=0{'.0' if given.dtype.is_floating_point else ''}" if mask else ""
+                size = kind + "[" + ", ".join(map(str, given.shape)) + "]"
+                self.name(value, chunk, f"tl.load({at}{other})", kind, size if chunk == 0 else "")
+
+    def address(self, pointer: str, walk: Walk, chunk: int) -> str:
+        text = addresses.offset(self.kernel.space, walk, self.column_names(chunk)[0])
+        return f"{self.pointer(pointer)} + {text}" if text else self.pointer(pointer)
+
+    def compute(self, value: int) -> None:
+        """A step's variables, unless it has them; a sum over rows is added to its accumulator."""
+        step = self.kernel.step(value)
+        if step is None or (value, 0) in self.scope:
+            return
+        op = OPS[step.op]
+        if op.reduces == "row":
+            self.name(value, 0, self.reduced(value, self.terms_of(step)), self.type_of(value))
+        elif op.reduces == "col":
+            for chunk in self.chunks_of(value):
+                self.put(f"total_{value}{self.suffix(chunk)} += {self.masked_term(step, chunk, columns=False)}")
+        else:
+            for chunk in self.chunks_of(value):
+                right, kind = self.right_side(step, chunk)
+                self.name(value, chunk, right, kind)
+
+    def find(self, value: int, chunk: int) -> Variable:
+        return self.scope[value, chunk if self.kernel.varies[value][-1] else 0]
+
+    def right_side(self, step: Step, chunk: int) -> tuple[str, str]:
+        kernel, column = self.kernel, self.column_names(chunk)[0]
+        if step.op == "iota":
+            dim = step.attributes[0]
+            if kernel.space[dim] == 1:
+                return "tl.zeros((1, 1), tl.int32)", "i32"
+            if dim == len(kernel.space) - 1:
+                return column, "i64" if kernel.cols > addresses.LIMIT else "i32"
+            term = addresses.along(kernel.space, dim)
+            assert term is not None
+            return term.name, "i64" if kernel.rows > addresses.LIMIT else "i32"
+        if step.op == "uniform":
+            seed, first = (operand(kernel, o, "i", lambda v: self.find(v, 0)) for o in step.operands)
+            if not isinstance(step.operands[1], Ref):
+                first = f"tl.full((), {first}, tl.int64)"
+            at = addresses.offset(kernel.space, Walk(0, step.attributes[1:]), column, wide=True)
+            index = f"{first} + {at or 'tl.zeros((1, 1), tl.int64)'}"
+            return f"philox_uniform({seed}, {step.attributes[0]}, {index})", "f32"
+        return expression(kernel, step, lambda v: self.find(v, chunk))
+
+    def type_of(self, value: int) -> str:
+        return word(self.kernel, self.kernel.classes[value])
+
+    # ------------------------------------------------------------------------------------------------- reductions
+    def masked_term(self, step: Step, chunk: int, rows: bool = True, columns: bool = True) -> str:
+        """A reduction's operand, its elements past the end replaced by the neutral one."""
+        kernel, op = self.kernel, OPS[step.op]
+        integer = op.result == "n" and kernel.classes[reads(step)[0]] != "f"
+        read = operand(kernel, step.operands[0], "i" if integer else "f", lambda v: self.find(v, chunk))
+        masks: list[str] = []
+        if rows and self.rows_masked:
+            masks.append("rm")
+        if columns and self.columns_masked(chunk):
+            masks.append(self.column_names(chunk)[1])
+        if not masks:
+            return read
+        neutral = "0" if integer else "0.0" if op.neutral == 0 else f'float("{op.neutral}")'
+        return f"tl.where({' & '.join(masks)}, {read}, {neutral})"
+
+    def terms_of(self, step: Step) -> list[str]:
+        (value,) = reads(step)
+        if not self.kernel.varies[value][-1]:
+            return []
+        return [self.masked_term(step, chunk, rows=False) for chunk in self.chunks_of(value)]
+
+    def reduced(self, value: int, parts: list[str]) -> str:
+        step = self.kernel.step(value)
+        assert step is not None
+        op = OPS[step.op]
+        if not parts:  # the same in every column
+            (read,) = reads(step)
+            same = converted(self.find(read, 0), self.type_of(value))
+            return f"{same} * {self.kernel.cols}" if step.op == "rsum" else same
+        whole = parts[0]
+        for part in parts[1:]:
+            if step.op == "rsum":
+                whole = f"{whole} + {part}"
+            else:
+                whole = f"tl.{'maximum' if step.op == 'rmax' else 'minimum'}({whole}, {part}, {NAN})"
+        return op.triton.format(whole if step.op != "rmin" else f"({whole})")
+
+    # ----------------------------------------------------------------------------------------------------- stores
+    def store(self, value: int) -> None:
+        for at, made in enumerate(self.kernel.outputs):
+            for store in made.stores:
+                if store.value.index == value and self.kernel.late[value] == self.finishing:
+                    for chunk in self.chunks_of(value):
+                        self.put_store(at, store, chunk)
+
+    def put_store(self, output: int, store: Store, chunk: int) -> None:
+        kernel, plan = self.kernel, self.plan
+        value, made = store.value.index, kernel.outputs[output]
+        varies = kernel.varies[value]
+        once: list[str] = []
+        # A value of columns is stored by the first tile of rows alone, one of rows by the first block of columns.
+        if not any(varies[:-1]) and not self.finishing and kernel.rows > plan.schedule.rows:
+            once.append("(tl.zeros((1, 1), tl.int32) + t == 0)")
+        if not varies[-1] and (plan.blocks > 1 or self.finishing):
+            block = "tl.program_id(1)" if plan.style == "walk" else f"tl.program_id(0) % {plan.blocks}"
+            if self.finishing:
+                block = "tl.program_id(0)"
+            once.append(f"(tl.zeros((1, 1), tl.int32) + {block} == 0)")
+        at = self.address(f"Y{output}", store.walk, chunk)
+        if not any(varies):
+            at += " + tl.zeros((1, 1), tl.int32)"
+        elif not any(varies[:-1]) and any(store.walk.strides[:-1]):
+            raise AssertionError("a value is stored where it does not vary")
+        found = self.find(value, chunk)
+        right = found.name if found.type == TYPES[made.dtype] else converted(found, TYPES[made.dtype])
+        mask = self.mask(varies, chunk, *once)
+        self.put(f"tl.store({at}, {right}{f', mask={mask}' if mask else ''})")

@@ -1,0 +1,27 @@
+"""What a GPU does in one or two instructions, where Triton's own spelling takes many.
+
+Kernels that read and write 4 bytes an element have some 30 instructions for it before they wait for arithmetic and not
+for memory. Triton's division keeps every range in nine; `quotient` is a reciprocal and a product. The interpreter has
+no libdevice: there it is a division.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def quotient(a, b):
+    """a / b within 2 units of the last place, for a magnitude of b from 2^-126 to 2^126; beyond, 0."""
+    return a / b if INTERPRETED else libdevice.fast_dividef(a, b)
+
+
+@triton.jit
+def logistic(x):
+    return quotient(1.0, 1.0 + tl.exp2(x * -LOG2E))

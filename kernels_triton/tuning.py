@@ -1,0 +1,54 @@
+"""`shardc tune`: the table of kernels_triton.tune for the GPU at hand, as the file that configs/kernels keeps.
+
+Schedules are compiled by several processes at once before any is timed: compiling takes ten times as long as timing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+import yaml
+
+from kernels_triton import launch
+from shardc.ir.diagnostic import error
+
+HEAD = """\
+# Measured by `shardc tune` (torch {torch}, triton {triton}): bfloat16, 8192 rows (4096 for cross_entropy), CUDA-graph
+# replay, L2 flushed. An entry is used for widths from the first to the second of `cols` and elements of `bytes`;
+# elsewhere kernels_triton.rows decides by size.
+"""
+
+
+def table(only: Sequence[str] | None = None, seconds: float = 600.0, workers: int | None = None) -> str:
+    """The text of the table. Needs a GPU and Triton, and says so where there is none."""
+    if not torch.cuda.is_available():
+        raise error("SC532", "kernels are tuned on a GPU, and this machine has none", hint="run `shardc tune` on one")
+    if not launch.HAS_TRITON or launch.interpreting():
+        raise error("SC532", "kernels are tuned as Triton compiles them, and it does not here", hint="install triton")
+    from kernels_triton import tune  # imports what only such a machine has
+
+    unknown = sorted(set(only or ()) - {template.name for template, _, _ in tune.jobs(None)})
+    if unknown:
+        raise error("SC532", f"{unknown[0]} has no schedules to choose from", hint=f"one of {', '.join(tune.NAMES)}")
+    _compile(only or (), workers or max(1, (os.cpu_count() or 2) - 1))
+    version = str(import_module("triton").__version__)
+    found = {"device": torch.cuda.get_device_name(), "schedules": tune.tune(list(only or ()), seconds)}
+    head = HEAD.format(torch=torch.__version__.partition("+")[0], triton=version)
+    return head + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _compile(only: Sequence[str], workers: int) -> None:
+    """Fill Triton's cache on disk. What does not compile there will not here either, and is said then."""
+    names = ["--only", *only] if only else []
+    command = [sys.executable, "-m", "kernels_triton.tune", *names, "--worker"]
+    running = [
+        subprocess.Popen([*command, f"{n}/{workers}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for n in range(workers)
+    ]
+    for process in running:
+        process.wait()

@@ -1,0 +1,176 @@
+"""Values that a kernel makes again instead of reading: cheaper where they come from what it reads anyway.
+
+    forward     x = mm;  u = x + b;  t = tanh(u);  y = u * t              stores u, t and y
+    backward    reads g, u and t            ->   reads g and x, and makes u and t again: they are stored nowhere
+
+Pointwise chains only, and few operations. Several values that come from one are weighed together. What is then stored
+no more, and what is then computed for nobody, goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from shardc.ir.graph import results
+from shardc.passes.fuse.clusters import MOST_PRIMS, Clustering
+from shardc.passes.fuse.scene import Scene
+from shardc.passes.fuse.spaces import Demand, Prim, Value, demand, space
+from shardc.passes.fuse.units import Unit
+
+MOST = 24  # operations made again for one value
+FREE = 16  # leaves this many times smaller than the value cost nothing
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel in the making: its calls, all that it computes, and what space it wants."""
+
+    calls: tuple[int, ...]
+    prims: tuple[Prim, ...]
+    demand: Demand
+    home: int
+    outputs: tuple[fx.Node, ...] = ()
+
+    @property
+    def reads(self) -> set[fx.Node]:
+        made = {prim.out for prim in self.prims}
+        return {r.value for p in self.prims for r in p.reads if isinstance(r.value, fx.Node) and r.value not in made}
+
+
+def parts(found: Clustering, again: bool = True) -> list[Part]:
+    """The kernels of a clustering, in order, with nothing in them that no one needs."""
+    scene = found.scene
+    order = sorted(found.groups, key=lambda at: found.order.place[at])
+    made: list[Part] = []
+    for at in order:
+        group = found.groups[at]
+        made.append(Part(tuple(sorted(group.calls)), tuple(found.prims(group.calls)), group.demand, group.home))
+    made = _needed(scene, made)
+    if again:
+        makes = _Again(scene, made)
+        made = _needed(scene, [makes.improved(part) for part in reversed(made)][::-1])
+    return made
+
+
+def _needed(scene: Scene, found: list[Part]) -> list[Part]:
+    """What each part makes for others, and only that."""
+    units = {i for part in found for i in part.calls}
+    readers = {value: {i for i in who if i not in units} for value, who in scene.readers.items()}
+    kept: list[Part] = []
+    for part in reversed(found):
+        values = [v for i in part.calls for v in results(scene.calls[i]) if v is not None]
+        outputs = tuple(v for v in values if readers.get(v))
+        needed: set[Value] = set(outputs)
+        prims: list[Prim] = []
+        for prim in reversed(part.prims):
+            if prim.out in needed:
+                prims.append(prim)
+                needed.update(read.value for read in prim.reads)
+        part = replace(part, prims=tuple(reversed(prims)), outputs=outputs)
+        if not outputs:
+            continue
+        for value in part.reads:
+            readers.setdefault(value, set()).add(part.calls[0])
+        kept.append(part)
+    return kept[::-1]
+
+
+class _Again:
+    """What parts would better make themselves."""
+
+    def __init__(self, scene: Scene, found: list[Part]) -> None:
+        self.scene = scene
+        self.maker = {v: i for i in self._pointwise() for v in results(scene.calls[i]) if v is not None}
+        units = {i for part in found for i in part.calls}
+        self.outside = {value for value, who in scene.readers.items() if not who <= units}  # others read them too
+        self.readers: dict[fx.Node, int] = {}
+        for part in found:
+            self._count(part, 1)
+
+    def _count(self, part: Part, change: int) -> None:
+        for value in part.reads:
+            self.readers[value] = self.readers.get(value, 0) + change
+
+    def improved(self, own: Part) -> Part:
+        maker = self.maker
+        choices: dict[fx.Node, tuple[list[Prim], frozenset[fx.Node]]] = {}
+        for value in sorted(own.reads, key=lambda v: v.name):
+            if value in maker:
+                prims: dict[Value, Prim] = {}
+                leaves: set[fx.Node] = set()
+                self._unfold(value, maker, own.reads, prims, leaves, self.scene.bytes[value] // FREE)
+                if len(prims) <= MOST:
+                    choices[value] = (list(prims.values()), frozenset(leaves - own.reads))
+        groups: dict[frozenset[fx.Node], list[fx.Node]] = {}
+        for value, (_, new) in choices.items():
+            groups.setdefault(new, []).append(value)
+        for new, values in sorted(groups.items(), key=lambda item: len(item[0])):
+            cost = sum(self.scene.bytes[leaf] for leaf in new - own.reads)
+            if self._gain(values) > cost:
+                better = self._with(own, [prim for value in values for prim in choices[value][0]])
+                self._count(own, -1)
+                self._count(better, 1)
+                own = better
+        return own
+
+    def _gain(self, values: list[fx.Node]) -> int:
+        """Bytes that are read no more, and those of values that then nobody reads."""
+        size = self.scene.bytes
+        return sum(size[v] * (1 if v in self.outside or self.readers[v] > 1 else 2) for v in values)
+
+    def _with(self, own: Part, prims: list[Prim]) -> Part:
+        made = {prim.out for prim in own.prims}
+        fresh = tuple({prim.out: prim for prim in prims if prim.out not in made}.values())
+        every = tuple(_ordered((*fresh, *own.prims)))
+        wanted = demand(every)
+        if wanted is None or len(every) > MOST_PRIMS or wanted.size != own.demand.size:
+            return own
+        return replace(own, prims=every, demand=wanted) if space(every, wanted) is not None else own
+
+    def _unfold(
+        self,
+        value: fx.Node,
+        maker: dict[fx.Node, int],
+        there: set[fx.Node],
+        prims: dict[Value, Prim],
+        leaves: set[fx.Node],
+        free: int,
+    ) -> None:
+        """The operations that make a value from what is there, from small values, and from what is no chain's."""
+        one = self.scene.units[maker[value]]
+        for read in sorted(self._reads(one), key=lambda v: v.name):
+            if read in there:
+                continue
+            if read in maker and len(prims) <= MOST and self.scene.bytes[read] > free:
+                self._unfold(read, maker, there, prims, leaves, free)
+            elif self.scene.bytes[read] > free:
+                leaves.add(read)
+        prims.update((prim.out, prim) for prim in one.prims)
+
+    def _reads(self, one: Unit) -> set[fx.Node]:
+        made = {prim.out for prim in one.prims}
+        return {r.value for p in one.prims for r in p.reads if isinstance(r.value, fx.Node) and r.value not in made}
+
+    def _pointwise(self) -> list[int]:
+        """Of float64 none: a kernel that has other floats too would round them to float32."""
+        every = {i: one for i, one in self.scene.units.items() if not one.double}
+        return [i for i, one in every.items() if all(p.over == "point" and p.op != "cat" for p in one.prims)]
+
+
+def _ordered(prims: tuple[Prim, ...]) -> list[Prim]:
+    """Each operation after those whose results it reads."""
+    by = {prim.out: prim for prim in prims}
+    done: dict[Value, Prim] = {}
+
+    def visit(prim: Prim) -> None:
+        if prim.out not in done:
+            for read in prim.reads:
+                if read.value in by:
+                    visit(by[read.value])
+            done[prim.out] = prim
+
+    for prim in prims:
+        visit(prim)
+    return list(done.values())

@@ -1,0 +1,148 @@
+"""A cluster as a kernel of the generator's: its tensors with their walks, its steps, what it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from kernels_triton.fused.kernel import Input, Kernel, Output, Ref, Step, Store, Walk
+from kernels_triton.fused.kernel import Operand as Argument
+from kernels_triton.fused.naming import named
+from kernels_triton.fused.simplify import simplified
+from shardc.ir.graph import Graph, op_name, producer, type_of
+from shardc.passes.fuse.memory_of import Memories
+from shardc.passes.fuse.spaces import Demand, Prim, Read, Space, Strides, Value, along, space
+
+WIDEST = 4096  # columns that a sum over all elements is cut into
+
+
+@dataclass(frozen=True)
+class Made:
+    """A kernel, the values that it reads as they come, and those that it makes."""
+
+    kernel: Kernel
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass
+class _Writer:
+    memories: Memories
+    graph: Graph
+    space: Space
+    inputs: dict[tuple[fx.Node, int, Strides], Input] = field(default_factory=dict)  # type: ignore[type-arg]
+    steps: list[Step] = field(default_factory=list[Step])
+    known: dict[Step, int] = field(default_factory=dict[Step, int])
+    values: dict[Value, Argument] = field(default_factory=dict[Value, Argument])
+    parts: dict[Value, list[tuple[Argument, Walk]]] = field(default_factory=dict)  # type: ignore[type-arg]
+
+    def load(self, read: Read, own: Strides) -> Argument:
+        if read.value in self.values:
+            return self.values[read.value]
+        assert isinstance(read.value, fx.Node)
+        strides = along(read.blocks, self.space.dims, own)
+        assert strides is not None, read
+        key = (read.value, read.offset, strides)
+        if key not in self.inputs:
+            shape = type_of(read.value).local_shape(self.graph.mesh)
+            if read.value in self.memories.permuted:
+                shape = tuple(shape[d] for d in self.memories.permuted[read.value])
+            self.inputs[key] = Input(type_of(read.value).dtype, shape, Walk(read.offset, strides))
+        return Ref(-1 - list(self.inputs).index(key))  # counted from the end until all inputs are known
+
+    def step(self, op: str, *operands: Argument, dtype: torch.dtype | None = None, more: tuple[int, ...] = ()) -> Ref:
+        step = Step(op, operands, more, dtype)
+        if step not in self.known:
+            self.known[step] = len(self.steps)
+            self.steps.append(step)
+        return Ref(self.known[step])
+
+    def write(self, prim: Prim) -> None:
+        if prim.op == "cat":
+            own = self.space.runs[prim.out]
+            strides = along(prim.index, self.space.dims, own)
+            assert strides is not None
+            parts = [self.load(a, own) if isinstance(a, Read) else a for a in prim.args]
+            walks = [Walk(at * prim.seed, strides) for at in range(len(parts))]
+            self.parts[prim.out] = list(zip(parts, walks, strict=True))  # type: ignore[arg-type]
+        else:
+            self.values[prim.out] = self._value(prim)
+
+    def _value(self, prim: Prim) -> Argument:
+        own = self.space.runs[prim.out]
+        args: list[Argument] = [self.load(a, own) if isinstance(a, Read) else a for a in prim.args]  # type: ignore[misc]
+        match prim.op:
+            case "same":
+                return args[0] if isinstance(args[0], Ref) else self.step("cast", args[0], dtype=prim.dtype)
+            case "cast":
+                return self.step("cast", args[0], dtype=prim.dtype)
+            case "iota":
+                return self._index(prim, own)
+            case "uniform":
+                strides = along(prim.index, self.space.dims, own)
+                assert strides is not None
+                return self.step("uniform", *args, more=(prim.seed, *strides))
+            case "sum":
+                value = args[0]
+                if own[-1]:
+                    value = self.step("rsum", value)
+                return self.step("csum", value) if any(own[:-1]) else value
+            case _:
+                return self.step(prim.op, *args)
+
+    def _index(self, prim: Prim, own: Strides) -> Argument:
+        strides = along(prim.index, self.space.dims, own)
+        assert strides is not None
+        total: Argument | None = None
+        for dim, stride in enumerate(strides):
+            if stride:
+                at = self.step("iota", more=(dim,))
+                at = at if stride == 1 else self.step("mul", at, stride)
+                total = at if total is None else self.step("add", total, at)
+        return 0 if total is None else total
+
+
+def kernel(graph: Graph, memories: Memories, prims: Sequence[Prim], wanted: Demand, outputs: Sequence[fx.Node]) -> Made:
+    """The kernel that computes `outputs`, which are among what the calls make."""
+    found = space(prims, _cut(prims, wanted))
+    assert found is not None, "a cluster has a space"
+    writer = _Writer(memories, graph, found)
+    for prim in prims:
+        writer.write(prim)
+    count = len(writer.inputs)
+
+    def final(argument: Argument) -> Argument:
+        if not isinstance(argument, Ref):
+            return argument
+        return Ref(-1 - argument.index) if argument.index < 0 else Ref(count + argument.index)
+
+    stored: list[list[tuple[Argument, Walk]]] = []
+    for value in outputs:
+        parts = writer.parts.get(value) or [(writer.values[value], Walk(0, found.walks[value]))]
+        # A number is stored like any value.
+        made = type_of(value).dtype
+        stored.append([(a if isinstance(a, Ref) else writer.step("cast", a, dtype=made), walk) for a, walk in parts])
+    stores: list[Output] = []
+    for value, parts in zip(outputs, stored, strict=True):
+        each = tuple(Store(ref, walk) for a, walk in parts if isinstance(ref := final(a), Ref))
+        stores.append(Output(type_of(value).dtype, type_of(value).local_shape(graph.mesh), each))
+    steps = tuple(Step(one.op, tuple(map(final, one.operands)), one.attributes, one.dtype) for one in writer.steps)
+    made = Kernel(_name(prims), found.dims, tuple(writer.inputs.values()), steps, tuple(stores))
+    return Made(simplified(made), tuple(node for node, _, _ in writer.inputs), tuple(outputs))
+
+
+def _cut(prims: Sequence[Prim], wanted: Demand) -> Demand:
+    """A sum over all of what is walked in order wants rows, which are summed apart: of any divisor, the largest."""
+    if wanted.cols or wanted.size <= WIDEST or all(prim.over != "all" for prim in prims):
+        return wanted
+    most = min([WIDEST, *wanted.edges])
+    cols = next(c for c in range(most, 0, -1) if wanted.size % c == 0 and all(edge % c == 0 for edge in wanted.edges))
+    return Demand(wanted.size, wanted.edges, cols) if cols > 1 else wanted
+
+
+def _name(prims: Iterable[Prim]) -> str:
+    nodes = [prim.out for prim in prims if isinstance(prim.out, fx.Node)]
+    return named([op_name(producer(node)[0].target) for node in nodes])

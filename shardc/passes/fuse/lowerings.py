@@ -1,0 +1,395 @@
+"""Which calls a kernel can do, and how: pointwise ops, casts, reductions over trailing or leading dims, norms.
+
+In the kernels' terms floats are float32 until they are stored, whatever the dtype of the graph's values in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.ops.random import RANDOM_UNIFORM
+from shardc.passes.fuse.spaces import Shape, blocks
+from shardc.passes.fuse.units import Inner, Make, Operand, Unfit, lower
+
+aten = torch.ops.aten
+
+FLOATS = "reciprocal sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tanh sigmoid erf floor ceil sign isnan"
+NUMBERS = "neg abs"
+COMPARES = "eq ne lt le gt ge"
+
+
+def _named(op: str, floats: bool) -> None:
+    @lower(getattr(aten, op).default)
+    def one(m: Make, x: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
+        if floats:
+            m.floating(x)
+        return m(op, x)
+
+
+for name in FLOATS.split():
+    _named(name, True)
+for name in NUMBERS.split():
+    _named(name, False)
+
+
+def _compared(op: str) -> None:
+    @lower(getattr(aten, op).Tensor, getattr(aten, op).Scalar)
+    def compare(m: Make, a: Operand, b: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
+        return m(op, a, b)
+
+
+for name in COMPARES.split():
+    _compared(name)
+
+
+# ---------------------------------------------------------------------- arithmetic
+@lower(aten.add.Tensor, aten.add.Scalar)
+def add(m: Make, a: Operand, b: Operand, alpha: float = 1) -> Operand:
+    return m.add(a, b if alpha == 1 else m.mul(b, alpha))
+
+
+@lower(aten.sub.Tensor, aten.sub.Scalar)
+def sub(m: Make, a: Operand, b: Operand, alpha: float = 1) -> Operand:
+    return m.sub(a, b if alpha == 1 else m.mul(b, alpha))
+
+
+@lower(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(m: Make, a: Operand, b: Operand, alpha: float = 1) -> Operand:
+    return m.sub(b, a if alpha == 1 else m.mul(a, alpha))
+
+
+@lower(aten.mul.Tensor, aten.mul.Scalar)
+def mul(m: Make, a: Operand, b: Operand) -> Operand:
+    if m.dtype == torch.bool:
+        raise Unfit
+    return m.mul(a, b)
+
+
+@lower(aten.div.Tensor, aten.div.Scalar)
+def div(m: Make, a: Operand, b: Operand) -> Operand:
+    return m.div(a, b)
+
+
+@lower(aten.square.default)
+def square(m: Make, x: Operand) -> Operand:
+    return m("square", x)
+
+
+@lower(aten.maximum.default, aten.clamp_min.default)
+def maximum(m: Make, a: Operand, b: Operand) -> Operand:
+    return m("maximum", a, b)
+
+
+@lower(aten.minimum.default, aten.clamp_max.default)
+def minimum(m: Make, a: Operand, b: Operand) -> Operand:
+    return m("minimum", a, b)
+
+
+@lower(aten.clamp.default)
+def clamp(m: Make, x: Operand, min: float | None = None, max: float | None = None) -> Operand:
+    low = x if min is None else m("maximum", x, min)
+    return low if max is None else m("minimum", low, max)
+
+
+@lower(aten.pow.Tensor_Scalar)
+def pow_(m: Make, x: Operand, exponent: float) -> Operand:
+    m.floating(x)
+    match exponent:
+        case 1:
+            return m("same", x)
+        case 2:
+            return m("square", x)
+        case 3:
+            return m.mul(m("square", x), x)
+        case 0.5:
+            return m("sqrt", x)
+        case -0.5:
+            return m("rsqrt", x)
+        case -1:
+            return m("reciprocal", x)
+        case _:
+            return m("pow", x, float(exponent))
+
+
+@lower(aten.pow.Scalar, aten.pow.Tensor_Tensor)
+def power(m: Make, base: Operand, exponent: Operand) -> Operand:
+    if not m.dtype.is_floating_point:
+        raise Unfit
+    return m("pow", base, exponent)
+
+
+@lower(aten.lerp.Scalar)
+def lerp(m: Make, a: Operand, b: Operand, weight: float) -> Operand:
+    across = m.sub(b, a)
+    return m.add(a, m.mul(across, weight)) if abs(weight) < 0.5 else m.sub(b, m.mul(across, 1 - weight))
+
+
+@lower(aten.addcmul.default)
+def addcmul(m: Make, x: Operand, a: Operand, b: Operand, value: float = 1) -> Operand:
+    product = m.mul(a, b)
+    return m.add(x, product if value == 1 else m.mul(product, value))
+
+
+@lower(aten.addcdiv.default)
+def addcdiv(m: Make, x: Operand, a: Operand, b: Operand, value: float = 1) -> Operand:
+    m.floating(x)
+    return m.add(x, m.div(a if value == 1 else m.mul(a, value), b))
+
+
+# ---------------------------------------------------------------------- choice and bits
+@lower(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(m: Make, condition: Operand, a: Operand, b: Operand) -> Operand:
+    if m.dtype.is_floating_point:
+        a, b = (float(x) if isinstance(x, int) else x for x in (a, b))
+    return m("where", condition, a, b)
+
+
+def _bits(op: str, *ops: Any) -> None:
+    @lower(*ops)
+    def bits(m: Make, *args: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
+        if any(m.dtype_of(arg) != torch.bool for arg in args):
+            raise Unfit
+        return m(op, *args)
+
+
+_bits("and", aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_and.Scalar)
+_bits("or", aten.bitwise_or.Tensor, aten.logical_or.default, aten.bitwise_or.Scalar)
+_bits("xor", aten.bitwise_xor.Tensor, aten.logical_xor.default, aten.bitwise_xor.Scalar)
+_bits("not", aten.bitwise_not.default, aten.logical_not.default)
+
+
+@lower(aten._to_copy.default)
+def to_copy(m: Make, x: Operand, dtype: torch.dtype | None = None, **_: Any) -> Operand:
+    before, after = m.dtype_of(x), m.dtype
+    if before.is_floating_point and after.is_floating_point and after.itemsize >= before.itemsize:
+        return m("same", x)
+    if before.is_floating_point and not after.is_floating_point and after != torch.bool:
+        raise Unfit  # what a float out of range becomes is the hardware's affair
+    return m("cast", x)
+
+
+@lower(aten.clone.default, aten.alias.default, aten.detach.default)
+def clone(m: Make, x: Operand, **_: Any) -> Operand:
+    return m("same", x)
+
+
+@lower(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def arange(m: Make, *args: float, **_: Any) -> Operand:
+    numbers: list[float] = [0, *args, 1] if len(args) == 1 else [*args, 1]
+    start, end, step = numbers[:3]
+    if m.dtype.is_floating_point or not all(isinstance(n, int) for n in (start, end, step)) or m.dtype == torch.bool:
+        raise Unfit
+    count = math.prod(m.shape)
+    found = m.numbered((count,), blocks((count,), (1,)))
+    found = found if step == 1 else m.mul(found, step)
+    return found if start == 0 else m.add(found, start)
+
+
+# ---------------------------------------------------------------------- parts of a dim
+def _part(m: Make, shape: Shape, dim: int, parts: int) -> Inner:
+    """For each element of a tensor, in which of the equal parts of a dim it lies."""
+    inner = shape[dim] // parts * math.prod(shape[dim + 1 :])
+    number = blocks((math.prod(shape[:dim]), parts, inner), (0, 1, 0))
+    return m.numbered(shape, number)
+
+
+@lower(aten.cat.default)
+def cat(m: Make, tensors: Sequence[Operand], dim: int = 0) -> Operand:
+    """Halves are chosen between, as rotary embeddings do; more parts are stored one by one."""
+    shape, dim = m.shape, dim % len(m.shape)
+    if len({m.shape_of(x) for x in tensors}) != 1 or len(tensors) < 2 or shape[dim] % len(tensors):
+        raise Unfit
+    if len(tensors) > 2:
+        return m.side_by_side(tensors, dim)
+    first = m("eq", _part(m, shape, dim, 2), 0, dtype=torch.bool)
+    return m("where", first, *[m.spread(x, dim, 2) for x in tensors])
+
+
+@lower(aten.slice_backward.default)
+def slice_backward(m: Make, g: Operand, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Operand:
+    """The gradient in its part of the dim, zero in the others."""
+    shape = m.shape
+    dim %= len(shape)
+    part = m.shape_of(g)[dim]
+    start = start + shape[dim] if start < 0 else start
+    if step != 1 or not part or shape[dim] % part or start % part:
+        raise Unfit
+    mine = m("eq", _part(m, shape, dim, shape[dim] // part), start // part, dtype=torch.bool)
+    return m("where", mine, m.spread(g, dim, shape[dim] // part), 0.0)
+
+
+# ---------------------------------------------------------------------- activations
+@lower(aten.relu.default)
+def relu(m: Make, x: Operand) -> Operand:
+    return m("maximum", x, 0.0 if m.dtype.is_floating_point else 0)
+
+
+@lower(aten.threshold_backward.default)
+def threshold_backward(m: Make, g: Operand, x: Operand, threshold: float) -> Operand:
+    return m("where", m("le", x, threshold, dtype=torch.bool), 0.0, g)
+
+
+@lower(aten.tanh_backward.default)
+def tanh_backward(m: Make, g: Operand, y: Operand) -> Operand:
+    return m.mul(g, m.sub(1.0, m("square", y)))
+
+
+@lower(aten.sigmoid_backward.default)
+def sigmoid_backward(m: Make, g: Operand, y: Operand) -> Operand:
+    return m.mul(g, m.mul(y, m.sub(1.0, y)))
+
+
+@lower(aten.silu.default)
+def silu(m: Make, x: Operand) -> Operand:
+    return m.mul(x, m("sigmoid", x))
+
+
+@lower(aten.silu_backward.default)
+def silu_backward(m: Make, g: Operand, x: Operand) -> Operand:
+    s = m("sigmoid", x)
+    return m.mul(m.mul(g, s), m.add(1.0, m.mul(x, m.sub(1.0, s))))
+
+
+def _tanh_of_gelu(m: Make, x: Operand) -> tuple[Inner, Inner]:
+    """tanh(u) of the approximation, and x squared."""
+    squared = m("square", x)
+    inside = m.mul(math.sqrt(2 / math.pi), m.mul(x, m.add(1.0, m.mul(0.044715, squared))))
+    return m("tanh", inside), squared
+
+
+@lower(aten.gelu.default)
+def gelu(m: Make, x: Operand, approximate: str = "none") -> Operand:
+    if approximate == "tanh":
+        return m.mul(m.mul(0.5, x), m.add(1.0, _tanh_of_gelu(m, x)[0]))
+    return m.mul(m.mul(0.5, x), m.add(1.0, m("erf", m.mul(x, math.sqrt(0.5)))))
+
+
+@lower(aten.gelu_backward.default)
+def gelu_backward(m: Make, g: Operand, x: Operand, approximate: str = "none") -> Operand:
+    if approximate == "tanh":
+        tanh, squared = _tanh_of_gelu(m, x)
+        slope = m.mul(math.sqrt(2 / math.pi), m.add(1.0, m.mul(3 * 0.044715, squared)))
+        right = m.mul(m.mul(m.mul(0.5, x), m.sub(1.0, m("square", tanh))), slope)
+        return m.mul(g, m.add(m.mul(0.5, m.add(1.0, tanh)), right))
+    cdf = m.mul(0.5, m.add(1.0, m("erf", m.mul(x, math.sqrt(0.5)))))
+    pdf = m.mul(m("exp", m.mul(-0.5, m("square", x))), 1 / math.sqrt(2 * math.pi))
+    return m.mul(g, m.add(cdf, m.mul(x, pdf)))
+
+
+# ---------------------------------------------------------------------- random numbers
+@lower(RANDOM_UNIFORM)
+def random_uniform(
+    m: Make, seed: fx.Node, op_id: int, shape: Sequence[int], strides: Sequence[int], offset: fx.Node
+) -> Operand:
+    index = blocks(tuple(shape), tuple(n if size > 1 else 0 for n, size in zip(strides, shape, strict=True)))
+    return m("uniform", seed, offset, seed=op_id, index=index)
+
+
+# ---------------------------------------------------------------------- reductions
+@lower(aten.sum.dim_IntList)
+def sum_(
+    m: Make, x: Operand, dim: Sequence[int] | None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Operand:
+    if not (m.dtype_of(x).is_floating_point and m.dtype.is_floating_point):
+        raise Unfit
+    return _reduced(m, "sum", x, dim)
+
+
+@lower(aten.sum.default)
+def sum_all(m: Make, x: Operand, dtype: torch.dtype | None = None) -> Operand:
+    m.floating(x)
+    return _reduced(m, "sum", x, None) if m.dtype.is_floating_point else x
+
+
+@lower(aten.amax.default)
+def amax(m: Make, x: Operand, dim: Sequence[int] = (), keepdim: bool = False) -> Operand:
+    m.floating(x)
+    return _reduced(m, "max", x, dim)
+
+
+@lower(aten.amin.default)
+def amin(m: Make, x: Operand, dim: Sequence[int] = (), keepdim: bool = False) -> Operand:
+    m.floating(x)
+    return _reduced(m, "min", x, dim)
+
+
+def _reduced(m: Make, op: str, x: Operand, dims: Sequence[int] | None) -> Operand:
+    """Over trailing dims a row's, over leading dims a column's; a sum over all of them in two steps."""
+    shape = m.shape_of(x)
+    gone = {d % len(shape) for d in dims or range(len(shape))} if shape else set[int]()
+    real = [d for d, n in enumerate(shape) if n > 1]
+    over = [d for d in real if d in gone]
+    if not over:
+        return m("same", x, shape=shape)
+    size = math.prod(shape[d] for d in over)
+    if over == real and (op == "sum" or len(real) > 1):
+        if op != "sum":
+            raise Unfit
+        return m.reduce("sum", x, "all", m.shape)
+    if over == real[len(real) - len(over) :]:
+        return m.reduce(f"r{op}", x, "row", m.shape, size)
+    if op == "sum" and over == real[: len(over)]:
+        return m.reduce("csum", x, "col", m.shape, math.prod(shape) // size)
+    raise Unfit
+
+
+# ---------------------------------------------------------------------- norms
+def _rows(m: Make, x: Operand, normalized: Sequence[int]) -> tuple[Shape, Shape, int]:
+    """The shape of x, that of its statistics, and the columns."""
+    shape = m.shape_of(x)
+    kept = len(shape) - len(normalized)
+    cols = math.prod(shape[kept:])
+    if cols == 1 or tuple(normalized) != shape[kept:]:
+        raise Unfit
+    return shape, (*shape[:kept], *[1] * len(normalized)), cols
+
+
+@lower(aten.native_layer_norm.default)
+def layer_norm(
+    m: Make, x: Operand, normalized: Sequence[int], weight: fx.Node | None, bias: fx.Node | None, eps: float
+) -> tuple[Operand, ...]:
+    shape, rows, cols = _rows(m, x, normalized)
+    m.shape = shape
+
+    def mean_of(value: Operand) -> Inner:
+        return m("div", m.reduce("rsum", value, "row", rows, cols), float(cols), shape=rows)
+
+    mean = mean_of(x)
+    centred = m.sub(x, mean)
+    variance = mean_of(m("square", centred))
+    rstd = m("rsqrt", m("add", variance, eps, shape=rows), shape=rows)
+    y = m.mul(centred, rstd)
+    y = y if weight is None else m.mul(y, weight)
+    return (y if bias is None else m.add(y, bias)), mean, rstd
+
+
+@lower(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    m: Make,
+    g: Operand,
+    x: Operand,
+    normalized: Sequence[int],
+    mean: Operand,
+    rstd: Operand,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    mask: Sequence[bool],
+) -> tuple[Operand | None, ...]:
+    shape, rows, cols = _rows(m, x, normalized)
+    m.shape, last = shape, tuple(normalized)
+    hat = m.mul(m.sub(x, mean), rstd)
+    gw = g if weight is None else m.mul(g, weight)
+
+    def mean_of(value: Operand) -> Inner:
+        return m("div", m.reduce("rsum", value, "row", rows, cols), float(cols), shape=rows)
+
+    inner = m.sub(m.sub(gw, mean_of(gw)), m.mul(hat, mean_of(m.mul(gw, hat))))
+    dx = m.mul(inner, rstd)
+    dw = m.reduce("csum", m.mul(g, hat), "col", last, cols) if mask[1] else None
+    db = m.reduce("csum", g, "col", last, cols) if mask[2] else None
+    return dx if mask[0] else None, dw, db

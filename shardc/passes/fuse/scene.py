@@ -1,0 +1,137 @@
+"""A localized body as the fusion pass sees it: its calls in order, which of them kernels may do, and who reads what.
+
+unit      a call that a kernel can do; it reads memory of values, through any views
+barrier   a product, an attention, a collective: what has a place in time
+free      views, constants, and small calls that no kernel can do: they go where they are needed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops import check_index, local
+from shardc.passes.fuse.memory_of import VIEWS, Memories
+from shardc.passes.fuse.spaces import Prim, Read, Value, demand
+from shardc.passes.fuse.units import LOWERINGS, Inner, Unit, unit
+from shardc.rules.registry import find_rule
+
+aten = torch.ops.aten
+FREE = {
+    *VIEWS,
+    *(aten.full.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default),
+    *(local.axis_offset, local.shard_slice, local.mask_pad, check_index.check_index),
+}
+FEW = 4  # operations that are done again rather than read
+
+
+@dataclass
+class Scene:
+    """`calls` in the order that they run in; everything else goes by a call's index there."""
+
+    graph: Graph
+    calls: list[fx.Node]
+    units: dict[int, Unit]
+    barriers: list[int]
+    edges: list[tuple[int, int]]
+    readers: dict[fx.Node, set[int]]  # value -> calls that read its memory, the number of calls for an output
+    home: list[int]  # barriers before each call
+    inside: list[bool]  # does it run once a microbatch?
+    memories: Memories
+    bytes: dict[Value, int] = field(default_factory=dict[Value, int])
+
+    @property
+    def end(self) -> int:
+        return len(self.calls)
+
+
+def scene(graph: Graph, exclude: frozenset[str] = frozenset()) -> Scene:
+    """Look at a graph; `exclude` are ops, by name, and values that stay calls."""
+    inside = in_microbatch(graph)
+    calls = sorted(graph.calls(), key=lambda node: node not in inside)
+    memories = Memories(graph, lambda node: node.target in LOWERINGS)
+    at = {node: i for i, node in enumerate(calls)}
+    units: dict[int, Unit] = {}
+    cheap: dict[fx.Node, Unit] = {}
+    for i, node in enumerate(calls):
+        if op_name(node.target) in exclude or info(node).name in exclude:
+            continue
+        found = unit(graph, memories, node)
+        if found is not None:
+            units[i] = found = _with_cheap_operands(found, cheap)
+            if _cheap(graph, found):
+                cheap[found.node] = found
+    readers: dict[fx.Node, set[int]] = {}
+    for value in graph.output_values:
+        readers.setdefault(memories.of[value].base, set()).add(len(calls))
+    edges: set[tuple[int, int]] = set()
+    for i, node in reversed(list(enumerate(calls))):
+        if i in units and not any(value in readers for value in results(node)):
+            del units[i]  # its readers make it themselves
+            continue
+        bases = list(reads(units[i])) if i in units else operands(node)
+        if node.target not in VIEWS or i in units:
+            for value in bases:
+                readers.setdefault(memories.of[value].base, set()).add(i)
+        sources = (at.get(producer(value)[0]) for value in bases)
+        edges.update((source, i) for source in sources if source is not None)
+    barriers = [i for i, node in enumerate(calls) if i not in units and not _free(node)]
+    home, count = [], 0
+    fixed = set(barriers)
+    for i in range(len(calls)):
+        home.append(count)
+        count += i in fixed
+    sizes: dict[Value, int] = {value: type_of(value).local_bytes(graph.mesh) for value in graph.values()}
+    inner = [node in inside for node in calls]
+    return Scene(graph, calls, units, barriers, sorted(edges), readers, home, inner, memories, sizes)
+
+
+def reads(one: Unit) -> set[fx.Node]:
+    """The values of the graph whose memory a unit reads."""
+    own = {value for value in results(one.node) if value is not None}
+    return {r.value for prim in one.prims for r in prim.reads if isinstance(r.value, fx.Node)} - own
+
+
+def _free(node: fx.Node) -> bool:
+    if node.target in FREE:
+        return True
+    if op_name(node.target) in KINDS:
+        return False
+    rule = find_rule(node.target)
+    return rule is not None and rule.kind == "pointwise" and op_name(node.target) != "shardc.accumulate"
+
+
+def _with_cheap_operands(user: Unit, cheap: dict[fx.Node, Unit]) -> Unit:
+    """Operands that cost less to make again than to read are made by the unit itself: masks, positions, constants."""
+    wanted = [read.value for prim in user.prims for read in prim.reads if isinstance(read.value, fx.Node)]
+    inlined = {value: cheap[value] for value in wanted if value in cheap and cheap[value].double == user.double}
+    if not inlined:
+        return user
+    prims: list[Prim] = []
+    names: dict[Value, Value] = {}
+    for found in inlined.values():
+        for prim in found.prims:
+            names[prim.out] = Inner(user.node, -1 - len(names))
+            prims.append(_renamed(prim, names))
+    prims += [_renamed(prim, names) for prim in user.prims]
+    wanted_space = demand(prims)
+    return user if wanted_space is None else Unit(user.node, tuple(prims), wanted_space)
+
+
+def _renamed(prim: Prim, names: dict[Value, Value]) -> Prim:
+    args = tuple(a._replace(value=names.get(a.value, a.value)) if isinstance(a, Read) else a for a in prim.args)
+    return replace(prim, out=names.get(prim.out, prim.out), args=args)
+
+
+def _cheap(graph: Graph, one: Unit) -> bool:
+    if len(one.prims) > FEW or info(one.node).type is None or any(prim.over != "point" for prim in one.prims):
+        return False
+    bases = reads(one)
+    read = sum(type_of(value).local_bytes(graph.mesh) for value in bases)
+    mask = type_of(one.node).dtype == torch.bool and not any(type_of(v).dtype.is_floating_point for v in bases)
+    return 2 * read <= type_of(one.node).local_bytes(graph.mesh) or (mask and len(bases) == 1)

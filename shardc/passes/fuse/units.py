@@ -1,0 +1,260 @@
+"""What a call is to a kernel: a few operations of the kernels' own table, on memory instead of tensors.
+
+A lowering takes the call's arguments and says in `Make`'s words what it computes; one line an op:
+
+    @lower(aten.silu.default)
+    def silu(m, x): return m.mul(x, m("sigmoid", x))
+
+A call that has no lowering, or whose operands cannot be walked, stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from kernels_triton.fused.kernel import DTYPES
+from kernels_triton.fused.table import OPS
+from shardc.ir.graph import Graph, info, results, type_of
+from shardc.passes.fuse.memory_of import Memories, Memory
+from shardc.passes.fuse.spaces import Blocks, Demand, Over, Prim, Read, Shape, Value, blocks, demand
+
+aten = torch.ops.aten
+
+
+class Unfit(Exception):  # noqa: N818  (no error: a lowering's "no")
+    """This call is no part of a kernel."""
+
+
+class Unit(NamedTuple):
+    """One call of the graph, as a part of a kernel."""
+
+    node: fx.Node
+    prims: tuple[Prim, ...]
+    demand: Demand
+
+    @property
+    def double(self) -> bool:
+        """Does it compute in float64? Kernels do, where all their tensors are of it."""
+        return any(prim.dtype == torch.float64 for prim in self.prims)
+
+
+class Inner(NamedTuple):
+    """A value that only a kernel knows: number `at` of those that a call needs on the way."""
+
+    node: fx.Node
+    at: int
+
+
+Operand = fx.Node | Inner | float | int | bool
+Lower = Callable[..., Operand | tuple[Operand | None, ...]]
+LOWERINGS: dict[Any, Lower] = {}
+
+
+def lower(*ops: Any) -> Callable[[Lower], Lower]:
+    def add(lowering: Lower) -> Lower:
+        LOWERINGS.update(dict.fromkeys(ops, lowering))
+        return lowering
+
+    return add
+
+
+class Make:
+    """Writes down the operations of one call. Operands are tensors of the graph, values made here, and numbers."""
+
+    def __init__(self, graph: Graph, memories: Memories, node: fx.Node) -> None:
+        self.graph, self.memories, self.node = graph, memories, node
+        self.prims: list[Prim] = []
+        self.shapes: dict[Inner, Shape] = {}
+        self.dtypes: dict[Inner, torch.dtype] = {}
+        found = next((value for value in results(node) if value is not None), None)
+        self.shape = memories.of[found].shape if found is not None else ()
+        self.dtype = type_of(found).dtype if found is not None else torch.float32
+
+    def __call__(
+        self,
+        op: str,
+        *args: Operand | Read,
+        shape: Shape | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> Inner:
+        shape = self.shape if shape is None else shape
+        return self._put(op, tuple(self.read(arg, shape) for arg in args), shape, math.prod(shape), dtype, **fields)
+
+    def reduce(self, op: str, x: Operand, over: Over, shape: Shape, cols: int = 0) -> Inner:
+        """A reduction of x, whose result has `shape`."""
+        own = self.shape_of(x)
+        return self._put(op, (self.read(x, own),), shape, math.prod(own), None, over=over, cols=cols)
+
+    def numbered(self, shape: Shape, index: Blocks) -> Inner:
+        """Numbers, as a walk through the elements of a tensor counts."""
+        return self._put("iota", (), shape, math.prod(shape), torch.int64, index=index)
+
+    def spread(self, x: Operand, dim: int, times: int) -> Read:
+        """The elements of x over a tensor whose `dim` is so many times as long: the same in each part of it."""
+        if not isinstance(x, fx.Node) or constant(x) is not None or type_of(x).dtype not in DTYPES:
+            raise Unfit
+        if not self.memories.readable(x):
+            raise Unfit
+        memory = self.memories.of[x]
+        shape = (*memory.shape[:dim], times, *memory.shape[dim:])
+        strides = (*memory.strides[:dim], 0, *memory.strides[dim:])
+        return Read(memory.base, blocks(shape, strides), memory.offset)
+
+    def side_by_side(self, tensors: Sequence[Operand], dim: int) -> Inner:
+        """Tensors of one shape, joined along a dim: each stored in its place."""
+        part = self.shape_of(tensors[0])
+        steps = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        apart = part[dim] * steps[dim]
+        reads = tuple(self.read(x, part) for x in tensors)
+        return self._put("cat", reads, self.shape, math.prod(part), None, index=blocks(part, steps), seed=apart)
+
+    def _put(
+        self, op: str, args: tuple[Any, ...], shape: Shape, size: int, dtype: torch.dtype | None, **fields: Any
+    ) -> Inner:
+        if op != "iota" and not any(isinstance(arg, Read) for arg in args):
+            raise Unfit  # of numbers alone
+        made = Inner(self.node, len(self.prims))
+        self.prims.append(Prim(made, op, args, size, dtype or self.dtype, **fields))
+        self.shapes[made], self.dtypes[made] = shape, dtype or self.dtype
+        return made
+
+    # ------------------------------------------------------------------ operands
+    def read(self, arg: Operand | Read, shape: Shape) -> Read | float | int | bool:
+        if isinstance(arg, (bool, int, float, Read)):
+            return arg
+        if isinstance(arg, Inner):
+            own = self.shapes[arg]
+            missing = len(shape) - len(own)
+            steps = [math.prod(own[i + 1 :]) if n > 1 else 0 for i, n in enumerate(own)]
+            if missing < 0 or any(n not in (1, want) for n, want in zip(own, shape[missing:], strict=True)):
+                raise Unfit
+            return Read(arg, blocks(shape, (*[0] * missing, *steps)))
+        if (number := constant(arg)) is not None:
+            return number
+        if type_of(arg).dtype not in DTYPES or not self.memories.readable(arg):
+            raise Unfit
+        found = self.memories.of[arg].read(shape)
+        if found is None:
+            raise Unfit
+        return found
+
+    def shape_of(self, arg: Operand) -> Shape:
+        if isinstance(arg, Inner):
+            return self.shapes[arg]
+        return self.memories.of[arg].shape if isinstance(arg, fx.Node) else ()
+
+    def dtype_of(self, arg: Operand) -> torch.dtype:
+        if isinstance(arg, Inner):
+            return self.dtypes[arg]
+        if isinstance(arg, fx.Node):
+            return type_of(arg).dtype
+        return torch.bool if isinstance(arg, bool) else torch.int64 if isinstance(arg, int) else torch.float32
+
+    def floating(self, *args: Operand) -> None:
+        """This lowering is for floats alone."""
+        if not all(self.dtype_of(arg).is_floating_point for arg in args if not isinstance(arg, (int, float))):
+            raise Unfit
+
+    # ------------------------------------------------------------------ the commonest
+    def add(self, a: Operand, b: Operand) -> Inner:
+        return self("add", a, b)
+
+    def sub(self, a: Operand, b: Operand) -> Inner:
+        return self("sub", a, b)
+
+    def mul(self, a: Operand, b: Operand) -> Inner:
+        return self("mul", a, b)
+
+    def div(self, a: Operand, b: Operand) -> Inner:
+        return self("div", a, b)
+
+
+def constant(node: fx.Node) -> float | int | bool | None:
+    """The number that every element of a value is, as far as can be told from the call that makes it."""
+    if node.target in (aten._to_copy.default, aten.view.default, aten.expand.default, aten.unsqueeze.default):
+        number = constant(node.args[0])  # type: ignore[arg-type]
+    elif node.target is aten.full.default and isinstance(node.args[1], (bool, int, float)):
+        number = node.args[1]
+    else:
+        return None
+    dtype = type_of(node).dtype
+    return None if number is None else float(number) if dtype.is_floating_point else number
+
+
+def unit(graph: Graph, memories: Memories, node: fx.Node) -> Unit | None:
+    """A call as a part of a kernel; None if it is none."""
+    lowering = LOWERINGS.get(node.target)
+    if node in memories.copies:
+        lowering = _copied
+    values = [value for value in results(node) if value is not None]
+    if lowering is None or not values:
+        return None
+    shapes = [memories.of[value].shape for value in values]
+    if any(type_of(v).dtype not in DTYPES for v in values) or any(math.prod(shape) == 0 for shape in shapes):
+        return None
+    make = Make(graph, memories, node)
+    try:
+        made = lowering(make, *node.args, **node.kwargs)
+    except Unfit:
+        return None
+    return _finished(node, make, made if isinstance(made, tuple) and not isinstance(made, Inner) else (made,))
+
+
+def _copied(m: Make, x: Any, *_: Any, **__: Any) -> Operand:
+    """A "view" of what does not lie so: its elements in order, one by one."""
+    shape = m.shape_of(x)
+    return m("same", x, shape=shape)
+
+
+def _finished(node: fx.Node, make: Make, made: Sequence[Any]) -> Unit | None:
+    """The prims with the graph's values for what they yield, and nothing that no one needs."""
+    yielded = _yielded(node, made)
+    if yielded is None:
+        return None
+    names: dict[Value, Value] = {key: value for value, key in yielded.items()}
+    if len(names) < len(yielded):
+        return None
+    needed: set[Value] = set(names)
+    kept: list[Prim] = []
+    for prim in reversed(make.prims):
+        if prim.out in needed:
+            needed.update(read.value for read in prim.reads)
+            args = tuple(a._replace(value=names.get(a.value, a.value)) if isinstance(a, Read) else a for a in prim.args)
+            out = names.get(prim.out, prim.out)
+            dtype = type_of(out).dtype if isinstance(out, fx.Node) else prim.dtype
+            kept.append(replace(prim, out=out, args=args, dtype=dtype))
+    prims = tuple(reversed(kept))
+    wanted = demand(prims)
+    found = Unit(node, prims, wanted) if wanted is not None else None
+    if found is not None and found.double:
+        every = [r.value for p in prims for r in p.reads]
+        bases = [value for value in every if isinstance(value, fx.Node) and value not in yielded]
+        floats = {type_of(value).dtype for value in bases if type_of(value).dtype.is_floating_point}
+        narrow = any(p.op in OPS and OPS[p.op].function not in ("", "power") for p in prims)  # exact to float32 only
+        if not floats <= {torch.float64} or not bases or narrow or any(p.over != "point" for p in prims):
+            return None
+    return found
+
+
+def _yielded(node: fx.Node, made: Sequence[Any]) -> dict[fx.Node, Inner] | None:
+    """The graph's value -> what was made for it."""
+    if info(node).type is not None:
+        return {node: made[0]} if isinstance(made[0], Inner) else None
+    found: dict[fx.Node, Inner] = {}
+    for value in results(node):
+        if value is not None:
+            key = made[int(value.args[1])]  # type: ignore[arg-type]
+            if not isinstance(key, Inner):
+                return None
+            found[value] = key
+    return found
+
+
+__all__ = ["LOWERINGS", "Blocks", "Inner", "Make", "Memory", "Operand", "Unfit", "Unit", "constant", "lower", "unit"]

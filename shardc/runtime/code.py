@@ -1,0 +1,167 @@
+"""A graph as prepared code: a flat list of plain calls, which one rank runs again and again.
+
+Everything that can be known beforehand is: argument templates, slots, what dies when, offsets that depend on the rank
+alone, where collectives begin and where they are waited for. A run is then one loop; an error in it names the
+instruction, the user's line and the rank. Who keeps the values of the slots, and in which order code is run, is for
+others to say: `executor` runs a whole step of microbatches, `stages.executor` the parts of a pipeline's list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import shardc.ir.ops.fused_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what GPUs run)
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.graph import Graph
+from shardc.ir.in_place import INTO, Write, writes
+from shardc.ir.ops.collectives import COLLECTIVES, run_collective
+from shardc.ir.ops.context import RankContext, running
+from shardc.ir.ops.local import axis_offset
+from shardc.runtime.index_check import out_of_range
+from shardc.runtime.instructions import Instruction, Numerics, flatten
+from shardc.runtime.monitor import Monitor
+from shardc.runtime.overlap import Action, arranged, begin
+
+Single = int  # the slot of a call's only result
+Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
+Arguments = Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]
+Code = tuple[int, Callable[..., Any], Any, Single | Many, tuple[int, ...]]
+
+
+class Routine:
+    """A localized graph, as the rank of `context` runs it. `empty` is what its slots hold before."""
+
+    def __init__(self, graph: Graph, context: RankContext, rank: int, device: torch.device) -> None:
+        self.graph, self.rank = graph, rank
+        self.listing = listing = flatten(graph, Numerics(device))
+        self.names = [instruction.where for instruction in listing.instructions]
+        self.empty: list[Any] = [None] * listing.size
+        constant: set[int] = set()
+        for instruction in listing.instructions:
+            if instruction.target is axis_offset:
+                args, kwargs = instruction.arguments(self.empty)
+                into = _into(instruction)
+                assert isinstance(into, int)
+                with running(context):
+                    self.empty[into] = axis_offset(*args, **kwargs).to(device)
+                constant.add(into)
+        self._over = {write.value: write for write in writes(graph)}
+        self._slots = dict(zip(graph.placeholders, listing.inputs, strict=True))
+        self._staying = constant | {self._slots[write.over] for write in self._over.values()}
+
+    def code(self, first: int = 0, last: int | None = None) -> list[Code]:
+        """The instructions from `first` up to `last`. New parameters and state are written over those held."""
+        listing, code = self.listing, list[Code]()
+        for action in arranged(listing.instructions, first, len(listing.instructions) if last is None else last):
+            free = tuple(slot for slot in action.free if slot not in self._staying)
+            instruction = listing.instructions[action.at]
+            if instruction.target is axis_offset:
+                continue
+            code.append(_code(instruction, action, free))
+            if action.kind not in ("run", "wait"):
+                continue
+            over = [(self._over[v], p, slot) for v, p, slot in instruction.yields if v in self._over]
+            if instruction.node.target in INTO:
+                inside = {p or 0: self._slots[write.over] for write, p, _ in over if write.op is not None}
+                code[-1] = _written_inside(code[-1], instruction.node.target, inside)
+            for value, _, slot in instruction.yields:
+                if value in self._over and (self._over[value].op is None or instruction.node.target not in INTO):
+                    code[-1:] = _written(code[-1], self._over[value], self._slots[self._over[value].over], slot)
+        return code
+
+    def run(
+        self, code: Sequence[Code], env: list[Any], monitor: Monitor | None, base: int = 0, within: str = ""
+    ) -> None:
+        """Run code on the values in `env`. `base` is the number of its first instruction to the monitor, and `within`
+        says in an error what it is a part of."""
+        at = 0
+        try:
+            for at, call, arguments, into, free in code:
+                if monitor is not None:
+                    monitor.at = base + at
+                args, kwargs = arguments(env)
+                result = call(*args, **kwargs)
+                if type(into) is int:
+                    env[into] = result
+                else:
+                    for position, slot in into:  # type: ignore[union-attr]
+                        env[slot] = result[position]
+                for slot in free:
+                    env[slot] = None
+        except Exception as failure:
+            explained = self._explained(failure, at, monitor, env, within)
+            if explained is failure:
+                raise
+            raise explained from failure
+
+    def _explained(
+        self, failure: Exception, at: int, monitor: Monitor | None, env: Sequence[Any], within: str
+    ) -> Exception:
+        where = self.names[at] + within
+        failure.add_note(f"in instruction {where}, on rank {self.rank}")
+        if isinstance(failure, ShardcError):
+            return failure
+        one = self.listing.instructions[at]
+        if one.target in COLLECTIVES:
+            return failure if monitor is None else monitor.blame(failure)
+        named = out_of_range(one, self.rank, [env[slot] for slot in one.reads])
+        why = f"{type(failure).__name__}: {failure}" if named is None else str(named).partition("\n")[0]
+        if monitor is not None:
+            monitor.failed_alone(f"{why} in instruction {where}")
+        return named or failure
+
+
+def _code(one: Instruction, action: Action, free: tuple[int, ...]) -> Code:
+    steps, into = COLLECTIVES.get(one.target), _into(one)
+    match action.kind:
+        case "run":
+            call = one.target if steps is None else partial(run_collective, steps)
+            return action.at, call, one.arguments, into, free
+        case "begin":
+            assert steps is not None
+            return action.at, partial(begin, steps), one.arguments, into, free
+        case "wait":
+            assert isinstance(into, int)
+            return action.at, _arrived, lambda env: ((env[into],), {}), into, free
+        case "free":
+            return action.at, _arrived, lambda env: ((tuple,), {}), (), free
+
+
+def _written(code: Code, write: Write, over: int, slot: int) -> list[Code]:
+    """A call whose result takes the place of what slot `over` holds, which then is in `slot` as well."""
+    at, _, arguments, into, free = code
+    if write.op is None:
+        return [code, (at, torch.Tensor.copy_, lambda env: ((env[over], env[slot]), {}), slot, ())]
+
+    def placed(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        args, kwargs = arguments(env)
+        return args, {**kwargs, "out": env[over]}
+
+    return [(at, write.op, placed, into, free)]
+
+
+def _written_inside(code: Code, op: Any, over: dict[int, int]) -> Code:
+    """A call of several results, some of which take the places of what slots hold."""
+    at, _, arguments, into, free = code
+    places = tuple(over.items())
+    if not places:
+        return at, INTO[op].run, arguments, into, free
+
+    def placed(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        args, kwargs = arguments(env)
+        return args, {**kwargs, "over": {position: env[slot] for position, slot in places}}
+
+    return at, INTO[op].run, placed, into, free
+
+
+def _arrived(arrival: Callable[[], Any]) -> Any:
+    return arrival()
+
+
+def _into(one: Instruction) -> Single | Many:
+    places = one.yields
+    return places[0][2] if len(places) == 1 and places[0][1] is None else tuple((p or 0, s) for _, p, s in places)

@@ -1,0 +1,94 @@
+"""What every rank of a running job does, whatever it runs: join it, hold its shards of tensors, leave it.
+
+Environment variables are torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import TensorType
+from shardc.runtime.groups import ProcessGroupCommunicator
+from shardc.runtime.layout import assemble, load_shard, shard
+from shardc.runtime.monitor import BEAT, SILENCE
+from shardc.runtime.weights import Read
+from shardc.torch_compat import job_store
+
+
+class Member:
+    """Joins the job on construction, unless the process is in one already: gloo on CPUs, NCCL on GPUs."""
+
+    def __init__(self, mesh: Mesh, timeout: float, device: str | None = None) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if self.world != mesh.world_size:
+            message = f"the job has {self.world} ranks, the program's mesh ({mesh}) has {mesh.world_size}"
+            raise error(
+                "SC506", message, hint=f"start it with --nproc-per-node {mesh.world_size}, or compile for another mesh"
+            )
+        self.device = _device(device)
+        self.on_gpu = self.device.type == "cuda"
+        # Who is to blame takes a while to find out; it counts towards the limit.
+        self.limit = timedelta(seconds=max(timeout - SILENCE - 2 * BEAT, timeout / 2))
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            # Named, NCCL connects at once; else at a group's first collective, where all its ranks must take part.
+            named = self.device if self.on_gpu else None
+            dist.init_process_group("nccl" if self.on_gpu else "gloo", timeout=self.limit, device_id=named)
+
+    def store(self, name: str) -> Any:
+        """Where the ranks leave notes for each other, under a name."""
+        return dist.PrefixStore(f"shardc/{name}", job_store())
+
+    def leave(self) -> None:
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Shards:
+    """Tensors as a rank of a mesh holds them, on its device; whole ones are gathered through `comm`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        device: torch.device,
+        comm: ProcessGroupCommunicator,
+        blame: Callable[[Exception], Exception],
+    ) -> None:
+        self.mesh, self.rank, self.device, self._comm, self._blame = mesh, rank, device, comm, blame
+
+    def load(self, read: Read, type: TensorType) -> torch.Tensor:
+        return load_shard(read, type, self.mesh, self.rank).to(device=self.device, dtype=type.dtype)
+
+    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
+        return shard(whole.detach(), type, self.mesh, self.rank).to(self.device)
+
+    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
+        if not type.axes and not type.partial:
+            return held
+        try:
+            rows = self._comm.all_gather(held, self.mesh.names)
+        except ShardcError:
+            raise
+        except Exception as failure:
+            raise self._blame(failure) from failure
+        return assemble(dict(enumerate(rows)), type, self.mesh)
+
+
+def _device(asked: str | None) -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if asked is None:
+        asked = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    device = torch.device(asked)
+    if device.type == "cuda":
+        device = torch.device("cuda", local if ":" not in asked else device.index)
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,35 @@
+"""The engines of a pipelined program: all ranks' lists simulated in this process, or this rank's in a running job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardc.ir.graph import Graph, Port
+from shardc.runtime.engine import Engine, Simulation
+from shardc.runtime.microbatches import Feed
+from shardc.stages.job import PipelineJob
+from shardc.stages.program import Pipelined
+from shardc.stages.simulate import simulate_stages
+
+
+@dataclass(frozen=True)
+class PipelineEngines:
+    """What `runtime.launch.launch` makes a trainer's engine with."""
+
+    program: Pipelined
+
+    @property
+    def body(self) -> Graph:
+        return self.program.body
+
+    def simulation(self) -> Engine:
+        def run(held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> dict[Port, torch.Tensor]:
+            return simulate_stages(self.program, held, fed=fed)
+
+        return Simulation(self.body, run)
+
+    def job(self, timeout: float, device: str | None) -> Engine:
+        return PipelineJob(self.program, timeout, device)

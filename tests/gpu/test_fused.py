@@ -1,0 +1,43 @@
+"""Generated kernels on a GPU: the corpus against float64, twice bitwise the same, on plans of this GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels_triton.fused import reference
+from kernels_triton.fused.corpus import CORPUS
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.launcher import launcher
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 4e-6}
+SHAPES = ((1, 7), (19, 100), (300, 4096), (128, 12288), (7, 50304))
+
+
+def drawn(kernel: Kernel) -> list[Tensor]:
+    """Operands; scalars, statistics and weights are positive, as they are where they come from."""
+    made: list[Tensor] = []
+    for given in kernel.inputs:
+        if given.dtype.is_floating_point:
+            x = torch.randn(given.shape, device="cuda")
+            made.append((x if len(given.shape) > 1 else x.abs() + 0.3).to(given.dtype))
+        else:
+            made.append(torch.randint(0, 1 << 40, given.shape, dtype=given.dtype, device="cuda"))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CORPUS)
+def test_corpus(name: str, dtype: torch.dtype) -> None:
+    for rows, cols in SHAPES:
+        kernel = CORPUS[name](rows, cols, dtype)
+        torch.manual_seed(rows)
+        inputs = drawn(kernel)
+        found, again = launcher(kernel)(inputs), launcher(kernel)(inputs)
+        exact = reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
+        rounds = 2 if any(step.op == "cast" for step in kernel.steps) else 1
+        for mine, other, theirs in zip(found, again, exact, strict=True):
+            assert torch.equal(mine, other), f"{name} {rows}x{cols} is not deterministic"
+            limit = rounds * TOLERANCE[dtype if rounds == 2 else mine.dtype]
+            error = (mine.double() - theirs).abs().amax() / theirs.abs().amax().clamp(min=1e-30)
+            assert error < limit, f"{name} {rows}x{cols}: {error:.1e}"

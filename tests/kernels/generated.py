@@ -1,0 +1,26 @@
+"""What the interpreter's worker runs of the generator: a kernel by its text, on the plan that is asked for."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from kernels_triton import launch
+from kernels_triton.fused.launcher import Ready, program
+from kernels_triton.fused.schedules import Plan, Style, choose, planned
+from kernels_triton.fused.text import parse
+from kernels_triton.rows import Schedule
+
+DEVICE = replace(launch.H200, sms=2)  # so few that programs have several tiles of rows each
+
+
+def fused(line: str, style: Style | None, schedule: Schedule | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    kernel = parse(line)
+    plan: Plan
+    if style is None:
+        plan = choose(kernel, DEVICE)
+    else:
+        assert schedule is not None
+        plan = planned(kernel, style, schedule, DEVICE)
+    outputs = [launch.empty(made.shape, made.dtype, inputs[0]) for made in kernel.outputs]
+    Ready(program(kernel, plan)).run(inputs, outputs)
+    return tuple(outputs)

@@ -1,0 +1,193 @@
+"""A kernel as data: its text, what is refused, fewer dims, the library op, and the reference in lifted dtypes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from random_kernel import arguments, kernels
+from torch._subclasses import FakeTensorMode
+
+from kernels_triton import rows as schedules
+from kernels_triton.fused import reference
+from kernels_triton.fused.corpus import CORPUS, Draft
+from kernels_triton.fused.kernel import Kernel, Walk
+from kernels_triton.fused.launcher import source
+from kernels_triton.fused.naming import named
+from kernels_triton.fused.op import FUSED
+from kernels_triton.fused.schedules import choose, column_sums, in_place
+from kernels_triton.fused.simplify import arranged, simplified
+from kernels_triton.fused.text import parse, text
+from kernels_triton.fused.tune import tune
+from kernels_triton.launch import A100, H200, Device
+from shardc import ShardcError
+
+bf16, f32 = torch.bfloat16, torch.float32
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(kernel=kernels())
+def test_text_is_read_back_and_fewer_dims_compute_the_same(kernel: Kernel) -> None:
+    assert parse(text(kernel)) == kernel
+    smaller = simplified(kernel)
+    assert len(smaller.space) <= len(kernel.space)
+    assert parse(text(smaller)) == smaller
+    given_ = arguments(kernel, 0)
+    for a, b in zip(reference.run(kernel, given_), reference.run(smaller, given_), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert source(kernel) == source(kernel)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_the_corpus_is_read_back(name: str) -> None:
+    kernel = CORPUS[name](24, 64, bf16)
+    assert parse(text(kernel)) == kernel
+    assert "\n" not in text(kernel)
+    assert compile(source(kernel), "generated", "exec")
+    assert compile(source(kernel, A100), "generated", "exec")
+
+
+def test_dims_that_are_walked_as_one_become_one() -> None:
+    k = Draft((8, 128, 64))
+    x, b = k.full(bf16), k.col(bf16)
+    k.out(k("add", x, b), bf16)
+    assert simplified(k.kernel("bias")).space == (1024, 64)
+    k = Draft((8, 128, 64))
+    k.out(k("neg", k.full(bf16)), bf16)
+    assert simplified(k.kernel("flat")).space == (65536,)
+    k = Draft((8, 128, 64))  # positions repeat, sums over rows keep the columns
+    x, p = k.full(bf16), k.input(bf16, (128, 64))
+    k.out_col(k("csum", k("add", x, p)), f32)
+    assert simplified(k.kernel("positions")).space == (8, 128, 64)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(kernel=kernels())
+def test_rows_in_another_order_compute_the_same(kernel: Kernel) -> None:
+    other, given_ = arranged(kernel), arguments(kernel, 1)
+    assert sorted(other.space) == sorted(kernel.space)
+    for a, b in zip(reference.run(kernel, given_), reference.run(other, given_), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_transposed_tensor_is_read_along_its_rows() -> None:
+    """[head, feature, position] from [position, head, feature]: positions are the columns, features the tiles' rows."""
+    k = Draft((12, 64, 16, 64))
+    x = k.input(bf16, (1024, 768), Walk(0, (64, 1, 64 * 768, 768)))
+    k.out(x, bf16)
+    kernel = arranged(k.kernel("fused_transpose"))
+    assert kernel.space == (12, 16, 64, 64)
+    assert kernel.inputs[0].walk.strides == (64, 64 * 768, 1, 768)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+@pytest.mark.parametrize("name", CORPUS)
+def test_plans_fit_the_device(name: str, device: Device) -> None:
+    for cols in (1, 7, 64, 768, 4096, 12288, 50304):
+        for rows in (1, 100, 65536):
+            kernel = CORPUS[name](rows, cols, bf16)
+            plan = choose(kernel, device)
+            s = plan.schedule
+            assert all(1 <= n < 1 << 31 for n in plan.grid)
+            assert s.rows <= 2 * kernel.rows
+            assert s.block <= 2 * kernel.cols
+            elements = s.rows * s.block * max(1, s.chunks)
+            assert elements / (32 * s.warps) <= 32, "more values a thread than it has registers for"
+            if plan.style == "rows":
+                assert s.block * s.chunks >= kernel.cols
+            for _ in column_sums(kernel):
+                assert plan.programs <= 16 * device.sms
+
+
+def test_a_measured_schedule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer likes so many warps; the table that this makes is what `choose` then goes by, in its widths."""
+    liked = {"fused_rms_norm": 4, "fused_bias_gelu": 2}
+    table = tune(H200, lambda kernel, s: 0.5 if s.warps == liked[kernel.name] else 1.0, only=["rms_norm", "bias_gelu"])
+    assert {name.rsplit("_", 1)[0] for name in table} == {"fused_rows", "fused_tiles"}
+    monkeypatch.setattr(schedules, "_table", lambda device: table)
+    for cols in (700, 1024):
+        plan = choose(CORPUS["rms_norm"](8192, cols, bf16), H200)
+        assert plan.schedule.warps == 4
+        assert plan.schedule.block * plan.schedule.chunks >= cols
+    table["fused_rows_3"][0]["schedule"]["block"] = 512  # measured for other rows: never used where columns would go
+    assert choose(CORPUS["rms_norm"](8192, 1000, bf16), H200).schedule.block == 1024
+
+
+def test_float64_is_exact_where_the_text_says_bfloat16() -> None:
+    kernel = CORPUS["add_layer_norm"](16, 32, bf16)
+    torch.manual_seed(0)
+    x, residual, w, b = (torch.randn(given.shape, dtype=torch.float64) for given in kernel.inputs)
+    h, y, mean, rstd = torch.ops.shardc.fused([x, residual, w, b], text(kernel))
+    assert {t.dtype for t in (h, y, mean, rstd)} == {torch.float64}
+    expected = torch.nn.functional.layer_norm(x + residual, (32,), w, b, 1e-5)
+    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
+    with FakeTensorMode() as mode:
+        fakes = torch.ops.shardc.fused([mode.from_tensor(t) for t in (x, residual, w, b)], text(kernel))
+    assert [(f.shape, f.dtype, f.stride()) for f in fakes] == [
+        (t.shape, t.dtype, t.stride()) for t in (h, y, mean, rstd)
+    ]
+
+
+def test_operands_in_any_layout() -> None:
+    kernel = CORPUS["bias_gelu"](6, 8, f32)
+    x, b = torch.randn(8, 6).T, torch.randn(16)[::2]
+    (found,) = FUSED([x, b], text(kernel))
+    (expected,) = FUSED([x.contiguous(), b.contiguous()], text(kernel))
+    assert torch.equal(found, expected)
+
+
+def test_what_may_be_written_over_what() -> None:
+    adamw = CORPUS["adamw"](4, 8, bf16)  # p, m and v over themselves; the copy of p over the gradient
+    assert in_place(adamw) == {(0, 0), (0, 2), (0, 3), (1, 2), (2, 3), (3, 1)}
+    # dx over dy, h or the residual's gradient; never dw over w, which every row reads.
+    assert in_place(CORPUS["layer_norm_backward"](4, 8, bf16)) == {(0, 0), (0, 1), (0, 2)}
+    assert in_place(CORPUS["transposed_add"](4, 8, bf16)) == {(0, 0)}
+    assert in_place(CORPUS["rope"](16, 8, bf16)) == {(0, 0), (0, 1)}  # each half over itself
+    # The gradient of up is not made from up: its store would not wait for up's load.
+    assert in_place(CORPUS["swiglu_backward"](8, 8, bf16)) == {(0, 1)}
+
+
+def test_names() -> None:
+    assert named(["add.Tensor", "native_layer_norm", "_to_copy"]) == "fused_add_layer_norm"
+    assert named(["shardc.random_uniform", "mul.Tensor", "mul.Scalar"]) == "fused_random_uniform_mul"
+    assert named(["view"]) == "fused_cast"
+    assert named(f"op{i}" for i in range(99)).endswith("_etc")
+
+
+def wrong(change: Callable[[Draft], object], space: tuple[int, ...] = (4, 8)) -> str:
+    k = Draft(space)
+    change(k)
+    with pytest.raises(ShardcError, match="SC531") as caught:
+        k.kernel("fused_wrong")
+    return str(caught.value)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    def late_row(k: Draft) -> None:
+        x = k.full(f32)
+        k.out(k("add", x, k("csum", x)), f32)
+
+    def two_in_one_place(k: Draft) -> None:
+        k.out(k.full(f32), f32, (8,))
+
+    def partly(k: Draft) -> None:
+        x = k.full(f32)
+        k.joined(f32, (4, 16), (x, Walk(0, (16, 1))))
+
+    def twice(k: Draft) -> None:
+        x = k.full(f32)
+        k.joined(f32, (4, 8), (x, Walk(0, (1, 1))))
+
+    def out_of(k: Draft) -> None:
+        k.out(k.input(f32, (4, 8), Walk(1, (8, 1))), f32)
+
+    assert "meets a value of rows" in wrong(late_row)
+    assert "one place for several values" in wrong(two_in_one_place)
+    assert "written in part" in wrong(partly)
+    assert "written twice" in wrong(twice)
+    assert "walked out of its 32 elements" in wrong(out_of)
+    assert "no inputs" in wrong(lambda k: k.out(k("iota", attributes=(0,)), f32))
+    assert "of class f" in wrong(lambda k: k.out(k("and", k.full(f32), True), f32))
+    for line in ("", "x[2|3](f32[2,3]){}->f32[2,3]=%0 ", "x[2|3](f32[2,3]){%1=no(%0)}->f32[2,3]=%1"):
+        with pytest.raises(ShardcError, match="SC531"):
+            parse(line)

@@ -1,0 +1,125 @@
+"""Merging keeps a graph acyclic and its barriers in place; a space is found where calls agree on one, only there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardc.passes.fuse.order import Clusters
+from shardc.passes.fuse.spaces import Demand, Prim, Read, along, blocks, demand, space, whole
+
+F32 = torch.float32
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int], list[tuple[int, int]]]:
+    count = draw(st.integers(2, 40))
+    node = st.integers(0, count - 1)
+    edges = draw(st.lists(st.tuples(node, node).filter(lambda e: e[0] < e[1]), max_size=80))
+    barriers = sorted(draw(st.sets(node, max_size=count // 4)))
+    return count, edges, barriers, draw(st.lists(st.tuples(node, node), max_size=60))
+
+
+@given(graphs())
+@settings(max_examples=150)
+def test_no_merge_makes_a_cycle_or_moves_a_barrier(
+    case: tuple[int, list[tuple[int, int]], list[int], list[tuple[int, int]]],
+) -> None:
+    count, edges, barriers, tries = case
+    clusters = Clusters(count, edges, barriers)
+    fixed = set(barriers)
+    for a, b in tries:
+        a, b = clusters.of(a), clusters.of(b)
+        if a != b and a not in fixed and b not in fixed:
+            clusters.merge(a, b)
+    heads = {clusters.of(n) for n in range(count)}
+    assert len({clusters.place[h] for h in heads}) == len(heads)
+    for source, target in (*edges, *pairwise(barriers)):
+        one, other = clusters.of(source), clusters.of(target)
+        assert one == other or clusters.place[one] < clusters.place[other]
+    number = {node: i for i, node in enumerate(barriers)}
+    for source, target in edges:
+        if source in number and target not in number:
+            assert clusters.early[clusters.of(target)] >= number[source]
+        if target in number and source not in number:
+            assert clusters.late[clusters.of(source)] <= number[target]
+    assert all(clusters.early[h] < clusters.late[h] for h in heads if h not in fixed)
+
+
+def test_a_path_through_a_third_forbids_a_merge_until_that_is_merged() -> None:
+    clusters = Clusters(3, [(0, 1), (1, 2), (0, 2)], [])
+    assert clusters.merge(0, 2) is None
+    assert clusters.merge(0, 1) == 0
+    assert clusters.merge(0, 2) == 0
+
+
+def test_what_a_barrier_needs_is_not_kept_waiting() -> None:
+    # 0 -> barrier 1;  barrier 1 -> 2: the sum 2 may not run with 0, which 1 waits for.
+    clusters = Clusters(4, [(0, 1), (1, 2), (3, 2)], [1])
+    assert not clusters.fits(0, 2)
+    assert clusters.merge(0, 2) is None
+    assert clusters.merge(0, 3) is not None
+
+
+# ---------------------------------------------------------------------- spaces
+def prim(out: str, size: int, *reads: Read, over: str = "point", cols: int = 0) -> Prim:
+    return Prim(out, "add", reads, size, F32, over, cols)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "found"),
+    [
+        ((8, 16, 64), (1024, 64, 1), ((8192, 1),)),
+        ((8, 16, 64), (0, 0, 1), ((128, 0), (64, 1))),
+        ((8, 16, 64), (16, 1, 0), ((128, 1), (64, 0))),
+        ((8, 16, 64), (0, 64, 1), ((8, 0), (1024, 1))),
+        ((8, 4, 16, 16), (1024, 16, 64, 1), ((8, 1024), (4, 16), (16, 64), (16, 1))),
+        ((1, 1), (5, 7), ((1, 0),)),
+    ],
+)
+def test_blocks(shape: tuple[int, ...], strides: tuple[int, ...], found: tuple[tuple[int, int], ...]) -> None:
+    assert blocks(shape, strides) == found
+
+
+def test_along_follows_a_view_of_other_dims() -> None:
+    whole_of_it = (64, 1)  # strides of the element number over (128, 64)
+    assert along(((128, 0), (64, 1)), (128, 64), whole_of_it) == (0, 1)
+    assert along(((8192, 1),), (8, 16, 64), (1024, 64, 1)) == (1024, 64, 1)
+    assert along(((8, 0), (1024, 1)), (8, 16, 64), (1024, 64, 1)) == (0, 64, 1)
+    assert along(((8, 0), (1024, 1)), (128, 64), whole_of_it) is None  # repeats every 16 rows
+
+
+def test_a_norm_shares_a_space_with_a_bias_and_not_with_another_width() -> None:
+    x = Read("x", whole(8192))
+    bias = prim("h", 8192, x, Read("b", ((128, 0), (64, 1))))
+    mean = prim("m", 8192, Read("h", whole(8192)), over="row", cols=64)
+    centred = prim("c", 8192, Read("h", whole(8192)), Read("m", ((128, 1), (64, 0))))
+    wanted = demand([bias, mean, centred])
+    assert wanted is not None
+    assert wanted == Demand(8192, frozenset({64}), 64)
+    found = space([bias, mean, centred], wanted)
+    assert found is not None
+    assert (found.dims, found.walks["m"]) == ((128, 64), (1, 0))
+    other = prim("w", 8192, Read("c", whole(8192)), over="row", cols=128)
+    assert demand([bias, mean, centred, other]) is None
+
+
+def test_a_sum_over_rows_is_not_read_by_rows() -> None:
+    total = prim("s", 8192, Read("x", whole(8192)), over="col", cols=64)
+    again = prim("y", 8192, Read("x", whole(8192)), Read("s", ((128, 0), (64, 1))))
+    halved = prim("z", 64, Read("s", whole(64)))
+    assert space([total, again], Demand(8192, frozenset({64}), 64)) is None
+    assert space([total, halved], Demand(8192, frozenset(), 64)) is not None
+
+
+def test_a_value_made_here_is_read_as_it_lies() -> None:
+    """A transposed operand from outside is a walk; one made in the kernel would have to be stored first."""
+    turned = Read("x", ((64, 1), (128, 64)))
+    made = prim("x", 8192, Read("in", whole(8192)))
+    reader = prim("y", 8192, turned)
+    assert space([reader], Demand(8192, frozenset({128}))) is not None
+    assert space([made, reader], Demand(8192, frozenset({128}))) is None

@@ -1,0 +1,46 @@
+"""Random models under random plans, with their kernels: still the single device, in no more memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
+
+from kernels_triton.fused.op import FUSED
+from shardc import compiler
+from shardc.api import complete_inputs, model_state
+from shardc.compiler import Options
+from shardc.cost.memory import memory
+from shardc.ir.collectives import collectives
+from shardc.ir.mesh import Mesh
+from shardc.ir.text import print_graph
+from shardc.ir.verify import violations
+from shardc.passes.fuse import fuse
+from shardc.trace import trace
+from tests.properties.check import Refused, compiled, judge
+from tests.properties.grower import Program
+from tests.properties.test_random_programs import cases
+
+EXAMPLES = max(50, settings().max_examples // 4)
+
+
+@given(cases())
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
+def test_a_fused_random_program_equals_the_single_device(case: tuple[Program, Mesh, dict[str, dict[str, str]]]) -> None:
+    program, mesh, plan = case
+    note(f"{program}\nmesh {mesh}\nplan {plan}")
+    model, batch = program.model(), program.batch()
+    traced = trace(model, batch)
+    reference = compiler.single_device(traced, mesh, Options())
+    body = compiled(reference, plan, mesh)
+    if isinstance(body, Refused):
+        assume(False)
+        return
+    fused = fuse(body)
+    event(f"kernels: {min(5, sum(1 for node in fused.calls() if node.target is FUSED))}")
+    assert not violations(fused)
+    assert memory(fused).peak <= memory(body).peak
+    assert [one.value for one in collectives(fused)] == [one.value for one in collectives(body)]
+    given_: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
+    report, wrong = judge(fused, reference, complete_inputs(reference, given_, seed=3))
+    assert not wrong, "\n".join([*wrong, "", str(report), "", print_graph(fused)])

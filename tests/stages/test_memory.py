@@ -1,0 +1,235 @@
+"""The memory report of a pipelined program against the tensors that the ranks of its simulation really hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardc.runtime.instructions import rank_context
+from shardc.runtime.microbatches import feeds
+from shardc.stages import simulate
+from shardc.stages.cut import cut
+from shardc.stages.executor import ListExecutor
+from shardc.stages.instructions import COMPUTE, Optimizer
+from shardc.stages.memory import memory
+from shardc.stages.program import Pipelined, pipelined
+from shardc.stages.simulate import simulate_stages
+from tests.cost.test_memory import Alone
+from tests.models.zoo import make
+from tests.stages.whole import SIZES, compiled, staged, step
+
+
+class Meter:
+    """Bytes of the distinct storages that the first rank of each coordinate holds, by instruction: the most while it
+    runs. Storages that calls make are known by weak references; those between calls by who holds them."""
+
+    def __init__(self, program: Pipelined) -> None:
+        self.found = [[0] * len(listed) for listed in program.lists.ranks]
+        self.made: list[dict[int, tuple[StorageWeakRef, int]]] = [{} for _ in program.lists.ranks]
+        self.machine: Any = None
+
+    def run(self, program: Pipelined, inputs: Any, patch: pytest.MonkeyPatch) -> None:
+        meter = self
+
+        class Machine(simulate._Machine):  # pyright: ignore[reportPrivateUsage]
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                meter.machine = self
+
+            def _receive(self, rank: int, i: Any) -> None:
+                super()._receive(rank, i)
+                c = self.coordinates[rank]
+                for name, values in list(c.values[i.value, i.microbatch].items()):
+                    c.values[i.value, i.microbatch] = {name: [value.clone() for value in values]}
+
+            def _done(self, rank: int, i: Any) -> None:
+                meter.look(rank)
+                super()._done(rank, i)
+
+            def _work(self, rank: int, i: Any) -> None:
+                super()._work(rank, i)
+                self.coordinates[rank].at -= 1
+                meter.look(rank)
+                self.coordinates[rank].at += 1
+
+        patch.setattr(simulate, "_Machine", Machine)
+        simulate_stages(program, inputs, observe=self.watch)
+
+    def watch(self, rank: int, microbatch: int, node: fx.Node, values: Sequence[Tensor]) -> None:
+        storage = values[0].untyped_storage()
+        self.made[rank][storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.look(rank)
+
+    def look(self, rank: int) -> None:
+        c = self.machine.coordinates[rank]
+        alive = {at: (ref, size) for at, (ref, size) in self.made[rank].items() if not ref.expired()}
+        self.made[rank] = alive
+        sizes = {at: size for at, (_, size) in alive.items()}
+        tables = (c.sums, c.buffers, *c.values.values())
+        for storage in [values[0].untyped_storage() for table in tables for values in table.values()]:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        stored = [values[0].untyped_storage().data_ptr() for values in self.machine.local.values()]
+        total = sum(size for at, size in sizes.items() if at not in stored)
+        at = sum(map(len, c.steps[: c.at]))
+        self.found[rank][at] = max(self.found[rank][at], total)
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "microbatches", "ranks", "schedule", "virtual"),
+    [
+        ("gpt2", "alone", 3, 3, "1f1b", 1),
+        ("gpt2", "tp2", 8, 2, "zb-v", 2),
+        ("llama", "tp2", 3, 4, "zb-h1", 1),
+        ("llama", "dp2", 3, 2, "interleaved", 2),
+        ("t5", "alone", 3, 3, "gpipe", 1),
+        ("t5", "tp2", 1, 2, "dualpipe-v", 2),
+        ("llama", "zero1", 3, 2, "greedy", 1),
+    ],
+)
+def test_every_instruction_holds_what_the_report_says(
+    model: str,
+    variant: str,
+    microbatches: int,
+    ranks: int,
+    schedule: str,
+    virtual: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = pipelined(staged(model, variant, microbatches, ranks * virtual), schedule, virtual)
+    meter = Meter(program)
+    meter.run(program, compiled(model, variant, microbatches)[1], monkeypatch)
+    report = memory(program, early=False)
+    for one in report.coordinates:
+        real, said = meter.found[one.number], one.report.timeline
+        assert sum(real)
+        for at, i in enumerate(program.lists.ranks[one.number]):
+            if isinstance(i, COMPUTE):
+                assert said[at] == real[at], f"{at}: {i}"
+        if variant != "zero1":
+            assert one.report.peak - one.report.stored == max(real)
+            assert one.instruction == real.index(max(real))
+
+
+def test_buffers_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation keeps every buffer that a microbatch leaves, until the end; a rank keeps the last."""
+    program = pipelined(staged("resnet", "alone", 8, 3), "1f1b")
+    meter = Meter(program)
+    meter.run(program, compiled("resnet", "alone", 8)[1], monkeypatch)
+    for one in memory(program, early=False).coordinates:
+        real = max(meter.found[one.number])
+        assert one.report.peak - one.report.stored == pytest.approx(real, rel=0.05)
+
+
+def test_1f1b_holds_as_many_microbatches_as_there_are_ranks_left() -> None:
+    """Rank r of p holds the activations of p - r microbatches, however many there are; under GPipe it holds all."""
+    for microbatches in (3, 8):
+        cutup = staged("gpt2", "alone", microbatches, 4)
+        some, every = (memory(pipelined(cutup, schedule)) for schedule in ("1f1b", "gpipe"))
+        for rank in range(4):
+            few, all_of_them = (found.row("activations", rank).most for found in (some, every))
+            each, arrives = all_of_them // microbatches, 24 // microbatches * 4 * 16 * 4
+            assert all_of_them == each * microbatches
+            assert 0 <= few - each * min(microbatches, 4 - rank) <= arrives
+
+
+def test_a_rank_that_forgets_while_it_works_holds_less() -> None:
+    """Values and terms of sums go one by one: never more than after the work, and less at the peak."""
+    program = pipelined(staged("gpt2", "alone", 8, 3), "1f1b")
+    early, late = memory(program), memory(program, early=False)
+    for a, b in zip(early.coordinates, late.coordinates, strict=True):
+        assert all(x <= y for x, y in zip(a.report.timeline, b.report.timeline, strict=True))
+        assert a.report.peak < b.report.peak
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that ops make and that are still there, whoever holds them: the most in each period."""
+
+    def __init__(self, held: Sequence[Tensor], periods: int) -> None:
+        super().__init__()
+        self.given = {value.untyped_storage().data_ptr() for value in held}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most, self.now = [0] * periods, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and (at := value.untyped_storage().data_ptr()) and at not in self.given:
+                self.alive[at] = (StorageWeakRef(value.untyped_storage()), value.untyped_storage().nbytes())
+        self.look()
+        return result
+
+    def look(self) -> None:
+        self.alive = {at: (ref, size) for at, (ref, size) in self.alive.items() if not ref.expired()}
+        self.most[self.now] = max(self.most[self.now], sum(size for _, size in self.alive.values()))
+
+    def during(self, act: Callable[[Any], None], period: int) -> Callable[[Any], None]:
+        def watched(state: Any) -> None:
+            self.now = period
+            self.look()
+            act(state)
+            self.look()
+
+        return watched
+
+
+@pytest.mark.parametrize(("model", "microbatches", "recompute"), [("gpt2", 4, "none"), ("llama", 3, "full")])
+def test_a_rank_of_a_job_holds_what_the_report_says(model: str, microbatches: int, recompute: str) -> None:
+    """All stages on one rank, as a process runs its list, optimizer included: to the byte at the peak."""
+    module, batch, _ = make(model, **SIZES[model])
+    optimizer = torch.optim.AdamW(module.parameters())
+    compiled = step(module, batch, microbatches, "", None, optimizer, recompute=recompute, clip_grad_norm=1.0)
+    program, inputs = pipelined(cut(compiled.body, 2), "zb-v", 2), compiled.inputs()
+    kept = {"param", "buffer", "state", "hyper"}
+    held = {p.name: inputs[p.name].clone() for p in program.body.inputs if p.role in kept}
+    fed = feeds(program.body, inputs)
+    alone: Any = SimpleNamespace(everyone=None, device=torch.device("cpu"), limit=timedelta(1), ranks=[0])
+    executor = ListExecutor(program, 0, rank_context(program.body.mesh, 0, Alone(program.body.mesh)), 0, alone)
+    listed = program.lists.ranks[0]
+    meter = Allocations([*held.values(), *(value for feed in fed for value in feed.values())], len(listed))
+    assert len(executor._acts) == len(listed)  # pyright: ignore[reportPrivateUsage]
+    executor._acts = [meter.during(act, at) for at, act in enumerate(executor._acts)]  # pyright: ignore[reportPrivateUsage]
+    with meter:
+        executor.run(held, fed)
+    report = memory(program).coordinates[0].report
+    for real, said, i in zip(meter.most, report.timeline, listed, strict=True):
+        if isinstance(i, (*COMPUTE, Optimizer)):  # a first term is copied once its operands are gone, and not before
+            assert said == pytest.approx(real, rel=0.05), str(i)
+    assert max(report.timeline) == pytest.approx(max(meter.most), rel=1e-3)
+
+
+def test_rows_add_up() -> None:
+    program = pipelined(staged("gpt2", "zero1", 8, 4), "1f1b")
+    found = memory(program)
+    assert {row.rank for row in found.rows} == set(range(8))
+    assert all(found.of_rank(2 * c) != found.of_rank(2 * (c - 1)) for c in range(1, 4))
+    for one in found.coordinates:
+        for rank in one.ranks:
+            assert sum(row.bytes for row in found.of_rank(rank)) == one.report.peak
+            assert sum(row.stored for row in found.of_rank(rank)) == one.report.stored
+        assert one.report.peak == sum(value.bytes for value in one.report.live)
+        assert one.report.peak - one.report.stored == max(one.report.timeline)
+    assert found.peak == max(one.report.peak for one in found.coordinates)
+    # Parameters, stored once, the tied one on both of its ranks; moments on halves.
+    of_stages = sum(found.row("parameters", rank).stored for rank in (0, 2, 4, 6))
+    model = compiled("gpt2", "zero1", 8)[0].model
+    assert model is not None
+    tied = model.get_parameter("transformer.wte.weight").nbytes
+    assert of_stages == sum(p.nbytes for p in model.parameters()) + tied
+
+
+def test_text(golden: Callable[[str, str], None]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    program = step(model, torch.randn(8, 4), 4, "dp=2", lambda y, _: (y * y).mean(), optimizer, inputs={"input": "dp"})
+    found = memory(pipelined(cut(program.body, 2), "1f1b"))
+    golden("memory.txt", f"{found}\n\n{found.listing(4)}\n")
