@@ -188,6 +188,15 @@ def test_a_model_on_meta_compiles_without_being_materialised(name: str) -> None:
     assert {row.name for row in report.rows if row.role == "grad"} == {n for n, _ in model.named_parameters()}
 
 
+@pytest.mark.parametrize("plan", [{"accumulate": 2}, {"pipeline": {"axis": "dp", "microbatches": 2}}], ids=str)
+def test_a_sample_on_meta_is_drawn_to_verify(plan: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model, rows = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.empty(4, 4)
+    program = shardc.compile(model, (rows,), mesh="dp=2", plan=plan, loss=lambda y, _: y.square().mean())
+    assert program.verify().ok
+    assert float(program.simulate().loss) > 0
+
+
 # ------------------------------------------------------------------------------------------------------ meshes
 def test_every_way_to_give_a_mesh() -> None:
     plan = {"params": UP, "inputs": DP}

@@ -131,7 +131,7 @@ def pairs(order: Sequence[Compute], turn: bool) -> Iterator[list[Compute]]:
         paired = isinstance(order[at], Forward) and isinstance(order[at + 1], Backward)
         size = 2 if paired and not turn else 1
         turn = turn and not paired
-        yield order[at : at + size]
+        yield list(order[at : at + size])
         at += size
 
 
