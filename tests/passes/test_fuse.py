@@ -158,6 +158,24 @@ def test_excluded_ops_stay_calls() -> None:
     assert "native_layer_norm_backward" not in names
 
 
+def test_a_range_of_one_element_stays_a_call() -> None:
+    """Its only number would be a literal, and no step of a kernel is of literals alone."""
+
+    class OfOne(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.act = nn.Parameter(torch.ones(1)), nn.GELU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = 0.0 + (self.act(x).sum([0]) * torch.arange(1).reshape([]).cos()).sum()
+            return loss * self.weight.sum()
+
+    plan = {"activations": {"act": "dp"}, "fuse": True}
+    program = shardc.compile(OfOne(), {"x": torch.randn(2)}, mesh="dp=2", plan=plan)
+    assert kernels(program.body)
+    assert program.verify().ok
+
+
 def test_a_wrong_kernel_is_named() -> None:
     program = block(fuse=True)
     node = next(n for n in program.body.calls() if n.target is FUSED and info(n).phase == "fwd")

@@ -93,7 +93,9 @@ class Make:
         return self._put(op, (self.read(x, own),), shape, math.prod(own), None, over=over, cols=cols)
 
     def numbered(self, shape: Shape, index: Blocks) -> Inner:
-        """Numbers, as a walk through the elements of a tensor counts."""
+        """Numbers, as a walk through the elements of a tensor counts; not a single one, which would be a literal."""
+        if not any(stride for _, stride in index):
+            raise Unfit
         return self._put("iota", (), shape, math.prod(shape), torch.int64, index=index)
 
     def spread(self, x: Operand, dim: int, times: int) -> Read:
