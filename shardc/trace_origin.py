@@ -174,15 +174,19 @@ class Origins:
         return known
 
 
-@lru_cache(maxsize=4096)
 def place(path: str, line: int) -> tuple[str, str]:
     """A frame's location in words, the same on every machine where possible, and the text of its line."""
+    return _place(path, line, os.getcwd())
+
+
+@lru_cache(maxsize=4096)
+def _place(path: str, line: int, here: str) -> tuple[str, str]:
     text = linecache.getline(path, line).strip()
     _, packaged, tail = path.rpartition(f"site-packages{os.sep}")
     if packaged:
         path = tail
-    elif path.startswith(os.getcwd() + os.sep):
-        path = os.path.relpath(path)
+    elif path.startswith(here + os.sep):
+        path = os.path.relpath(path, here)
     return f"{path}:{line}", text
 
 
