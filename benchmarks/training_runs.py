@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,17 +76,17 @@ def ours(setting: Setting, mesh: str, plan: Mapping[str, Any]) -> Run:
     return Run(lambda batch: trainer.step(batch).loss, False, round(compile_s, 1), trainer.close, about)
 
 
-def dp(setting: Setting) -> Run:
-    return ours(setting, f"dp={setting.ranks}", {"inputs": _over_dp(setting)})
+def dp(setting: Setting, fuse: bool = False) -> Run:
+    return ours(setting, f"dp={setting.ranks}", {"inputs": _over_dp(setting), "fuse": fuse})
 
 
-def zero3(setting: Setting) -> Run:
+def zero3(setting: Setting, fuse: bool = False) -> Run:
     storage = {"zero": 3, "axes": ["dp"]}
-    return ours(setting, f"dp={setting.ranks}", {"inputs": _over_dp(setting), "storage": storage})
+    return ours(setting, f"dp={setting.ranks}", {"inputs": _over_dp(setting), "storage": storage, "fuse": fuse})
 
 
-def tp(setting: Setting) -> Run:
-    return ours(setting, f"tp={setting.ranks}", {"params": setting.shape.tensor_parallel})
+def tp(setting: Setting, fuse: bool = False) -> Run:
+    return ours(setting, f"tp={setting.ranks}", {"params": setting.shape.tensor_parallel, "fuse": fuse})
 
 
 def _over_dp(setting: Setting) -> dict[str, str]:
@@ -182,4 +183,7 @@ RUNS: dict[str, tuple[Callable[[Setting], Run], tuple[str, ...]]] = {
     "ours-dp": (dp, ("ddp", "eager")),
     "ours-dp-zero3": (zero3, ("fsdp2", "ddp", "eager")),
     "ours-tp": (tp, ("ddp", "fsdp2", "eager")),
+    "ours-dp-fused": (partial(dp, fuse=True), ("ddp", "eager", "ours-dp")),
+    "ours-dp-zero3-fused": (partial(zero3, fuse=True), ("fsdp2", "ddp", "eager", "ours-dp-zero3")),
+    "ours-tp-fused": (partial(tp, fuse=True), ("ddp", "fsdp2", "eager", "ours-tp")),
 }
