@@ -76,13 +76,13 @@ def ours(setting: Setting, mesh: str, plan: Mapping[str, Any]) -> Run:
     return Run(lambda batch: trainer.step(batch).loss, False, round(compile_s, 1), trainer.close, about)
 
 
-def dp(setting: Setting, fuse: bool = False) -> Run:
-    return ours(setting, f"dp={setting.ranks}", {"inputs": _over_dp(setting), "fuse": fuse})
+def dp(setting: Setting, fuse: bool = False, bucket: bool = False) -> Run:
+    return ours(setting, f"dp={setting.ranks}", {"inputs": _over_dp(setting), "fuse": fuse, "bucket": bucket})
 
 
-def zero3(setting: Setting, fuse: bool = False) -> Run:
-    storage = {"zero": 3, "axes": ["dp"]}
-    return ours(setting, f"dp={setting.ranks}", {"inputs": _over_dp(setting), "storage": storage, "fuse": fuse})
+def zero3(setting: Setting, fuse: bool = False, bucket: bool = False) -> Run:
+    plan = {"inputs": _over_dp(setting), "storage": {"zero": 3, "axes": ["dp"]}, "fuse": fuse, "bucket": bucket}
+    return ours(setting, f"dp={setting.ranks}", plan)
 
 
 def tp(setting: Setting, fuse: bool = False) -> Run:
@@ -185,5 +185,10 @@ RUNS: dict[str, tuple[Callable[[Setting], Run], tuple[str, ...]]] = {
     "ours-tp": (tp, ("ddp", "fsdp2", "eager")),
     "ours-dp-fused": (partial(dp, fuse=True), ("ddp", "eager", "ours-dp")),
     "ours-dp-zero3-fused": (partial(zero3, fuse=True), ("fsdp2", "ddp", "eager", "ours-dp-zero3")),
+    "ours-dp-fused-bucketed": (partial(dp, fuse=True, bucket=True), ("ddp", "eager", "ours-dp-fused")),
+    "ours-dp-zero3-fused-bucketed": (
+        partial(zero3, fuse=True, bucket=True),
+        ("fsdp2", "ddp", "eager", "ours-dp-zero3-fused"),
+    ),
     "ours-tp-fused": (partial(tp, fuse=True), ("ddp", "fsdp2", "eager", "ours-tp")),
 }

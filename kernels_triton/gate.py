@@ -111,7 +111,7 @@ def recorded(
 ) -> list[Source]:
     """The launches of one call on `meta` tensors."""
     found: list[Source] = []
-    keep = launch.recording(lambda one: found.append(_source(template.name, cols, one)))
+    keep = launch.recording(lambda one: found.append(source_of(template.name, cols, one)))
     with launch.assuming(DEVICES[arch]), keep:
         template.op(*template.arguments({**SIZES, "cols": cols}, dtype, "meta"), **variant)
     return found
@@ -120,13 +120,13 @@ def recorded(
 def generated(name: str, cols: int, dtype: torch.dtype, arch: int = 90) -> list[Source]:
     """The launches of one generated kernel of the corpus."""
     found: list[Source] = []
-    with launch.assuming(DEVICES[arch]), launch.recording(lambda one: found.append(_source(name, cols, one))):
+    with launch.assuming(DEVICES[arch]), launch.recording(lambda one: found.append(source_of(name, cols, one))):
         kernel = CORPUS[name](SIZES["rows"], cols, dtype)
         launcher(kernel)([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in kernel.inputs])
     return found
 
 
-def _source(template: str, cols: int, one: launch.Launch) -> Source:
+def source_of(template: str, cols: int, one: launch.Launch) -> Source:
     names = launch.kernel(one.name).arg_names
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(one.constants)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ class Launch:
 Listener = Callable[[Launch], None]
 _listeners: list[Listener] = []
 generated: dict[str, Any] = {}  # kernels made from text (`kernels_triton.fused`), beside those of the files
+
+
+@cache
+def triton_version() -> tuple[int, int]:
+    """(3, 9); (0, 0) where there is none."""
+    if not HAS_TRITON:
+        return 0, 0
+    major, minor = metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
 
 
 def listening() -> bool:

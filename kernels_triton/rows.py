@@ -8,7 +8,7 @@ not fit are looped over. Measured figures come from configs/kernels; sizes decid
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -84,6 +84,22 @@ def as_rows(x: Tensor) -> Tensor:
 def row_stride(x: Tensor | None) -> int:
     """Elements between rows; 0 for none."""
     return 0 if x is None or x.shape[0] <= 1 else x.stride(0)
+
+
+def leading(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int] | None:
+    """All dims but the last as two: (size of the inner, the outer's stride, the inner's). None if they are more."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return None
+    (_, outer), (size, inner) = [(1, 0)] * (2 - len(merged)) + merged
+    return size, outer, inner
 
 
 def power_of_two(n: int) -> int:

@@ -9,7 +9,7 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,20 +28,23 @@ from shardc.binding import (
     idle_axes,
     read_mesh,
     read_plan,
+    whole_gradients,
+    without_gradient,
 )
 from shardc.compiler import Options, Watch
 from shardc.cost.flops import Flops, flops
 from shardc.cost.memory import MemoryReport, memory
 from shardc.explain import Explanation, explain
+from shardc.explain_transfers import TransferExplanation, cause_of, explain_step
 from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
 from shardc.passes.accumulate import accumulate
+from shardc.passes.bucket import Bucket
 from shardc.passes.fuse import Fuse
 from shardc.passes.fuse.traffic import traffic
-from shardc.passes.localize import Localize
 from shardc.passes.recompute import Recompute
 from shardc.pipelining import pipeline_of, tensor_mesh
 from shardc.plan import TOTAL, Plan
@@ -60,14 +63,15 @@ from shardc.runtime.verify import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, TOLERA
 from shardc.stages import share
 from shardc.stages.costs import Costs
 from shardc.stages.engines import PipelineEngines
-from shardc.stages.fused import fused
+from shardc.stages.fused import bucketed, fused
 from shardc.stages.memory import PipelineMemory
 from shardc.stages.memory import memory as pipeline_memory
 from shardc.stages.program import Pipelined
 from shardc.stages.prove import Proof, prove, prove_body
 from shardc.stages.replay import replay
+from shardc.stages.sends import Transfer, transfers
 from shardc.stages.simulate import simulate_stages
-from shardc.stages.timeline import Timeline
+from shardc.stages.timeline import Timeline, costs_of
 from shardc.stages.verify import Stages
 from shardc.token_weights import bind_tokens, counted
 from shardc.trace import trace
@@ -140,24 +144,20 @@ def compile(
     )
     bound = bind(wanted, traced, placed)
     store, keep = bind_storage(wanted.storage, traced, placed)
-    recompute = Recompute(**wanted.recompute.model_dump())
     options = Options(
         strict or wanted.strict,
         watch=watch,
         store=store,
         keep_gathered=keep,
-        recompute=recompute,
-        fuse=Fuse(wanted.fuse.enabled and wanted.pipeline is None, wanted.fuse.exclude),
+        recompute=Recompute(**wanted.recompute.model_dump()),
+        bucket=Bucket(wanted.bucket.size if wanted.pipeline is None else 0),
+        fuse=Fuse(wanted.fuse.enabled and wanted.pipeline is None, wanted.fuse.exclude, wanted.fuse.templates),
         reduce=None if precision is None else precision.reduce,
     )
     reference = compiler.single_device(traced, placed, options)
     reference.diagnostics += traced.diagnostics
-    reference.diagnostics += idle_axes(traced, placed, bound, store)
-    if traced.unused:
-        names = ", ".join(traced.unused[:4]) + (f" and {len(traced.unused) - 4} more" if len(traced.unused) > 4 else "")
-        message = f"the loss does not depend on {names}: no gradient"
-        hint = "freeze what is not trained; reentrant checkpointing hides gradients: use_reentrant=False"
-        reference.diagnostics.append(Diagnostic("SC108", message, "note", hint=hint))
+    reference.diagnostics += [*idle_axes(traced, placed, bound, store), *whole_gradients(wanted)]
+    reference.diagnostics += without_gradient(traced)
     accumulate(reference, wanted.microbatches, always=wanted.pipeline is not None)
     reference.tokens = tokens
     record: dict[str, Any] = {
@@ -165,6 +165,8 @@ def compile(
         "seed": wanted.seed,
         "batch": describe(batch, Call(model, batch).paths),
     }
+    if wanted.pipeline is not None:
+        record["cut"] = wanted.pipeline.place("split", "stages")
     if precision is not None:
         record["precision"] = str(precision.compute)
     if optimizer is not None or check_finite:
@@ -180,12 +182,14 @@ def compile(
     if optimizer is not None:
         rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
-    unfused = compiler.distribute(reference.copy(), bound, options, Localize)
+    unfused = compiler.distribute(reference.copy(), bound, options, Bucket)
     body = compiler.run(unfused, [options.fuse], options)
     staged = pipeline_of(wanted, body, chosen)
+    if staged is not None and wanted.bucket.size:
+        staged = bucketed(staged, wanted.bucket.size)
     if wanted.fuse.enabled:
         if staged is not None:
-            staged = fused(staged, wanted.fuse.exclude)
+            staged = fused(staged, wanted.fuse.exclude, wanted.fuse.templates)
         else:
             record["traffic"] = [list(traffic(unfused)), list(traffic(body))]
     program = Program(
@@ -212,7 +216,7 @@ class Program(data.Program):
     """A compiled step: the body that every rank runs, and the single-device graph that it must equal.
 
     With a pipeline no rank runs the body: `pipelined` has what each does instead, and the body is what they add up to.
-    So `collectives()` are those of all stages along the other axes, and none of the pipeline's own.
+    So `collectives()` are those of all stages along the other axes; `transfers()` are the pipeline's own.
     Plain data apart from `model`, `sample` and `loss`, which a program that was loaded from a file lacks.
     """
 
@@ -316,7 +320,8 @@ class Program(data.Program):
         if self.pipelined is None:
             hint = 'compile with a plan that has one, as in {"pipeline": {"microbatches": 8}}'
             raise error("SC220", "the program has no pipeline, so there is no timeline", hint=hint)
-        return replay(self.pipelined.lists, costs or self.pipelined.costs)
+        count = len(self.pipelined.stages)
+        return replay(self.pipelined.lists, self.pipelined.costs if costs is None else costs_of(costs, count))
 
     def text(self) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages."""
@@ -333,14 +338,14 @@ class Program(data.Program):
         found = super().fields_of(content)
         return found | {key: Pipelined.from_plain(found[key]) for key in ("pipelined",) if key in found}
 
-    def explain(self, value: str | int) -> Explanation:
-        """Why a collective exists, given by its name or its index in `collectives()`, and what would remove it."""
-        found = explain(self, value)
-        if self.pipelined is None:
-            return found
-        where = share.stages_with(self.pipelined, found.collective.value)
-        said = ", ".join(map(str, where)) or "the end of the step"
-        return replace(found, stages=f"{said}; what changes would send and save is of all stages together")
+    def transfers(self) -> list[Transfer]:
+        """What the stages of a pipeline send each other of a microbatch; without one there is nothing."""
+        return [] if self.pipelined is None else transfers(self.pipelined, cause_of(self.plan))
+
+    def explain(self, value: str | int) -> Explanation | TransferExplanation:
+        """Why a collective or a transfer exists, and what would remove it: of `[*collectives(), *transfers()]`, that of
+        this index or name."""
+        return explain(self, value) if self.pipelined is None else explain_step(self, self.pipelined, value)
 
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""

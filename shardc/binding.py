@@ -132,6 +132,29 @@ def idle_axes(traced: Traced, mesh: Mesh, bound: Sequence[Bound], store: Store) 
     ]
 
 
+def whole_gradients(plan: Plan) -> list[Diagnostic]:
+    """What ZeRO promises of gradients and several microbatches do not keep; stage 3 is asked for other things too."""
+    count, zero = plan.microbatches, plan.storage.zero
+    if zero < 2 or count == 1:
+        return []
+    message = f"'zero: {zero}' does not shard the gradients of a step of {count} microbatches"
+    cause = "each rank adds them up whole, and they are reduced once, after the last microbatch"
+    less = "leave out accumulate" if plan.pipeline is None else "add stages: a rank has the gradients of its own alone"
+    hint = f"to hold less, {less}" if zero == 3 else f"write zero: 1, which holds as much; to hold less, {less}"
+    found = Diagnostic("SC216", message, "warning" if zero == 2 else "note", cause=cause, hint=hint)
+    return [found if plan.pipeline is None else plan.pipeline.located(found, "microbatches")]
+
+
+def without_gradient(traced: Traced) -> list[Diagnostic]:
+    """A note of the parameters that the loss does not depend on."""
+    if not traced.unused:
+        return []
+    names = ", ".join(traced.unused[:4]) + (f" and {len(traced.unused) - 4} more" if len(traced.unused) > 4 else "")
+    message = f"the loss does not depend on {names}: no gradient"
+    hint = "freeze what is not trained; reentrant checkpointing hides gradients: use_reentrant=False"
+    return [Diagnostic("SC108", message, "note", hint=hint)]
+
+
 def _same(ranks: int) -> str:
     return f"its {ranks} ranks compute one and the same"
 

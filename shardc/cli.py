@@ -5,6 +5,7 @@ What was asked for goes to stdout; diagnostics, progress and, where stdout carri
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from shardc.api import Program
 from shardc.cli_printer import Printer, keep_only
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.dot import emit_dot
+from shardc.ir.files import check_suffix, write_text
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.python import emit_python
@@ -34,8 +36,8 @@ from shardc.ir.text import print_graph
 from shardc.kernel_sources import emit_triton
 from shardc.passes.base import Pass
 from shardc.processes import run_processes, state_of, step_inputs
-from shardc.summary import collective_list, local_graph, rank_view, summary
-from shardc.summary_pipeline import graphs, pipeline_summary, rank_text
+from shardc.summary import local_graph, rank_view, summary
+from shardc.summary_pipeline import communication_list, graphs, pipeline_summary, rank_text
 from shardc.targets import Target, load
 
 P = ParamSpec("P")
@@ -101,7 +103,7 @@ EMITTERS: dict[Emit, Callable[[Program], str]] = {
     Emit.dot: lambda program: "\n".join(map(emit_dot, _graphs(program))),
     Emit.triton: lambda program: emit_triton(_graphs(program)),
 }
-SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot}
+SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot, ".txt": Emit.text}
 
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")
@@ -136,9 +138,11 @@ def compile_command(
 ) -> None:
     """Compile, and print a summary; or print the program, the graph after a pass, or one rank's view."""
     printer = Printer(tuple(print_after or ()), diff, module_filter)
+    if output is not None and emit is None:
+        check_suffix(output, [*SUFFIXES])
     program, batch = _program(target, plan, mesh, strict, meta=not check, printer=printer)
     printer.check()
-    form = emit or (SUFFIXES.get(output.suffix, Emit.text) if output is not None else None)
+    form = emit or (None if output is None else SUFFIXES.get(output.suffix, Emit.text))
     piped = printer.used or rank is not None or (form is not None and output is None)
     if form is not None:
         _write(_text(program, module_filter) if form is Emit.text else EMITTERS[form](program), output)
@@ -157,16 +161,18 @@ def compile_command(
 def explain(
     target: TargetText,
     value: Annotated[
-        str | None, typer.Argument(metavar="[VALUE]", help="A collective: its name or number. Without: list them.")
+        str | None,
+        typer.Argument(metavar="[VALUE]", help="A collective or a transfer: its name or number. Without: list them."),
     ] = None,
     plan: PlanPath = None,
     mesh: MeshText = None,
     strict: Strict = False,
 ) -> None:
-    """Say why a collective exists, what it costs, and the cheapest change that removes it."""
+    """Say why a collective or a transfer exists, what it costs, and the cheapest change that removes it."""
     program, _ = _program(target, plan, mesh, strict, meta=True)
     if value is None:
-        _out().print(collective_list(program.collectives()))
+        for part in communication_list(program):
+            _out().print(part)
         return
     with _progress("trying changes of the plan"):
         found = program.explain(value)
@@ -213,9 +219,9 @@ def timeline(
     _diagnose(program.diagnostics)
     found = program.timeline()
     typer.echo(found.text(width))
-    for option, path, write in (("--svg", svg, found.to_svg), ("--trace", trace, found.to_trace)):
+    for path, write in ((svg, found.to_svg), (trace, found.to_trace)):
         if path is not None:
-            _written(path, option, write)
+            write(path)
 
 
 @app.command(epilog=EPILOG)
@@ -241,6 +247,8 @@ def run(
     strict: Strict = False,
 ) -> None:
     """Train for a few steps and print the losses."""
+    if not 0 <= lr < math.inf:
+        raise error("SC105", f"--lr {lr:g} is no step size", hint="give a number from 0, as in --lr 0.1")
     program, batch = _program(target, plan, mesh, strict, meta=False)
     _diagnose(program.diagnostics)
 
@@ -345,15 +353,8 @@ def _text(program: Program, module_filter: str | None) -> str:
 def _write(text: str, output: Path | None) -> None:
     if output is None:
         typer.echo(text, nl=False)
-        return
-    _written(output, "-o", lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def _written(path: Path, option: str, write: Callable[[Path], object]) -> None:
-    try:
-        write(path)
-    except OSError as cannot:
-        raise error("SC105", f"cannot write {path}: {cannot.strerror}", hint=f"give another path to {option}") from None
+    else:
+        write_text(output, text)
 
 
 def _diagnose(found: tuple[Diagnostic, ...]) -> None:

@@ -21,6 +21,7 @@ from shardc.ir.verify import violations
 from shardc.passes.assign import Assign
 from shardc.passes.atomize import Atomize
 from shardc.passes.base import Pass
+from shardc.passes.bucket import Bucket
 from shardc.passes.causes import NameCauses
 from shardc.passes.combine import Combine
 from shardc.passes.fuse import Fuse
@@ -29,6 +30,7 @@ from shardc.passes.insert_reshards import InsertReshards
 from shardc.passes.localize import Localize
 from shardc.passes.lower_reshards import LowerReshards
 from shardc.passes.normalize import Normalize
+from shardc.passes.online_softmax import OnlineSoftmax
 from shardc.passes.propagate import Propagate
 from shardc.passes.recompute import Recompute
 from shardc.passes.report_gathers import ReportGathers
@@ -52,6 +54,7 @@ class Options:
     store: Store = field(default_factory=Store)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    bucket: Bucket = field(default_factory=Bucket)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
     reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
 
@@ -73,6 +76,8 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
         ReportGathers(),
         options.recompute,
         Localize(),
+        OnlineSoftmax(),
+        options.bucket,
         options.fuse,
     ]
 

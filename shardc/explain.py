@@ -11,21 +11,20 @@ itself too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import fx
+from dataclasses import dataclass, replace
 
 from shardc.binding import bind_precision, bind_storage
 from shardc.compiler import Options
 from shardc.explain_candidates import propose
 from shardc.explain_chain import Step, Trail, trails
 from shardc.explain_changes import Change, Cost, compiled, measure, removals
-from shardc.ir.collectives import Collective, human_bytes
+from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes, member, members
 from shardc.ir.diagnostic import did_you_mean, error
-from shardc.ir.graph import Graph, info
+from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
 from shardc.passes.causes import STORAGE
+from shardc.passes.online_softmax import instead_of
 from shardc.passes.seed import Bound
 from shardc.plan import Plan
 
@@ -48,6 +47,7 @@ class Explanation:
     failed: tuple[str, ...]  # changes that the compiler broke on, and how
     inherent: str  # "" when some change saves it
     stages: str = ""  # of a pipeline, those that have it
+    bucket: str = ""  # with what it travels
 
     @property
     def cheapest(self) -> Change | None:
@@ -64,35 +64,37 @@ class Explanation:
         place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
         lines += [f"  --> {place}"] if place else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
-        lines += _field("stage", self.stages)
+        lines += field_lines("stage", self.stages)
+        lines += field_lines("bucket", self.bucket)
         for trail in self.trails:
-            lines += _field("why", trail.why)
-            lines += _field("needed", trail.needed)
-            lines += _field("cause", trail.cause or "no annotation: an op asked for it")
-            lines += _field("way", _way(trail.steps))
-        lines += _field("inherent", self.inherent)
+            lines += field_lines("why", trail.why)
+            lines += field_lines("needed", trail.needed)
+            lines += field_lines("cause", trail.cause or "no annotation: an op asked for it")
+            lines += field_lines("way", _way(trail.steps))
+        lines += field_lines("inherent", self.inherent)
         lines += self._advice()
         left = f", {self.untried} left out for lack of time" if self.untried else ""
-        lines += _field("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{left}")
+        lines += field_lines("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{left}")
         for first in self.failed[:1]:
             many = f"{len(self.failed)} of them" if len(self.failed) > 1 else "one of them"
-            lines += _field("failed", f"{many} failed to compile: a bug in shardc, please report: {first}")
+            lines += field_lines("failed", f"{many} failed to compile: a bug in shardc, please report: {first}")
         return "\n".join(lines)
 
     def _advice(self) -> list[str]:
         if not self.inherent:
-            return _field("change", str(self.cheapest))
+            return field_lines("change", str(self.cheapest))
         lines: list[str] = []
         if self.cheapest is not None:
-            lines += _field("instead", str(self.cheapest))
+            lines += field_lines("instead", str(self.cheapest))
         given_up = next((c for c in self.changes if c.gives_up), None)
-        return lines + (_field("give up", str(given_up)) if given_up is not None else [])
+        return lines + (field_lines("give up", str(given_up)) if given_up is not None else [])
 
 
 @dataclass(frozen=True)
 class _Findings:
     """What is read off the graph that the program was lowered from, while it exists."""
 
+    moved: Collective  # in that graph, which has it in another form where a pass after it made one of several
     trails: list[Trail]
     cost: Cost
     candidates: list[tuple[str, tuple[Bound, ...]]]
@@ -103,12 +105,12 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
 
     `seconds` bounds the time spent on trying changes; with 0, one is tried.
     """
-    target = find(program, value)
+    target, bucket = _in_bucket(program, find(program, value))
     bound, options = bound_of(program), options_of(program)
     found = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, target.value))
-    removed = removals(program.reference, options, target, found.cost, found.candidates, seconds)
+    removed = removals(program.reference, options, found.moved, found.cost, found.candidates, seconds)
     node = program.body.by_name(target.value)
-    inherent = "" if any(change.saves for change in removed.changes) else _inherent(target, found.trails)
+    inherent = "" if any(change.saves for change in removed.changes) else _inherent(found.moved, found.trails)
     about = info(node)
     return Explanation(
         target,
@@ -120,7 +122,24 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
         len(found.candidates) - removed.tried,
         removed.failed,
         inherent,
+        bucket=bucket,
     )
+
+
+def _in_bucket(program: Program, target: Collective) -> tuple[Collective, str]:
+    """A member of a bucket, and with what it travels; the largest where the bucket itself is meant."""
+    body = program.body
+    node = body.by_name(target.value)
+    moved = bucket_of(node) or node
+    inside = list(members(moved).values())
+    if not inside:
+        return target, ""
+    if node is moved:
+        node = max(inside, key=lambda value: type_of(value).local_bytes(body.mesh))
+        target = replace(member(body, node), times=target.times)
+    others = [info(value).name for value in inside if value is not node]
+    shown = ", ".join(f"%{name}" for name in others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    return target, f"%{info(moved).name}, with {len(others)} others: {shown}"
 
 
 def find(program: Program, value: str | int) -> Collective:
@@ -131,6 +150,10 @@ def find(program: Program, value: str | int) -> Collective:
         found = next((c for c in known if c.value == name), None)
         if found is not None:
             return found
+        for bucket in known:
+            for one in members(program.body.by_name(bucket.value)).values():
+                if info(one).name == name:
+                    return replace(member(program.body, one), times=bucket.times)
         hint = did_you_mean(name, (c.value for c in known), "collectives")
         raise error("SC106", f"'{name}' is no collective of the program", hint=hint)
     if not -len(known) <= int(value) < len(known):
@@ -157,12 +180,15 @@ def options_of(program: Program) -> Options:
 
 
 def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:
-    node: fx.Node | None = next((n for n in graph.calls() if info(n).name == name), None)
+    named = {info(node).name: node for node in graph.calls()}
+    node = named.get(name, named.get(instead_of(name)))
     if node is None:
         message = f"compiling the program's reference anew does not give %{name}: it was written by another compiler"
         raise error("SC403", message, hint="compile the model again")
     found = trails(graph, node)
-    return _Findings(found, measure(graph), propose(graph, bound, found))
+    moved = collective(graph, node)
+    assert moved is not None
+    return _Findings(moved, found, measure(graph), propose(graph, bound, found))
 
 
 def _inherent(target: Collective, found: list[Trail]) -> str:
@@ -189,7 +215,8 @@ def _way(steps: tuple[Step, ...]) -> str:
     return " -> ".join(f"%{s.value}" for s in shown)
 
 
-def _field(label: str, text: str) -> list[str]:
+def field_lines(label: str, text: str) -> list[str]:
+    """One thing that an explanation says; nothing where there is nothing to say."""
     if not text:
         return []
     first, *more = text.splitlines()

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kernels_triton.fused.launcher import source
-from kernels_triton.fused.op import FUSED
 from kernels_triton.fused.text import parse
+from kernels_triton.templates import source as hand_tuned
+from kernels_triton.templates.op import KERNELS, OPS
 from shardc.ir.graph import Graph, info
 
 
 def emit_triton(graphs: Iterable[Graph]) -> str:
-    """Each distinct kernel once, headed by the calls that run it."""
-    callers: dict[str, list[str]] = {}
+    """Each distinct kernel once, headed by the calls that run it: generated, or a template's launches."""
+    callers: dict[tuple[str, bool], list[str]] = {}
     for graph in graphs:
         for node in graph.calls():
-            if node.target is FUSED:
-                callers.setdefault(str(node.args[1]), []).append(info(node).name)
+            if node.target in KERNELS:
+                key = (str(node.args[1]), node.target in OPS.values())
+                callers.setdefault(key, []).append(info(node).name)
     if not callers:
         return "# no call is fused: write fuse: true in the plan\n"
-    parts = [f"# {', '.join(f'%{name}' for name in names)}\n{source(parse(line))}" for line, names in callers.items()]
+    parts: list[str] = []
+    for (line, template), names in callers.items():
+        text = hand_tuned.source(parse(line)) if template else source(parse(line))
+        parts.append(f"# {', '.join(f'%{name}' for name in names)}\n{text}")
     return "\n\n".join(parts)

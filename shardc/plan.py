@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from shardc.ir.annotation import KINDS, Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
@@ -26,6 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan_pipeline import Pipelining
 from shardc.plan_values import (
     Annotations,
+    Bucketing,
     Dtypes,
     Fusing,
     LossOver,
@@ -36,6 +37,7 @@ from shardc.plan_values import (
     bytes_text,
     read_annotations,
     read_bytes,
+    read_count,
     source_of,
 )
 
@@ -50,9 +52,9 @@ class Plan(BaseModel):
 
     The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
     in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
-    their mean, unless `loss` weights them by tokens. `nonfinite` says what becomes of a step with a gradient that is no
-    number: by default float16 skips it, and all else does not look. Under `strict` whatever could not be honoured is an
-    error.
+    their mean, unless `loss` weights them by tokens. `bucket` is up to how many bytes of collectives travel as one:
+    true is 25 MiB. `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips
+    it, and all else does not look. Under `strict` whatever could not be honoured is an error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -64,10 +66,11 @@ class Plan(BaseModel):
     outputs: Annotations = {}
     storage: Storage = Storage()
     recompute: Recomputing = Recomputing()
+    bucket: Bucketing = Bucketing()
     fuse: Fusing = Fusing()
     precision: Dtypes | None = None
     nonfinite: Nonfinite | None = None
-    accumulate: PositiveInt = 1
+    accumulate: int = 1
     pipeline: Pipelining | None = None
     loss: LossOver = LossOver()
     clip_grad_norm: float | None = None
@@ -86,6 +89,7 @@ class Plan(BaseModel):
         outputs: Mapping[str, object] | None = None,
         storage: Mapping[str, object] | None = None,
         recompute: str | Mapping[str, object] | None = None,
+        bucket: bool | int | str | Mapping[str, object] | None = None,
         fuse: bool | Mapping[str, object] | None = None,
         precision: object = None,
         nonfinite: Nonfinite | None = None,
@@ -102,6 +106,7 @@ class Plan(BaseModel):
         maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
         given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
         plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
+        plain["bucket"] = bucket
         plain |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
         plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
@@ -204,6 +209,8 @@ class Plan(BaseModel):
             data["storage"] = storage
         if self.recompute.mode != "none":
             data["recompute"] = self.recompute.dumped()
+        if self.bucket.size:
+            data["bucket"] = self.bucket.dumped()
         if self.fuse.enabled:
             data["fuse"] = self.fuse.dumped()
         if self.precision is not None:
@@ -244,6 +251,11 @@ class Plan(BaseModel):
     def _read_annotations(cls, value: Any, info: ValidationInfo) -> Annotations:
         return read_annotations(value, info, (str(info.field_name),), info.data.get("mesh"))
 
+    @field_validator("accumulate", mode="before")
+    @classmethod
+    def _read_accumulate(cls, value: Any, info: ValidationInfo) -> int:
+        return read_count(value, info, "accumulate")
+
     @field_validator("budget", mode="before")
     @classmethod
     def _read_budget(cls, value: Any, info: ValidationInfo) -> dict[str, int]:
@@ -281,7 +293,7 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     said = problem["msg"] if problem["type"] == "literal_error" else problem["msg"].partition(",")[0]
     expected = said.removeprefix("Input should be ")
     message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
-    hints = {"strict": "write true or false", "seed": "write a whole number", "accumulate": "write how many"}
+    hints = {"strict": "write true or false", "seed": "write a whole number"}
     hint = {**hints, "nonfinite": "write ignore, skip or raise"}.get(path[0])
     return (source.locate(Diagnostic("SC208", message, hint=hint), *path),)
 

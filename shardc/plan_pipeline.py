@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 from pydantic import (
     BaseModel,
     ConfigDict,
-    PositiveInt,
     PrivateAttr,
     ValidationInfo,
     field_validator,
@@ -24,7 +23,7 @@ from pydantic import (
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
-from shardc.plan_values import Source, Written, bytes_text, read_bytes, source_of
+from shardc.plan_values import Source, Written, bytes_text, read_bytes, read_count, source_of
 from shardc.stages import schedules
 
 
@@ -47,9 +46,9 @@ class Pipelining(BaseModel):
 
     axis: str = "pp"
     schedule: str = "1f1b"
-    microbatches: PositiveInt
-    stages: PositiveInt | None = None
-    virtual: PositiveInt | None = None
+    microbatches: int
+    stages: int | None = None
+    virtual: int | None = None
     split: tuple[str, ...] = ()
     memory: int | None = None
     _written: Written = PrivateAttr(default=Written())
@@ -70,10 +69,21 @@ class Pipelining(BaseModel):
             raise error("SC208", "'pipeline' does not say how many microbatches a step has", hint=form)
         return cast(Any, value)
 
+    @field_validator("microbatches", "stages", "virtual", mode="before")
+    @classmethod
+    def _read_count(cls, value: Any, info: ValidationInfo) -> int | None:
+        key = str(info.field_name)
+        return None if value is None and key != "microbatches" else read_count(value, info, "pipeline", key)
+
     @field_validator("split", mode="before")
     @classmethod
-    def _read_split(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+    def _read_split(cls, value: Any, info: ValidationInfo) -> tuple[str, ...]:
+        names: tuple[object, ...] = tuple(cast(Any, value)) if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(name, str) for name in names):
+            message = f"'pipeline.split' should be the modules that begin a stage, by name, not {value!r}"
+            wrong = Diagnostic("SC208", message, hint="write split: [h.3, h.6], in the order of forward")
+            raise ShardcError(source_of(info).locate(wrong, "pipeline", "split"))
+        return cast(tuple[str, ...], names)
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -85,10 +95,15 @@ class Pipelining(BaseModel):
 
     def located(self, found: Diagnostic, *keys: str) -> Diagnostic:
         """What is wrong with it, at the line of the first of these keys that was written."""
-        source = self._written.source
+        return self._written.source.locate(found, *self._path(keys))
+
+    def place(self, *keys: str) -> str | None:
+        """The line of the first of these keys that was written, or its own."""
+        return self._written.source.origin(*self._path(keys))
+
+    def _path(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         paths = [("pipeline", key) for key in keys]
-        path = next((one for one in paths if one in source.lines), ("pipeline",))
-        return source.locate(found, *path)
+        return next((one for one in paths if one in self._written.source.lines), ("pipeline",))
 
     def on(self, mesh: Mesh) -> Layout:
         """The stages, and how many of them each rank of the axis has.

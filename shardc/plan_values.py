@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from kernels_triton.templates.table import NAMES
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
@@ -31,6 +32,9 @@ from shardc.ir.placement import P, Placement
 Annotations = dict[str, Annotation]
 RecomputeMode = Literal["none", "full", "selective", "budget"]
 Nonfinite = Literal["ignore", "skip", "raise"]
+
+
+BUCKET = 25 * 2**20  # bytes, as torch's DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,8 @@ class LossOver(BaseModel):
 
 
 class Fusing(BaseModel):
-    """Whether calls become kernels; see passes/fuse. `exclude` are ops and values, by name, that stay calls.
+    """Whether calls become kernels; see passes/fuse. `exclude` are ops and values, by name, that stay calls;
+    `templates` those of the hand-tuned kernels that are used where one computes just what a kernel does (all of them).
 
     In short: true or false.
     """
@@ -193,6 +198,7 @@ class Fusing(BaseModel):
 
     enabled: bool = False
     exclude: tuple[str, ...] = ()
+    templates: tuple[str, ...] = NAMES
 
     @model_validator(mode="before")
     @classmethod
@@ -210,9 +216,56 @@ class Fusing(BaseModel):
     def _read_exclude(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
+    @field_validator("templates", mode="before")
+    @classmethod
+    def _read_templates(cls, value: Any) -> Any:
+        names = (value,) if isinstance(value, str) else value
+        if isinstance(names, (list, tuple)):
+            unknown = [str(name) for name in cast(Sequence[object], names) if name not in NAMES]
+            if unknown:
+                hint = f"known are {', '.join(NAMES)}"
+                raise error("SC208", f"'fuse' knows no template '{unknown[0]}'", hint=hint)
+        return names
+
     def dumped(self) -> object:
         """As plain data, in its short form if it has one."""
-        return {"enabled": self.enabled, "exclude": list(self.exclude)} if self.exclude else self.enabled
+        said: dict[str, object] = {"exclude": list(self.exclude)} if self.exclude else {}
+        said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
+        return {"enabled": self.enabled, **said} if said else self.enabled
+
+
+class Bucketing(BaseModel):
+    """Up to how many bytes of collectives travel as one; see passes/bucket.py. 0: each by itself.
+
+    In short: true, which is 25 MiB, false, or the bytes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, Bucketing) or value == {}:
+            return value
+        said = cast(Mapping[str, object], value).get("size") if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and (
+            unknown := [key for key in cast(Mapping[str, object], value) if key != "size"]
+        ):
+            hint = did_you_mean(str(unknown[0]), ["size"], "keys of bucket")
+            raise error("SC208", f"'bucket' has no key '{unknown[0]}'", hint=hint)
+        if isinstance(said, bool):
+            return {"size": BUCKET if said else 0}
+        if not isinstance(said, int | str):
+            raise error(
+                "SC208", f"'bucket' should be bytes, not {said!r}", hint="write bucket: true, or bucket: 25 MiB"
+            )
+        return {"size": read_bytes(said)}
+
+    def dumped(self) -> object:
+        """As plain data, in its short form."""
+        return True if self.size == BUCKET else bytes_text(self.size)
 
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -312,6 +365,15 @@ def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], me
     if problems:
         raise ShardcError(*problems)
     return read
+
+
+def read_count(value: object, info: ValidationInfo, *path: str) -> int:
+    """Read a whole number from 1; what YAML reads as true is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        message = f"'{'.'.join(path)}' should be a whole number from 1, not {value!r}"
+        wrong = Diagnostic("SC208", message, hint=f"write {path[-1]}: 4, say")
+        raise ShardcError(source_of(info).locate(wrong, *path))
+    return value
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

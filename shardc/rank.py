@@ -24,8 +24,8 @@ class Rank:
     @classmethod
     def of(cls, mesh: Mesh, number: int, body: Graph, pipelined: Pipelined | None) -> Rank:
         """The rank of this number, if the mesh has it."""
-        if not 0 <= number < mesh.world_size:
-            message = f"there is no rank {number}: the mesh ({mesh}) has ranks 0 to {mesh.world_size - 1}"
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < mesh.world_size:  # pyright: ignore[reportUnnecessaryIsInstance]
+            message = f"there is no rank {number!r}: the mesh ({mesh}) has ranks 0 to {mesh.world_size - 1}"
             raise error("SC210", message, hint="name a rank of the mesh")
         return cls(mesh, number, body, pipelined)
 

@@ -15,7 +15,16 @@ from shardc.ir.text import print_graph
 from shardc.stages import share
 from shardc.stages.instructions import ReduceGrads, Send
 from shardc.stages.program import Pipelined
-from shardc.summary import Communication, communication, communication_table, local_graph, parameters, table_of, work
+from shardc.summary import (
+    Communication,
+    collective_list,
+    communication,
+    communication_table,
+    local_graph,
+    parameters,
+    table_of,
+    work,
+)
 
 NAMED = 6  # modules of a stage
 
@@ -58,6 +67,17 @@ def stage_table(program: Pipelined, peaks: tuple[int, ...]) -> RenderableType:
                 human_bytes(peaks[c]) if stage == program.lists.stages_of(c)[0] else "",
             )
     return table
+
+
+def communication_list(program: Program) -> list[RenderableType]:
+    """What `explain` is asked about: collectives, and what stages send each other, numbered on."""
+    collectives, transfers = program.collectives(), program.transfers()
+    table = table_of("#", "transfer", "from stage", "to", "phase", "sent by a rank", "line", number=(0, 2, 3, 5))
+    for i, one in enumerate(transfers, len(collectives)):
+        sent = f"{human_bytes(one.bytes_per_rank)} x{one.times}"
+        table.add_row(str(i), f"%{one.name}", str(one.origin), str(one.target), one.phase, sent, one.source)
+    found = [collective_list(collectives)] if collectives or not transfers else []
+    return [*found, table] if transfers else found
 
 
 def modules(program: Pipelined, stage: int) -> str:

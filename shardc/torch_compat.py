@@ -465,6 +465,12 @@ def reduce_scatter_single(out: Tensor, x: Tensor, op: Any, group: Any, *, async_
     return scatter(out, x, op=op, group=group, async_op=async_op)
 
 
+def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy each tensor over another, in as few kernels as torch has for it."""
+    if into:
+        torch._foreach_copy_(list(into), list(given))
+
+
 def assert_async(condition: Tensor, message: str) -> None:
     """Assert a truth value where it lies: on a GPU nothing waits for it, and the context fails when it is false."""
     torch._assert_async(condition, message)

@@ -34,6 +34,12 @@ _OURS = tuple(
     for name in ("torch_compat.py", "trace.py", "trace_ops.py", "trace_origin.py", "precision.py", "ir" + os.sep)
 )
 _MADE_PYTHON = re.compile(r"\.(item|tolist|numpy)\(|\b(float|int|bool)\(")
+# Where torch's own modules look at values, and how to keep them from it: by a word of their line.
+_LEAVE_OUT = "torch's own module asks for them: another of its options, or a module of your own, may not"
+_OF_TORCH = {
+    "causal_comparison": "say is_causal=True or False (of a decoder tgt_is_causal): else torch looks into the mask",
+    "num_batches_tracked": "give it a momentum, such as 0.1: under None torch divides by a count that is a tensor",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +155,34 @@ class Origins:
             traceback = traceback.tb_next
         return found
 
+    def _line_of_torch(self, traceback: TracebackType | None) -> tuple[str, str] | None:
+        """The line of one of torch's own modules that the user's called and that raised; None if it was no module."""
+        found: tuple[str, str] | None = None
+        while traceback is not None:
+            path = traceback.tb_frame.f_code.co_filename
+            if self._is_foreign(path):
+                found = None
+            elif path.startswith(_MODULES) and not path.endswith("module.py"):
+                found = place(path, traceback.tb_lineno)
+            traceback = traceback.tb_next
+        return found
+
     def diagnosed(self, problem: Exception, cast: bool) -> ShardcError:
         """The model's error, at the line and in the module where it was raised; were the model's tensors `cast`?"""
         source, text = self.where_raised(problem.__traceback__)
         where = {"location": source or None, "source_text": text or None, "fqn": self.fqn or None}
         if torch_compat.is_data_dependent(problem):
             hint = "choose with torch.where, or by Python values; experts: set_experts_implementation('grouped_mm')"
-            if _MADE_PYTHON.search(text):
+            looking = self._line_of_torch(problem.__traceback__)
+            if looking:
+                text_of_torch = looking[1]
+                hint = next((said for word, said in _OF_TORCH.items() if word in text_of_torch), _LEAVE_OUT)
+            elif _MADE_PYTHON.search(text):
                 hint = "leave it a tensor here; .item(), float() and the like are for what trainer.step returns"
             message = "this needs the values of a tensor, which are unknown while compiling"
             cause = str(problem).strip().partition("\n")[0]
+            if looking:
+                cause += f", in {looking[0]}: {looking[1]}"
             return error("SC101", message, **where, cause=cause, hint=hint)
         message = f"{type(problem).__name__}: {str(problem).strip() or 'no message'}"
         hint = "does the model run on this batch without shardc?"

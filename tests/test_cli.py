@@ -218,6 +218,9 @@ BAD_INPUT: dict[str, list[str]] = {
     "no_rank": ["compile", MODEL, *PLAN, "--rank", "4"],
     "no_collective": ["explain", MODEL, "down.linear.reduce", *PLAN],
     "no_folder": ["compile", MODEL, *PLAN, "-o", "none/program.json"],
+    "unknown_suffix": ["compile", MODEL, *PLAN, "-o", "program.jsn"],
+    "negative_lr": ["run", MODEL, *PLAN, "--lr", "-1"],
+    "lr_that_is_no_number": ["run", MODEL, *PLAN, "--lr", "nan"],
     "wrong_nproc": ["run", MODEL, *PLAN, "--nproc", "2"],
 }
 

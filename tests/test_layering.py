@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "runtime": BASE | {"kernels_triton"},
     "plan": {"ir", "hf_plan", "plan_values", "plan_pipeline"},
     "plan_pipeline": {"ir", "plan_values", "stages"},
-    "plan_values": {"ir"},
+    "plan_values": {"ir", "kernels_triton"},
     "hf_plan": {"ir"},
 }
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import shardc
-from shardc import Mesh, Program, ShardcError, cli
+from shardc import Mesh, Program, ShardcError
 from shardc.cost.flops import flops
 from shardc.stages import share
 from shardc.stages.costs import Costs
@@ -24,7 +23,6 @@ from shardc.stages.instructions import Backward, Dgrad, Forward, Recv, ReduceGra
 from tests.models.zoo import PLANS, make
 from tests.stages.whole import SIZES, only
 
-ROOT = Path(__file__).parent.parent
 ZERO: dict[str, Any] = {"storage": {"zero": 1, "axes": ["dp"]}}
 
 
@@ -251,7 +249,7 @@ def test_text_of_a_rank_has_its_list_and_its_graphs() -> None:
     text = told().rank(3).text()
     assert text.startswith("# rank 3 of 4: pp=1, dp=1\nrank 1 of 2: 1f1b, 4 microbatches, stages 1\n")
     graphs = text.split("graph ")[1:]
-    assert [part.split()[0] for part in graphs] == ["@forward1", "@backward1", "@update"]
+    assert [part.split()[0] for part in graphs] == ["@forward1", "@backward1", "@reduce1", "@update"]
     assert shardc.parse("graph " + graphs[0]).name == "forward1"
     assert "@forward0" not in text
     assert told().text().count("@forward") == 2
@@ -295,6 +293,15 @@ def test_collectives_of_the_other_axes_are_the_bodys() -> None:
         (c.kind, c.axes, c.value) for c in whole.collectives()
     ]
     assert "\n  stage:    the end of the step; what changes" in str(told().explain(told().collectives()[0].value))
+
+
+def test_lists_are_plain() -> None:
+    """Four microbatches over two ranks: so many of each instruction."""
+    kinds = [[type(i) for i in told().rank(rank).instructions] for rank in (0, 2)]
+    for kind in (Forward, Backward):
+        assert [listed.count(kind) for listed in kinds] == [4, 4]
+    assert [listed.count(Send) for listed in kinds] == [listed.count(Recv) for listed in kinds] == [4, 4]
+    assert all(listed.count(ReduceGrads) == 1 and Dgrad not in listed for listed in kinds)
 
 
 def test_timeline() -> None:
@@ -355,70 +362,3 @@ def test_a_wrong_list_is_refused() -> None:
     assert program.prove().errors[0].code == "SC521"
     with pytest.raises(ShardcError, match="SC521"):
         program.verify()
-
-
-# ---------------------------------------------------------------------- command line
-MODEL = "examples/mlp.py:mlp"
-PIPELINED = ["--plan", "tests/cli/mlp_pp.yaml"]
-
-
-def run_cli(*args: str, code: int = 0) -> str:
-    result = CliRunner().invoke(cli.app, list(args), prog_name="shardc")
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return "\n".join(line.rstrip() for line in result.stdout.splitlines())
-
-
-@pytest.mark.parametrize("case", ["compile", "rank", "timeline", "cost", "verify"])
-def test_command(case: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    command = ["compile"] if case == "rank" else [case]
-    out = run_cli(*command, MODEL, *PIPELINED, *(["--rank", "2"] if case == "rank" else []))
-    if case == "verify":
-        assert out.startswith("4 ranks in float64: equal to the single device")
-    else:
-        golden(f"cli/pipeline_{case}.txt", out)
-
-
-@pytest.mark.parametrize("form", ["text", "json", "python", "dot"])
-def test_emit(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
-    out = run_cli("compile", MODEL, *PIPELINED, "--emit", form)
-    if form == "json":
-        assert Program.from_json(out + "\n").prove().ok
-    elif form == "python":
-        scope: dict[str, Any] = {}
-        exec(compile(out, "program.py", "exec"), scope)
-        assert {"forward0", "backward0", "update0", "forward1", "backward1", "update1"} <= scope.keys()
-    else:
-        assert out.count("digraph" if form == "dot" else "graph @") == 6
-
-
-def test_timeline_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
-    run_cli("timeline", MODEL, *PIPELINED, "--svg", str(tmp_path / "t.svg"), "--trace", str(tmp_path / "t.json"))
-    assert (tmp_path / "t.svg").read_text().startswith("<svg")
-    assert "traceEvents" in (tmp_path / "t.json").read_text()
-    run_cli("timeline", MODEL, *PIPELINED, "--svg", str(tmp_path / "no" / "t.svg"), code=2)
-
-
-def test_a_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    losses = [float(line.split()[-1]) for line in run_cli("run", MODEL, *PIPELINED, "--steps", "3").splitlines()]
-    assert len(losses) == 3
-    assert losses[2] < losses[0]
-
-
-def test_a_run_in_real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    command = ("run", MODEL, *PIPELINED, "--steps", "2")
-    assert run_cli(*command, "--nproc", "4") == run_cli(*command)
-    run_cli(*command, "--nproc", "2", code=2)
-
-
-def test_lists_are_plain() -> None:
-    """Four microbatches over two ranks: so many of each instruction."""
-    kinds = [[type(i) for i in told().rank(rank).instructions] for rank in (0, 2)]
-    for kind in (Forward, Backward):
-        assert [listed.count(kind) for listed in kinds] == [4, 4]
-    assert [listed.count(Send) for listed in kinds] == [listed.count(Recv) for listed in kinds] == [4, 4]
-    assert all(listed.count(ReduceGrads) == 1 and Dgrad not in listed for listed in kinds)

@@ -6,7 +6,8 @@
         loads; steps in order; stores; sums over rows into accumulators
     accumulators to this program's line of partial sums
 
-All loads of a tile come before its first store, so that an output may lie over an input (`schedules.in_place`).
+An output may lie over an input where each element that is stored is computed from the very element that it replaces
+(`schedules.in_place`): whatever the order of the lines, its load comes first.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from kernels_triton.fused import addresses, finish, loops
+from kernels_triton.fused import addresses, finish, loops, resident
 from kernels_triton.fused.expressions import functions
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.schedules import Plan, column_sums, needed
 from kernels_triton.fused.writer import Writer
-from kernels_triton.rows import Schedule, power_of_two
+from kernels_triton.rows import Schedule
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def generate(kernel: Kernel, plan: Plan) -> Source:
     main = Writer(kernel, plan)
     write(main)
     sums = column_sums(kernel)
-    block = min(finish.BLOCK, power_of_two(kernel.cols))
+    block = finish.block(plan.programs, kernel.cols)
     late_columns = any(kernel.varies[v][-1] for v in needed(kernel) if kernel.late[v])
     blocks = -(-kernel.cols // block) if late_columns else 1
     second = Writer(kernel, Plan("tiles", Schedule(block), blocks), finishing=True)
@@ -53,7 +54,7 @@ def generate(kernel: Kernel, plan: Plan) -> Source:
         body += ["", "", *second.function(f"{kernel.name}_finish", about)]
     title = f"{kernel.name} over {' x '.join(map(str, kernel.space))}: {kernel.bytes_moved:,} bytes at least."
     lines = [f'"""{title}"""', "", "import triton", "import triton.language as tl", ""]
-    if called := functions(kernel):
+    if called := sorted(functions(kernel) | main.called):
         lines += [f"from kernels_triton.kernels.functions import {', '.join(called)}", ""]
     whole = "\n".join([*lines, "", *body, ""])
     digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
@@ -85,23 +86,24 @@ def write(w: Writer) -> None:
         row_body(w)
         return
     if plan.style == "walk":
-        w.put_columns(f"tl.program_id(1){wide} * {s.block}" if plan.blocks > 1 else "")
+        w.put_columns(f"tl.program_id(0){wide} * {s.block}" if plan.blocks > 1 else "")
     elif plan.style == "rows":
         w.put_columns("")
     sums = column_sums(kernel)
     if plan.style != "loops":
-        w.load(v for v in range(len(kernel.inputs)) if not any(kernel.varies[v][:-1]))
+        if plan.style != "rows" or resident.columns_held(w):
+            w.load(v for v in range(len(kernel.inputs)) if not any(kernel.varies[v][:-1]))
         for value in sums:
             rows, block = s.rows, s.block if kernel.varies[value][-1] else 1
             for chunk in w.chunks_of(value):
                 name = f"total_{value}{w.suffix(chunk)}"
                 w.put(f"{name} = tl.zeros(({rows}, {block}), tl.float32)")
     if plan.programs >= tiles:
-        w.put("t = tl.program_id(0)")
+        w.put(f"t = {w.program}")
         row_body(w)
     else:
         stages = f", num_stages={s.stages}" if s.stages > 1 and plan.style != "loops" else ""
-        with w.block(f"for t in tl.range(tl.program_id(0), {tiles}, {plan.programs}{stages}):"):
+        with w.block(f"for t in tl.range({w.program}, {tiles}, {plan.programs}{stages}):"):
             row_body(w)
     if plan.style != "loops":
         for value in sums:
@@ -122,6 +124,8 @@ def row_body(w: Writer) -> None:
         w.put(f"{term.name} = {term.definition}")
     if w.plan.style == "loops":
         loops.passes(w)
+    elif w.plan.style == "rows":
+        resident.phases(w)
     else:
         alive = sorted(v for v in needed(kernel) if not kernel.late[v] or w.is_sum(v))
         w.load(v for v in alive if v < len(kernel.inputs))
@@ -139,5 +143,5 @@ def put_partials(w: Writer, value: int) -> None:
         column = w.column_names(chunk)[0] if varies else "tl.zeros((1, 1), tl.int32)"
         mask = w.mask((False, varies), chunk)
         total = f"tl.sum(total_{value}{w.suffix(chunk)}, 0, keep_dims=True)"
-        at = f"{w.pointer(f'P{value}')} + tl.program_id(0) * {cols} + {column}"
+        at = f"{w.pointer(f'P{value}')} + {w.program} * {cols} + {column}"
         w.put(f"tl.store({at}, {total}{f', mask={mask}' if mask else ''})")

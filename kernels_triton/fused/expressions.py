@@ -108,7 +108,6 @@ def cast(kernel: Kernel, of: Operand, dtype: torch.dtype, find: Callable[[int], 
     return f"{wide}.to({WORDS[into]}).to({WORDS[compute]})", compute
 
 
-def functions(kernel: Kernel) -> list[str]:
-    """What the source imports from kernels_triton.kernels.functions."""
-    found = {OPS[step.op].function for step in kernel.steps}
-    return sorted(found - {""})
+def functions(kernel: Kernel) -> set[str]:
+    """What ops call of kernels_triton.kernels.functions."""
+    return {OPS[step.op].function for step in kernel.steps} - {""}

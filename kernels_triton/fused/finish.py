@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from kernels_triton.fused.schedules import column_sums, needed
 from kernels_triton.fused.writer import Writer
+from kernels_triton.ops.sums import TILE
 from kernels_triton.rows import power_of_two
 
-BLOCK, ROWS = 64, 32  # of lines of partial sums, in a tile
+MOST = 512  # lines of partial sums in a tile
+
+
+def block(lines: int, cols: int) -> int:
+    """Columns of a tile, which has all lines at once where they are no more than `MOST`."""
+    return min(power_of_two(cols), max(8, min(64, TILE // min(MOST, power_of_two(lines)))))
 
 
 def write(w: Writer, lines: int) -> None:
     """Blocks of columns; each sums the programs' lines in a fixed order and computes what is late."""
-    kernel, block = w.kernel, w.plan.schedule.block
-    w.put_columns(f"tl.program_id(0) * {block}")
+    kernel, width = w.kernel, w.plan.schedule.block
+    w.put_columns(f"tl.program_id(0) * {width}")
     for value in column_sums(kernel):
         varies = kernel.varies[value][-1]
         pointer = w.pointer(f"P{value}")
-        columns = block if varies else 1
-        rows = min(ROWS if varies else 1024, power_of_two(lines))
+        columns = width if varies else 1
+        rows = min(MOST if varies else 1024, power_of_two(lines))
         w.put(f"total_{value} = tl.zeros(({rows}, {columns}), tl.float32)")
         with w.block(f"for start in tl.range(0, {lines}, {rows}):"):
             w.put(f"p = start + tl.arange(0, {rows})[:, None]")

@@ -7,8 +7,9 @@ along the whole space, or the space be a single element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from kernels_triton import launch
@@ -34,7 +35,8 @@ def pairs(inputs: Sequence[object], line: str) -> frozenset[tuple[int, int]]:
 def run(inputs: Sequence[Tensor], line: str, over: Mapping[int, Tensor] = NONE) -> list[Tensor]:
     """The results, those of `over` in the memory given for them. On a GPU only a kernel's first call is checked."""
     like = inputs[0]
-    if not (like.is_cuda and launch.HAS_TRITON):
+    # Of other dtypes than the kernel's, which the whole graph was lifted to, only the reference knows.
+    if not (like.is_cuda and launch.HAS_TRITON) or reference.lifted(parse(line), [x.dtype for x in inputs]) is not None:
         results = reference.run(checked(line, inputs), inputs)
         return [over[at].copy_(y) if at in over else y for at, y in enumerate(results)]
     from kernels_triton.fused.launcher import launcher
@@ -53,4 +55,14 @@ def run(inputs: Sequence[Tensor], line: str, over: Mapping[int, Tensor] = NONE) 
     return [over[at].copy_(y) if at in over and over[at] is not y else y for at, y in enumerate(out)]
 
 
-INTO[FUSED] = Into(pairs, run)
+def prepare(
+    slots: Sequence[int], line: str, places: Mapping[int, Callable[..., Tensor]], device: torch.device
+) -> Callable[..., list[Tensor]] | None:
+    if device.type != "cuda" or not launch.HAS_TRITON:
+        return None
+    from kernels_triton.fused.prepared import Prepared
+
+    return Prepared(run, slots, line, places, device)
+
+
+INTO[FUSED] = Into(pairs, run, anywhere=True, prepare=prepare)

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton import launch
+from kernels_triton import direct, launch
 from kernels_triton.fused.codegen import Source, generate
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.schedules import Plan, choose, in_place
+from kernels_triton.fused.shorter import shorter
 from kernels_triton.fused.simplify import arranged
 from kernels_triton.launch import H200, Device
 from shardc.ir.diagnostic import error
@@ -35,7 +36,12 @@ FINISH_WARPS = 4
 
 def source(kernel: Kernel, device: Device = H200) -> str:
     """The kernel as a Triton file, as it would run on the device: what `shardc compile --emit triton` prints."""
-    return generate(arranged(kernel), choose(kernel, device)).text
+    return generate(written(kernel), choose(kernel, device)).text
+
+
+def written(kernel: Kernel) -> Kernel:
+    """As it is generated: dims in the order that suits memory, arithmetic in few instructions."""
+    return shorter(arranged(kernel))
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Program:
 @lru_cache(maxsize=4096)
 def program(kernel: Kernel, plan: Plan) -> Program:
     """Written and defined, not compiled: Triton compiles a kernel when it is first launched."""
-    found = generate(arranged(kernel), plan)
+    found = generate(written(kernel), plan)
     names = [kernel.name, f"{kernel.name}_finish"][: 1 + bool(found.finish_arguments)]
     keys = [f"fused.{name}.{found.digest}" for name in names]
     if keys[0] not in launch.generated:
@@ -126,7 +132,7 @@ class Ready:
     """A program on one device; of its two launches, how to repeat each without Triton's launcher."""
 
     program: Program
-    direct: list[Callable[..., Any] | None] = field(default_factory=lambda: [None, None])
+    repeats: list[direct.Direct | None] = field(default_factory=lambda: [None, None])
 
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         for call in self.calls(inputs, outputs):
@@ -159,15 +165,21 @@ class Ready:
         self, at: int, name: str, grid: tuple[int, ...], args: list[Tensor], warps: int, registers: int
     ) -> None:
         """All arguments are pointers, so a compiled kernel fits every call whose pointers are aligned as it assumes."""
-        aligned = all(x.data_ptr() % ALIGNMENT == 0 for x in args)
-        repeat = self.direct[at]
+        addresses = [x.data_ptr() for x in args]
+        aligned = not any(address % ALIGNMENT for address in addresses)
+        repeat = self.repeats[at]
         if repeat is not None and aligned:
-            repeat(*args)
+            repeat(direct.stream_of()(args[0].get_device()), *addresses)
             return
         x, y, z = (*grid, 1, 1)[:3]
         compiled = launch.kernel(name)[x, y, z](*args, **launch.options(warps, registers))
         if aligned:
-            self.direct[at] = compiled[x, y, z]
+            self.repeats[at] = direct.bound(compiled, (x, y, z))
+
+    @property
+    def complete(self) -> bool:
+        """Can it be repeated without Triton's launcher?"""
+        return None not in self.repeats[: 1 + bool(self.program.finish)]
 
 
 def check_out(kernel: Kernel, inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:

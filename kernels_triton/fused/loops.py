@@ -32,18 +32,19 @@ def passes(w: Writer) -> None:
         spread = [v for v in here if kernel.varies[kernel.values_read(v)[0]][-1]]
         roots = {read for v in spread for read in kernel.values_read(v)}
         with pass_over(
-            w, roots, [accumulator(w, v) for v in (*spread, *(online[v] for v in spread if v in online))], spread
+            w, roots, [accumulator(w, v) for v in (*spread, *(online[v][0] for v in spread if v in online))], spread
         ) as inside:
             for value in inside:
                 w.compute(value)
             for value in spread:
-                accumulate(w, value, online.get(value))
+                accumulate(w, value, online[value][0] if value in online else None)
         for value in spread:
             w.name(value, 0, w.reduced(value, [f"sum_{value}"]), w.type_of(value))
             if value in online:
-                scale = f"tl.exp(sum_{value} - {w.find(value, 0).name})"
-                total = w.reduced(online[value], [f"sum_{online[value]} * {scale}"])
-                w.name(online[value], 0, total, "f32")
+                total, shift = online[value]
+                w.compute(shift)
+                scale = f"tl.exp(sum_{value} - {w.find(shift, 0).name})"
+                w.name(total, 0, w.reduced(total, [f"sum_{total} * {scale}"]), "f32")
     stored = {s.value.index for made in kernel.outputs for s in made.stores if not kernel.late[s.value.index]}
     ready = {v for v in stored if not kernel.varies[v][-1]}
     for value in w.closure(ready | {kernel.values_read(v)[0] for v in scalars}):
@@ -116,19 +117,24 @@ def accumulate(w: Writer, value: int, online: int | None) -> None:
     w.put(f"sum_{value} = {chosen}")
 
 
-def rescaled_sums(w: Writer, reductions: list[int]) -> dict[int, int]:
-    """`m = rmax(x)` to `rsum(exp(x - m))`: summed in the same pass, rescaled whenever the maximum so far grows."""
-    kernel, found = w.kernel, dict[int, int]()
+def rescaled_sums(w: Writer, reductions: list[int]) -> dict[int, tuple[int, int]]:
+    """`m = rmax(x)` to `rsum(exp(x - m))`: summed in the same pass, rescaled whenever the maximum so far grows.
+
+    With it what is subtracted: m, or `maximum(m, number)`, which is never -inf.
+    """
+    kernel, found = w.kernel, dict[int, tuple[int, int]]()
     for value in reductions:
         step = kernel.step(value)
         power = kernel.step(reads(step)[0]) if step and step.op == "rsum" else None
         inner = kernel.step(reads(power)[0]) if power and power.op == "exp" else None
         if inner is None or inner.op != "sub" or len(reads(inner)) != 2:
             continue
-        x, top = reads(inner)
+        x, shift = reads(inner)
+        least = kernel.step(shift)
+        top = reads(least)[0] if least is not None and least.op == "maximum" and len(reads(least)) == 1 else shift
         highest = kernel.step(top)
         if highest is not None and highest.op == "rmax" and reads(highest) == (x,) and kernel.varies[x][-1]:
-            found.setdefault(top, value)
+            found.setdefault(top, (value, shift))
     return found
 
 

@@ -33,7 +33,7 @@ def _reference(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
     return reference.run(checked(line, inputs), inputs)
 
 
-def _fake(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
+def fake(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
     kernel = checked(line, inputs)
     stand_in = reference.lifted(kernel, [x.dtype for x in inputs])
     return [
@@ -51,6 +51,6 @@ def _on_gpu(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
     return launcher(kernel)(inputs)
 
 
-FUSED = define("fused(Tensor[] inputs, str kernel) -> Tensor[]", _reference, _fake)
+FUSED = define("fused(Tensor[] inputs, str kernel) -> Tensor[]", _reference, fake)
 LIBRARY.impl("fused", _on_gpu, "CUDA")
 assert FUSED is torch.ops.shardc.fused.default

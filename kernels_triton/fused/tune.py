@@ -4,6 +4,7 @@ A kernel's entry is its kind and how many values of a row are alive in it (`sche
 kernels teach serves the others of their kind. Where several share an entry, the best geometric mean wins.
 
     python -m kernels_triton.fused.tune [--only rms_norm ...] [--seconds 600]      # YAML, for configs/kernels
+    python -m kernels_triton.fused.tune --worker I/N                               # N workers compile first, at once
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from kernels_triton import launch
 from kernels_triton.fused.corpus import CORPUS
@@ -50,10 +54,12 @@ def candidates(kernel: Kernel, guess: Schedule) -> Iterator[Schedule]:
             {"block": b, "rows": r, "warps": w, "waves": p, "stages": s}
             for b, r in tiles
             for w in (4, 8)
-            for p, s in ((4, 2), (8, 1), (8, 2), (6, 3))
+            for p, s in ((4, 2), (8, 1), (8, 2), (6, 3), (12, 2))
         ]
     elif guess.chunks == 0:
         options = [{"block": b, "warps": w} for b in (1024, 2048, 4096) for w in (4, 8, 16)]
+        if column_sums(kernel):
+            options += [{"block": 2048, "warps": 8, "rows": r, "waves": p} for r in (1, 2, 4) for p in (1, 2, 4)]
     elif column_sums(kernel):
         shared = ((4, 2), (4, 4), (8, 1), (8, 2), (16, 1))
         options = [{"warps": w, "waves": p, "stages": s} for w, p in shared for s in (1, 2, 3)]
@@ -66,14 +72,34 @@ def candidates(kernel: Kernel, guess: Schedule) -> Iterator[Schedule]:
             yield schedule
 
 
+def jobs(only: Sequence[str], device: Device) -> Iterator[tuple[str, int, Kernel, Schedule]]:
+    """Kernels by name and width, each with its schedules, the guess first. Flat ones have no columns of their own."""
+    for cols in WIDTHS:
+        for name in only or CORPUS:
+            kernel = CORPUS[name](ROWS, cols, torch.bfloat16)
+            if kernel.cols == cols:
+                for schedule in candidates(kernel, guessed(kernel, device)):
+                    yield name, cols, kernel, schedule
+
+
+def once(kernel: Kernel, schedule: Schedule) -> None:
+    """Compile; what it computes is of no interest."""
+    ready, inputs, outputs = _ready(kernel, schedule)
+    ready.run(inputs, outputs)
+
+
 def timed(kernel: Kernel, schedule: Schedule) -> float:
     """Milliseconds on the current GPU, the L2 cache flushed before."""
+    ready, inputs, outputs = _ready(kernel, schedule)
+    return flushed_time(lambda: ready.run(inputs, outputs))
+
+
+def _ready(kernel: Kernel, schedule: Schedule) -> tuple[Ready, list[Tensor], list[Tensor]]:
     x = torch.empty(1, device="cuda")
     inputs = [torch.ones(one.shape, dtype=one.dtype, device="cuda") for one in kernel.inputs]
     outputs = [torch.empty(one.shape, dtype=one.dtype, device="cuda") for one in kernel.outputs]
     style = "loops" if style_of(kernel) == "rows" and not schedule.chunks else style_of(kernel)
-    ready = Ready(program(kernel, planned(kernel, style, schedule, launch.device_of(x))))
-    return flushed_time(lambda: ready.run(inputs, outputs))
+    return Ready(program(kernel, planned(kernel, style, schedule, launch.device_of(x)))), inputs, outputs
 
 
 def tune(
@@ -82,25 +108,23 @@ def tune(
     """The table: by entry, ranges of widths and their schedules."""
     deadline = time.monotonic() + seconds
     ratios: dict[tuple[str, int, int], dict[Schedule, list[float]]] = {}
-    for cols in WIDTHS:
-        for name in only or CORPUS:
-            kernel = CORPUS[name](ROWS, cols, torch.bfloat16)
-            if kernel.cols != cols or time.monotonic() > deadline:  # flat kernels have no columns of their own
-                continue
-            guess = guessed(kernel, device)
-            found: dict[Schedule, float] = {}
-            for schedule in candidates(kernel, guess):
-                try:
-                    found[schedule] = timer(kernel, schedule)
-                except Exception as refused:  # one that needs more of the device than it has
-                    print(f"# {name} {cols} {schedule}: {refused!r}"[:200], file=sys.stderr)
-            if guess not in found:
-                continue
-            best = min(found, key=lambda schedule: found[schedule])
-            print(f"# {name} {cols}: guess {found[guess]:.4f} ms, best {found[best]:.4f} ms, {best}", file=sys.stderr)
-            of = ratios.setdefault((entry(kernel), cols, widest(kernel)), {})
-            for schedule, spent in found.items():
-                of.setdefault(schedule, []).append(math.log(spent / found[guess]))
+    for (name, cols, kernel), group in groupby(jobs(only, device), lambda job: job[:3]):
+        found: dict[Schedule, float] = {}
+        for *_, schedule in group:
+            if time.monotonic() > deadline:
+                break
+            try:
+                found[schedule] = timer(kernel, schedule)
+            except Exception as refused:  # one that needs more of the device than it has
+                print(f"# {name} {cols} {schedule}: {refused!r}"[:200], file=sys.stderr)
+        guess = guessed(kernel, device)
+        if guess not in found:
+            continue
+        best = min(found, key=lambda schedule: found[schedule])
+        print(f"# {name} {cols}: guess {found[guess]:.4f} ms, best {found[best]:.4f} ms, {best}", file=sys.stderr)
+        of = ratios.setdefault((entry(kernel), cols, widest(kernel)), {})
+        for schedule, spent in found.items():
+            of.setdefault(schedule, []).append(math.log(spent / found[guess]))
     table: dict[str, list[dict[str, Any]]] = {}
     for (name, cols, element), of in ratios.items():
         most = max(map(len, of.values()))
@@ -116,8 +140,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time schedules of generated kernels, print the table as YAML.")
     parser.add_argument("--only", nargs="*", default=())
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--worker", help="I/N: compile the I-th of N parts, and time nothing")
     options = parser.parse_args()
     device = launch.device_of(torch.empty(1, device="cuda"))
+    if options.worker:
+        index, of = map(int, options.worker.split("/"))
+        for *_, kernel, schedule in list(jobs(options.only, device))[index::of]:
+            with suppress(Exception):
+                once(kernel, schedule)
+        return
     table = tune(device, timed, options.only, options.seconds)
     print(yaml.safe_dump({"schedules": table}, sort_keys=False, default_flow_style=None, width=120))
 

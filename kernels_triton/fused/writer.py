@@ -32,6 +32,7 @@ class Writer:
     depth: int = 1
     scope: Scope = field(default_factory=dict)
     used: dict[str, None] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)  # of kernels_triton.kernels.functions, beside what ops call
     finishing: bool = False
 
     # ------------------------------------------------------------------------------------------------- the frame
@@ -58,6 +59,11 @@ class Writer:
     def pointer(self, name: str) -> str:
         self.used[name] = None
         return name
+
+    @property
+    def program(self) -> str:
+        """The number of a program among those that share the rows; of walks, neighbours are neighbours in memory."""
+        return "tl.program_id(1)" if self.plan.style == "walk" else "tl.program_id(0)"
 
     @property
     def chunks(self) -> int:
@@ -127,14 +133,21 @@ class Writer:
         self.put(f"{name} = {right}" + (f"  # {note}" if note else ""))
         self.scope[value, chunk] = Variable(name, kind)
 
-    def load(self, values: Iterable[int]) -> None:
+    def only(self, value: int, chunk: int | None) -> Iterable[int]:
+        """One chunk of a value, or all of them."""
+        every = self.chunks_of(value)
+        return every if chunk is None else every[chunk : chunk + 1]
+
+    def load(self, values: Iterable[int], of: int | None = None) -> None:
         kernel = self.kernel
         for value in values:
-            if (value, 0) in self.scope or value not in needed(kernel):
+            if value not in needed(kernel):
                 continue
             given = kernel.inputs[value]
             kind = TYPES[given.dtype]
-            for chunk in self.chunks_of(value):
+            for chunk in self.only(value, of):
+                if (value, chunk) in self.scope:
+                    continue
                 at = self.address(f"X{value}", given.walk, chunk)
                 mask = self.mask(kernel.varies[value], chunk)
                 other = f", mask={mask}, other=0{'.0' if given.dtype.is_floating_point else ''}" if mask else ""
@@ -145,19 +158,19 @@ class Writer:
         text = addresses.offset(self.kernel.space, walk, self.column_names(chunk)[0])
         return f"{self.pointer(pointer)} + {text}" if text else self.pointer(pointer)
 
-    def compute(self, value: int) -> None:
-        """A step's variables, unless it has them; a sum over rows is added to its accumulator."""
+    def compute(self, value: int, of: int | None = None) -> None:
+        """A step's variables, unless it has them, or those `of` one chunk; a sum over rows adds to its accumulator."""
         step = self.kernel.step(value)
-        if step is None or (value, 0) in self.scope:
+        if step is None or (value, of or 0) in self.scope:
             return
         op = OPS[step.op]
         if op.reduces == "row":
             self.name(value, 0, self.reduced(value, self.terms_of(step)), self.type_of(value))
         elif op.reduces == "col":
-            for chunk in self.chunks_of(value):
+            for chunk in self.only(value, of):
                 self.put(f"total_{value}{self.suffix(chunk)} += {self.masked_term(step, chunk, columns=False)}")
         else:
-            for chunk in self.chunks_of(value):
+            for chunk in self.only(value, of):
                 right, kind = self.right_side(step, chunk)
                 self.name(value, chunk, right, kind)
 
@@ -226,11 +239,11 @@ class Writer:
         return op.triton.format(whole if step.op != "rmin" else f"({whole})")
 
     # ----------------------------------------------------------------------------------------------------- stores
-    def store(self, value: int) -> None:
+    def store(self, value: int, of: int | None = None) -> None:
         for at, made in enumerate(self.kernel.outputs):
             for store in made.stores:
                 if store.value.index == value and self.kernel.late[value] == self.finishing:
-                    for chunk in self.chunks_of(value):
+                    for chunk in self.only(value, of):
                         self.put_store(at, store, chunk)
 
     def put_store(self, output: int, store: Store, chunk: int) -> None:
@@ -242,7 +255,7 @@ class Writer:
         if not any(varies[:-1]) and not self.finishing and kernel.rows > plan.schedule.rows:
             once.append("(tl.zeros((1, 1), tl.int32) + t == 0)")
         if not varies[-1] and (plan.blocks > 1 or self.finishing):
-            block = "tl.program_id(1)" if plan.style == "walk" else f"tl.program_id(0) % {plan.blocks}"
+            block = f"tl.program_id(0) % {plan.blocks}" if plan.style == "tiles" else "tl.program_id(0)"
             if self.finishing:
                 block = "tl.program_id(0)"
             once.append(f"(tl.zeros((1, 1), tl.int32) + {block} == 0)")

@@ -9,27 +9,13 @@ gradient) walk down one block of columns and leave partial sums for `column_sums
 import triton
 import triton.language as tl
 
-from kernels_triton.kernels.arithmetic import LOG2E, logistic, quotient
+from kernels_triton.kernels.arithmetic import LOG2E, logistic, normal, quotient
 
 
 @triton.jit
-def _normal(x, EXACT: tl.constexpr):
-    """The normal distribution function at x.
-
-    Unless EXACT, 1 / (1 + 2^-(x * q(|x|))) with q fitted to the logit of the distribution over |x| <= 5: within 4.4e-4
-    of it relatively, also in the left tail, a tenth of bfloat16's unit, half of float16's. Past 5 it runs to 0 and 1.
-    """
-    if EXACT:
-        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        a = tl.abs(x)
-        q = 2.252249e-4 * a - 2.711494e-3
-        q = q * a + 2.198082e-3
-        q = q * a + 0.1131058
-        q = q * a - 0.01448397
-        q = q * a + 2.307843
-        below = quotient(1.0, 1.0 + tl.exp2(-(x * q)))
-    return below
+def _below(x, EXACT: tl.constexpr):
+    """The normal distribution function at x."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) if EXACT else normal(x)
 
 
 @triton.jit
@@ -40,7 +26,7 @@ def _act(x, ACT: tl.constexpr, EXACT: tl.constexpr):
         # 2 * sqrt(2 / pi) * (x + 0.044715 x^3), in units of log 2
         y = quotient(x, 1.0 + tl.exp2(x * (-2.302208198 - 0.1029432397 * (x * x))))
     elif ACT == "gelu":
-        y = x * _normal(x, EXACT)
+        y = x * _below(x, EXACT)
     else:
         positive = tl.maximum(x, 0.0)
         y = positive * positive
@@ -61,7 +47,7 @@ def _act_and_grad(x, ACT: tl.constexpr, EXACT: tl.constexpr):
         y = x * s
         d = s + (y - y * s) * (1.5957691216057308 + 0.2140644488 * square)
     elif ACT == "gelu":
-        s = _normal(x, EXACT)
+        s = _below(x, EXACT)
         y = x * s
         d = s + x * (0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E)))
     else:

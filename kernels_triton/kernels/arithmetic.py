@@ -25,3 +25,19 @@ def quotient(a, b):
 @triton.jit
 def logistic(x):
     return quotient(1.0, 1.0 + tl.exp2(x * -LOG2E))
+
+
+@triton.jit
+def normal(x):
+    """The normal distribution function at x, for results of 16 bits.
+
+    1 / (1 + 2^-(x * q(|x|))) with q fitted to the logit of the distribution over |x| <= 5: within 4.4e-4 of it
+    relatively, also in the left tail, a tenth of bfloat16's unit, half of float16's. Past 5 it runs to 0 and 1.
+    """
+    a = tl.abs(x)
+    q = 2.252249e-4 * a - 2.711494e-3
+    q = q * a + 2.198082e-3
+    q = q * a + 0.1131058
+    q = q * a - 0.01448397
+    q = q * a + 2.307843
+    return quotient(1.0, 1.0 + tl.exp2(-(x * q)))

@@ -115,11 +115,13 @@ def _hit(target, column, logit, lse2, factor, COLS: tl.constexpr):
 
 
 @triton.jit
-def _factor(SCALE, target, ignore, classes):
+def _factor(SCALE, target, ignore, classes, INVERSE: tl.constexpr = False):
     """What a row's gradient is multiplied by: the scale, 0 where ignored, NaN where there is no such class."""
     factor = 1.0
     if SCALE is not None:
         factor = tl.load(SCALE).to(tl.float32)
+        if INVERSE:
+            factor = 1.0 / factor
     factor = tl.where((target < 0) | (target >= classes), float("nan"), factor)
     return tl.where(target == ignore, 0.0, factor)
 
@@ -133,9 +135,12 @@ def _logit(row, column, COLS: tl.constexpr):
 def cross_entropy_rows(
     X, TARGET, SCALE, LOSS, LSE, DX, rows, x_stride, dx_stride, ignore,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, PARTS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS blocks of a row are kept. DX may be X: a row's target logit is read before the row is overwritten."""
+    """CHUNKS blocks of a row are kept. DX may be X: a row's target logit is read before the row is overwritten.
+
+    PARTS: LOSS gets the target's logit less the row's maximum, 0 without a target, and LSE the sum of exp(x - maximum).
+    INVERSE: SCALE holds one over the scale."""
     kind: tl.constexpr = X.dtype.element_ty
     c = _columns(BLOCK, GROUP)
     start = tl.zeros((), tl.int64) + tl.program_id(0)
@@ -149,7 +154,7 @@ def cross_entropy_rows(
         r = tl.zeros((), tl.int64) + row
         source = X + r * x_stride
         grad = DX + r * dx_stride
-        factor = _factor(SCALE, target, ignore, COLS)
+        factor = _factor(SCALE, target, ignore, COLS, INVERSE)
         top = tl.full((BLOCK // GROUP, 1), -1e38, tl.float32)
         total = tl.zeros((BLOCK // GROUP, 1), tl.float32)
         if COLS > CHUNKS * BLOCK:
@@ -158,9 +163,13 @@ def cross_entropy_rows(
             top, total = _merge(_kept(kept[i], kind, BLOCK, GROUP, PAIRS), top, total)
         top, total = _whole(top, total)
         lse = top * LN2 + tl.log(total)
-        loss = tl.where(target == ignore, 0.0, tl.where((target >= 0) & (target < COLS), lse - logit, float("nan")))
-        tl.store(LOSS + r, loss)
-        tl.store(LSE + r, lse)
+        there = (target >= 0) & (target < COLS)
+        if PARTS:
+            tl.store(LOSS + r, tl.where(there, logit - top * LN2, 0.0))
+            tl.store(LSE + r, total)
+        else:
+            tl.store(LOSS + r, tl.where(target == ignore, 0.0, tl.where(there, lse - logit, float("nan"))))
+            tl.store(LSE + r, lse)
         # The last turn asks for its own row again, and does not use it.
         after = tl.where(row + tl.num_programs(0) < rows, r + tl.num_programs(0), r)
         following = X + after * x_stride

@@ -11,27 +11,7 @@ of one thread.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def philox(c0, c1, c2, c3, seed):
-    """The first word. Words are uint32, scalars where they are the same for all: what a round makes of scalars is one.
-
-    Written out rather than `tl.philox`, whose high and low halves of a product are two multiplications; of a 64-bit
-    product the compiler makes one (IMAD.WIDE), of a quarter of the rate of others. (High words from the float64 units,
-    by a fused multiply-add that rounds towards zero, were tried: exact, and slower.)
-    """
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ (c1 ^ k0)
-        c2 = (p0 >> 32).to(tl.uint32) ^ (c3 ^ k1)
-        c1 = p1.to(tl.uint32)
-        c3 = p0.to(tl.uint32)
-        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
-        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
-    return c0
+from kernels_triton.kernels.philox import philox
 
 
 @triton.jit
@@ -50,7 +30,8 @@ def dropout_forward(
     outer_stride, inner_stride, col_stride,
     INNER: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Row r is element (r // INNER, r % INNER) of the two leading dims, whose global strides are given."""
+    """Row r is element (r // INNER, r % INNER) of the two leading dims, whose global strides are given. Without OFFSET
+    the first element is number 0; without KEEP the mask is not stored."""
     pid = tl.program_id(0)
     blocks = tl.cdiv(COLS, BLOCK)
     start = (pid % blocks) * BLOCK
@@ -67,7 +48,9 @@ def dropout_forward(
         residual = tl.load(RES + r * res_stride + c, mask=m, other=0.0).to(tl.float32)
     seed = tl.load(SEED)
     op_word = (tl.zeros((), tl.int64) + op_id).to(tl.uint32)
-    first = tl.load(OFFSET) + (r // INNER) * outer_stride + (r % INNER) * inner_stride + start * col_stride
+    first = (r // INNER) * outer_stride + (r % INNER) * inner_stride + start * col_stride
+    if OFFSET is not None:
+        first += tl.load(OFFSET)
     # Plus 0: numbers that do not come of what was loaded would be made by other threads, and exchanged.
     steps = (c - start).to(tl.uint32) + _zero(loaded)
     # The tile's indices, if they share their high word: the smallest and the largest.
@@ -86,13 +69,14 @@ def dropout_forward(
     if RES is not None:
         y += residual
     tl.store(Y + r * COLS + c, y.to(Y.dtype.element_ty), mask=m)
-    # Eight columns a byte, the first in the lowest bit.
-    bits = tl.where(keep & m, 1 << tl.arange(0, 8)[None, None, :], 0)
-    byte = (pid % blocks) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
-    width: tl.constexpr = (COLS + 7) // 8
-    rb = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = KEEP + rb.to(tl.int64) * width + byte
-    tl.store(at, tl.sum(bits, 2).to(tl.uint8), mask=(rb < rows) & (byte < width))
+    if KEEP is not None:
+        # Eight columns a byte, the first in the lowest bit.
+        bits = tl.where(keep & m, 1 << tl.arange(0, 8)[None, None, :], 0)
+        byte = (pid % blocks) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+        width: tl.constexpr = (COLS + 7) // 8
+        rb = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+        at = KEEP + rb.to(tl.int64) * width + byte
+        tl.store(at, tl.sum(bits, 2).to(tl.uint8), mask=(rb < rows) & (byte < width))
 
 
 @triton.jit

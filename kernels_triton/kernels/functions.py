@@ -6,6 +6,15 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from kernels_triton.kernels.arithmetic import LOG2E, logistic, normal, quotient  # noqa: F401
+from kernels_triton.kernels.philox import philox_uniform  # noqa: F401
+
+
+@triton.jit
+def exp(x):
+    """Within 2 units of the last place for |x| <= 16, as `tl.exp`; results below 2^-126 are 0."""
+    return tl.exp2(x * LOG2E)
+
 
 @triton.jit
 def tanh(x):
@@ -13,7 +22,7 @@ def tanh(x):
     s = x * x
     p = (((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1) * s
     near = (p - 3.33332819422e-1) * s * x + x
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    far = 1.0 - quotient(2.0, tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -far, far))
 
 
@@ -96,6 +105,11 @@ def larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":  # its tl.max skips NaN, as numpy's nanmax; its tl.reduce takes seconds
 
     @triton.jit
@@ -103,33 +117,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # its tl.max skips NaN, as numpy'
         nans = tl.sum((x != x).to(tl.int32), 1, keep_dims=True)
         return tl.where(nans > 0, float("nan"), tl.max(x, 1, keep_dims=True))
 
+    @triton.jit
+    def row_sums(a, b):
+        return tl.sum(a, 1, keep_dims=True), tl.sum(b, 1, keep_dims=True)
+
 else:
 
     @triton.jit
     def row_max(x):
         return tl.reduce(x, 1, larger, keep_dims=True)
 
-
-@triton.jit
-def philox_uniform(seed, op_id, index):
-    """`shardc::random_uniform`'s numbers, float32 in [0, 1), for int64 element indices; bit for bit.
-
-    Philox4x32-10 with the counter (index low, op, index high, 0), the first word read as `tl.rand` reads it. Words that
-    are the same for all elements stay scalars, and so does what the first rounds make of them.
-    """
-    c0 = index.to(tl.uint32)
-    c1 = (tl.zeros((), tl.int64) + op_id).to(tl.uint32)
-    c2 = (index >> 32).to(tl.uint32)
-    c3 = tl.zeros((), tl.uint32)
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ (c1 ^ k0)
-        c2 = (p0 >> 32).to(tl.uint32) ^ (c3 ^ k1)
-        c1 = p1.to(tl.uint32)
-        c3 = p0.to(tl.uint32)
-        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
-        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
-    return tl.uint_to_uniform_float(c0)
+    @triton.jit
+    def row_sums(a, b):
+        """The sums of two tiles' rows, in one exchange between threads."""
+        first, second = tl.reduce((a, b), 1, _add)
+        return first[:, None], second[:, None]

@@ -5,10 +5,11 @@ to its dtype (backward will read it so), statistics of h without cancellation, `
 Backward, with `xhat = (h - mean) * rstd`, `g = dy * w` and means over the row:
 
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + the gradient that reaches h beside the norm
-    dw = sum over rows of dy * xhat,   db = sum over rows of dy
+    dw = sum over rows of dy * xhat,   db = sum over rows of dy,   dbefore = sum over rows of dx
 
 The sums over rows stay in the registers of a few persistent programs, which write one partial row each; `column_sums`
-adds those in a fixed order. RMSNorm is the same without the mean (`MEAN` is None).
+adds those in a fixed order. RMSNorm is the same without the mean (`MEAN` is None). What is None is not there: BEFORE,
+a bias of x; RES; SUM; MORE, added to dy. SQUARES: RSTD holds the sum of squares of a row instead.
 """
 
 import triton
@@ -60,9 +61,9 @@ def _moments(xs, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def norm_forward(
-    X, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
+    X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, HOLD: tl.constexpr,
+    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """HOLD: weight and bias stay in registers from row to row; else they are read, from the L1 cache, for each."""
     c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
@@ -81,8 +82,11 @@ def norm_forward(
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             x = tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
+            if BEFORE is not None:
+                x += tl.load(BEFORE + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
             if RES is not None:
                 x += tl.load(RES + r * res_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
+            if SUM is not None:
                 h = x.to(SUM.dtype.element_ty)
                 tl.store(SUM + r * COLS + i * BLOCK + c, h, mask=m)
                 x = h.to(tl.float32)
@@ -97,7 +101,7 @@ def norm_forward(
                 squares += tl.sum(xs[i] * xs[i], 2)
             variance = tl.sum(squares, 1) / COLS
         rstd = tl.rsqrt(variance + eps)[:, None, None]
-        tl.store(RSTD + r, rstd, mask=rm)
+        tl.store(RSTD + r, (variance * COLS)[:, None, None] if SQUARES else rstd, mask=rm)
         for i in tl.static_range(CHUNKS):
             cm = i * BLOCK + c < COLS
             y = xs[i]
@@ -113,7 +117,8 @@ def norm_forward(
 
 @triton.jit
 def norm_forward_looped(
-    X, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps, COLS: tl.constexpr, BLOCK: tl.constexpr
+    X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """One row a program. Chunks' means and squared deviations are merged as Chan's: no cancellation in long rows."""
     r = tl.program_id(0).to(tl.int64)
@@ -123,8 +128,11 @@ def norm_forward_looped(
     for start in tl.range(0, COLS, BLOCK):
         m = start + c < COLS
         x = tl.load(X + r * x_stride + start + c, mask=m, other=0.0).to(tl.float32)
+        if BEFORE is not None:
+            x += tl.load(BEFORE + start + c, mask=m, other=0.0).to(tl.float32)
         if RES is not None:
             x += tl.load(RES + r * res_stride + start + c, mask=m, other=0.0).to(tl.float32)
+        if SUM is not None:
             h = x.to(SUM.dtype.element_ty)
             tl.store(SUM + r * COLS + start + c, h, mask=m)
             x = h.to(tl.float32)
@@ -141,12 +149,15 @@ def norm_forward_looped(
     rstd = tl.rsqrt(squares / COLS + eps)
     if MEAN is not None:
         tl.store(MEAN + r, mean)
-    tl.store(RSTD + r, rstd)
+    tl.store(RSTD + r, squares if SQUARES else rstd)
     for start in tl.range(0, COLS, BLOCK):
         m = start + c < COLS
         y = tl.load(X + r * x_stride + start + c, mask=m, other=0.0).to(tl.float32)
+        if BEFORE is not None:
+            y += tl.load(BEFORE + start + c, mask=m, other=0.0).to(tl.float32)
         if RES is not None:  # read again rather than SUM, which other threads of the program may still be writing
             y += tl.load(RES + r * res_stride + start + c, mask=m, other=0.0).to(tl.float32)
+        if SUM is not None:
             y = y.to(SUM.dtype.element_ty).to(tl.float32)
         if MEAN is not None:
             y -= mean
@@ -160,34 +171,42 @@ def norm_forward_looped(
 
 @triton.jit
 def norm_backward(
-    DY, X, W, MEAN, RSTD, DRES, DX, DW, DB, rows, dy_stride, x_stride, dres_stride,
+    DY, MORE, X, W, MEAN, RSTD, DRES, DX, DW, DB, DBEFORE, rows, dy_stride, more_stride, x_stride, dres_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, HOLD: tl.constexpr,
+    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """HOLD: the weight stays in registers, where there are enough."""
     c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     dws = ()
     dbs = ()
+    dbefores = ()
     ws = ()
     for i in tl.static_range(CHUNKS):
         dws = dws + (tl.zeros((ROWS, BLOCK // GROUP, GROUP), tl.float32),)
+        dbefores = dbefores + (tl.zeros((ROWS, BLOCK // GROUP, GROUP), tl.float32),)
         dbs = dbs + (tl.zeros((ROWS, BLOCK // GROUP, GROUP), tl.float32),)
         if W is not None and HOLD:
             ws = ws + (tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32),)
     for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         r = t * ROWS + tl.arange(0, ROWS)[:, None, None]
         rm = r < rows
-        rstd = tl.load(RSTD + r, mask=rm, other=0.0)
+        rstd = tl.load(RSTD + r, mask=rm, other=0.0).to(tl.float32)
+        if SQUARES:
+            rstd = tl.rsqrt(rstd / COLS + eps)
         mean = 0.0
         if MEAN is not None:
-            mean = tl.load(MEAN + r, mask=rm, other=0.0)
+            mean = tl.load(MEAN + r, mask=rm, other=0.0).to(tl.float32)
         r = r.to(tl.int64)
         xs = ()
         gs = ()
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             xs = xs + (tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0),)
-            gs = gs + (tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0),)
+            g = tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0)
+            if MORE is not None:
+                more = tl.load(MORE + r * more_stride + i * BLOCK + c, mask=m, other=0.0)
+                g = g.to(tl.float32) + more.to(tl.float32)
+            gs = gs + (g,)
         sum_g = tl.zeros((ROWS, BLOCK // GROUP), tl.float32)
         sum_gx = tl.zeros((ROWS, BLOCK // GROUP), tl.float32)
         next_w = ()
@@ -215,6 +234,7 @@ def norm_backward(
         else:
             mean_gx = tl.sum(sum_gx, 1)
         mean_gx = mean_gx[:, None, None] / COLS
+        next_before = ()
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             xhat = (xs[i].to(tl.float32) - mean) * rstd
@@ -230,18 +250,22 @@ def norm_backward(
             if DRES is not None:
                 dx += tl.load(DRES + r * dres_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
             tl.store(DX + r * COLS + i * BLOCK + c, dx.to(DX.dtype.element_ty), mask=m)
+            next_before = next_before + (dbefores[i] + dx if DBEFORE is not None else dbefores[i],)
+        dbefores = next_before
     for i in tl.static_range(CHUNKS):
         at = tl.program_id(0) * COLS + i * BLOCK + c
         if DW is not None:
             tl.store(DW + at, tl.sum(dws[i], 0, keep_dims=True), mask=i * BLOCK + c < COLS)
         if DB is not None:
             tl.store(DB + at, tl.sum(dbs[i], 0, keep_dims=True), mask=i * BLOCK + c < COLS)
+        if DBEFORE is not None:
+            tl.store(DBEFORE + at, tl.sum(dbefores[i], 0, keep_dims=True), mask=i * BLOCK + c < COLS)
 
 
 @triton.jit
 def norm_backward_looped(
-    DY, X, W, MEAN, RSTD, DRES, DX, DW, DB, rows, dy_stride, x_stride, dres_stride,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    DY, MORE, X, W, MEAN, RSTD, DRES, DX, DW, DB, DBEFORE, rows, dy_stride, more_stride, x_stride, dres_stride, eps,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Rows too long for registers: read twice, the second time from the L2 cache. A program's sums over rows live in
     its own row of the partials, which it reads and writes once every ROWS rows."""
@@ -251,10 +275,12 @@ def norm_backward_looped(
         later = tl.zeros((1, 1), tl.int32) + t != pid  # the first turn finds no sums yet
         r = t * ROWS + tl.arange(0, ROWS)[:, None]
         rm = r < rows
-        rstd = tl.load(RSTD + r, mask=rm, other=0.0)
+        rstd = tl.load(RSTD + r, mask=rm, other=0.0).to(tl.float32)
+        if SQUARES:
+            rstd = tl.rsqrt(rstd / COLS + eps)
         mean = tl.zeros((ROWS, 1), tl.float32)
         if MEAN is not None:
-            mean = tl.load(MEAN + r, mask=rm, other=0.0)
+            mean = tl.load(MEAN + r, mask=rm, other=0.0).to(tl.float32)
         r = r.to(tl.int64)
         mean_g = tl.zeros((ROWS, 1), tl.float32)
         mean_gx = tl.zeros((ROWS, 1), tl.float32)
@@ -262,6 +288,8 @@ def norm_backward_looped(
             m = rm & (start + c < COLS)
             xhat = (tl.load(X + r * x_stride + start + c, mask=m, other=0.0).to(tl.float32) - mean) * rstd
             g = tl.load(DY + r * dy_stride + start + c, mask=m, other=0.0).to(tl.float32)
+            if MORE is not None:
+                g += tl.load(MORE + r * more_stride + start + c, mask=m, other=0.0).to(tl.float32)
             if W is not None:
                 g *= tl.load(W + start + c, mask=start + c < COLS, other=0.0).to(tl.float32)
             mean_g += tl.sum(g, 1, keep_dims=True)
@@ -273,6 +301,8 @@ def norm_backward_looped(
             m = rm & cm
             xhat = (tl.load(X + r * x_stride + start + c, mask=m, other=0.0).to(tl.float32) - mean) * rstd
             dy = tl.load(DY + r * dy_stride + start + c, mask=m, other=0.0).to(tl.float32)
+            if MORE is not None:
+                dy += tl.load(MORE + r * more_stride + start + c, mask=m, other=0.0).to(tl.float32)
             g = dy
             if W is not None:
                 g *= tl.load(W + start + c, mask=cm, other=0.0).to(tl.float32)
@@ -294,18 +324,25 @@ def norm_backward_looped(
                 db += tl.load(DB + at, mask=cm & later, other=0.0)
                 tl.debug_barrier()
                 tl.store(DB + at, db, mask=cm)
+            if DBEFORE is not None:
+                dbefore = tl.sum(dx, 0, keep_dims=True)
+                dbefore += tl.load(DBEFORE + at, mask=cm & later, other=0.0)
+                tl.debug_barrier()
+                tl.store(DBEFORE + at, dbefore, mask=cm)
         tl.debug_barrier()
 
 
 @triton.jit
-def column_sums(P, Q, OUT_P, OUT_Q, rows, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The second stage: OUT[c] = sum of P[:, c] in a fixed order. Axis 1 of the grid: P, then Q."""
+def column_sums(
+    P, Q, R, OUT_P, OUT_Q, OUT_R, rows, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The second stage: OUT[c] = sum of P[:, c] in a fixed order. Axis 1 of the grid: P, then Q, then R."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     cm = c < COLS
-    for which in tl.static_range(2):
+    for which in tl.static_range(3):
         if tl.program_id(1) == which:
-            source = P if which == 0 else Q
-            target = OUT_P if which == 0 else OUT_Q
+            source = P if which == 0 else Q if which == 1 else R
+            target = OUT_P if which == 0 else OUT_Q if which == 1 else OUT_R
             if source is not None:
                 total = tl.zeros((ROWS, BLOCK), tl.float32)
                 for start in tl.range(0, rows, ROWS):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels_triton import launch, reference, rows
 from kernels_triton.checks import expect, same_dtype, shaped
-from kernels_triton.ops.sums import partials, summed
+from kernels_triton.ops.sums import partials, sum_into
 from kernels_triton.reference.activation import ACTIVATIONS
 
 
@@ -52,8 +52,14 @@ def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
     if not launch.on_triton(gate):
         return reference.gated(gate, up, act)
     first, second = _halves(gate, up)
-    count, cols = first.shape
-    y = launch.empty((*gate.shape[:-1], cols), gate.dtype, gate)
+    y = launch.empty((*gate.shape[:-1], first.shape[1]), gate.dtype, gate)
+    gated_into(first, second, y, act)
+    return y
+
+
+def gated_into(first: Tensor, second: Tensor, y: Tensor, act: str) -> None:
+    """`act(first) * second` of rows."""
+    gate, (count, cols) = first, first.shape
     schedule = rows.tile_schedule("gated", gate, cols)
     launch.run(
         "activation.gated_forward",
@@ -65,7 +71,6 @@ def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
         ROWS=schedule.rows,
         warps=schedule.warps,
     )
-    return y
 
 
 def gated_backward(
@@ -76,12 +81,18 @@ def gated_backward(
     if not launch.on_triton(gate):
         return reference.gated_backward(dy, gate, up, act)
     first, second = _halves(gate, up)
-    count, cols = first.shape
-    shaped("gated_backward", "dy", dy, (*gate.shape[:-1], cols), gate)
-    grad = rows.as_rows(dy)
+    shaped("gated_backward", "dy", dy, (*gate.shape[:-1], first.shape[1]), gate)
     dgate = launch.empty(gate.shape, gate.dtype, gate)
     dup = None if up is None else launch.empty(up.shape, up.dtype, up)
-    to_first, to_second = _halves(dgate, dup)
+    gated_backward_into(rows.as_rows(dy), first, second, *_halves(dgate, dup), act)
+    return dgate, dup
+
+
+def gated_backward_into(
+    grad: Tensor, first: Tensor, second: Tensor, to_first: Tensor, to_second: Tensor, act: str
+) -> None:
+    """The gradients of `gated_into`, of rows."""
+    gate, (count, cols) = first, first.shape
     schedule = rows.tile_schedule("gated_backward", gate, cols)
     launch.run(
         "activation.gated_backward",
@@ -94,7 +105,6 @@ def gated_backward(
         ROWS=schedule.rows,
         warps=schedule.warps,
     )
-    return dgate, dup
 
 
 def _known(op: str, act: str) -> None:
@@ -111,9 +121,14 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _forward(op: str, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    y = launch.empty(x.shape, x.dtype, x)
+    forward_into(op, x, bias, y, act)
+    return y
+
+
+def forward_into(op: str, x: Tensor, bias: Tensor | None, y: Tensor, act: str) -> None:
     flat = rows.as_rows(x)
     count, cols = flat.shape
-    y = launch.empty(x.shape, x.dtype, x)
     schedule = rows.tile_schedule(op, x, cols)
     launch.run(
         "activation.activation_forward",
@@ -125,16 +140,24 @@ def _forward(op: str, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
         ROWS=schedule.rows,
         warps=schedule.warps,
     )
-    return y
 
 
 def _backward(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor | None]:
+    dx = launch.empty(x.shape, x.dtype, x)
+    dbias = None if bias is None else launch.empty(bias.shape, bias.dtype, x)
+    backward_into(op, dy, x, bias, dx, dbias, act)
+    return dx, dbias
+
+
+def backward_into(
+    op: str, dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, dbias: Tensor | None, act: str
+) -> None:
+    """`dbias`, the sum of `dx` over rows, is wanted or not, whether there is a bias or not."""
     grad, flat = rows.as_rows(dy), rows.as_rows(x)
     count, cols = flat.shape
-    dx = launch.empty(x.shape, x.dtype, x)
-    schedule = rows.walking_schedule(op, x, cols, sums=bias is not None)
+    schedule = rows.walking_schedule(op, x, cols, sums=dbias is not None)
     blocks, programs = schedule.walk(count, cols, x)
-    db = None if bias is None else partials(programs, cols, x)
+    db = None if dbias is None else partials(programs, cols, x)
     launch.run(
         "activation.activation_backward",
         (blocks * programs,),
@@ -147,4 +170,4 @@ def _backward(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, act: str) -> 
         STAGES=schedule.stages,
         warps=schedule.warps,
     )
-    return dx, None if bias is None else summed(db, None, bias.dtype, x)[0]
+    sum_into((db,), [dbias])

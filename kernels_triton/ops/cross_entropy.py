@@ -23,9 +23,26 @@ def cross_entropy(
     if not launch.on_triton(logits):
         return reference.cross_entropy(logits, target, grad_scale, ignore, in_place)
     flat = rows.as_rows(logits)
-    count, cols = flat.shape
-    loss, lse = (launch.empty((count,), torch.float32, logits) for _ in range(2))
+    loss, lse = (launch.empty((flat.shape[0],), torch.float32, logits) for _ in range(2))
     grad = flat if in_place else launch.empty(logits.shape, logits.dtype, logits)
+    cross_entropy_into(flat, target, grad_scale, ignore, loss, lse, grad)
+    return loss, lse, logits if in_place else grad
+
+
+def cross_entropy_into(
+    flat: Tensor,
+    target: Tensor,
+    grad_scale: Tensor | None,
+    ignore: int,
+    loss: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    parts: bool = False,
+    inverse: bool = False,
+) -> None:
+    """Of rows. `parts`: `loss` gets the target's logit less the row's maximum, 0 without a target, and `lse` the sum of
+    exp(x - maximum). `inverse`: `grad_scale` is one over the scale."""
+    logits, (count, cols) = flat, flat.shape
     schedule = rows.kept_schedule("cross_entropy", logits, cols)
     pairs = _pairs(flat)
     # Singly, 16-bit numbers take twice the registers.
@@ -41,10 +58,11 @@ def cross_entropy(
         GROUP=16 // logits.element_size(),
         STAGES=schedule.stages,
         PAIRS=pairs,
+        PARTS=parts,
+        INVERSE=inverse,
         warps=schedule.warps,
         registers=schedule.registers,
     )
-    return loss, lse, logits if in_place else grad
 
 
 def _pairs(x: Tensor) -> bool:

@@ -37,31 +37,46 @@ def bias_dropout_residual(
     same_dtype(op, "residual", residual, x)
     steps = whole_strides(x) if strides is None else tuple(strides)
     expect(len(steps) == x.dim(), op, f"{len(steps)} strides for a tensor of {x.dim()} dims")
-    placed = _outer(x.shape, steps)
+    placed = rows.leading(x.shape, steps)
     if placed is None or not launch.on_triton(x):
         return reference.bias_dropout_residual(x, bias, residual, p, seed, op_id, steps, offset)
-    inner, outer_step, inner_step = placed
+    y = launch.empty(x.shape, x.dtype, x)
+    keep = launch.empty((*x.shape[:-1], -(-x.shape[-1] // 8)), torch.uint8, x)
+    words = (seed, op_id, offset, (*placed, steps[-1]))
+    forward_into(x, bias, residual, *words, p, scale_of(p), y, keep)
+    return y, keep
+
+
+def forward_into(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    seed: Tensor,
+    op_id: int,
+    offset: Tensor | None,
+    placed: tuple[int, int, int, int],
+    p: float,
+    scale: float,
+    y: Tensor,
+    keep: Tensor | None,
+) -> None:
+    """`placed`: the size of the inner of x's two leading dims, the whole tensor's strides along them and columns."""
+    op, (inner, *steps) = "bias_dropout_residual", placed
     flat = rows.as_rows(x)
     added = None if residual is None else rows.as_rows(residual)
     count, cols = flat.shape
-    y = launch.empty(x.shape, x.dtype, x)
-    keep = launch.empty((*x.shape[:-1], -(-cols // 8)), torch.uint8, x)
-    if offset is None:
-        offset = torch.zeros((), dtype=torch.int64, device=x.device)
     schedule = rows.tile_schedule(op, x, cols)
     launch.run(
         "dropout.dropout_forward",
         (schedule.tiles(count, cols),),
         *(flat, None if bias is None else bias.contiguous(), added, y, keep, seed, offset, op_id, count),
-        *(rows.row_stride(flat), rows.row_stride(added), least_kept(p), scale_of(p)),
-        *(outer_step, inner_step, steps[-1]),
+        *(rows.row_stride(flat), rows.row_stride(added), least_kept(p), scale, *steps),
         INNER=inner,
         COLS=cols,
         BLOCK=schedule.block,
         ROWS=schedule.rows,
         warps=schedule.warps,
     )
-    return y, keep
 
 
 def bias_dropout_residual_backward(
@@ -106,19 +121,3 @@ def least_kept(p: float) -> int:
         else:
             low = middle + 1
     return low
-
-
-def _outer(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int] | None:
-    """All dims but the last as two: (size of the inner, the outer's stride, the inner's). None if they are more."""
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == stride * size:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    if len(merged) > 2:
-        return None
-    (_, outer), (size, inner) = [(1, 0)] * (2 - len(merged)) + merged
-    return size, outer, inner

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
 from kernels_triton.checks import same_dtype, shaped
-from kernels_triton.ops.sums import partials, summed
+from kernels_triton.ops.sums import partials, sum_into
 
 HELD = 16  # numbers of the weight that a thread of backward has registers for
 
@@ -94,37 +96,48 @@ def _check(op: str, x: Tensor, **others: Tensor | None) -> None:
 def _forward(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    y = launch.empty(x.shape, x.dtype, x)
+    total = None if residual is None else launch.empty(x.shape, x.dtype, x)
+    mean = launch.empty(x.shape[:-1], torch.float32, x) if centred else None
+    rstd = launch.empty(x.shape[:-1], torch.float32, x)
+    forward_into(op, x, residual, weight, bias, eps, y, total, mean, rstd)
+    return y, x if total is None else total, mean, rstd
+
+
+def forward_into(
+    op: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    before: Tensor | None = None,
+    squares: bool = False,
+) -> None:
+    """The norm of `x + before + residual`, that sum (`total`) and the statistics, each written in its own dtype.
+    Without `mean` it is an RMS norm, of which `rstd` gets the sum of squares if `squares`."""
     cols = x.shape[-1]
     flat = rows.as_rows(x)
     count = flat.shape[0]
     added = None if residual is None else rows.as_rows(residual)
-    y = launch.empty(x.shape, x.dtype, x)
-    total = x if added is None else launch.empty(x.shape, x.dtype, x)
-    mean = launch.empty(x.shape[:-1], torch.float32, x) if centred else None
-    rstd = launch.empty(x.shape[:-1], torch.float32, x)
     schedule = rows.forward_schedule(op, x, cols)
+    columns = [None if one is None else one.contiguous() for one in (before, weight, bias)]
     args = (
-        flat,
-        added,
-        None if added is None else total,
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        y,
-        mean,
-        rstd,
-        count,
-        rows.row_stride(flat),
-        rows.row_stride(added),
-        eps,
+        *(flat, columns[0], added, total, *columns[1:], y, mean, rstd, count),
+        *(rows.row_stride(flat), rows.row_stride(added), eps),
     )
     if schedule.chunks:
         # For one row alone, two of them or a wide one cost other rows their registers.
         held = schedule.waves > 0 or (bias is None and schedule.chunks == 1)
-        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held}
+        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held, "SQUARES": squares}
         launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile)
     else:
-        launch.run("norm.norm_forward_looped", (count,), *args, COLS=cols, BLOCK=schedule.block, warps=schedule.warps)
-    return y, total, mean, rstd
+        tile = {"COLS": cols, "BLOCK": schedule.block, "SQUARES": squares}
+        launch.run("norm.norm_forward_looped", (count,), *args, **tile, warps=schedule.warps)
 
 
 def _backward(
@@ -137,37 +150,64 @@ def _backward(
     residual_grad: Tensor | None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    cols, dtype = x.shape[-1], x.dtype if weight is None else weight.dtype
+    dx = launch.empty(x.shape, x.dtype, x)
+    dw = None if weight is None else launch.empty((cols,), dtype, x)
+    db = launch.empty((cols,), dtype, x) if with_bias else None
+    backward_into(op, dy, x, weight, mean, rstd, residual_grad, dx, dw, db)
+    return dx, dw, db
+
+
+def _with_more(schedule: rows.Schedule, x: Tensor, tensors: int) -> rows.Schedule:
+    """The schedule for so many tensors in flight, as far as there is shared memory."""
+    if not schedule.chunks:
+        return schedule
+    width, height = schedule.block * schedule.chunks, max(1, schedule.rows // (2 if tensors > 3 else 1))
+    programs = max(1, schedule.waves)
+    in_flight = programs * tensors * width * height * x.element_size()
+    stages = min(schedule.stages, (launch.device_of(x).shared_bytes - rows.RESERVED) // in_flight)
+    return replace(schedule, rows=height, stages=max(1, stages))
+
+
+def backward_into(
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    dbefore: Tensor | None = None,
+    more: Tensor | None = None,
+    squares_eps: float | None = None,
+) -> None:
+    """The gradient of `forward_into` for `dy + more`, each part written in its own dtype. With `squares_eps`, the
+    norm's epsilon, `rstd` is the sum of squares. `dbefore` is the sum of `dx` over rows."""
     cols = x.shape[-1]
     grad, flat = rows.as_rows(dy), rows.as_rows(x)
-    beside = None if residual_grad is None else rows.as_rows(residual_grad)
+    others = [None if one is None else rows.as_rows(one) for one in (more, residual_grad)]
     count = flat.shape[0]
-    dx = launch.empty(x.shape, x.dtype, x)
     schedule = rows.backward_schedule(op, x, cols)
+    if more is not None or dbefore is not None:
+        tensors = 2 + (more is not None) + (residual_grad is not None)
+        schedule = _with_more(schedule, x, tensors)
     programs = schedule.programs(count, x)
-    dw = None if weight is None else partials(programs, cols, x)
-    db = partials(programs, cols, x) if with_bias else None
+    sums = tuple(None if one is None else partials(programs, cols, x) for one in (dweight, dbias, dbefore))
     args = (
-        grad,
-        flat,
-        None if weight is None else weight.contiguous(),
-        None if mean is None else mean.contiguous(),
-        rstd.contiguous(),
-        beside,
-        dx,
-        dw,
-        db,
-        count,
-        rows.row_stride(grad),
-        rows.row_stride(flat),
-        rows.row_stride(beside),
+        *(grad, others[0], flat, None if weight is None else weight.contiguous()),
+        *(None if mean is None else mean.contiguous(), rstd.contiguous(), others[1], dx, *sums, count),
+        *(rows.row_stride(grad), rows.row_stride(others[0]), rows.row_stride(flat), rows.row_stride(others[1])),
+        squares_eps or 0.0,
     )
+    squares = squares_eps is not None
     if schedule.chunks:
         held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
-        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held}
+        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held, "SQUARES": squares}
         launch.run("norm.norm_backward", (programs,), *args, **tile)
     else:
-        tile = {"COLS": cols, "BLOCK": schedule.block, "ROWS": schedule.rows}
+        tile = {"COLS": cols, "BLOCK": schedule.block, "ROWS": schedule.rows, "SQUARES": squares}
         launch.run("norm.norm_backward_looped", (programs,), *args, **tile, warps=schedule.warps)
-    dtype = x.dtype if weight is None else weight.dtype
-    dweight, dbias = summed(dw, db, dtype, x)
-    return dx, dweight, dbias
+    sum_into(sums, [dweight, dbias, dbefore])

@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels_triton import launch, rows
 
 TILE = 4096  # elements of a partial tile
+MOST = 3  # buffers that one launch sums
 
 
 def partials(programs: int, cols: int, like: Tensor) -> Tensor:
@@ -18,15 +19,25 @@ def summed(
     first: Tensor | None, second: Tensor | None, dtype: torch.dtype, like: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """The column sums of one or two [programs, cols] buffers, in one launch."""
-    given = first if first is not None else second
-    if given is None:
-        return None, None
-    programs, cols = given.shape
-    out = [None if p is None else launch.empty((cols,), dtype, like) for p in (first, second)]
+    given = (first, second)
+    out = [None if p is None else launch.empty((p.shape[1],), dtype, like) for p in given]
+    sum_into(given, out)
+    return out[0], out[1]
+
+
+def sum_into(given: tuple[Tensor | None, ...], out: list[Tensor | None]) -> None:
+    """The column sums of some [programs, cols] buffers, each into its place, in one launch."""
+    pairs = [(p, to) for p, to in zip(given, out, strict=True) if p is not None and to is not None]
+    if not pairs:
+        return
+    programs, cols = pairs[0][0].shape
     if programs == 0:  # no rows: nothing was launched, nothing is to be added
-        return tuple(None if o is None else o.zero_() for o in out)  # type: ignore[return-value]
+        for _, to in pairs:
+            to.zero_()
+        return
     height = min(512, rows.power_of_two(programs))
     block = max(8, min(64, TILE // height))
-    grid = (-(-cols // block), 2 if second is not None else 1)
-    launch.run("norm.column_sums", grid, first, second, *out, programs, COLS=cols, ROWS=height, BLOCK=block, warps=4)
-    return out[0], out[1]
+    args = [*[p for p, _ in pairs], *[None] * (MOST - len(pairs)), *[to for _, to in pairs]]
+    args += [None] * (2 * MOST - len(args))
+    grid = (-(-cols // block), len(pairs))
+    launch.run("norm.column_sums", grid, *args, programs, COLS=cols, ROWS=height, BLOCK=block, warps=4)

@@ -2,7 +2,7 @@
 
 A storage lives from the call that makes it to the last use of it or of a view of it; outputs live to the end, inputs
 all along. While a call runs, its operands and its results are both there. What a kernel takes for itself meanwhile (a
-workspace, a copy it packs for a collective) is not counted, nor is the allocator's rounding.
+workspace, a copy it packs for a collective of its own) is not counted, nor is the allocator's rounding.
 
     parameters, optimizer state, buffers, inputs    stored: what a rank holds all step long
     gradients        a parameter's, until the optimizer has used it; without one, to the end
@@ -21,11 +21,13 @@ from typing import Literal
 
 from torch import fx
 
+from shardc.ir.buckets import pieces, with_buckets
 from shardc.ir.collectives import KINDS, human_bytes
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, operands, producer, type_of
 from shardc.ir.in_place import writes
 from shardc.ir.microbatch import GIVEN, MADE, in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.storages import Storage, storages, yields
 from shardc.ir.types import TensorType
 
@@ -192,7 +194,7 @@ def memory(body: Graph) -> MemoryReport:
     """The report of a localized body. Takes time linear in its length."""
     inside = in_microbatch(body)
     calls = sorted(body.calls(), key=lambda node: node not in inside)  # as they run
-    held, made = lives(body, calls, inside, storages(body))
+    held, made = lives(body, calls, inside, with_buckets(body, storages(body)))
     stored = nothing()
     for category, storage in held:
         stored[category] += storage.bytes
@@ -274,6 +276,7 @@ def lives(
     the buffers that it starts from.
     """
     over = {write.value: write for write in writes(body, of)}
+    made = pieces(body)  # in the flat tensor of a bucket
     several = body.microbatches > 1
     held: list[tuple[Category, Storage]] = []
     for port, node in zip(body.inputs, body.placeholders, strict=True):
@@ -293,8 +296,9 @@ def lives(
         for value, _ in yields(call):
             if of_weights:
                 weights.add(value)
-            if of[value].value is value and (value not in over or over[value].op is None):
-                moved = op_name(call.target) in KINDS
+            own = of[value].value is value or value in made
+            if own and of[value] not in found and (value not in over or over[value].op is None):
+                moved = op_name(call.target) in KINDS or value in made or call.target in (PACK, UNPACK)
                 born = 0 if several and call.target is ACCUMULATE else at
                 found[of[value]] = Life(of[value], born, at, phase, phase, of_weights, moved)
     for port, value in zip(body.outputs, body.output_values, strict=True):

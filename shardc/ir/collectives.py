@@ -15,13 +15,15 @@ several `times`.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx
 
-from shardc.ir.graph import Graph, Phase, info, op_name, type_of
+from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.buckets import UNPACK
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -73,15 +75,12 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
     axes: Axes = tuple(args["axes"])
     group = graph.mesh.size(axes)
     payload = _payload(graph, kind, args, node, group)
-    sent = {"all_reduce": 2 * (group - 1) * payload / group, "permute": payload}.get(
-        kind, (group - 1) * payload / group
-    )
     about = info(node)
     return Collective(
         kind,
         graph.mesh.merged(axes),
         args.get("op", ""),
-        math.ceil(sent),
+        _sent(kind, payload, group),
         about.phase,
         about.name,
         about.cause,
@@ -89,6 +88,44 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
         about.source,
         group,
     )
+
+
+def _sent(kind: CollectiveKind, payload: int, group: int) -> int:
+    share = (group - 1) * payload / group
+    return math.ceil({"all_reduce": 2 * share, "permute": payload}.get(kind, share))
+
+
+def bucket_of(value: fx.Node) -> fx.Node | None:
+    """The collective that a value travelled in together with others; None if it did not."""
+    if value.target is not operator.getitem:
+        return None
+    back = value.args[0]
+    assert isinstance(back, fx.Node)
+    return operands(back)[0] if back.target is UNPACK else None
+
+
+def members(moved: fx.Node) -> dict[int, fx.Node]:
+    """The values that travel in a bucket, as they are after it, by their places in it; none of another collective."""
+    backs = [user for user in moved.users if user.target is UNPACK]
+    values = {int(value.args[1]): value for back in backs for value in back.users}  # type: ignore[arg-type]
+    return dict(sorted(values.items()))
+
+
+def member(graph: Graph, value: fx.Node) -> Collective:
+    """What one value of a bucket communicates: its part of it."""
+    moved = bucket_of(value)
+    assert moved is not None, f"{info(value).name} is in no bucket"
+    whole, about = collective(graph, moved), info(value)
+    assert whole is not None
+    size = type_of(value).local_bytes(graph.mesh)
+    if whole.kind == "all_gather":
+        at = next(i for i, one in members(moved).items() if one is value)
+        size = type_of(operands(operands(moved)[0])[at]).local_bytes(graph.mesh) * whole.group_size
+    elif whole.kind == "reduce_scatter":
+        size *= whole.group_size
+    sent = _sent(whole.kind, size, whole.group_size)
+    own = replace(whole, value=about.name, cause=about.cause, source=about.source)
+    return replace(own, bytes_per_rank=sent, payload_bytes=size)
 
 
 def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.Node, group: int) -> int:
@@ -104,7 +141,7 @@ def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.
     return before
 
 
-def human_bytes(count: int) -> str:
+def human_bytes(count: float) -> str:
     """`32 KiB`, `1.5 MiB`, `12 B`."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

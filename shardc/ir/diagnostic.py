@@ -50,10 +50,12 @@ CODES: dict[str, Code] = {
     "SC213": Code("over-budget", "the program communicates more than the plan's budget allows"),
     "SC214": Code("over-memory", "activations need more memory than the plan's recompute budget"),
     "SC215": Code("nothing-placed", "no annotation uses the mesh, or one of its axes: its ranks do the same work"),
+    "SC216": Code("whole-gradients", "the gradients of several microbatches are held whole, and not as ZeRO's shards"),
     "SC220": Code("bad-schedule", "a pipeline's schedule is unknown, or not made for these stages and microbatches"),
     "SC221": Code("bad-cut", "a step cannot be cut into the stages of a pipeline, or not at the places asked for"),
     "SC222": Code("token-weights", "the tokens that a plan's loss counts cannot be counted in the input that it names"),
     "SC223": Code("pipeline-axis", "a placement names the axis of the pipeline, along which no tensor is sharded"),
+    "SC224": Code("stage-costs", "costs are given that are not those of a pipeline's stages"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC302": Code("op-refused", "an op cannot be executed with the placement asked of it"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
@@ -64,6 +66,7 @@ CODES: dict[str, Code] = {
     "SC406": Code("checkpoint-mismatch", "a checkpoint has other tensors than the program: names, shapes or dtypes"),
     "SC407": Code("no-checkpoint", "there is no checkpoint at a path"),
     "SC408": Code("checkpoint-failed", "a checkpoint could not be written or read"),
+    "SC409": Code("cannot-write", "a file cannot be written, or its suffix stands for another form"),
     "SC501": Code(
         "batch-shape", "a batch has other leaves, shapes, dtypes or Python values than the program was compiled for"
     ),

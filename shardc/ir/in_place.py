@@ -9,7 +9,7 @@ itself stays a function of its inputs: that is for whoever runs it with state of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,11 +38,18 @@ class Into:
     """How an op of several results writes some of them over what its operands hold.
 
     `pairs(*args)` are the (result, operand) of which the one may take the place of the other. `run(*args, over)`, with
-    `over` from results to tensors, is the call.
+    `over` from results to tensors, is the call. `anywhere`: a result may also be written where no operand is.
+    `prepare(slots of operands, kernel's text, places, device)` is the same call, ready for one device: a function of
+    the values of all slots, whose results go where `places` say, from results to functions of the same. None where
+    there is nothing to prepare on that device.
     """
 
     pairs: Callable[..., frozenset[tuple[int, int]]]
     run: Callable[..., Any]
+    anywhere: bool = False
+    prepare: Callable[[Sequence[int], str, Mapping[int, Callable[..., Any]], Any], Callable[..., Any] | None] | None = (
+        None
+    )
 
 
 INTO: dict[Any, Into] = {}  # by op
@@ -91,20 +98,23 @@ def _last_reads(calls: Sequence[fx.Node], at: dict[fx.Node, int], of: dict[fx.No
 
 def _placed(call: fx.Node, value: fx.Node, over: fx.Node, of: dict[fx.Node, Storage]) -> bool:
     """Does a call read what it writes over just where it writes, if at all?"""
+    own = [(i, v) for i, v in enumerate(operands(call)) if of[v] is of[over]]
+    if not own:
+        return INTO[call.target].anywhere
     pairs, at = INTO[call.target].pairs(*call.args), producer(value)[1]
-    return all(v is over and (at, i) in pairs for i, v in enumerate(operands(call)) if of[v] is of[over])
+    return all(v is over and (at, i) in pairs for i, v in own)
 
 
 def _into(call: fx.Node) -> OpOverload | None:
     """The variant of a pointwise op that writes its result into a tensor, which may be one of its operands."""
     shapes = {type_of(v).shape for v in operands(call)}
-    return _out_variant(call.target) if shapes <= {(), type_of(call).shape} else None  # type: ignore[arg-type]
+    pointwise = op_name(call.target) in POINTWISE and shapes <= {(), type_of(call).shape}
+    return out_variant(call.target) if pointwise else None  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
-def _out_variant(op: OpOverload) -> OpOverload | None:
-    if op_name(op) not in POINTWISE:
-        return None
+def out_variant(op: OpOverload) -> OpOverload | None:
+    """The op that takes what this one takes, and a tensor to write its result into."""
     wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
     packet = op._overloadpacket  # pyright: ignore[reportPrivateUsage]
     for name in packet.overloads():

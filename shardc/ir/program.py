@@ -6,7 +6,7 @@ looks ops up by name and executes nothing. A file that was cut short, altered, o
 
     {
     "format": "shardc-program",
-    "version": 2,
+    "version": 3,
     "sha256": "...",
     "content": {...}                    one line, so that the last line says whether the file is whole
     }
@@ -42,7 +42,7 @@ from shardc.ir.plain import (
 from shardc.ir.text import print_graph
 
 FORMAT = "shardc-program"
-VERSION = 2
+VERSION = 3
 AnnotationLine = tuple[str, str, str, str]  # kind, name or pattern, placement text, origin ("plan.yaml:9" or "")
 
 

@@ -6,10 +6,14 @@ kept, and returns one line a violation. A violation is our bug, so the compiler 
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, results, type_of
 from shardc.ir.ops import collectives
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of, starts
+from shardc.ir.schema import given
 from shardc.passes.base import Check, split_of
 from shardc.passes.insert_reshards import operand_types, output_types
 from shardc.passes.settle_partials import produced
@@ -90,6 +94,45 @@ def outputs_as_asked(graph: Graph) -> list[str]:
     return found
 
 
+def buckets_match(graph: Graph) -> list[str]:
+    """What is packed goes through one collective and is unpacked as it was laid out, whole and once."""
+    found: list[str] = []
+    for pack in graph.calls():
+        if pack.target is not PACK:
+            continue
+        args, name = given(pack), info(pack).name
+        readers = list(pack.users)
+        moved = readers[0] if len(readers) == 1 else None
+        if moved is None or moved.target not in collectives.COLLECTIVES or [u.target for u in moved.users] != [UNPACK]:
+            found.append(f"{name} is not packed for one collective, unpacked once")
+            continue
+        (back,) = moved.users
+        after, mesh = given(back), graph.mesh
+        group = mesh.size(given(moved)["axes"])
+        scatters, gathers = moved.target is collectives.reduce_scatter, moved.target is collectives.all_gather
+        if (args["rows"], after["rows"]) != (group if scatters else 1, group if gathers else 1):
+            found.append(f"{name} has {args['rows']} rows, and {after['rows']} when it is unpacked")
+        mids = [-(-mid // args["rows"]) for mid in args["mids"]]
+        if (args["leads"], mids, args["unit"]) != (after["leads"], after["mids"], after["unit"]):
+            found.append(f"{name} is not unpacked as it was packed")
+        shapes = shapes_of(after["shapes"], after["ranks"])
+        for i, (x, lead, mid) in enumerate(zip(args["xs"], args["leads"], args["mids"], strict=True)):
+            own, made = type_of(x), math.prod(shapes[i])
+            numel = math.prod(own.local_shape(mesh))
+            if own.dtype != type_of(pack).dtype or numel % (lead * mid):
+                found.append(f"{name} packs {info(x).name}, {own}, as {lead} x {mid}")
+            elif made * mid != numel * after["sizes"][i]:
+                found.append(f"{name} packs {numel} elements of {info(x).name}, and {made} are unpacked")
+        for value in back.users:
+            if type_of(value).local_shape(mesh) != tuple(shapes[value.args[1]]):  # type: ignore[index]
+                found.append(f"{info(value).name} is {type_of(value)}, unpacked as {shapes[value.args[1]]}")  # type: ignore[index]
+        numels = [math.prod(type_of(x).local_shape(mesh)) for x in args["xs"]]
+        width = starts(columns_packed(numels, args["mids"], args["rows"]), args["unit"])[-1]
+        if math.prod(type_of(pack).local_shape(mesh)) != width * args["rows"]:
+            found.append(f"{name} is {type_of(pack)}, of {args['rows']} rows of {width}")
+    return found
+
+
 def _ruled(graph: Graph) -> list[fx.Node]:
     """Calls with a rule that do not run replicated on constants."""
     return [
@@ -110,4 +153,6 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "combine": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
     "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
     "localize": (no_axis_twice, outputs_as_asked),
+    "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
+    "online_softmax": (no_axis_twice, outputs_as_asked),
 }

@@ -52,7 +52,9 @@ SMOOTH_AND_STEPS = """
     logit mish nan_to_num ones_like reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh
     softplus special_entr special_erfcx special_log_ndtr special_ndtri sqrt square tan tanh trunc empty_like
 """
-LINEAR = "neg positive clone alias detach contiguous lift_fresh lift_fresh_copy deg2rad rad2deg zeros_like"
+LINEAR = (
+    "neg positive conj_physical clone alias detach contiguous lift_fresh lift_fresh_copy deg2rad rad2deg zeros_like"
+)
 pointwise([getattr(aten, name).default for name in SMOOTH_AND_STEPS.split()], UNARY)
 pointwise([getattr(aten, name).default for name in LINEAR.split()], UNARY, linear="joint")
 pointwise(ACCUMULATE, UNARY, linear="joint")

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 import shardc.ir.ops.fused_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what GPUs run)
+from shardc.ir.buckets import Piece, layout_of, pieces, reduced_in_place
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
 from shardc.ir.in_place import INTO, Write, writes
-from shardc.ir.ops.collectives import COLLECTIVES, run_collective
+from shardc.ir.ops.buckets import PACK
+from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import axis_offset
+from shardc.runtime.flat import Flat
 from shardc.runtime.index_check import out_of_range
 from shardc.runtime.instructions import Instruction, Numerics, flatten
 from shardc.runtime.monitor import Monitor
@@ -29,6 +32,8 @@ from shardc.runtime.overlap import Action, arranged, begin
 Single = int  # the slot of a call's only result
 Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
 Arguments = Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]
+Place = Callable[[list[Any]], torch.Tensor]  # where a result is to be written
+NOTHING: dict[str, Any] = {}
 Code = tuple[int, Callable[..., Any], Any, Single | Many, tuple[int, ...]]
 
 
@@ -40,6 +45,7 @@ class Routine:
         self.listing = listing = flatten(graph, Numerics(device))
         self.names = [instruction.where for instruction in listing.instructions]
         self.empty: list[Any] = [None] * listing.size
+        self._device = device
         constant: set[int] = set()
         for instruction in listing.instructions:
             if instruction.target is axis_offset:
@@ -51,6 +57,12 @@ class Routine:
                 constant.add(into)
         self._over = {write.value: write for write in writes(graph)}
         self._slots = dict(zip(graph.placeholders, listing.inputs, strict=True))
+        self._pieces = pieces(graph)
+        self._flats = {
+            one.node: Flat(layout, one.yields[0][2], one.reads, self._pieces, device)
+            for one in listing.instructions
+            if one.node.target is PACK and (layout := layout_of(graph, one.node)) is not None
+        }
         self._staying = constant | {self._slots[write.over] for write in self._over.values()}
 
     def code(self, first: int = 0, last: int | None = None) -> list[Code]:
@@ -61,17 +73,30 @@ class Routine:
             instruction = listing.instructions[action.at]
             if instruction.target is axis_offset:
                 continue
+            if (flat := self._flats.get(instruction.node)) is not None:
+                if flat.copies or not code:
+                    code.append((action.at, flat.filled, lambda env: ((env,), {}), flat.slot, free))
+                else:  # all members are in their places
+                    code[-1] = (*code[-1][:4], code[-1][4] + free)
+                continue
             code.append(_code(instruction, action, free))
             if action.kind not in ("run", "wait"):
                 continue
             over = [(self._over[v], p, slot) for v, p, slot in instruction.yields if v in self._over]
+            pieces = {p or 0: self._pieces[v] for v, p, _ in instruction.yields if v in self._pieces}
             if instruction.node.target in INTO:
-                inside = {p or 0: self._slots[write.over] for write, p, _ in over if write.op is not None}
-                code[-1] = _written_inside(code[-1], instruction.node.target, inside)
+                inside = {p or 0: _held(self._slots[write.over]) for write, p, _ in over if write.op is not None}
+                inside |= {p: self._place(piece) for p, piece in pieces.items()}
+                code[-1] = _written_inside(code[-1], instruction.node.target, inside, self._device)
+            elif pieces:
+                code[-1] = _made_at(code[-1], pieces[0].make, self._place(pieces[0]))
             for value, _, slot in instruction.yields:
                 if value in self._over and (self._over[value].op is None or instruction.node.target not in INTO):
                     code[-1:] = _written(code[-1], self._over[value], self._slots[self._over[value].over], slot)
         return code
+
+    def _place(self, piece: Piece) -> Place:
+        return self._flats[piece.layout.pack].place(piece.at)
 
     def run(
         self, code: Sequence[Code], env: list[Any], monitor: Monitor | None, base: int = 0, within: str = ""
@@ -123,6 +148,7 @@ def _code(one: Instruction, action: Action, free: tuple[int, ...]) -> Code:
             return action.at, call, one.arguments, into, free
         case "begin":
             assert steps is not None
+            steps = all_reduce_over if reduced_in_place(one.node) else steps
             return action.at, partial(begin, steps), one.arguments, into, free
         case "wait":
             assert isinstance(into, int)
@@ -144,18 +170,50 @@ def _written(code: Code, write: Write, over: int, slot: int) -> list[Code]:
     return [(at, write.op, placed, into, free)]
 
 
-def _written_inside(code: Code, op: Any, over: dict[int, int]) -> Code:
-    """A call of several results, some of which take the places of what slots hold."""
+def _written_inside(code: Code, op: Any, over: dict[int, Place], device: torch.device) -> Code:
+    """A call of several results, some of which are written where they are told."""
     at, _, arguments, into, free = code
     places = tuple(over.items())
+    if (prepare := INTO[op].prepare) is not None:
+        (slots, line), _ = arguments(_Slots())
+        prepared = prepare(slots, line, over, device)
+        if prepared is not None:
+            return at, prepared, _everything, into, free
     if not places:
         return at, INTO[op].run, arguments, into, free
 
-    def placed(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         args, kwargs = arguments(env)
-        return args, {**kwargs, "over": {position: env[slot] for position, slot in places}}
+        return args, {**kwargs, "over": {position: place(env) for position, place in places}}
 
     return at, INTO[op].run, placed, into, free
+
+
+def _made_at(code: Code, make: Callable[..., Any] | None, place: Place) -> Code:
+    """A call of one result, which is written where it is told."""
+    at, _, arguments, into, free = code
+    assert make is not None
+
+    def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        args, kwargs = arguments(env)
+        return args, {**kwargs, "out": place(env)}
+
+    return at, make, placed, into, free
+
+
+class _Slots:
+    """In the place of values, the numbers of their slots."""
+
+    def __getitem__(self, slot: int, /) -> int:
+        return slot
+
+
+def _everything(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    return (env,), NOTHING
+
+
+def _held(slot: int) -> Place:
+    return lambda env: env[slot]
 
 
 def _arrived(arrival: Callable[[], Any]) -> Any:

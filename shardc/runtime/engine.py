@@ -18,10 +18,10 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint import Checkpoints
 from shardc.runtime.job import Job
+from shardc.runtime.member import Keeping, Whole
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.nonfinite import probe
 from shardc.runtime.simulate import simulate
-from shardc.runtime.weights import Read
 
 
 class Engine(Protocol):
@@ -30,15 +30,13 @@ class Engine(Protocol):
     rank: int
     device: torch.device
 
-    def holds(self, name: str) -> bool:
-        """Whether this rank has a parameter, a buffer or state: a stage of a pipeline has its own alone."""
+    @property
+    def shards(self) -> Keeping:
+        """How tensors become what is held, and whole again."""
         ...
 
-    def load(self, read: Read, type: TensorType) -> torch.Tensor: ...
-    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
-
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
-        """What all ranks that hold a tensor have of it; all of these must call it."""
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter, a buffer or state: a stage of a pipeline has its own alone."""
         ...
 
     def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
@@ -90,20 +88,11 @@ class Simulation:
         body: Graph,
         run: Callable[[Mapping[str, torch.Tensor], Sequence[Feed]], dict[Port, torch.Tensor]] | None = None,
     ) -> None:
-        self.body, self.rank, self.device = body, 0, torch.device("cpu")
+        self.body, self.rank, self.device, self.shards = body, 0, torch.device("cpu"), Whole()
         self._run = run or (lambda held, fed: simulate(body, held, fed=fed))
 
     def holds(self, name: str) -> bool:
         return True
-
-    def load(self, read: Read, type: TensorType) -> torch.Tensor:
-        return read(tuple(slice(0, n) for n in type.shape)).to(type.dtype, copy=True)
-
-    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return whole
-
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return held
 
     def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
         assert held is not None

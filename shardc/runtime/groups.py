@@ -1,7 +1,8 @@
 """The communicator of a real job: torch.distributed process groups, one for every set of axes that a program uses.
 
 torch numbers the members of a group by rank, we along the axes as they are given, major first; where the two differ
-(`("tp", "dp")` on a mesh dp x tp) rows are reordered around the call. Results are always fresh tensors.
+(`("tp", "dp")` on a mesh dp x tp) rows are reordered around the call. Results are fresh tensors, but for
+that of an all-reduce whose operand is spent.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class ProcessGroupCommunicator:
         x, axes = exchange.x, exchange.axes
         match exchange.kind:
             case "all_reduce":
-                return self._all_reduce(x, exchange.op, axes)
+                return self._all_reduce(x, exchange.op, axes, exchange.spent)
             case "all_gather":
                 return self._all_gather(x, axes)
             case "reduce_scatter":
@@ -102,9 +103,9 @@ class ProcessGroupCommunicator:
             case "permute":
                 return self._permute(x, axes, exchange.source)
 
-    def _all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> Arrival:
+    def _all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str], spent: bool = False) -> Arrival:
         members = self._of(axes)
-        result = x.clone(memory_format=torch.contiguous_format)
+        result = x if spent else x.clone(memory_format=torch.contiguous_format)
         if members.count == 1:
             return lambda: result
         work = dist.all_reduce(result, op=REDUCE_OPS[op], group=members.group, async_op=True)

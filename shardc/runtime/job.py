@@ -20,7 +20,6 @@ from shardc.runtime.member import Member, Shards
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.monitor import Alike, Monitor
 from shardc.runtime.nonfinite import probe
-from shardc.runtime.weights import Read
 
 
 class Job:
@@ -39,18 +38,9 @@ class Job:
     def holds(self, name: str) -> bool:
         return True
 
-    def load(self, read: Read, type: TensorType) -> torch.Tensor:
-        return self.shards.load(read, type)
-
-    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return self.shards.hold(whole, type)
-
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return self.shards.whole(held, type)
-
     def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
         assert held is not None
-        return self.whole(held, type)
+        return self.shards.whole(held, type)
 
     def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
         parts = self._parts(self.executor.body, fed)
@@ -66,7 +56,7 @@ class Job:
 
     def _parts(self, body: Graph, fed: Sequence[Feed]) -> list[Feed]:
         types = {name: type_of(node) for name, node in body.input_nodes().items()}
-        return [{name: self.hold(x, types[name]) for name, x in feed.items()} for feed in fed]
+        return [{name: self.shards.hold(x, types[name]) for name, x in feed.items()} for feed in fed]
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""

@@ -80,7 +80,7 @@ class Trainer:
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
         self._grads = None  # let the last step's go before this one's are made
-        rates = {name: self.engine.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
+        rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
         held, fed = self.state | rates, self._feeds(batch)
         result = StepResult.of(self.body, self.engine.run(held, fed, self.steps))
         if self._raises and result.finite is not None and not result.finite:
@@ -217,16 +217,16 @@ class Trainer:
         made, kept = self._outputs[role, name], self._inputs[name][1]
         if made.dims == kept.dims and not made.partial:
             return value
-        return self.engine.hold(self.engine.whole(value, made), kept)
+        return self.engine.shards.hold(self.engine.shards.whole(value, made), kept)
 
     def _loaded(self, port: Port, type: TensorType, sources: list[Source], init: Init | None) -> torch.Tensor:
         read = find(sources, (port.name, *port.aliases))
         if read is not None:
-            return self.engine.load(read, type)
+            return self.engine.shards.load(read, type)
         assert init is not None, f"{port.name} was looked for already"
         made = init(port.name, type.shape, type.dtype)
         assert tuple(made.shape) == type.shape, f"init gave {tuple(made.shape)} for '{port.name}' of {type.shape}"
-        return self.engine.load(lambda slices: made[slices], type)
+        return self.engine.shards.load(lambda slices: made[slices], type)
 
 
 def _all_supplied(ports: Sequence[Port], sources: Sequence[Source]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,30 @@ class Member:
     def leave(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+class Keeping(Protocol):
+    """How tensors are held between steps."""
+
+    def load(self, read: Read, type: TensorType) -> torch.Tensor: ...
+    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
+
+    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
+        """What all ranks that hold a tensor have of it; all of these must call it."""
+        ...
+
+
+class Whole:
+    """Tensors as a simulation of all ranks holds them."""
+
+    def load(self, read: Read, type: TensorType) -> torch.Tensor:
+        return read(tuple(slice(0, n) for n in type.shape)).to(type.dtype, copy=True)
+
+    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
+        return whole
+
+    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
+        return held
 
 
 class Shards:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardc.stages.instructions import Backward, Compute, Dgrad, Forward
+from shardc.stages.instructions import Backward, Compute, Dgrad, Forward, Gather
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,15 @@ class StageCost:
 @dataclass(frozen=True)
 class Costs:
     """`memory` limits the activations that a rank may hold at once; `crossing` is what a stage hands to the next, which
-    searches go by before there is a pipeline. Collectives and the optimizer take seconds each."""
+    searches go by before there is a pipeline. Sums and the optimizer take seconds each, and so does a Gather: `gather`,
+    and on top of it what `gathers` says of each of its values."""
 
     stages: tuple[StageCost, ...]
     latency: float = 0.0
     bandwidth: float = math.inf  # bytes a second
     crossing: int = 0  # bytes
     gather: float = 0.0
+    gathers: Mapping[str, float] = field(default_factory=dict[str, float])
     reduce: float = 0.0
     optimizer: float = 0.0
     memory: float = math.inf
@@ -53,6 +55,9 @@ class Costs:
             return stage.dgrad
         whole = stage.dgrad + stage.wgrad if stage.backward is None else stage.backward
         return whole if isinstance(work, Backward) else stage.wgrad
+
+    def gathering(self, work: Gather) -> float:
+        return self.gather + sum(self.gathers.get(name, 0.0) for name in work.values)
 
     def transfer(self, size: int) -> float:
         return self.latency + size / self.bandwidth

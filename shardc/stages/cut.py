@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
@@ -29,19 +29,23 @@ from shardc.stages.balance import call_costs, choose, named
 from shardc.stages.bodies import extract
 from shardc.stages.costs import Costs, StageCost
 from shardc.stages.finish import End, Finish
-from shardc.stages.parts import PARTS, Parts, Place
-from shardc.stages.pipeline import Part, PartName, Pipeline, Stage
+from shardc.stages.hoist import KEPT, merge_gathers
+from shardc.stages.parts import Parts, Place
+from shardc.stages.pipeline import PARTS, Part, PartName, Pipeline, Stage
 from shardc.stages.sums import Sum, split_sums
 
 
 @dataclass(frozen=True)
 class StageBodies:
-    """The graphs of a stage's parts. `backward` is dgrad and wgrad in one, in the order of the body."""
+    """The graphs of a stage's parts, by name of what it gathers, and of what reduces its gradients over other axes.
+    `backward` is dgrad and wgrad in one, in the order of the body."""
 
     forward: Graph
     backward: Graph
     dgrad: Graph
     wgrad: Graph
+    gathers: Mapping[str, Graph] = field(default_factory=dict[str, Graph])
+    reduce: Graph | None = None
 
     def __getitem__(self, part: PartName) -> Graph:
         return getattr(self, part)
@@ -49,7 +53,7 @@ class StageBodies:
     @cached_property
     def held(self) -> frozenset[str]:
         """The parameters and buffers that the stage reads."""
-        graphs = (self.forward, self.backward)
+        graphs = (self.forward, self.backward, *self.gathers.values())
         return frozenset(p.name for graph in graphs for p in graph.inputs if p.role in ("param", "buffer"))
 
 
@@ -85,6 +89,7 @@ def cut(body: Graph, stages: int | None = None, split: Sequence[str] = ()) -> St
     cannot be cut.
     """
     graph = body.copy()
+    kept = merge_gathers(graph)
     anatomy = Anatomy(graph)
     if split and stages is not None and stages != len(split) + 1:
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"
@@ -93,18 +98,22 @@ def cut(body: Graph, stages: int | None = None, split: Sequence[str] = ()) -> St
     stage_of = {call: bisect_right(starts, unit) - 1 for call, unit in anatomy.unit_of.items()}
     sums = split_sums(graph, stage_of)
     keep_what_was_sent(graph, stage_of, anatomy.again)
-    return _described(Parts(graph, len(starts), stage_of, tuple(sums)))
+    return _described(Parts(graph, len(starts), stage_of, tuple(sums), kept))
 
 
 def _described(parts: Parts) -> Staged:
     sizes = _bytes(parts)
     bodies = tuple(_bodies(parts, stage) for stage in range(parts.count))
-    end = End(parts.anatomy, parts.sums, parts.groups, [body.held for body in bodies])
+    own = [_own_sums(parts, stage) for stage in range(parts.count)]
+    end = End(parts.anatomy, parts.sums, parts.groups, [body.held for body in bodies], own)
+    bodies = tuple(replace(body, reduce=end.reduce(stage)) for stage, body in enumerate(bodies))
     ordered = set(parts.carried_by.values())
     stages: list[Stage] = []
     for at in range(parts.count):
         forward, dgrad, wgrad = (_part(parts, (at, which)) for which in PARTS)
-        stages.append(Stage(forward, dgrad, wgrad, ordered=at in ordered))
+        gathers = parts.gathers[at]
+        kept = tuple(name for name in gathers if name.endswith(KEPT))
+        stages.append(Stage(forward, dgrad, wgrad, gathers, kept, ordered=at in ordered))
     bundles: dict[str, dict[str, None]] = {}
     for (_, value), name in parts.names.items():
         if name != info(value).name:
@@ -119,6 +128,12 @@ def _described(parts: Parts) -> Staged:
         _costs(parts, sizes),
         end,
     )
+
+
+def _own_sums(parts: Parts, stage: int) -> frozenset[str]:
+    """The gradients that a stage accumulates alone: `grads1` to the lists."""
+    ports = (port for which in ("dgrad", "wgrad") for port, _ in parts.outputs[stage, which])
+    return frozenset(port.name for port in ports if port.role == "sum" and parts.groups[port.name] == (stage,))
 
 
 def _part(parts: Parts, place: Place) -> Part:
@@ -142,20 +157,24 @@ def _bodies(parts: Parts, stage: int) -> StageBodies:
     made: dict[PartName, Graph] = {}
     for which in PARTS:
         passed = parts.makes((stage, which))
-        made[which] = _graph(parts, stage, which, parts.calls[stage, which], passed, [(stage, which)])
+        made[which] = _graph(parts, f"{which}{stage}", parts.calls[stage, which], passed, [(stage, which)])
     both: list[Place] = [(stage, "dgrad"), (stage, "wgrad")]
     # What only dgrad and wgrad pass to each other does not show.
     leaving = [v for place in both for v in parts.makes(place) if any(s != stage for s, _ in parts.readers[place, v])]
-    backward = _graph(parts, stage, "backward", parts.backward[stage], leaving, both)
-    return StageBodies(made["forward"], backward, made["dgrad"], made["wgrad"])
+    backward = _graph(parts, f"backward{stage}", parts.backward[stage], leaving, both)
+    gathers = {
+        name: _graph(parts, name, parts.calls[stage, name], parts.makes((stage, name)), [])
+        for name in parts.gathers[stage]
+    }
+    return StageBodies(made["forward"], backward, made["dgrad"], made["wgrad"], gathers)
 
 
 def _graph(
-    parts: Parts, stage: int, name: str, calls: Sequence[fx.Node], passed: Iterable[fx.Node], places: Sequence[Place]
+    parts: Parts, name: str, calls: Sequence[fx.Node], passed: Iterable[fx.Node], places: Sequence[Place]
 ) -> Graph:
     outputs = [(Port("value", info(value).name), value) for value in passed]
     outputs += [one for place in places for one in parts.outputs[place]]
-    return extract(parts.graph, f"{name}{stage}", calls, outputs)
+    return extract(parts.graph, name, calls, outputs)
 
 
 def _bytes(parts: Parts) -> dict[str, int]:
@@ -189,4 +208,9 @@ def _costs(parts: Parts, sizes: Mapping[str, int]) -> Costs:
         forward, dgrad, wgrad = (sum(cost[call] for call in parts.calls[stage, which]) for which in PARTS)
         kept = sum(sizes[name] for name in dict.fromkeys(parts.makes((stage, "forward")).values()))
         found.append(StageCost(forward, dgrad, wgrad, activation=float(kept)))
-    return Costs(tuple(found))
+    gathers = {
+        name: float(sum(cost[call] for call in parts.calls[stage, name]))
+        for stage, names in enumerate(parts.gathers)
+        for name in names
+    }
+    return Costs(tuple(found), gathers=gathers)

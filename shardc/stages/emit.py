@@ -57,7 +57,7 @@ def emit(
         [(_when(at, spans[rank]), work) for at, work in enumerate(order)] for rank, order in enumerate(orders)
     ]
     events = chain(
-        _transfers(orders, spans, pipeline), _gathers(orders, spans, pipeline, regather), _sums(orders, spans, pipeline)
+        _transfers(orders, spans, pipeline), _sums(orders, spans, pipeline), _gathers(orders, spans, pipeline, regather)
     )
     for number, event in enumerate(events):
         for rank, instruction, otherwise in event.seats:
@@ -109,17 +109,30 @@ def _transfers(orders: Orders, spans: Spans, pipeline: Pipeline) -> Iterator[Eve
 
 
 def _gathers(orders: Orders, spans: Spans, pipeline: Pipeline, regather: bool) -> Iterator[Event]:
-    """Parameters are gathered one piece of work ahead, so that it hides them, and kept over gaps that are no longer."""
+    """Parameters are gathered right before their first use in a visit, which is a run of work of one stage, and freed
+    after their last: only when a rank has worked for another of its stages in between are they gathered again.
+
+    breadth-first                   twice a step: once forward, once backward; a rank's last stage, which goes from one
+                                    to the other, once. A rank holds one stage at a time
+    interleaved, and other depth-   once a visit, of a few microbatches or of one: traffic grows with the microbatches.
+    first orders of several stages  Without `regather`, once a step, and all stages of a rank are held at once
+    one stage a rank                once a step, from its first work to its last: freeing it between forward and
+                                    backward would make nothing smaller at the peak
+    """
     for rank, order in enumerate(orders):
-        last: dict[int, int] = {}
+        last: dict[str, int] = {}  # by value: the visit that read it last
+        visit = 0
         for at, work in enumerate(order):
-            if work.stage not in last or (regather and at - last[work.stage] > 2):
-                ahead = max(at - 1, 0)
-                time = spans[rank][ahead].start if ahead < len(spans[rank]) else NEVER
-                for name in pipeline.stages[work.stage].gathers:
-                    gather = Gather(name, (rank,), pipeline.bytes.get(name, 0))
-                    yield Event(time, [Seat(rank, gather, (NEVER, ahead, 0))])
-            last[work.stage] = at
+            visit += at > 0 and order[at - 1].stage != work.stage
+            stage = pipeline.stages[work.stage]
+            names = [name for name in stage.gathers if name in pipeline.part(work).reads]
+            stay = {name for name in names if name in last and (name in stage.kept or not regather)}
+            missing = tuple(name for name in names if name not in stay and last.get(name) != visit)
+            last.update(dict.fromkeys(names, visit))
+            if missing:
+                time = spans[rank][at].start if at < len(spans[rank]) else NEVER
+                gather = Gather(work.stage, missing, sum(pipeline.bytes.get(name, 0) for name in missing))
+                yield Event(time, [Seat(rank, gather, (NEVER, at, 0))])
 
 
 def _sums(orders: Orders, spans: Spans, pipeline: Pipeline) -> Iterator[Event]:

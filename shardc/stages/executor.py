@@ -2,7 +2,9 @@
 
     Forward 2 #5      the graph of stage 2's forward, on microbatch 5's values, its feed, and what the rank holds
     Send, Recv        beside compute: see `transfers`
-    ReduceGrads       begun, if other ranks have terms of the sum too; the optimizer waits for it
+    ReduceGrads       a stage's own: its graph, over the other axes; one that other stages have terms of: begun, and
+                      the optimizer waits for it
+    Gather            runs the graphs of its values, on what the rank holds
     Optimizer         norm, its total over the pipeline, update, in place
     Free              forgets values; those that the work just before reads last go one by one while it runs
 
@@ -30,6 +32,7 @@ from shardc.stages.instructions import (
     TRANSFER,
     Compute,
     Free,
+    Gather,
     Instruction,
     Optimizer,
     ReduceGrads,
@@ -56,6 +59,8 @@ class ListExecutor:
         self.finish = FinishCode(program.finishes[c], context, rank, links)
         self._end: End = self.finish.run
         self._parts: dict[int, _PartCode] = {}
+        self._gathers: dict[int, GraphCode] = {}
+        self._reduces: dict[str, list[GraphCode]] = {}  # by sum
         self._outputs: Outputs = {}
         self._sums: dict[str, torch.Tensor] = {}
         self._reducing: dict[int, Any] = {}  # by place, what has begun
@@ -96,6 +101,7 @@ class ListExecutor:
         """What to do, in order."""
         made: list[Act] = []
         types, tags = _types(self.program), dict[tuple[type, int], int]()
+        where = self.context, self.rank, self.links.device
         at = 0
         for batch in batches(listed):
             i, place = batch[0], at * STRIDE
@@ -104,12 +110,16 @@ class ListExecutor:
             elif isinstance(i, COMPUTE):
                 made.append(self._work(i, place, _freed_at(listed, at + 1)))
             elif isinstance(i, ReduceGrads):
+                graphs = graphs_of(self.program, self.c, i)
+                self._reduces[i.value] = [GraphCode(graph, *where) for graph in graphs]
                 made.append(partial(self._reduce, i, place))
-            elif isinstance(i, Optimizer):
-                made.append(partial(self._optimize, i, place))
-            else:
-                assert isinstance(i, Free), "stages gather their parameters as calls of their graphs"
+            elif isinstance(i, Gather):
+                made.append(self._gather(i, place))
+            elif isinstance(i, Free):
                 made.append(partial(_free, [(name, i.microbatch) for name in i.values], place))
+            else:
+                assert isinstance(i, Optimizer), i
+                made.append(partial(self._optimize, i, place))
             at += len(batch)
         return made
 
@@ -117,12 +127,34 @@ class ListExecutor:
         (graph,) = graphs_of(self.program, self.c, i)
         if id(graph) not in self._parts:
             code = GraphCode(graph, self.context, self.rank, self.links.device)
-            self._parts[id(graph)] = _PartCode(
-                code, self.program.lists.pipeline.part(i), self.program.members, self._add
-            )
+            self._parts[id(graph)] = _PartCode(code, self.program, self.program.lists.pipeline.part(i), self._add)
         part = self._parts[id(graph)]
-        consumed = [(name, i.microbatch) for name in part.reads if (name, i.microbatch) in freed]
+        read = [self.program.lists.pipeline.value(name, i.microbatch) for name in part.reads]
+        consumed = [value for value in read if value in freed]
         return partial(part.run, i.microbatch, consumed, place, f" of {in_words(i)}")
+
+    def _gather(self, i: Gather, place: int) -> Act:
+        """The graphs of all its values, their calls numbered through."""
+        made: list[tuple[str, GraphCode, int, list[int]]] = []
+        base = place + 1
+        for name, graph in zip(i.values, graphs_of(self.program, self.c, i), strict=True):
+            if id(graph) not in self._gathers:
+                self._gathers[id(graph)] = GraphCode(graph, self.context, self.rank, self.links.device)
+            code = self._gathers[id(graph)]
+            slots = {port.name: slot for port, slot in code.outputs}
+            made.append((name, code, base, [slots[member] for member in self.program.members(name)]))
+            base += len(code.routine.names)
+        within = f" of {in_words(i)}"
+
+        def act(now: Now) -> None:
+            now.begin(place)
+            for name, code, base, slots in made:
+                env = code.environment(now, -1)
+                code.run(env, now, base, within)
+                now.values[name, None] = tuple(env[slot] for slot in slots)
+            now.end(place)
+
+        return act
 
     def _transfer(
         self, batch: Sequence[Instruction], at: int, types: Mapping[str, Tensor], tags: dict[tuple[type, int], int]
@@ -167,6 +199,12 @@ class ListExecutor:
             type = self.program.shared[i.value]
             shape = type.local_shape(self.program.body.mesh)
             now.sums[i.value] = torch.zeros(shape, dtype=type.dtype, device=self.links.device)
+        for code in self._reduces.get(i.value, ()):
+            env = code.environment(now, -1)
+            for slot, name in code.sums:
+                env[slot] = now.sums.pop(name)
+            code.run(env, now, place + 1, f" of {in_words(i)}")
+            now.sums |= {port.name: env[slot] for port, slot in code.outputs}
         if not shared or len(i.group) == 1:
             now.end(place)
         else:
@@ -202,10 +240,11 @@ class _PartCode:
     def __init__(
         self,
         code: GraphCode,
+        program: Pipelined,
         part: Part,
-        members: Callable[[str], tuple[str, ...]],
         add: Callable[[str, torch.Tensor], None],
     ) -> None:
+        members, self._value = program.members, program.lists.pipeline.value
         self._code, self._add, self.reads = code, add, part.reads
         where = {member: (name, k) for name in part.reads for k, member in enumerate(members(name))}
         self._reads = [(slot, *where[name]) for slot, name in code.values]
@@ -218,7 +257,7 @@ class _PartCode:
         """Values that are `consumed` are read for the last time: only the code's slots hold them then."""
         env = self._code.environment(now, microbatch)
         for slot, name, k in self._reads:
-            env[slot] = now.value((name, microbatch))[k]
+            env[slot] = now.value(self._value(name, microbatch))[k]
         for value in consumed:
             del now.values[value]
         now.begin(place)

@@ -1,5 +1,6 @@
 """What runs once a step, after the last microbatch: of each stage, the part that concerns what it holds.
 
+    reduce    s_a -> its sum over the stage's own mesh, as soon as the stage's last microbatch is in (ReduceGrads)
     norm      s_a, s_b -> squares of a and b, added up over the stage's own parameters
               ... summed over the pipeline's ranks ...
     update    s_a, s_b, the total -> clipped gradients, new a and b, new state
@@ -9,6 +10,9 @@ state and numbers; of a call, what its operands have in common. An addition of v
 *pending*: each stage adds up what it has, and what it lacks is 0. Linear calls keep it pending; whatever else reads it
 wants the total, which all stages then have. A value that several stages have counts in the first of them alone: so a
 tied weight enters the norm once. It is what a partial is for a mesh axis, with the pipeline's as the axis.
+
+Of a sum that one stage has alone, the collectives over it, and what stands between, are of the stage, and not of the
+end: under ZeRO a rank then holds whole gradients of no more stages than it is at work on.
 
 A call whose operands have no common home, and that is no addition, cannot be cut: that is an error, and so is a total
 that needs another before it, and a parameter that not all stages which hold it can update.
@@ -27,6 +31,7 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, info, operands, producer, set_info, type_of, update
 from shardc.ir.microbatch import MADE
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.stages.anatomy import Anatomy, values_of
 from shardc.stages.bodies import Output, extract
 from shardc.stages.sums import ADD, Sum, linear, plain_add
@@ -47,7 +52,8 @@ class Finish:
 
 @dataclass(eq=False)
 class End:
-    """A step's end, with the home of every value. `held` lists the parameters and buffers that each stage's parts read.
+    """A step's end, with the home of every value. `held` lists the parameters and buffers that each stage's parts read,
+    `own` the sums that its backward has alone.
 
     Raises ShardcError (SC221) where it cannot be cut.
     """
@@ -56,6 +62,7 @@ class End:
     sums: Sequence[Sum]
     groups: Mapping[str, tuple[int, ...]]
     held: Sequence[frozenset[str]]
+    own: Sequence[frozenset[str]]
     home: dict[fx.Node, Home] = field(default_factory=dict[fx.Node, Home])
     totals: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])  # pending values that are wanted whole
     neutral: set[fx.Node] = field(default_factory=set[fx.Node])  # made of no sum, or only of totals
@@ -130,11 +137,38 @@ class End:
         return wanted
 
     # ------------------------------------------------------------------ what a rank runs
+    def reduce(self, stage: int) -> Graph | None:
+        """The reductions of a stage's own sums; what they give has the names that the end of the step knows."""
+        build, table = self._copy
+        sums = [one.total for one in self.sums if one.name in self.own[stage] and one.total in self.reduced]
+        calls = {call for total in sums for call in self.reduced[total]}
+        tails = [self.reduced[total][-1] for total in sums]
+        outputs: list[Output] = [(Port("grad", info(tail).name), table[tail]) for tail in tails]
+        listed = [table[call] for call in self.graph.calls() if call in calls]
+        return extract(build, f"reduce{stage}", listed, outputs, [table[total] for total in sums]) if sums else None
+
+    @cached_property
+    def reduced(self) -> dict[fx.Node, tuple[fx.Node, ...]]:
+        """By sum that one stage has alone: the calls that end with the last collective over nothing but it."""
+        found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        own = frozenset[str]().union(*self.own)
+        for total in (one.total for one in self.sums if one.name in own):
+            calls: list[fx.Node] = []
+            last, value = 0, total
+            while len(value.users) == 1 and (call := next(iter(value.users))).op == "call_function":
+                if operands(call) != [value] or info(call).type is None:
+                    break
+                calls.append(call)
+                last, value = len(calls) if call.target in COLLECTIVES else last, call
+            if last:
+                found[total] = tuple(calls[:last])
+        return found
+
     def of(self, stages: Iterable[int]) -> Finish:
         """The end of a step on a rank that has these stages."""
         mine = set(stages)
         build, table = self._copy
-        sums = {table[leaf] for leaf in self.leaves}
+        sums = {table[self.reduced[leaf][-1] if leaf in self.reduced else leaf] for leaf in self.leaves}
         with build.fx.inserting_before(build.output_node):
             shares = _Shares(self, mine, build, table)
             outputs: list[Output] = [(Port("value", info(v).name), shares.of(v)) for v in self.totals]

@@ -1,23 +1,40 @@
-"""A pipelined step whose parts have kernels: each part by itself, after the cut.
+"""A pipelined step whose parts have buckets and kernels: each part by itself, after the cut.
 
-A part is a graph of its own, so nothing is fused across stages, nor between forward, backward and the step's end.
+A part is a graph of its own, so nothing is fused across stages, nor between forward, backward, gathers and the step's
+end; and no bucket joins two of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from shardc.ir.graph import Graph
+from shardc.passes.bucket import bucket
 from shardc.passes.fuse import fuse
+from shardc.stages.cut import StageBodies
 from shardc.stages.program import GRAPHS, Pipelined
 
 
-def fused(program: Pipelined, exclude: tuple[str, ...] = ()) -> Pipelined:
+def fused(program: Pipelined, exclude: tuple[str, ...] = (), templates: tuple[str, ...] | None = None) -> Pipelined:
     """The same lists over graphs with kernels."""
+    return _each(program, partial(fuse, exclude=exclude, templates=templates))
+
+
+def bucketed(program: Pipelined, size: int) -> Pipelined:
+    """The same lists over graphs with buckets of up to `size` bytes."""
+    return _each(program, partial(bucket, size=size))
+
+
+def _each(program: Pipelined, change: Callable[[Graph], Graph]) -> Pipelined:
     stages = tuple(
-        replace(one, **{name: fuse(part, exclude) for name in GRAPHS if (part := getattr(one, name)) is not None})
+        StageBodies(
+            **{name: change(one[name]) for name in GRAPHS},
+            gathers={name: change(graph) for name, graph in one.gathers.items()},
+            reduce=None if one.reduce is None else change(one.reduce),
+        )
         for one in program.stages
     )
-    ends = tuple(
-        replace(one, norm=fuse(one.norm, exclude), update=fuse(one.update, exclude)) for one in program.finishes
-    )
+    ends = tuple(replace(one, norm=change(one.norm), update=change(one.update)) for one in program.finishes)
     return replace(program, stages=stages, finishes=ends)

@@ -1,16 +1,24 @@
-"""A stage's graph as prepared code, with the slots of its ports sorted by where their values come from."""
+"""A stage's graph as prepared code, with the slots of its ports sorted by where their values come from.
+
+Graphs of one form are prepared once: those of equal layers, which differ in names alone. Names are each graph's own.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from torch import fx
 
-from shardc.ir.graph import Graph, Port
+from shardc.ir.graph import Graph, Port, info
 from shardc.ir.microbatch import GIVEN
+from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext
 from shardc.runtime.code import Code, Routine
 from shardc.runtime.microbatches import Feed
@@ -51,12 +59,68 @@ class Now:
             self.clock.end(place)
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What the graphs of one form share, on one rank. It keeps the context alive by which it was looked up."""
+
+    context: RankContext
+    routine: Routine
+    code: tuple[Code, ...]
+
+    def of(self, graph: Graph) -> Routine:
+        """The routine, with the names of another graph of the form."""
+        first, listing = self.routine.graph, self.routine.listing
+        if graph is first:
+            return self.routine
+        own = dict(zip(first.fx.nodes, graph.fx.nodes, strict=True))
+        instructions = tuple(
+            replace(one, node=own[one.node], yields=tuple((own[value], at, slot) for value, at, slot in one.yields))
+            for one in listing.instructions
+        )
+        found = copy(self.routine)
+        found.graph, found.listing = graph, replace(listing, graph=graph, instructions=instructions)
+        found.names = [one.where for one in instructions]
+        return found
+
+
+_prepared: WeakValueDictionary[tuple[int, int, torch.device, str], Prepared] = WeakValueDictionary()
+
+
+def prepared(graph: Graph, context: RankContext, rank: int, device: torch.device) -> Prepared:
+    """A graph's code, or that of an equal one which is in use. What writes to memory of its own is never shared."""
+    form = form_of(graph)
+    key = None if form is None else (id(context), rank, device, form)
+    found = None if key is None else _prepared.get(key)
+    if found is None:
+        routine = Routine(graph, context, rank, device)
+        found = Prepared(context, routine, tuple(routine.code()))
+        if key is not None:
+            _prepared[key] = found
+    return found
+
+
+def form_of(graph: Graph) -> str | None:
+    """All of a graph but its names; None where code would be bound to memory: what is held, or a bucket."""
+    if any(port.role in ("param", "state") for port in graph.outputs):
+        return None
+    numbers: dict[fx.Node, int] = {}
+    said: list[object] = [graph.mesh, graph.microbatches, [port.role for port in graph.inputs]]
+    for node in graph.fx.nodes:
+        if node.target is PACK:
+            return None
+        args = fx.map_arg((node.args, node.kwargs), lambda one: f"%{numbers[one]}")
+        numbers[node] = len(numbers)
+        call = (id(node.target), args) if node.op == "call_function" else args if node.op == "output" else ()
+        said += [node.op, call, () if node.op == "output" else (info(node).type, info(node).phase)]
+    return hashlib.sha256(repr([said, [port.role for port in graph.outputs]]).encode()).hexdigest()
+
+
 class GraphCode:
     """A graph as the rank of `context` runs it. Whoever runs it fills in the slots of `values` and `sums`."""
 
     def __init__(self, graph: Graph, context: RankContext, rank: int, device: torch.device) -> None:
-        self.graph, self.routine = graph, Routine(graph, context, rank, device)
-        self.code = self.routine.code()
+        self.graph, self.prepared = graph, prepared(graph, context, rank, device)
+        self.routine, self.code = self.prepared.of(graph), list(self.prepared.code)
         slots = self.routine.listing.inputs
 
         def of(*roles: str) -> list[tuple[int, str]]:

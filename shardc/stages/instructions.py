@@ -6,14 +6,15 @@
     Wgrad     2 #5         the gradients of its parameters, which nobody waits for
     Send      x3#5 -> 3    hand microbatch 5's x3 to peer 3
     Recv      dx3#5 <- 3   take microbatch 5's dx3 from peer 3
-    Gather    params2      collect a sharded parameter in the ranks of `group`
+    Gather    2: params2   collect the sharded parameters that stage 2 reads, for all microbatches until their Free
     ReduceGrads grads2     sum accumulated gradients over the ranks of `group`
     Optimizer              update the rank's parameters; ranks of `group` agree on the gradients' norm first
     Free      x2, kept2 #5 forget microbatch 5's values
 
 **Adjacent Sends and Recvs are one batch**: they are posted together and none of them waits for another, so opposite
 sends are safe when nothing stands between. Everything else happens in the order of the list. Peers and members of
-groups are coordinates on the pipeline's axis: all ranks that share one run the same list.
+groups are coordinates on the pipeline's axis: all ranks that share one run the same list. So a Gather, which is among
+these alone, along the axes that the parameters are stored over, needs no group: whoever reaches it, all of them do.
 """
 
 from __future__ import annotations
@@ -78,23 +79,25 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
-class _Collective:
+class Gather:
+    """`bytes` are those that a rank holds of the values from then on."""
+
+    stage: int
+    values: tuple[str, ...]
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{'Gather':<11} {self.stage}: {', '.join(self.values)}, {self.bytes} B"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGrads:
     value: str
     group: Group
     bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{type(self).__name__:<11} {self.value} over {_ranks(self.group)}, {self.bytes} B"
-
-
-@dataclass(frozen=True, slots=True)
-class Gather(_Collective):
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceGrads(_Collective):
-    pass
+        return f"{'ReduceGrads':<11} {self.value} over {_ranks(self.group)}, {self.bytes} B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +122,15 @@ class Free:
 
 Compute = Forward | Backward | Dgrad | Wgrad
 Transfer = Send | Recv
-Collective = Gather | ReduceGrads | Optimizer
-Instruction = Compute | Transfer | Collective | Free
+Collective = ReduceGrads | Optimizer  # over ranks of the pipeline's axis
+Instruction = Compute | Transfer | Collective | Gather | Free
 # For isinstance, in loops where a union's own check is slow.
 COMPUTE: tuple[type[Compute], ...] = get_args(Compute)
 TRANSFER: tuple[type[Transfer], ...] = get_args(Transfer)
 COLLECTIVE: tuple[type[Collective], ...] = get_args(Collective)
-BY_NAME: dict[str, type[Instruction]] = {kind.__name__: kind for kind in (*COMPUTE, *TRANSFER, *COLLECTIVE, Free)}
+BY_NAME: dict[str, type[Instruction]] = {
+    kind.__name__: kind for kind in (*COMPUTE, *TRANSFER, *COLLECTIVE, Gather, Free)
+}
 
 
 def instruction_to_plain(instruction: Instruction) -> list[Any]:

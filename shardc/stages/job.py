@@ -21,7 +21,6 @@ from shardc.runtime.member import Member, Shards
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.monitor import Monitor
 from shardc.runtime.nonfinite import probe
-from shardc.runtime.weights import Read
 from shardc.stages.executor import ListExecutor
 from shardc.stages.finishing import Outputs, guarded
 from shardc.stages.graph_code import GraphCode, Now
@@ -67,20 +66,11 @@ class PipelineJob:
     def holds(self, name: str) -> bool:
         return self.c in self.homes[name]
 
-    def load(self, read: Read, type: TensorType) -> torch.Tensor:
-        return self.shards.load(read, type)
-
-    def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return self.shards.hold(whole, type)
-
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return self.shards.whole(held, type)
-
     def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
         source = self.homes[name][0]
         if self.c == source:
             assert held is not None, f"stage {self.c} holds {name}"
-            found = self.whole(held, type).contiguous()
+            found = self.shards.whole(held, type).contiguous()
         else:
             found = torch.empty(type.shape, dtype=type.dtype, device=self.device)
         if len(self.links.ranks) > 1:
@@ -114,7 +104,7 @@ class PipelineJob:
 
     def _parts(self, fed: Sequence[Feed]) -> list[Feed]:
         """What this rank's stages read of each microbatch."""
-        return [{n: self.hold(x, self._types[n]) for n, x in feed.items() if n in self._read} for feed in fed]
+        return [{n: self.shards.hold(x, self._types[n]) for n, x in feed.items() if n in self._read} for feed in fed]
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""

@@ -4,12 +4,12 @@
                         and on top of them what the forward's own calls hold
 
 Ranks store what their stages read (parameters and buffers, the optimizer's state of these, the inputs of the batch that
-come there) and get the rest as the list says: a value from the part that makes it, or its Recv, to its Free; a
-gradient from the first term of its sum to its last use in the update. Values that share memory count once. What is
+come there) and get the rest as the list says: a value from the part that makes it, its Recv or its Gather, to its Free;
+a gradient from the first term of its sum to its last use in the update. Values that share memory count once. What is
 freed right after a piece of work goes inside it, with its last use there, and a term of a sum as soon as it is added.
 
-A value is an activation where a backward of the same ranks reads it, communication if it only comes or goes, else
-temporary.
+A value is an activation where a backward of the same ranks reads it, communication if it only comes or goes, or
+is gathered, else temporary.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardc.cost.memory import (
     moment_of,
     nothing,
 )
+from shardc.ir.buckets import with_buckets
 from shardc.ir.graph import Graph, Port, info, operands, producer, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.storages import Storage, storages
@@ -41,6 +42,7 @@ from shardc.stages.instructions import (
     Compute,
     Forward,
     Free,
+    Gather,
     Instruction,
     Optimizer,
     Recv,
@@ -48,6 +50,7 @@ from shardc.stages.instructions import (
     Send,
 )
 from shardc.stages.pipeline import PART_OF, PartName, Value
+from shardc.stages.places import graphs_of
 from shardc.stages.program import Pipelined
 
 
@@ -74,7 +77,7 @@ class Body:
 
     @classmethod
     def of_graph(cls, graph: Graph) -> Body:
-        calls, of = list(graph.calls()), storages(graph)
+        calls, of = list(graph.calls()), with_buckets(graph, storages(graph))
         _, made = lives(graph, calls, set(graph.fx.nodes), of)
         last = {of[value]: at for at, call in enumerate(calls) for value in operands(call)}
         return cls(graph, calls, of, made, last)
@@ -139,11 +142,24 @@ class Ranks:
         elif isinstance(i, Recv):
             arrived = Held(_described(self._named[i.value], self._category(i.value), i.bytes))
             self.values[i.value, i.microbatch] = {i.value: self._take(arrived)}
+        elif isinstance(i, Gather):
+            for name, graph in zip(i.values, graphs_of(self.program, self.c, i), strict=True):
+                lie = self._run(at, graph, {}, ())
+                self.values[name, None] = {port.name: self._take(held) for port, held in lie.items()}
         elif isinstance(i, Free):
             for name in i.values:
                 self._forget(self.values.pop((name, i.microbatch), {}))
         elif isinstance(i, ReduceGrads) and i.value in self.program.shared:
             self._begin_sum(i.value)  # also where there are no terms of it
+        elif isinstance(i, ReduceGrads):
+            for graph in graphs_of(self.program, self.c, i):
+                read = {name: self.sums.pop(name) for name in self._body(graph).inputs}
+                if self.early:
+                    self._forget(read)
+                made = self._run(at, graph, read, read if self.early else ())
+                self.sums |= {port.name: self._take(held) for port, held in made.items()}
+                if not self.early:
+                    self._forget(read)
         elif isinstance(i, Optimizer):
             finish = self.program.finishes[self.c]
             passed = self._run(at, finish.norm, self.sums, ())
@@ -159,7 +175,7 @@ class Ranks:
         given: Lie = {}
         gone: list[str] = []
         for name in part.reads:
-            value = (name, i.microbatch)
+            value = self.pipeline.value(name, i.microbatch)
             given |= self.values.get(value, {})
             if self.early and value in self.values and value in self._freed_after(at):
                 gone += self.values[value]
@@ -300,6 +316,8 @@ class Ranks:
         return "gradients" if port.role == "sum" else RETURNED.get(port.role, "activations")
 
     def _category(self, value: str) -> Category:
+        if value in self._gathered:
+            return "communication"
         name = self._bundle.get(value, value)
         if name in self._activations:
             return "activations"
@@ -323,6 +341,10 @@ class Ranks:
         return {name for i in work for name in self.pipeline.part(i).reads} & made
 
     @cached_property
+    def _gathered(self) -> set[str]:
+        return {member for name in self.pipeline.gathered for member in self.program.members(name)}
+
+    @cached_property
     def _travelling(self) -> set[str]:
         return {i.value for i in self.program.lists.ranks[self.c] if isinstance(i, Send | Recv)}
 
@@ -330,6 +352,7 @@ class Ranks:
         """What the graphs of the list read that is there all step long, by category and one by one."""
         work: set[tuple[int, PartName]] = {(i.stage, PART_OF[type(i)]) for i in self.program.lists.work(self.c)}
         graphs = [self.program.stages[stage][part] for stage, part in sorted(work)]
+        graphs += [graph for i in self.listed if isinstance(i, Gather) for graph in graphs_of(self.program, self.c, i)]
         if self.pipeline.updates:
             graphs += [self.program.finishes[self.c].norm, self.program.finishes[self.c].update]
         found: dict[str, LiveValue] = {}

@@ -6,7 +6,8 @@
 
 A value is made by one part and read by others, of the same stage or of another. What no other stage reads goes by a
 name that it shares with all that lives as long: `kept1.d` from forward to dgrad, `kept1.w` to wgrad, `kept1` to both,
-`dkept1` from dgrad to wgrad.
+`dkept1` from dgrad to wgrad. Gathers of weights are in none of these parts (see hoist.py): `params1` is a part too,
+which runs once for many microbatches.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, info, operands, producer
 from shardc.ir.microbatch import MADE
 from shardc.stages.anatomy import Anatomy
-from shardc.stages.pipeline import PartName
+from shardc.stages.carried import in_two_stages
+from shardc.stages.hoist import gathering, grouped
+from shardc.stages.pipeline import PARTS
 from shardc.stages.split_backward import split_backward
 from shardc.stages.sums import Sum
 
-PARTS: tuple[PartName, ...] = ("forward", "dgrad", "wgrad")
-Place = tuple[int, PartName]  # a part of a stage
+Place = tuple[int, str]  # a part of a stage, or a name of what it gathers
 
 
 class Parts:
@@ -35,7 +37,14 @@ class Parts:
     pipeline of forward and backward.
     """
 
-    def __init__(self, graph: Graph, count: int, stage_of: dict[fx.Node, int], sums: tuple[Sum, ...]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        count: int,
+        stage_of: dict[fx.Node, int],
+        sums: tuple[Sum, ...],
+        kept: frozenset[fx.Node] = frozenset(),
+    ) -> None:
         self.graph, self.count, self.stage_of, self.sums = graph, count, stage_of, sums
         self.anatomy = Anatomy(graph)
         self.order = {call: at for at, call in enumerate(self.anatomy.calls)}
@@ -45,9 +54,12 @@ class Parts:
         self.carried_by = {old: stage_of.get(producer(new)[0], 0) for old, new in self.anatomy.carried.items()}
         self.calls: dict[Place, list[fx.Node]] = {}
         self.backward: list[list[fx.Node]] = []
-        self.forward_free: list[set[fx.Node]] = []
+        self.hoisted = gathering(self.anatomy)
+        self.gathers: list[tuple[str, ...]] = []  # by stage
+        self.gathered_by: list[dict[fx.Node, str]] = []
         for stage in range(count):
             self._share_out(stage)
+            self._gather(stage, kept)
         self.outputs = self._given_to_step()
         self.readers = self._readers()
 
@@ -59,22 +71,30 @@ class Parts:
         free = self._free(ahead, set())
         # Backward makes again what is cheap, and keeps of forward's what is not: gathered parameters.
         again = self._free(back, {call for call in free if not self.anatomy.free[call]})
-        self.forward_free.append(free)
         self.calls[stage, "forward"] = sorted({*ahead, *free}, key=self.order.__getitem__)
         self.backward.append(sorted({*back, *again}, key=self.order.__getitem__))
         self.calls[stage, "dgrad"], self.calls[stage, "wgrad"] = split_backward(self.backward[-1], self._leaves)
 
     def _free(self, calls: Sequence[fx.Node], there: set[fx.Node]) -> set[fx.Node]:
-        """The free calls that some calls need, and that are not there."""
+        """The free calls that some calls need, and that are not there or gathered."""
         found: set[fx.Node] = set()
         todo = list(calls)
         while todo:
             for value in operands(todo.pop()):
                 call = producer(value)[0]
-                if call in self.anatomy.free and call not in found and call not in there:
+                if call in self.anatomy.free and call not in found and call not in there and call not in self.hoisted:
                     found.add(call)
                     todo.append(call)
         return found
+
+    def _gather(self, stage: int, kept: frozenset[fx.Node]) -> None:
+        """What the parts of a stage read of hoisted calls becomes parts of its own."""
+        readers = {which: self.calls[stage, which] for which in PARTS}
+        groups = grouped(f"params{stage}", readers, self.hoisted, kept)
+        self.gathers.append(tuple(groups))
+        self.gathered_by.append({call: name for name, calls in groups.items() for call in calls})
+        for name, calls in groups.items():
+            self.calls[stage, name] = sorted(calls, key=self.order.__getitem__)
 
     def _leaves(self, value: fx.Node) -> bool:
         """Does a value of backward go to another stage?"""
@@ -86,12 +106,11 @@ class Parts:
         call, (stage, part) = producer(value)[0], reader
         if value in self.anatomy.given or call in self._own[reader]:
             return None
+        if call in self.hoisted:
+            return stage, self.gathered_by[stage][call]
         if value in self.carried_by:
-            home = self.carried_by[value]
-            if home != stage:
-                name, message = info(value).name, "is changed by one stage and read by another"
-                hint = "split elsewhere, so that one stage has all that reads the buffer"
-                raise error("SC221", f"buffer '{info(value).name}' {message}", tensor=name, hint=hint)
+            if self.carried_by[value] != stage:
+                raise in_two_stages(self.anatomy, value, self.stage_of)
             return None if part == "forward" else (stage, "forward")
         if call in self.anatomy.free:
             return (stage, "dgrad") if call in self._own[stage, "dgrad"] else (stage, "forward")
@@ -135,7 +154,7 @@ class Parts:
                 if maker is not None:
                     found.setdefault((maker, value), []).append(place)
         for (maker, value), readers in found.items():
-            if maker[1] != "forward" and any(part == "forward" for _, part in readers):
+            if maker[1] in ("dgrad", "wgrad") and any(part == "forward" for _, part in readers):
                 raise error(
                     "SC221",
                     f"forward reads a gradient, {info(value).name}: such a step is no pipeline of forward and backward",
@@ -150,7 +169,9 @@ class Parts:
         found: dict[tuple[Place, fx.Node], str] = {}
         for (maker, value), readers in self.readers.items():
             stage, part = maker
-            if any(other != stage for other, _ in readers):
+            if part in self.gathers[stage]:
+                found[maker, value] = part
+            elif any(other != stage for other, _ in readers):
                 found[maker, value] = info(value).name
             elif part == "dgrad":
                 found[maker, value] = f"dkept{stage}"

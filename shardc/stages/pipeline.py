@@ -11,6 +11,10 @@ A value has one maker and lives once a microbatch. Whoever reads it on another r
 (to have it forwarded instead, let the stage between read it and make a copy under a new name). What no part makes
 (the batch) is there from the start, and never freed; `results` (losses, new buffers) are there at the end.
 Gradients that several stages accumulate under one name are those of tied weights: they are summed over those ranks.
+
+What a stage `gathers` lives from a Gather to a Free, once for all microbatches in between: parameters that are stored
+as shards. `params1` is read by forward and backward, `params1.f` and `params1.b` by one of them, and what backward is
+not to gather anew is `params1.kept`.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from shardc.stages.instructions import (
 Names = tuple[str, ...]
 Value = tuple[str, int | None]  # a name and its microbatch; None for gathered parameters
 PartName = Literal["forward", "backward", "dgrad", "wgrad"]
+PARTS: tuple[PartName, ...] = ("forward", "dgrad", "wgrad")
 PART_OF: dict[type[Compute], PartName] = {Forward: "forward", Backward: "backward", Dgrad: "dgrad", Wgrad: "wgrad"}
 
 
@@ -51,13 +56,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """`gathers` names the parameters that must be collected before any part of the stage runs. `ordered`: each
-    microbatch's forward starts from buffers that the one before it left, such as a batch norm's."""
+    """`gathers` names what parts read and no part makes: gathered parameters; `kept` those of them that stay gathered
+    while other stages run. `ordered`: each microbatch's forward starts from buffers that the one before it left, such
+    as a batch norm's."""
 
     forward: Part
     dgrad: Part
     wgrad: Part
     gathers: Names = ()
+    kept: Names = ()
     ordered: bool = False
 
 
@@ -82,13 +89,22 @@ class Pipeline:
         if isinstance(instruction, COMPUTE):
             at, part = instruction.microbatch, self.part(instruction)
             reads: list[Value] = [(name, at) for name in part.reads if name in self.makers]
-            reads += [(name, None) for name in self.stages[instruction.stage].gathers]
+            reads += [(name, None) for name in part.reads if name in self.gathered]
             return reads, [(name, at) for name in part.makes]
         if isinstance(instruction, Send):
             return [(instruction.value, instruction.microbatch)], []
         if isinstance(instruction, Recv):
             return [], [(instruction.value, instruction.microbatch)]
-        return [], [(instruction.value, None)] if isinstance(instruction, Gather) else []
+        return [], [(name, None) for name in instruction.values] if isinstance(instruction, Gather) else []
+
+    def value(self, name: str, microbatch: int) -> Value:
+        """What a part that runs on a microbatch reads or makes under a name."""
+        return name, None if name in self.gathered else microbatch
+
+    @cached_property
+    def gathered(self) -> dict[str, int]:
+        """The stage that a gathered value is for."""
+        return {name: at for at, stage in enumerate(self.stages) for name in stage.gathers}
 
     @cached_property
     def makers(self) -> dict[str, int]:
@@ -141,15 +157,21 @@ def chain(
     for s in range(stages):
         first, last = s == 0, s == stages - 1
         shared = ("tied",) if tied and (first or last) else ()
+        params = (f"params{s}",) if gathers else ()
         made.append(
             Stage(
-                Part((f"x{s}",), (f"kept{s}",) if last else (f"x{s + 1}", f"kept{s}"), (), ("loss",) if last else ()),
                 Part(
-                    (f"kept{s}",) if last else (f"dx{s + 1}", f"kept{s}"),
+                    (f"x{s}", *params),
+                    (f"kept{s}",) if last else (f"x{s + 1}", f"kept{s}"),
+                    (),
+                    ("loss",) if last else (),
+                ),
+                Part(
+                    (f"kept{s}", *params) if last else (f"dx{s + 1}", f"kept{s}", *params),
                     (f"dkept{s}",) if first else (f"dx{s}", f"dkept{s}"),
                 ),
                 Part((f"kept{s}", f"dkept{s}"), (), (f"grads{s}", *shared)),
-                (f"params{s}",) if gathers else (),
+                params,
             )
         )
     sizes = {f"{name}{s}": crossing for s in range(1, stages) for name in ("x", "dx")}
@@ -169,7 +191,12 @@ def pipeline_to_plain(pipeline: Pipeline) -> dict[str, Any]:
 
 def pipeline_from_plain(data: Mapping[str, Any]) -> Pipeline:
     stages = tuple(
-        Stage(_part(s["forward"]), _part(s["dgrad"]), _part(s["wgrad"]), tuple(s["gathers"]), s["ordered"])
+        Stage(
+            **{part: _part(s[part]) for part in PARTS},
+            gathers=tuple(s["gathers"]),
+            kept=tuple(s["kept"]),
+            ordered=s["ordered"],
+        )
         for s in data["stages"]
     )
     return Pipeline(stages, dict(data["bytes"]), data["updates"], data["clips"])

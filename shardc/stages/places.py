@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 from shardc.ir.graph import Graph
 from shardc.runtime.instructions import cited
-from shardc.stages.instructions import COLLECTIVE, COMPUTE, TRANSFER, Instruction, Optimizer, in_words
+from shardc.stages.instructions import (
+    COLLECTIVE,
+    COMPUTE,
+    TRANSFER,
+    Gather,
+    Instruction,
+    Optimizer,
+    ReduceGrads,
+    in_words,
+)
 from shardc.stages.pipeline import PART_OF
 from shardc.stages.program import Pipelined
 
@@ -48,8 +57,14 @@ class ListPlaces:
 
 def graphs_of(program: Pipelined, c: int, instruction: Instruction) -> list[Graph]:
     """The graphs that an instruction runs on a coordinate of the pipeline's axis, in order."""
+    if isinstance(instruction, Gather):
+        return [program.stages[instruction.stage].gathers[name] for name in instruction.values]
     if isinstance(instruction, COMPUTE):
         return [program.stages[instruction.stage][PART_OF[type(instruction)]]]
+    if isinstance(instruction, ReduceGrads):
+        stage, *others = program.lists.pipeline.accumulators[instruction.value]
+        reduce = None if others or instruction.value in program.shared else program.stages[stage].reduce
+        return [] if reduce is None else [reduce]
     if isinstance(instruction, Optimizer):
         finish = program.finishes[c]
         return [finish.norm, finish.update]

@@ -1,7 +1,7 @@
 """A pipelined step as plain data: what every rank runs, and in which order; nothing of how it was cut.
 
     lists       by coordinate on the pipeline's axis: its instructions, proved
-    stages      the graphs of each stage's parts
+    stages      the graphs of each stage's parts, of its gathers, and of what reduces its gradients
     finishes    by coordinate: the end of the step, of the stages that live there
     body        the whole step, which no rank runs: its ports, and what the pipeline must equal
 
@@ -84,7 +84,9 @@ class Pipelined:
         split = any(type(work).__name__ == "Dgrad" for work in self.lists.work(rank))
         for stage in self.lists.stages_of(rank):
             names: tuple[PartName, ...] = ("forward", "dgrad", "wgrad") if split else ("forward", "backward")
-            parts += [print_graph(self.stages[stage][name], comments=comments) for name in names]
+            graphs = [*self.stages[stage].gathers.values(), *(self.stages[stage][name] for name in names)]
+            graphs += [one for one in (self.stages[stage].reduce,) if one is not None]
+            parts += [print_graph(graph, comments=comments) for graph in graphs]
         finish = self.finishes[rank]
         parts += [
             print_graph(graph, comments=comments)
@@ -96,7 +98,12 @@ class Pipelined:
         return {
             "body": graph_to_plain(self.body),
             "lists": self.lists.to_plain(),
-            "stages": [{name: graph_to_plain(bodies[name]) for name in GRAPHS} for bodies in self.stages],
+            "stages": [
+                {name: graph_to_plain(bodies[name]) for name in GRAPHS}
+                | {"gathers": {name: graph_to_plain(graph) for name, graph in bodies.gathers.items()}}
+                | {"reduce": None if bodies.reduce is None else graph_to_plain(bodies.reduce)}
+                for bodies in self.stages
+            ],
             "finishes": [
                 {"norm": graph_to_plain(f.norm), "update": graph_to_plain(f.update), "totals": list(f.totals)}
                 for f in self.finishes
@@ -113,7 +120,14 @@ class Pipelined:
         return cls(
             graph_from_plain(data["body"]),
             RankLists.from_plain(data["lists"]),
-            tuple(StageBodies(**{name: graph_from_plain(one[name]) for name in GRAPHS}) for one in data["stages"]),
+            tuple(
+                StageBodies(
+                    **{name: graph_from_plain(one[name]) for name in GRAPHS},
+                    gathers={name: graph_from_plain(graph) for name, graph in one["gathers"].items()},
+                    reduce=None if one["reduce"] is None else graph_from_plain(one["reduce"]),
+                )
+                for one in data["stages"]
+            ),
             tuple(
                 Finish(graph_from_plain(f["norm"]), graph_from_plain(f["update"]), tuple(f["totals"]))
                 for f in data["finishes"]

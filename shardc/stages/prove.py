@@ -6,6 +6,9 @@ its counterpart, in the order of its channel (source, destination), in a batch t
 when its whole group has reached it; only then does the rank go on. Buffers, several streams and early posting can only
 take waits away, so what cannot deadlock here cannot deadlock there.
 
+Collectives along other axes, which Gathers are, and calls of the parts, wait for no other list: all ranks of a
+coordinate run the same one, and so reach them together, in one order.
+
 What is shown (one check, one function, one code):
     SC521  every send has one receive, of the same value, in the order of its channel      (waits.py)
     SC522  every collective is reached by exactly its group, in the same order
@@ -20,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from shardc.ir.collectives import collectives as collectives_of
 from shardc.ir.diagnostic import Diagnostic, ShardcError
@@ -34,6 +38,7 @@ from shardc.stages.instructions import (
     Dgrad,
     Forward,
     Free,
+    Gather,
     Instruction,
     Optimizer,
     ReduceGrads,
@@ -92,6 +97,16 @@ def prove(lists: RankLists) -> Proof:
     return Proof(tuple(errors))
 
 
+_proved: WeakValueDictionary[int, RankLists] = WeakValueDictionary()  # by id, as long as they live
+
+
+def checked(lists: RankLists) -> None:
+    """Raise what is wrong with lists, if anything is. They never change, so the same ones are proved once."""
+    if _proved.get(id(lists)) is not lists:
+        prove(lists).check()
+        _proved[id(lists)] = lists
+
+
 def _unknown(lists: RankLists) -> Iterator[Diagnostic]:
     """What is named must exist: ranks of peers and groups, stages, microbatches."""
     ranks, stages = len(lists.ranks), len(lists.pipeline.stages)
@@ -102,6 +117,10 @@ def _unknown(lists: RankLists) -> Iterator[Diagnostic]:
         elif isinstance(i, TRANSFER):
             if not (0 <= i.peer < ranks and i.peer != rank):
                 yield _wrong("SC521", f"{in_words(i)} names a peer that rank {rank} of {ranks} does not have", rank, at)
+        elif isinstance(i, Gather):
+            gathers = lists.pipeline.stages[i.stage].gathers if 0 <= i.stage < stages else ()
+            for name in [name for name in i.values if name not in gathers]:
+                yield _wrong("SC525", f"{in_words(i)}: stage {i.stage} gathers no {name}", rank, at)
         elif isinstance(i, COLLECTIVE) and not (
             rank in i.group and set(i.group) <= set(range(ranks)) and len(set(i.group)) == len(i.group)
         ):
@@ -152,8 +171,8 @@ def _work(lists: RankLists) -> Iterator[Diagnostic]:
             last[i.stage] = i.microbatch
         if isinstance(i, COMPUTE):
             done[type(i), i.stage, i.microbatch] += 1
-            if homes.setdefault(i.stage, rank) != rank:
-                yield _wrong("SC525", f"{in_words(i)}: that stage lives on rank {homes[i.stage]}", rank, at)
+        if isinstance(i, (*COMPUTE, Gather)) and homes.setdefault(i.stage, rank) != rank:
+            yield _wrong("SC525", f"{in_words(i)}: that stage lives on rank {homes[i.stage]}", rank, at)
     for stage in range(len(lists.pipeline.stages)):
         for j in range(lists.microbatches):
             whole = done[Backward, stage, j]

@@ -75,6 +75,11 @@ class _Run:
                 there[value] = end
         elif isinstance(i, Send):
             self._send(rank, i, start)
+        elif isinstance(i, Gather):
+            self.lane[rank] = end = max(start, self.lane[rank]) + self.costs.gathering(i)
+            self.events.append(Event(rank, i, end - self.costs.gathering(i), end))
+            for value in makes:
+                there[value] = end
         elif isinstance(i, COLLECTIVE):
             self._reach(rank, i)
         for value in makes:
@@ -96,13 +101,11 @@ class _Run:
         if members is None:
             return
         start = max(members.values())
-        end = start + (self.costs.gather if isinstance(i, Gather) else self.costs.reduce)
+        end = start + self.costs.reduce
         for member in members:
             self.open[member] -= 1
             self.lane[member] = end
             self.events.append(Event(member, i, start, end))
-            if isinstance(i, Gather):
-                self.there[member][i.value, None] = end
 
     def _optimizer(self, rank: int, i: Optimizer) -> bool:
         if self.open[rank]:

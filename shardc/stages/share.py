@@ -7,6 +7,7 @@ k stages 2 (k-1)/k of the tensor.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -14,8 +15,9 @@ from dataclasses import replace
 from shardc.cost.flops import Flops, flops
 from shardc.ir.collectives import Collective, collectives
 from shardc.ir.graph import Graph, info, type_of
-from shardc.stages.instructions import Instruction, Optimizer, ReduceGrads, Send
+from shardc.stages.instructions import Gather, Instruction, Optimizer, ReduceGrads, Send
 from shardc.stages.pipeline import PART_OF
+from shardc.stages.places import graphs_of
 from shardc.stages.program import Pipelined
 
 
@@ -24,6 +26,11 @@ def runs(program: Pipelined, c: int) -> Iterator[tuple[Graph, int]]:
     times = Counter((work.stage, type(work)) for work in program.lists.work(c))
     for (stage, kind), count in times.items():
         yield program.stages[stage][PART_OF[kind]], count
+    gathered = Counter((i.stage, name) for i in program.lists.ranks[c] if isinstance(i, Gather) for name in i.values)
+    for (stage, name), count in gathered.items():
+        yield program.stages[stage].gathers[name], count
+    sums = [i for i in program.lists.ranks[c] if isinstance(i, ReduceGrads)]
+    yield from ((graph, 1) for i in sums for graph in graphs_of(program, c, i))
     finish = program.finishes[c]
     if program.lists.pipeline.updates:
         yield from [(finish.norm, 1), (finish.update, 1)] if finish.totals else [(finish.update, 1)]
@@ -35,9 +42,17 @@ def computed(program: Pipelined, c: int) -> Flops:
 
 
 def stages_with(program: Pipelined, name: str) -> list[int]:
-    """The stages that make a value of this name."""
-    graphs = [[stage[part] for part in ("forward", "backward")] for stage in program.stages]
-    return [at for at, some in enumerate(graphs) if any(info(v).name == name for g in some for v in g.calls())]
+    """The stages that make a value of this name of the body, or did before backward's gathers were merged into
+    forward's."""
+    gathers = [set(_names(stage.gathers.values())) for stage in program.stages]
+    parts = [set(_names(s for s in (one.forward, one.backward, one.reduce) if s is not None)) for one in program.stages]
+    found = [at for at, names in enumerate(zip(gathers, parts, strict=True)) if any(name in some for some in names)]
+    merged = re.sub(r"_\d+$", "", name)
+    return found or [at for at, names in enumerate(gathers) if merged in names]
+
+
+def _names(graphs: Iterable[Graph]) -> Iterator[str]:
+    return (info(call).name for graph in graphs for call in graph.calls())
 
 
 def added(parts: Iterable[tuple[Flops, int]]) -> Flops:

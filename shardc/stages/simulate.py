@@ -33,7 +33,6 @@ from shardc.stages.instructions import (
     Free,
     Gather,
     Instruction,
-    Optimizer,
     Recv,
     ReduceGrads,
     Send,
@@ -42,8 +41,9 @@ from shardc.stages.instructions import (
 )
 from shardc.stages.lists import batches
 from shardc.stages.pipeline import PART_OF, Value
+from shardc.stages.places import graphs_of
 from shardc.stages.program import Pipelined
-from shardc.stages.prove import prove
+from shardc.stages.prove import checked
 
 Choose = Callable[[int], int]  # which of so many moves comes next
 # A coordinate, a microbatch (-1 once a step), a value and its shards; an output of the step, as one coordinate has it.
@@ -77,7 +77,7 @@ def simulate_stages(
     if lists.microbatches != program.body.microbatches:
         message = f"lists of {lists.microbatches} microbatches cannot run a step of {program.body.microbatches}"
         raise error("SC220", message, hint="build the lists with the program's number of microbatches")
-    prove(lists).check()
+    checked(lists)
     return _Machine(program, inputs, fed, Numerics(dtype=dtype), buffered, observe, returned).run(choose)
 
 
@@ -211,6 +211,8 @@ class _Machine:
                 self._there(rank, (name, i.microbatch), i)
                 del c.values[name, i.microbatch]
                 c.gone.add((name, i.microbatch))
+        elif isinstance(i, Gather):
+            self._gather(rank, i)
         else:
             assert isinstance(i, COMPUTE)
             self._compute(rank, i)
@@ -224,11 +226,10 @@ class _Machine:
                 total = reduce(summed, terms)
                 for c in members:
                     c.sums[i.value] = total
-        elif isinstance(i, Optimizer):
-            self._finish(i.group)
+            for rank in i.group:
+                self._reduce(rank, i)
         else:
-            assert isinstance(i, Gather), "stages gather their parameters as calls of their bodies"
-            raise _wrong("SC522", "gathers what is no value of the pipeline", i.group[0], i)
+            self._finish(i.group)
         for c in members:
             c.next()
 
@@ -239,7 +240,7 @@ class _Machine:
         graph = self.program.stages[i.stage][which]
         read: Held = {}
         for name in part.reads:
-            read |= self._there(rank, (name, at), i)
+            read |= self._there(rank, self.lists.pipeline.value(name, at), i)
         made: Held = {}
         for port, values in self._run(graph, c, read, at).items():
             if port.role == "value":
@@ -255,6 +256,20 @@ class _Machine:
             held = {member: made.pop(member) for member in self.program.members(name)}
             self._put(rank, (name, at), held, i)
         assert not made, f"{in_words(i)} makes {', '.join(made)}, which the pipeline does not know"
+
+    def _reduce(self, rank: int, i: ReduceGrads) -> None:
+        """Over the other axes: shards, it may be, take the place of what a stage has summed."""
+        c = self.coordinates[rank]
+        for graph in graphs_of(self.program, rank, i):
+            made = self._run(graph, c, {}, -1)
+            for port in graph.inputs:
+                c.sums.pop(port.name)
+            c.sums |= {port.name: values for port, values in made.items()}
+
+    def _gather(self, rank: int, i: Gather) -> None:
+        for name, graph in zip(i.values, graphs_of(self.program, rank, i), strict=True):
+            made = self._run(graph, self.coordinates[rank], {}, -1)
+            self._put(rank, (name, None), {port.name: values for port, values in made.items()}, i)
 
     def _finish(self, group: Sequence[int]) -> None:
         shares: dict[int, dict[Port, PerRank]] = {}

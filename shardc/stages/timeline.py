@@ -12,7 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from shardc.ir.diagnostic import error
+from shardc.ir.files import write_text
 from shardc.stages import draw
+from shardc.stages.costs import Costs
 from shardc.stages.instructions import COMPUTE, Backward, Forward, Instruction, Optimizer, Wgrad
 
 
@@ -84,11 +87,21 @@ class Timeline:
         return self.text()
 
     def to_svg(self, path: str | Path) -> None:
-        Path(path).write_text(draw.svg(self), encoding="utf-8")
+        write_text(path, draw.svg(self), [".svg"])
 
     def to_trace(self, path: str | Path) -> None:
         """A file for chrome://tracing or ui.perfetto.dev."""
-        Path(path).write_text(json.dumps(draw.trace(self)), encoding="utf-8")
+        write_text(path, json.dumps(draw.trace(self)), [".json", ".trace"])
+
+
+def costs_of(given: object, stages: int) -> Costs:
+    """What a user gives as the costs of so many stages."""
+    hint = f"pass shardc.stages.costs.Costs, with a StageCost for each of the {stages} stages"
+    if not isinstance(given, Costs):
+        raise error("SC224", f"a timeline goes by Costs, not by {given!r}", hint=hint)
+    if len(given.stages) != stages:
+        raise error("SC224", f"the costs are of {len(given.stages)} stages; the pipeline has {stages}", hint=hint)
+    return given
 
 
 def _most_live(work: Sequence[Event]) -> int:

@@ -57,6 +57,8 @@ class Stages:
     ) -> Mismatch | None:
         """The first value that a stage makes wrong, with the ranks of the whole mesh that do."""
         graphs = [stage[part] for stage in self.program.stages for part in ("forward", "dgrad", "wgrad")]
+        graphs += [graph for stage in self.program.stages for graph in stage.gathers.values()]
+        graphs += [stage.reduce for stage in self.program.stages if stage.reduce is not None]
         graphs += [graph for finish in self.program.finishes for graph in (finish.norm, finish.update)]
         names = {info(node).name for graph in graphs for node in graph.values()}
         namesakes = Namesakes.of(reference, inputs, dtype, floor, names)

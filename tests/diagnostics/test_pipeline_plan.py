@@ -1,6 +1,7 @@
 """Every way to get a plan's `pipeline` wrong, and what we say about it, word for word."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, Plan, ShardcError
+from shardc.stages.costs import Costs
 
 
 class Net(nn.Module):
@@ -26,11 +28,17 @@ def compiled(text: str, mesh: str = "pp=2, dp=2", rows: int = 8) -> Any:
     return shardc.compile(Net(), (torch.ones(rows, 4),), mesh=Mesh.parse(mesh), plan=Plan.parse(text, "net.yaml"))
 
 
+BATCH = 'inputs:\n  x: "dp, -"'
 PIPELINE = "pipeline:\n  microbatches: 2\n"
 CASES: dict[str, Callable[[], object]] = {
     "value": lambda: Plan.parse("pipeline: 4", "net.yaml"),
     "no_microbatches": lambda: Plan.parse("pipeline: {schedule: gpipe}", "net.yaml"),
     "microbatches": lambda: Plan.parse("pipeline:\n  microbatches: 0", "net.yaml"),
+    "microbatches_true": lambda: Plan.parse("pipeline:\n  microbatches: true", "net.yaml"),
+    "virtual_text": lambda: Plan.parse(PIPELINE + "  virtual: two", "net.yaml"),
+    "split_map": lambda: Plan.parse(PIPELINE + "  split: {a: 3}", "net.yaml"),
+    "split_numbers": lambda: Plan.parse(PIPELINE + "  split: [3, 6]", "net.yaml"),
+    "accumulate_true": lambda: Plan.parse("seed: 3\naccumulate: true", "net.yaml"),
     "key": lambda: Plan.parse(PIPELINE + "  virtaul: 2", "net.yaml"),
     "schedule": lambda: compiled(PIPELINE + "  schedule: zb-h2"),
     "memory": lambda: Plan.parse(PIPELINE + "  memory: lots", "net.yaml"),
@@ -54,9 +62,20 @@ CASES: dict[str, Callable[[], object]] = {
     ),
     "batch": lambda: compiled(PIPELINE, rows=7),
     "no_pipeline": lambda: compiled("strict: true", "pp=4"),
+    "zero_2": lambda: compiled(PIPELINE + "storage: {zero: 2, axes: dp}\nstrict: true\n" + BATCH),
+    "zero_2_accumulate": lambda: compiled(
+        "accumulate: 2\nstorage: {zero: 2, axes: dp}\nstrict: true\n" + BATCH, "dp=2"
+    ),
     "idle_axis": lambda: compiled('strict: true\ninputs:\n  x: "dp, -"'),
     "no_timeline": lambda: compiled('inputs:\n  x: "dp, -"', "dp=2").timeline(),
+    "timeline_costs": lambda: compiled(PIPELINE, "pp=2").timeline({"forward": 1.0}),
+    "timeline_stages": lambda: compiled(PIPELINE, "pp=2").timeline(Costs.unit(3)),
+    "timeline_png": lambda: compiled(PIPELINE, "pp=2").timeline().to_svg("timeline.png"),
+    "timeline_folder": lambda: compiled(PIPELINE, "pp=2").timeline().to_svg("none/timeline.svg"),
+    "trace_svg": lambda: compiled(PIPELINE, "pp=2").timeline().to_trace("timeline.svg"),
+    "trace_folder": lambda: compiled(PIPELINE, "pp=2").timeline().to_trace(Path("none") / "timeline.json"),
     "no_rank": lambda: compiled('inputs:\n  x: "dp, -"', "dp=2").rank(2),
+    "rank_text": lambda: compiled(PIPELINE, "pp=2").rank("a"),
 }
 
 
@@ -65,3 +84,12 @@ def test_message(case: str, golden: Callable[[str, str], None]) -> None:
     with pytest.raises(ShardcError) as raised:
         CASES[case]()
     golden(f"pipeline_plan/{case}.txt", str(raised.value))
+
+
+def test_what_zero_promises_of_gradients() -> None:
+    """Stage 2 is for the gradients alone; 3 shards parameters whatever becomes of those, and so says it by the way."""
+    for zero, severity in ((1, None), (2, "warning"), (3, "note")):
+        text = f"storage: {{zero: {zero}, axes: dp}}\n{BATCH}\n"
+        said = [d.severity for d in compiled(PIPELINE + text).diagnostics if d.code == "SC216"]
+        assert said == ([severity] if severity else [])
+        assert not [d for d in compiled(text, "dp=2").diagnostics if d.code == "SC216"]

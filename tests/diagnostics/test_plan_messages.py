@@ -73,6 +73,7 @@ CASES: dict[str, Callable[[], object]] = {
     "recompute_size": lambda: plan("recompute: {budget: little}"),
     "fuse_value": lambda: plan("fuse: kernels"),
     "fuse_key": lambda: plan("fuse:\n  enabled: true\n  exlude: [tanh]"),
+    "fuse_template": lambda: plan("fuse:\n  templates: [gated, layernorm]"),
     "recompute_key": lambda: plan("recompute:\n  mode: full\n  colectives: true"),
     "precision_dtype": lambda: plan("precision: bf61"),
     "precision_key": lambda: plan("precision: {compute: bf16, redcue: fp32}"),

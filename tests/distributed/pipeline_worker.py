@@ -181,6 +181,10 @@ def eight() -> dict[str, Any]:
     return {"pp2dp2tp2": train("pp2dp2tp2")}
 
 
+def gathered() -> dict[str, Any]:
+    return {name: train(name) for name in ("zero3-bfs", "zero3-zb-h1")}
+
+
 def broken(how: str) -> dict[str, Any]:
     """The last rank dies, fails or sleeps in the middle of a step; the others report what they are told."""
     name = f"mlp{os.environ['WORLD_SIZE']}"
@@ -222,7 +226,7 @@ def broken(how: str) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     scenario = sys.argv[1]
-    run = {"four": four, "eight": eight}.get(scenario)
+    run = {"four": four, "eight": eight, "gathered": gathered}.get(scenario)
     found = run() if run else broken(scenario)
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
     # A dead peer would make an orderly shutdown wait.

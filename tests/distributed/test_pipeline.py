@@ -229,6 +229,23 @@ def test_eight_ranks_train_as_one_device(tmp_path: Path) -> None:
     check_training(program, tmp_path, "pp2dp2tp2", [one["pp2dp2tp2"] for one in ranks])
 
 
+def test_stored_parameters_are_gathered_for_stages(tmp_path: Path) -> None:
+    """ZeRO-3 within the stages of a pipeline: gathers of the instruction lists, in processes and in the simulation."""
+    zero: dict[str, Any] = {"storage": {"zero": 3, "axes": ["dp"]}}
+    zero["inputs"] = dict.fromkeys(("input_ids", "labels"), "dp, -")
+    programs = {
+        "zero3-bfs": prepare(tmp_path, "zero3-bfs", "pp=2,dp=2", **zero, **pipeline("bfs", virtual=2)),
+        "zero3-zb-h1": prepare(tmp_path, "zero3-zb-h1", "dp=2,pp=2", **zero, **pipeline("zb-h1")),
+    }
+    ranks = [one for one in start("gathered", 4, tmp_path, limit=150, worker=WORKER) if one is not None]
+    for name, program in programs.items():
+        found = [one[name] for one in ranks]
+        check_training(program, tmp_path, name, found)
+        gathers = [i for _, i in found[0]["instructions"] if i.startswith("Gather")]
+        assert len(gathers) == (6 if name == "zero3-bfs" else 2)
+        assert sum(one["bytes"] for one in found) < 1.2 * program.parameter_bytes().whole
+
+
 def test_a_rank_that_dies_in_a_step_is_named(tmp_path: Path) -> None:
     mlp(tmp_path, "mlp4", 4)
     *survivors, dead = start("dead", 4, tmp_path, worker=WORKER)

@@ -1,13 +1,15 @@
-"""Generated kernels on a GPU: the corpus against float64, twice bitwise the same, on plans of this GPU."""
+"""Generated kernels on a GPU: the corpus against float64, twice bitwise the same, on plans of this GPU; prepared."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton.fused import reference
+from kernels_triton.fused import into, reference
 from kernels_triton.fused.corpus import CORPUS
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.launcher import launcher
+from kernels_triton.fused.prepared import Prepared
+from kernels_triton.fused.text import text
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 4e-6}
@@ -41,3 +43,30 @@ def test_corpus(name: str, dtype: torch.dtype) -> None:
             limit = rounds * TOLERANCE[dtype if rounds == 2 else mine.dtype]
             error = (mine.double() - theirs).abs().amax() / theirs.abs().amax().clamp(min=1e-30)
             assert error < limit, f"{name} {rows}x{cols}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_a_prepared_call_is_the_launchers(name: str) -> None:
+    """Bit for bit: the first, a later one, one of operands that are not aligned, and with results told where to go."""
+    kernel = CORPUS[name](70, 1024, torch.bfloat16)
+    inputs, device = drawn(kernel), torch.device("cuda", torch.cuda.current_device())
+    expected, slots = launcher(kernel)(inputs), range(len(inputs))
+    call = into.prepare(slots, text(kernel), {}, device)
+    assert isinstance(call, Prepared)
+    for _ in range(3):
+        found = call(inputs)
+        assert call.ready is not None
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+    odd = [torch.cat((x.new_ones(1), x.flatten()))[1:].view(x.shape) for x in inputs]
+    here = [torch.empty_like(y) for y in expected]
+    placed = into.prepare(slots, text(kernel), {at: lambda env, at=at: here[at] for at in range(len(here))}, device)
+    assert placed is not None
+    for given in (inputs, inputs, odd):
+        for y in here:
+            y.fill_(0)
+        results = placed(given)
+        for mine, theirs, told in zip(results, expected, here, strict=True):
+            assert mine is told
+            assert torch.equal(mine, theirs)

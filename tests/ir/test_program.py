@@ -225,7 +225,7 @@ FILES: dict[str, Callable[[], str]] = {
     "other_json": lambda: '{"a": 1}',
     "altered": lambda: program().to_json().replace('"relu"', '"sin"'),
     "damaged": lambda: program().to_json().replace('"relu"', '"relu'),
-    "version": lambda: program().to_json().replace('"version": 2', '"version": 7'),
+    "version": lambda: program().to_json().replace('"version": 3', '"version": 7'),
     "forged_op": lambda: forged(lambda content: call_of(content).update(call="os.system", args=["true"])),
     "forged_reference": lambda: forged(lambda content: call_of(content).update(args=[{"ref": "nobody"}])),
     "forged_field": lambda: forged(lambda content: content["diagnostics"][0].update(code="SC999")),

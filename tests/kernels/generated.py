@@ -1,5 +1,6 @@
-"""What the interpreter's worker runs of the generator: a kernel by its text, on the plan that is asked for."""
+"""What the interpreter's worker runs by its text: a kernel, on the plan that is asked for, and a template."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -8,7 +9,8 @@ from kernels_triton import launch
 from kernels_triton.fused.launcher import Ready, program
 from kernels_triton.fused.schedules import Plan, Style, choose, planned
 from kernels_triton.fused.text import parse
-from kernels_triton.rows import Schedule
+from kernels_triton.rows import Schedule, trying
+from kernels_triton.templates import launcher as templates
 
 DEVICE = replace(launch.H200, sms=2)  # so few that programs have several tiles of rows each
 
@@ -24,3 +26,11 @@ def fused(line: str, style: Style | None, schedule: Schedule | None, *inputs: Te
     outputs = [launch.empty(made.shape, made.dtype, inputs[0]) for made in kernel.outputs]
     Ready(program(kernel, plan)).run(inputs, outputs)
     return tuple(outputs)
+
+
+def template(line: str, *inputs: Tensor, looped: int = 0) -> tuple[Tensor, ...]:
+    """`looped`: over rows, so many columns at a time."""
+    made = templates.launcher(parse(line))
+    name, schedule = made.match.template.name, Schedule(looped, 0, rows=2, warps=1, waves=1)
+    with launch.assuming(DEVICE), trying(name, schedule) if looped else nullcontext():
+        return tuple(made(inputs))

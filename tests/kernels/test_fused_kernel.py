@@ -99,6 +99,27 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
                 assert plan.programs <= 16 * device.sms
 
 
+def test_wide_rows_with_sums_stay_in_registers_and_exchange_their_sums_once() -> None:
+    kernel = CORPUS["rms_norm_backward"](8192, 12288, bf16)
+    plan = choose(kernel, H200)
+    assert (plan.style, plan.schedule.chunks, plan.schedule.stages) == ("rows", 3, 3)
+    lines = source(kernel).splitlines()
+    terms = [at for at, line in enumerate(lines) if "+=" in line and ("part_" in line or "total_" in line)]
+    loads = [at for at, line in enumerate(lines) if "tl.load(X0" in line]
+    assert len(loads) == 3
+    assert loads[1] < terms[1] < loads[2], "a chunk's terms are added up before the next is read"
+    twice = source(CORPUS["layer_norm_backward"](8192, 4096, bf16))
+    assert twice.count("row_sums(") == 1
+    assert "tl.sum(part_" not in twice
+
+
+def test_programs_of_one_row_are_neighbours_in_a_walk() -> None:
+    plan = choose(CORPUS["bias_gelu_backward"](8192, 4096, bf16), H200)
+    assert plan.style == "walk"
+    assert plan.grid == (plan.blocks, plan.programs)
+    assert plan.blocks == 4
+
+
 def test_a_measured_schedule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timer likes so many warps; the table that this makes is what `choose` then goes by, in its widths."""
     liked = {"fused_rms_norm": 4, "fused_bias_gelu": 2}

@@ -29,7 +29,7 @@ def test_one_row_compiles() -> None:
     """A count of 1 is a constant to Triton, and has no methods of a tensor."""
     sizes = {**gate.SIZES, "rows": 1, "cols": 512}
     found: list[gate.Source] = []
-    with recording(lambda one: found.append(gate._source("layer_norm_backward", 512, one))):
+    with recording(lambda one: found.append(gate.source_of("layer_norm_backward", 512, one))):
         template = TEMPLATES["layer_norm_backward"]
         template.op(*template.arguments(sizes, torch.bfloat16, "meta"))
     assert found

@@ -127,7 +127,8 @@ def test_communication_is_megatrons(compiled: Compiled, mesh: str) -> None:
     activations: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
     for one in program.collectives():
-        assert one.kind == "all_reduce", f"{one.kind} of {one.value} over {one.axes}"
+        statistics = one.value.endswith("amax.all_gather")  # of the softmax of the logits
+        assert one.kind == "all_reduce" or statistics, f"{one.kind} of {one.value} over {one.axes}"
         assert one.group_size > 1
         if is_gradient(program.body.by_name(one.value)):
             gradients[one.value] += 1

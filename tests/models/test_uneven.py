@@ -48,7 +48,8 @@ def test_heads(name: str, column: int) -> None:
     else:
         assert stored(program, "model.layers.0.self_attn.q_proj.weight") == ((2 * 8, 48), (48, 48))
         assert stored(program, "model.layers.0.self_attn.o_proj.weight") == ((48, 2 * 8), (48, 48))
-    assert {c.kind for c in program.collectives()} == {"all_reduce"}
+    others = [c.value for c in program.collectives() if c.kind != "all_reduce"]
+    assert [value.startswith("amax.all_gather") for value in others] == [True]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper", "encoder", "cnn", "mlp"])
@@ -70,11 +71,8 @@ def test_sequence(name: str, mesh: str) -> None:
     tp = program.mesh.size("tp")
     assert block.dims[1][0].axes == ("tp",)
     assert block.local_shape(program.mesh)[1] == math.ceil(17 / tp)
-    assert {c.kind for c in program.collectives() if c.axes == ("tp",)} == {
-        "all_reduce",
-        "all_gather",
-        "reduce_scatter",
-    }
+    kinds = {c.kind for c in program.collectives() if c.axes == ("tp",)}
+    assert kinds - {"all_reduce"} == {"all_gather", "reduce_scatter"}
 
 
 def test_everything_at_once() -> None:
@@ -100,7 +98,8 @@ def test_fewer_heads_of_keys_than_ranks() -> None:
     }
     assert [d.also for d in said] == [f"model.layers.1.self_attn.{name}.weight" for name in ("k_proj", "v_proj")]
     assert not [d for d in program.diagnostics if d.severity == "warning"], "so that strict allows it"
-    assert {c.kind for c in program.collectives()} == {"all_reduce"}
+    others = [c.value for c in program.collectives() if c.kind != "all_reduce"]
+    assert [value.startswith("amax.all_gather") for value in others] == [True]
     # Per layer two all-reduces of activations each way, and the copied weights' gradients once.
     counts = Counter((c.phase, c.axes) for c in program.collectives() if c.axes != ("dp",))
-    assert counts == {("fwd", ("tp",)): 2 * 2 + 4, ("bwd", ("tp",)): 2 * 2 + 1, ("bwd", ("dp", "tp:1")): 2 * 2}
+    assert counts == {("fwd", ("tp",)): 2 * 2 + 2, ("bwd", ("tp",)): 2 * 2 + 1, ("bwd", ("dp", "tp:1")): 2 * 2}

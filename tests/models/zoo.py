@@ -1,6 +1,6 @@
 """The models that must compile unmodified, the plan of each, and what Megatron-LM would communicate for it.
 
-`forward` and `backward` count the all-reduces of activations over tp: two a layer, three where a decoder attends to an
+`forward` and `backward` count the collectives of activations over tp: two a layer, three where a decoder attends to an
 encoder as well, and those named beside the figure. Gradients of weights are reduced besides, once each.
 """
 
@@ -70,19 +70,19 @@ WHISPER = (*HEADS, "**.out_proj.weight", "**.fc1.*", "**.fc2.weight", "**.embed_
 PACKED = ("**.in_proj_weight", "**.in_proj_bias", "**.out_proj.weight", "**.linear1.*", "**.linear2.weight")
 
 MODELS = [
-    # Forward: embedding; of the loss the maximum, the sum and the picked logit. Backward: the output projection.
+    # Forward: embedding; the loss's one gather. Backward: the output projection.
     # float32 in transformers/loss/loss_utils.py: ForCausalLMLoss casts the logits.
-    Model("gpt2", 2 * 2 + 4, 2 * 2 + 1, 2, GPT2, 1e-6),
+    Model("gpt2", 2 * 2 + 2, 2 * 2 + 1, 2, GPT2, 1e-6),
     # float32 in the loss as GPT-2's, and in modeling_llama.py: LlamaRMSNorm, LlamaRotaryEmbedding.
-    Model("llama", 2 * 2 + 4, 2 * 2 + 1, 2, LLAMA, 1e-6, {"kv_heads": 4}),
+    Model("llama", 2 * 2 + 2, 2 * 2 + 1, 2, LLAMA, 1e-6, {"kv_heads": 4}),
     # float32 in the loss as GPT-2's, and in modeling_qwen3.py: Qwen3RMSNorm, Qwen3RotaryEmbedding.
-    Model("qwen3", 2 * 2 + 4, 2 * 2 + 1, 2, LLAMA, 1e-6),
-    Model("bert", 2 * 2 + 4, 2 * 2 + 1, 2, BERT),
+    Model("qwen3", 2 * 2 + 2, 2 * 2 + 1, 2, LLAMA, 1e-6),
+    Model("bert", 2 * 2 + 2, 2 * 2 + 1, 2, BERT),
     # Both embeddings; backward, the encoder's output as the decoder's layers attend to it. float32 in modeling_t5.py:
     # T5LayerNorm takes its variance in it.
-    Model("t5", 2 * 2 + 3 * 2 + 5, 2 * 2 + 3 * 2 + 2, 6, T5, 1e-6),
+    Model("t5", 2 * 2 + 3 * 2 + 3, 2 * 2 + 3 * 2 + 2, 6, T5, 1e-6),
     Model("vit", 2 * 2, 2 * 2, 2, (*HEADS, "**.o_proj.weight", "**.fc1.*", "**.fc2.weight")),
-    Model("whisper", 2 * 2 + 3 * 2 + 4, 2 * 2 + 3 * 2 + 2, 6, WHISPER),
+    Model("whisper", 2 * 2 + 3 * 2 + 2, 2 * 2 + 3 * 2 + 2, 6, WHISPER),
     # Nothing before the first layer wants a gradient, so one all-reduce less.
     Model("encoder", 2 * 2, 2 * 2 - 1, 2, PACKED),
     # One a bottleneck block, in each direction.

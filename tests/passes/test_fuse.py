@@ -12,6 +12,7 @@ import shardc
 from kernels_triton.fused import text
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.op import FUSED
+from kernels_triton.templates.op import KERNELS
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name
@@ -32,7 +33,7 @@ MODELS = ("gpt2", "llama", "bert", "t5", "vit")
 
 
 def kernels(graph: Graph) -> list[Kernel]:
-    return [text.parse(str(node.args[1])) for node in graph.calls() if node.target is FUSED]
+    return [text.parse(str(node.args[1])) for node in graph.calls() if node.target in KERNELS]
 
 
 def fixed(graph: Graph) -> list[str]:
@@ -147,7 +148,7 @@ def test_what_backward_can_make_again_is_not_kept() -> None:
             return self.b(0.5 * h * (1 + torch.tanh(h + h**3))).sum()
 
     program = shardc.compile(Gelu(), torch.randn(32, 16), mesh="dp=1", plan={"fuse": True})
-    forward = next(n for n in program.body.calls() if n.target is FUSED)
+    forward = next(n for n in program.body.calls() if n.target in KERNELS)
     assert len(text.parse(str(forward.args[1])).outputs) == 1  # the activation: not its tanh, nor the sum with the bias
 
 
@@ -176,6 +177,23 @@ def test_a_range_of_one_element_stays_a_call() -> None:
     assert program.verify().ok
 
 
+def test_parts_of_numbers_are_joined_by_a_call() -> None:
+    """Only a third of what is split is used: the other two have zeros for gradients, which no kernel computes."""
+
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = nn.functional.linear(x, self.weight)
+            y = torch.cat([y.chunk(3, 0)[2], y.chunk(3, 0)[1], y.chunk(3, 0)[0]], 0)
+            return (y * torch.arange(3).cos()).sum()
+
+    program = shardc.compile(Third(), {"x": torch.randn(3)}, mesh="dp=2", plan={"fuse": True})
+    assert program.verify().ok
+
+
 def test_a_wrong_kernel_is_named() -> None:
     program = block(fuse=True)
     node = next(n for n in program.body.calls() if n.target is FUSED and info(n).phase == "fwd")
@@ -194,7 +212,7 @@ def test_a_wrong_kernel_is_named() -> None:
 def test_float64_is_computed_in_float64() -> None:
     """Bias corrections near 1 - 0.999 lose half of their digits in float32: no kernel mixes the two."""
     body = block(fuse=True).body
-    found = [text.parse(str(n.args[1])) for n in body.calls() if n.target is FUSED and info(n).phase == "opt"]
+    found = [text.parse(str(n.args[1])) for n in body.calls() if n.target in KERNELS and info(n).phase == "opt"]
     assert any(kernel.double for kernel in found)
     for kernel in found:
         assert kernel.double or torch.float64 not in {one.dtype for one in kernel.outputs}

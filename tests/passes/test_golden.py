@@ -68,7 +68,9 @@ def test_the_text_after_each_pass(case: str, golden: Golden) -> None:
         texts[one.name] = print_graph(graph, comments=False)
 
     torch.manual_seed(0)
-    program = shardc.compile(made(), torch.randn(shape), mesh="dp=2, tp=2", plan={**plan, "fuse": True}, watch=watch)
+    program = shardc.compile(
+        made(), torch.randn(shape), mesh="dp=2, tp=2", plan={**plan, "bucket": True, "fuse": True}, watch=watch
+    )
     assert program.verify().ok
     before = ""
     for name, text in texts.items():

@@ -61,6 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str]:
             "zero": draw(st.sampled_from((1, 2, 3))), "axes": axes, "regather": draw(st.booleans())
         }  # fmt: skip
     plan["accumulate"] = draw(st.sampled_from((1, 2, 3)))
+    plan["bucket"] = draw(st.sampled_from((False, True, 2000)))
     plan["recompute"] = draw(st.sampled_from(("none", "full", "selective", {"budget": 4096})))
     plan["precision"] = draw(st.sampled_from(("fp32", "bf16", "fp16", {"compute": "bf16", "reduce": "bf16"})))
     if draw(st.booleans()):

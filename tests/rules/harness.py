@@ -37,7 +37,8 @@ UNINITIALISED = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-COMPLEX = {torch.ops.aten.view_as_real.default}  # ops that take nothing else
+# Ops that take nothing else.
+COMPLEX = {getattr(torch.ops.aten, name).default for name in ("view_as_real", "_fft_c2c", "_fft_c2r", "conj_physical")}
 PRECISION = {torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 

@@ -93,7 +93,10 @@ def retargeted(i: Instruction, lists: RankLists, rng: random.Random) -> Instruct
         case Send() | Recv():
             changes = [{"peer": rng.choice(ranks)}, {"microbatch": microbatch}, {"value": rng.choice(names)}]
             changes.append({"bytes": i.bytes + rng.choice([-1, 1])})
-        case Gather() | ReduceGrads():
+        case Gather():
+            names = sorted(lists.pipeline.gathered)
+            changes = [{"stage": rng.randrange(-1, len(lists.pipeline.stages) + 1)}, {"values": (rng.choice(names),)}]
+        case ReduceGrads():
             changes = [{"group": group(lists, rng)}, {"value": rng.choice(sorted(lists.pipeline.accumulators))}]
         case Optimizer():
             changes = [{"group": group(lists, rng)}]

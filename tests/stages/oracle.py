@@ -110,9 +110,14 @@ class Machine:
         i = state.listed[state.at]
         if isinstance(i, Send | Recv):
             return self.transfer(rank, state)
-        if isinstance(i, Gather | ReduceGrads | Optimizer):
+        if isinstance(i, ReduceGrads | Optimizer):
             return self.collective(rank, i)
-        if isinstance(i, Free):
+        if isinstance(i, Gather):
+            if self.homes.get(i.stage) != rank or not set(i.values) <= set(self.pipeline.stages[i.stage].gathers):
+                raise Broken(f"{i} is not for rank {rank}")
+            for name in i.values:
+                state.put(name, None, ("gathered", len(state.updates)))
+        elif isinstance(i, Free):
             for name in i.values:
                 state.get(name, i.microbatch)
                 del state.values[name, i.microbatch]
@@ -126,8 +131,8 @@ class Machine:
         if self.homes.get(i.stage) != rank or not 0 <= i.microbatch < self.lists.microbatches:
             raise Broken(f"{i} cannot run on rank {rank}")
         stage = self.pipeline.stages[i.stage]
-        for name in stage.gathers:
-            if state.get(name, None) != ("gathered", len(state.updates)):
+        for name in self.pipeline.part(i).reads:
+            if name in stage.gathers and state.get(name, None) != ("gathered", len(state.updates)):
                 raise Broken(f"stale {name}")
         scope: dict[str, Any] = {}
 
@@ -192,7 +197,7 @@ class Machine:
                 self.ranks[source].waiting -= 1
                 self.ranks[to].waiting -= 1
 
-    def collective(self, rank: int, i: Gather | ReduceGrads | Optimizer) -> bool:
+    def collective(self, rank: int, i: ReduceGrads | Optimizer) -> bool:
         """The last to come does it for all."""
         if rank not in i.group or not set(i.group) <= set(range(len(self.ranks))):
             raise Broken(f"{i} is not for rank {rank}")
@@ -202,10 +207,7 @@ class Machine:
             return False
         if any(other != i for other in here):
             raise Broken(f"{here} meet")
-        if isinstance(i, Gather):
-            for m in members:
-                m.put(i.value, None, ("gathered", len(m.updates)))
-        elif isinstance(i, ReduceGrads):
+        if isinstance(i, ReduceGrads):
             total = Counter(term for m in members for term in m.grads[i.value])
             for m in members:
                 m.summed[i.value].append(total)

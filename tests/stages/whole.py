@@ -39,6 +39,7 @@ TOKENS = {"tokens": "labels", "shift": 1}
 MORE = {
     "tokens": ("dp=2", {"tokens": TOKENS}),
     "full": ("tp=2", {"recompute": "full"}),
+    "zero3": ("dp=2", {"storage": {"zero": 3, "axes": ["dp"]}, "clip_grad_norm": 0.1}),
     "all": ("dp=2", {"tokens": TOKENS, "recompute": "selective", **VARIANTS["zero1"][1]}),
 }
 VARIANTS |= MORE

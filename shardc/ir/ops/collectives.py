@@ -35,6 +35,7 @@ class Exchange:
     axes: tuple[str, ...]
     op: str = ""  # of all_reduce and reduce_scatter
     source: tuple[int, ...] = ()  # of permute
+    spent: bool = False  # x is read by nobody else: an all_reduce may write its result over it
 
     def through(self, comm: Communicator) -> torch.Tensor:
         match self.kind:
@@ -55,6 +56,12 @@ Steps = Generator[Exchange, torch.Tensor, torch.Tensor]
 
 def _all_reduce(x: torch.Tensor, op: str, axes: list[str]) -> Steps:
     reduced = yield Exchange("all_reduce", x.contiguous(), tuple(axes), op)
+    return reduced
+
+
+def all_reduce_over(x: torch.Tensor, op: str, axes: list[str]) -> Steps:
+    """The same, of a tensor that may be written over."""
+    reduced = yield Exchange("all_reduce", x.contiguous(), tuple(axes), op, spent=True)
     return reduced
 
 

@@ -1,6 +1,16 @@
 """What `normalize` rewrites, by topic. Importing this package fills the table."""
 
-from shardc.passes.decompositions import batch_norm, canonical, cross_entropy, indexing, losses, matmul, reductions
+from shardc.passes.decompositions import (
+    batch_norm,
+    canonical,
+    cross_entropy,
+    embedding_bag,
+    indexing,
+    losses,
+    matmul,
+    reductions,
+    weight_norm,
+)
 from shardc.passes.decompositions.table import DECOMPOSITIONS, KEEP, REMOVED, Emit
 
 __all__ = [
@@ -11,8 +21,10 @@ __all__ = [
     "batch_norm",
     "canonical",
     "cross_entropy",
+    "embedding_bag",
     "indexing",
     "losses",
     "matmul",
     "reductions",
+    "weight_norm",
 ]

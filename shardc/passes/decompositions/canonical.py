@@ -19,6 +19,22 @@ def identity(e: Emit, x: Node, *options: Any) -> Result:
     return x
 
 
+@decompose(aten._conj.default)
+def conjugate(e: Emit, x: Node) -> Result:
+    """At once, and not when it is read: what is sent is memory, which the mark of a conjugate is no part of."""
+    return e(aten.conj_physical.default, x)
+
+
+@decompose(aten._neg_view.default)
+def negated(e: Emit, x: Node) -> Result:
+    return e.neg(x)
+
+
+@decompose(aten.resolve_conj.default, aten.resolve_neg.default)
+def resolved(e: Emit, x: Node) -> Result:
+    return x
+
+
 @decompose(
     aten.view.default,
     aten.expand.default,

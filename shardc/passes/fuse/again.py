@@ -3,7 +3,8 @@
     forward     x = mm;  u = x + b;  t = tanh(u);  y = u * t              stores u, t and y
     backward    reads g, u and t            ->   reads g and x, and makes u and t again: they are stored nowhere
 
-Pointwise chains only, and few operations. Several values that come from one are weighed together. What is then stored
+Pointwise chains only, and few operations. At the same cost, what a parameter gives is made again: there is less to
+hold. Several values that come from one are weighed together. What is then stored
 no more, and what is then computed for nobody, goes.
 """
 
@@ -94,6 +95,11 @@ class _Again:
             self.readers[value] = self.readers.get(value, 0) + change
 
     def improved(self, own: Part) -> Part:
+        """Once more where it then reads other values."""
+        better = self._improved(own)
+        return better if better.reads == own.reads else self._improved(better)
+
+    def _improved(self, own: Part) -> Part:
         maker = self.maker
         choices: dict[fx.Node, tuple[list[Prim], frozenset[fx.Node]]] = {}
         for value in sorted(own.reads, key=lambda v: v.name):
@@ -108,7 +114,8 @@ class _Again:
             groups.setdefault(new, []).append(value)
         for new, values in sorted(groups.items(), key=lambda item: len(item[0])):
             cost = sum(self.scene.bytes[leaf] for leaf in new - own.reads)
-            if self._gain(values) > cost:
+            gain = self._gain(values)
+            if gain > cost or (gain == cost and all(leaf.op == "placeholder" for leaf in new)):
                 better = self._with(own, [prim for value in values for prim in choices[value][0]])
                 self._count(own, -1)
                 self._count(better, 1)

@@ -1,6 +1,9 @@
-"""Clusters written into the graph: one `shardc.fused` call each, whose results keep the names of the values they are.
+"""Clusters written into the graph: one call each, whose results keep the names of the values that they are.
 
-    %fused_add_gelu.0, %mlp.gelu = shardc.fused([%mlp.mm, %mlp.bias], "fused_add_gelu[...](...){...}->...")
+    %fused_add_tanh.0, %mlp.tanh = shardc.fused([%mlp.mm, %mlp.bias], "fused_add_tanh[...](...){...}->...")
+    %bias_gelu, %mlp.gelu = shardc.bias_gelu([%mlp.mm, %mlp.bias], "bias_gelu[...](...){...}->...")
+
+A kernel that computes what a template does is the template's op; every other is the generator's.
 
 Calls are then put in order: barriers stay in theirs, everything else as near to where it was as its operands allow.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
@@ -20,6 +23,8 @@ from torch import fx
 import kernels_triton.fused.into  # noqa: F401  # pyright: ignore[reportUnusedImport]  (says what runs in place)
 from kernels_triton.fused.op import FUSED
 from kernels_triton.fused.text import text
+from kernels_triton.templates.match import found
+from kernels_triton.templates.op import OPS
 from shardc.ir.graph import Graph, Phase, ValueInfo, info, producer, set_info, type_of
 from shardc.passes.fuse.again import Part
 from shardc.passes.fuse.kernels import Made, kernel
@@ -33,7 +38,7 @@ def worth(todo: Sequence[Part]) -> list[Part]:
     return [part for part in todo if part.reads and (len(part.calls) > 1 or len(part.prims) > 1)]
 
 
-def emit(scene: Scene, todo: Sequence[Part]) -> list[int]:
+def emit(scene: Scene, todo: Sequence[Part], templates: Collection[str] = tuple(OPS)) -> list[int]:
     """Replace the calls of each part by its kernel, and put everything in order. At which call each kernel is then."""
     graph = scene.graph
     fixed = set(scene.barriers)
@@ -43,7 +48,7 @@ def emit(scene: Scene, todo: Sequence[Part]) -> list[int]:
     kernels: list[fx.Node] = []
     for part in todo:
         made = kernel(graph, scene.memories, part.prims, part.demand, part.outputs)
-        call = _call(scene, part, made, replaced)
+        call = _call(scene, part, _named(made, templates), replaced)
         kernels.append(call)
         homes[call] = (part.home, False, part.calls[0])
         calls += [scene.calls[i] for i in part.calls]
@@ -61,6 +66,14 @@ def emit(scene: Scene, todo: Sequence[Part]) -> list[int]:
     return [at[call] for call in kernels]
 
 
+def _named(made: Made, templates: Collection[str]) -> Made:
+    """A kernel that is one of the templates has its name."""
+    match = found(made.kernel)
+    if match is None or match.template.name not in templates:
+        return made
+    return replace(made, kernel=replace(made.kernel, name=match.template.name))
+
+
 def _call(scene: Scene, part: Part, made: Made, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
     """The kernel's call and its getitems, at the end of the graph for now."""
     graph, nodes = scene.graph, [scene.calls[i] for i in part.calls]
@@ -68,7 +81,7 @@ def _call(scene: Scene, part: Part, made: Made, replaced: dict[fx.Node, fx.Node]
     phase = PHASES[max(PHASES.index(info(node).phase) for node in nodes)]
     with graph.fx.inserting_before(graph.output_node):
         inputs = [_contiguous(scene, replaced.get(value, value), value) for value in made.inputs]
-        call = graph.fx.call_function(FUSED, (inputs, text(made.kernel)))
+        call = graph.fx.call_function(OPS.get(made.kernel.name, FUSED), (inputs, text(made.kernel)))
         about = info(max(nodes, key=lambda node: PHASES.index(info(node).phase)))
         prefix = f"d.{about.fqn}" if phase == "bwd" and about.fqn else "d" if phase == "bwd" else about.fqn
         prefix = f"opt.{first.fqn}" if phase == "opt" else prefix

@@ -16,6 +16,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
+from shardc.ir.ops.buckets import UNPACK
 from shardc.passes.fuse.memory_of import VIEWS, Memories
 from shardc.passes.fuse.spaces import Prim, Read, Value, demand
 from shardc.passes.fuse.units import LOWERINGS, Inner, Unit, unit
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 FREE = {
     *VIEWS,
     *(aten.full.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default),
-    *(local.axis_offset, local.shard_slice, local.mask_pad, check_index.check_index),
+    *(local.axis_offset, local.shard_slice, local.mask_pad, check_index.check_index, UNPACK),
 }
 FEW = 4  # operations that are done again rather than read
 

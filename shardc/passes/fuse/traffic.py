@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from kernels_triton.fused.op import FUSED
-from kernels_triton.fused.text import parse
+from kernels_triton.templates.op import kernel_of
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, type_of
 from shardc.ir.ops import local
@@ -54,8 +53,8 @@ def traffic(graph: Graph) -> Traffic:
 def node_bytes(graph: Graph, node: fx.Node, made: list[fx.Node]) -> int:
     """What one call reads and writes."""
     written = sum(type_of(value).local_bytes(graph.mesh) for value in made)
-    if node.target is FUSED:
-        return parse(str(node.args[1])).bytes_moved
+    if (kernel := kernel_of(node.target, node.args)) is not None:
+        return kernel.bytes_moved
     if node.target is aten.embedding.default:  # of the table, the rows that it picks
         index = operands(node)[1]
         return 2 * written + type_of(index).local_bytes(graph.mesh)

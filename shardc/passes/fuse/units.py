@@ -115,6 +115,8 @@ class Make:
         steps = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
         apart = part[dim] * steps[dim]
         reads = tuple(self.read(x, part) for x in tensors)
+        if not all(isinstance(one, Read) for one in reads):
+            raise Unfit  # a kernel computes all that it stores
         return self._put("cat", reads, self.shape, math.prod(part), None, index=blocks(part, steps), seed=apart)
 
     def _put(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.stages.clock import Orders
 from shardc.stages.costs import Costs
@@ -23,7 +24,7 @@ FIXED = (one_f_one_b, gpipe, interleaved, breadth_first, zb_h1, zb_v, dualpipe_v
 def auto(stages: int, virtual: int, microbatches: int, costs: Costs) -> Orders:
     found = best(_candidates(stages, virtual, microbatches, costs), costs)
     if found is None:
-        message = f"no schedule keeps the activations of a rank within the limit of {costs.memory:g}"
+        message = f"no schedule keeps the activations of a rank within the limit of {human_bytes(costs.memory)}"
         raise error("SC220", message, hint="raise the limit, make microbatches smaller or stages more")
     return found
 

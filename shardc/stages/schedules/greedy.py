@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import error
 from shardc.stages.clock import Orders
 from shardc.stages.costs import Costs
@@ -26,7 +27,7 @@ Homes = Sequence[int]  # the rank of each stage
 def greedy(stages: int, virtual: int, microbatches: int, costs: Costs) -> Orders:
     found = best(attempts(stages, virtual, microbatches, costs), costs)
     if found is None:
-        message = f"the activations of one microbatch take more than the limit of {costs.memory:g}"
+        message = f"the activations of one microbatch take more than the limit of {human_bytes(costs.memory)}"
         raise error("SC220", message, hint="raise the limit, make microbatches smaller or stages more")
     return found
 

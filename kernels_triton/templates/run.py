@@ -1,0 +1,111 @@
+"""How each template is launched: its operands as rows of columns, its results into the memory that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from kernels_triton import launch
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.ops import activation, dropout, norm
+from kernels_triton.ops.cross_entropy import cross_entropy_into
+from kernels_triton.templates.match import Match, place
+
+
+class Operands:
+    """By name: tensors, numbers, and None for what is not there. `kernel` says what is no operand."""
+
+    def __init__(
+        self, kernel: Kernel, match: Match, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
+    ) -> None:
+        self.kernel, self.match, self.tensors, self.numbers = kernel, match, tensors, numbers
+        self.options = match.template.options
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self.tensors.get(name)
+
+
+Run = Callable[[str, Operands, Mapping[str, Tensor]], None]
+
+
+def _norm(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    x, squares, mean = o["x"], "squares" in out, out.get("mean")
+    float32 = launch.DTYPES[-1]
+    if mean is None and "layer_norm" in name:
+        mean = launch.empty(x.shape[:1], float32, x)
+    rstd = out.get("rstd")
+    if rstd is None:
+        rstd = out["squares"] if squares else launch.empty(x.shape[:1], float32, x)
+    columns = (o.get("weight"), o.get("bias"), o.numbers["eps"])
+    norm.forward_into(
+        name, x, o.get("residual"), *columns, out["y"], out.get("sum"), mean, rstd, o.get("before"), squares
+    )
+
+
+def _norm_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    squares = o.get("squares")
+    norm.backward_into(
+        *(name, o["dy"], o["x"], o.get("weight"), o.get("mean"), o["rstd"] if squares is None else squares),
+        *(o.get("residual"), out["dx"], out.get("dweight"), out.get("dbias"), out.get("dbefore"), o.get("more")),
+        squares_eps=None if squares is None else o.numbers["eps"],
+    )
+
+
+def _activation(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    activation.forward_into(name, o["x"], o.get("bias"), out["y"], o.options["act"])
+
+
+def _activation_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    act = o.options["act"]
+    activation.backward_into(name, o["dy"], o["x"], o.get("bias"), out["dx"], out.get("dbias"), act)
+
+
+def _gated(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    activation.gated_into(o["gate"], o["up"], out["y"], o.options["act"])
+
+
+def _gated_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    activation.gated_backward_into(o["dy"], o["gate"], o["up"], out["dgate"], out["dup"], o.options["act"])
+
+
+def _cross_entropy(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    logits, count = o["logits"], o.get("count")
+    per_row = [
+        launch.empty(logits.shape[:1], launch.DTYPES[-1], logits) if key not in out else out[key] for key in PARTS
+    ]
+    scale = o.get("scale") if count is None else count
+    picked, total = per_row
+    numbers, inverse = (scale, int(o.numbers["ignore"])), count is not None
+    cross_entropy_into(logits, o["target"], *numbers, picked, total, out["dlogits"], parts=True, inverse=inverse)
+
+
+def _dropout(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    drawn = next(step for step in o.kernel.steps if step.op == "uniform")
+    op_id, *strides = drawn.attributes
+    placed = place(o.match, o.kernel, strides)
+    assert placed is not None, "a match was made without a place"
+    dropout.forward_into(
+        *(o["x"], o.get("bias"), o.get("residual"), o["seed"], op_id, o.get("first"), placed),
+        *(o.numbers["p"], o.numbers["scale"], out["y"], None),
+    )
+
+
+PARTS = ("picked", "total")
+RUN: dict[str, Run] = {
+    "layer_norm": _norm,
+    "add_layer_norm": _norm,
+    "rms_norm": _norm,
+    "add_rms_norm": _norm,
+    "layer_norm_backward": _norm_backward,
+    "rms_norm_backward": _norm_backward,
+    "bias_gelu": _activation,
+    "bias_gelu_backward": _activation_backward,
+    "gated": _gated,
+    "gated_backward": _gated_backward,
+    "cross_entropy": _cross_entropy,
+    "bias_dropout_residual": _dropout,
+}

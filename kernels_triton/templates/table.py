@@ -1,0 +1,179 @@
+"""The templates that a graph may hold: what each computes, as formulas, and what of it must be asked for.
+
+A kernel of the generator's is a template's if each of its outputs is one of the template's results, under one reading
+of its inputs. `results` that end in `?` need not be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from kernels_triton.templates.pattern import Node, formulas
+
+
+@dataclass(frozen=True)
+class Template:
+    """`needs` are ops that the formulas contain; `options` say what the template's function is told besides."""
+
+    name: str
+    operands: Mapping[str, str]
+    text: str
+    results: Mapping[str, str]  # result -> its formula
+    needs: frozenset[str]
+    options: Mapping[str, str]
+
+    @cached_property
+    def formulas(self) -> dict[str, Node]:
+        return formulas(self.operands, self.text)
+
+    @property
+    def required(self) -> frozenset[str]:
+        return frozenset(name for name in self.results if not name.endswith("?"))
+
+
+def template(name: str, operands: str, text: str, results: str, needs: str, **options: str) -> Template:
+    """`operands`: `x: full, bias: col?`. `results`: `y, sum?=h`: the result `sum` is the formula `h`."""
+    read = dict(part.strip().split(": ") for part in operands.split(","))
+    made: dict[str, str] = {}
+    for part in results.split(","):
+        key, _, formula = part.strip().partition("=")
+        made[key] = formula or key.removesuffix("?")
+    return Template(name, read, text, made, frozenset(needs.split()), options)
+
+
+NORM = "x: full, before: col?, weight: col?, bias: col?, eps: number"
+LAYER_NORM = """
+    h = {h}
+    mean = rsum(h) / cols
+    d = h - mean
+    rstd = rsqrt(rsum(d * d) / cols + eps)
+    y = d * rstd * weight + bias
+"""
+RMS_NORM = """
+    h = {h}
+    squares = rsum(h * h)
+    rstd = rsqrt(squares / cols + eps)
+    y = h * rstd * weight
+"""
+BACKWARD = "dy: full, more: full?, x: full, weight: col?, residual: full?"
+LAYER_NORM_BACKWARD = """
+    g = dy + more
+    hat = (x - mean) * rstd
+    gw = g * weight
+    dx = (gw - rsum(gw) / cols - hat * rsum(gw * hat) / cols) * rstd + residual
+    dweight = csum(g * hat)
+    dbias = csum(g)
+    dbefore = csum(dx)
+"""
+RMS_NORM_BACKWARD = """
+    rstd = {rstd}
+    g = dy + more
+    hat = x * rstd
+    gw = g * weight
+    dx = gw * rstd - x * rstd * rstd * rstd * rsum(gw * x) / cols + residual
+    dweight = csum(g * hat)
+    dbefore = csum(dx)
+"""
+GRADS = "dx, dweight?, dbefore?"
+
+CROSS_ENTROPY = """
+    z = logits - rmax(logits)
+    e = exp(z)
+    total = rsum(e)
+    hot = eq(column, target)
+    picked = rsum(where(hot, z, 0))
+    factor = where(ne(target, ignore), scale | 1 / count, 0)
+    dlogits = e * factor / total - where(hot, factor, 0)
+"""
+
+K, A = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the cube's weight
+TANH = f"tanh({K} * (u + {A} * u * u * u) | {K} * u * (1 + {A} * u * u))"
+CDF = "(1 + erf(0.7071067811865476 * u))"
+PDF = "exp(-0.5 * u * u) * 0.3989422804014327"
+VALUES = {
+    "gelu_tanh": f"0.5 * u * (1 + {TANH})",
+    "gelu": f"0.5 * u * {CDF}",
+    "silu": "u * sigmoid(u)",
+}
+T = f"""
+    u = {{u}}
+    t = {TANH}
+"""
+SLOPES = {
+    "gelu_tanh": f"(0.5 * (1 + t) + 0.5 * {K} * u * (1 - t * t) * (1 + {3 * A} * u * u))",
+    "gelu": f"(0.5 * {CDF} + u * {PDF})",
+    "silu": "sigmoid(u) * (1 + u * (1 - sigmoid(u)))",
+}
+NEEDS = {"gelu_tanh": "tanh", "gelu": "erf", "silu": "sigmoid"}
+
+
+def _written_out(gradient: str) -> str:
+    """What autograd makes of a GeLU that is written as its formula."""
+    tanh = f"0.5 * {K} * {gradient} * u * (1 - t * t)"
+    return f"0.5 * {gradient} * (1 + t) + {tanh} + {3 * A} * {tanh} * u * u"
+
+
+def _slope(act: str, u: str) -> str:
+    return T.format(u=u) if act == "gelu_tanh" else f"\n    u = {u}\n"
+
+
+def _gelu_backward(act: str) -> str:
+    dx = f"dy * {SLOPES[act]}"
+    if act == "gelu_tanh":
+        dx += f" | {_written_out('dy')}"
+    return _slope(act, "x + bias") + f"    dx = {dx}\n    dbias = csum(dx)\n"
+
+
+def _gated_backward(act: str) -> str:
+    dgate = f"dy * up * {SLOPES[act]}"
+    if act == "gelu_tanh":
+        dgate += f" | {_written_out('dy * up')}"
+    return _slope(act, "gate") + f"    dgate = {dgate}\n    dup = dy * {VALUES[act]}\n"
+
+
+def _norms() -> list[Template]:
+    stats, squares = "y, sum?=h, mean?, rstd?", "y, sum?=h, squares?, rstd?"
+    rms = NORM.replace(", bias: col?", "")
+    from_squares = RMS_NORM_BACKWARD.format(rstd="rsqrt(squares / cols + eps)")
+    from_rstd = RMS_NORM_BACKWARD.replace("    rstd = {rstd}\n", "")
+    found = [
+        template(
+            "layer_norm_backward", f"{BACKWARD}, mean: row, rstd: row", LAYER_NORM_BACKWARD, f"{GRADS}, dbias?", "rsum"
+        ),
+        template("rms_norm_backward", f"{BACKWARD}, squares: row, eps: number", from_squares, GRADS, "rsum rsqrt"),
+        template("rms_norm_backward", f"{BACKWARD}, rstd: row", from_rstd, GRADS, "rsum"),
+    ]
+    for prefix, h, more in (("", "x + before", ""), ("add_", "x + before + residual", ", residual: full")):
+        of_layer, of_rms = LAYER_NORM.format(h=h), RMS_NORM.format(h=h)
+        found.append(template(f"{prefix}layer_norm", NORM + more, of_layer, stats, "rsum rsqrt"))
+        found.append(template(f"{prefix}rms_norm", rms + more, of_rms, squares, "rsum rsqrt"))
+    return found
+
+
+def _activations() -> list[Template]:
+    found: list[Template] = []
+    for act, value in VALUES.items():
+        needs = NEEDS[act]
+        gate, biased = f"\n    u = gate\n    y = up * {value}\n", f"\n    u = x + bias\n    y = {value}\n"
+        gated, backward = "gate: full, up: full", _gated_backward(act)
+        found.append(template("gated", gated, gate, "y", needs, act=act))
+        found.append(template("gated_backward", f"dy: full, {gated}", backward, "dgate, dup", needs, act=act))
+        if act != "silu":
+            x, backward = "x: full, bias: col?", _gelu_backward(act)
+            found.append(template("bias_gelu", x, biased, "y", needs, act=act))
+            found.append(template("bias_gelu_backward", f"dy: full, {x}", backward, "dx, dbias?", needs, act=act))
+    return found
+
+
+LOSS = "logits: full, target: row, scale: scalar, count: scalar, ignore: number"
+DROPPED = "x: full, bias: col?, residual: full?, seed: scalar, first: scalar, none: number, p: number, scale: number"
+DROPOUT = "y = scale * (x + bias) * ge(uniform(seed, first | none), p) + residual"
+
+LOSSES = [template("cross_entropy", LOSS, CROSS_ENTROPY, "dlogits, total?, picked?", "rmax exp eq where")]
+
+DROPOUTS = [template("bias_dropout_residual", DROPPED, DROPOUT, "y", "uniform ge")]
+
+TEMPLATES = (*_norms(), *_activations(), *LOSSES, *DROPOUTS)
+NAMES = tuple(sorted({one.name for one in TEMPLATES}))

@@ -1,0 +1,122 @@
+"""Which members of a bucket are made in its flat tensor, instead of being copied there.
+
+    %w.grad = linear_wgrad(%g, %x)                mm(g.t(), x, out=flat[0:n])
+    %flat = pack([%w.grad, %b.grad])       ->     nothing left to copy
+
+The flat tensor is then there from its first such member on. A member may be made there if nothing but `pack` reads it,
+it lies there in one piece, and its op can write into a tensor that it is given. The graph itself stays a function of
+its inputs: that is for whoever runs it.
+
+An all-reduce of a flat tensor writes its result over it: nothing else reads that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from shardc.ir.graph import Graph, op_name, operands, producer, type_of
+from shardc.ir.in_place import INTO, POINTWISE, Into, out_variant
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, starts, unpack
+from shardc.ir.ops.collectives import all_reduce
+from shardc.ir.ops.linear import LINEAR_WGRAD
+from shardc.ir.schema import given
+from shardc.ir.storages import Storage
+
+aten = torch.ops.aten
+MAKES = {*POINTWISE, "mm", "bmm", "addmm", "baddbmm", "mv", "sum.dim_IntList", "mul.Scalar", "neg"}  # with `out`
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A flat tensor of one row, and where each member begins in it."""
+
+    pack: fx.Node
+    starts: tuple[int, ...]  # and where the last one ends
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def padded(self) -> bool:
+        return sum(math.prod(shape) for shape in self.shapes) < self.starts[-1]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A member that is made in its place. `make(*args, out=..., **kwargs)` does so; None: its op is one of INTO."""
+
+    layout: Layout
+    at: int  # among the members
+    make: Callable[..., Any] | None
+
+
+def layout_of(body: Graph, pack: fx.Node) -> Layout | None:
+    """How a flat tensor is laid out; None where members are cut into several rows."""
+    args = given(pack)
+    if args["rows"] > 1:
+        return None
+    shapes = tuple(type_of(x).local_shape(body.mesh) for x in args["xs"])
+    columns = columns_packed([math.prod(shape) for shape in shapes], args["mids"], 1)
+    return Layout(pack, tuple(starts(columns, args["unit"])), shapes)
+
+
+def pieces(body: Graph) -> dict[fx.Node, Piece]:
+    """The members that are made in their buckets."""
+    found: dict[fx.Node, Piece] = {}
+    for pack in body.calls():
+        if pack.target is not PACK or (layout := layout_of(body, pack)) is None:
+            continue
+        members = operands(pack)
+        for at, (value, lead) in enumerate(zip(members, given(pack)["leads"], strict=True)):
+            call = producer(value)[0]
+            if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and members.count(value) == 1:
+                if call.target in INTO:
+                    if INTO[call.target].anywhere:
+                        found[value] = Piece(layout, at, None)
+                elif (make := maker(call.target)) is not None:
+                    found[value] = Piece(layout, at, make)
+    return found
+
+
+def reduced_in_place(moved: fx.Node) -> bool:
+    """Does an all-reduce write its result over its operand?"""
+    if moved.target is not all_reduce:
+        return False
+    (flat,) = operands(moved)
+    return flat.target is PACK and len(flat.users) == 1
+
+
+def with_buckets(body: Graph, of: dict[fx.Node, Storage]) -> dict[fx.Node, Storage]:
+    """The storage of every value, where members are made in their buckets, and reduced there."""
+    placed = {value: of[piece.layout.pack] for value, piece in pieces(body).items()}
+    over = {of[call]: of[operands(call)[0]] for call in body.calls() if reduced_in_place(call)}
+    return {value: placed.get(value, over.get(storage, storage)) for value, storage in of.items()}
+
+
+@lru_cache(maxsize=1024)
+def maker(op: OpOverload) -> Callable[..., Any] | None:
+    """How an op of one result writes it into a tensor."""
+    if op in (ACCUMULATE, aten._to_copy.default, aten.clone.default):
+        return _copied
+    if op is LINEAR_WGRAD:
+        return _wgrad
+    return out_variant(op) if op_name(op) in MAKES else None
+
+
+def _copied(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:
+    """A cast, or a copy: `out` has the dtype that was asked for."""
+    return out.copy_(x)
+
+
+def _wgrad(g: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.mm(g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1]), out=out)
+
+
+INTO[UNPACK] = Into(lambda *_: frozenset(), unpack, anywhere=True)

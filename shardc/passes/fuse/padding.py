@@ -1,0 +1,74 @@
+"""Padding cleared by a choice that a kernel can make: an op of its own would read and write the whole value.
+
+    mask_pad(x, fill)      ->      where(column < size - r * local, x, fill)
+
+Of a dim that one axis cuts unevenly, rank r holds elements r * local, r * local + 1, ...; those from `size` on are
+padding. Nested cuts and parts of a dim stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, info, set_info, type_of
+from shardc.ir.ops import local
+from shardc.ir.types import TensorType
+
+aten = torch.ops.aten
+
+
+def choose_padding(graph: Graph) -> None:
+    """Rewrite what can be, in place. Whoever reads a value later than its padding is made 0 reads that."""
+    at = {node: i for i, node in enumerate(graph.fx.nodes)}
+    known: dict[object, fx.Node] = {}
+    for node in list(graph.calls()):
+        if node.target is not local.mask_pad or (dim := _dim(node)) is None:
+            continue
+        x, fill = node.args[0], node.args[-1]
+        assert isinstance(x, fx.Node)
+        if fill == 0:
+            for user in [user for user in x.users if at[user] > at[node] and user.op == "call_function"]:
+                user.replace_input_with(x, node)
+        with graph.fx.inserting_before(node):
+            _rewrite(graph, node, dim, known)
+
+
+def _dim(node: fx.Node) -> int | None:
+    """The dim of floats that is masked, if it is one atom, cut by one axis."""
+    _, _, pos, _, axes, _ = node.args
+    type, at = type_of(node), 0
+    if len(axes) != 1 or not type.dtype.is_floating_point:  # type: ignore[arg-type]
+        return None
+    for d, atoms in enumerate(type.dims):
+        if at <= pos < at + len(atoms):  # type: ignore[operator]
+            return d if len(atoms) == 1 else None
+        at += len(atoms)
+    return None
+
+
+def _rewrite(graph: Graph, node: fx.Node, dim: int, known: dict[object, fx.Node]) -> None:
+    x, atoms, pos, size, axes, fill = node.args
+    extent: int = atoms[pos]  # type: ignore[index]
+    type, one = type_of(node), TensorType(torch.int64, ())
+    split = type.dims[dim]
+    shape = [extent if d == dim else 1 for d in range(len(type.dims))]
+    column = TensorType(torch.int64, tuple(split if d == dim else () for d in range(len(type.dims))))
+
+    def put(target: object, *args: object, type: TensorType, **kwargs: object) -> fx.Node:
+        key = (info(node).phase, target, repr(args), type)  # held no longer than a phase
+        if key not in known:
+            known[key] = graph.call(target, args, kwargs, like=node, type=type)
+        return known[key]
+
+    first = put(local.axis_offset, axes, [extent], type=one)
+    left = put(aten.rsub.Scalar, first, size, type=one)
+    number = put(aten.arange.default, extent, type=TensorType(torch.int64, (split,)), dtype=torch.int64)
+    number = put(aten.view.default, number, shape, type=column)
+    real = put(aten.lt.Tensor, number, left, type=column.with_dtype(torch.bool))
+    chosen = put(aten.where.ScalarOther, real, x, fill, type=type)
+    about = info(node)
+    node.replace_all_uses_with(chosen)
+    graph.activations = {name: chosen if value is node else value for name, value in graph.activations.items()}
+    graph.fx.erase_node(node)
+    set_info(chosen, about)

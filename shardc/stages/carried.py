@@ -1,0 +1,37 @@
+"""A buffer goes from microbatch to microbatch in one stage's memory: what to say of one that two stages would share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.graph import info, producer
+from shardc.stages.anatomy import Anatomy
+
+SHOWN = 3  # places to cut
+
+
+def in_two_stages(anatomy: Anatomy, buffer: fx.Node, stage_of: Mapping[fx.Node, int]) -> ShardcError:
+    """The error for a buffer that is read where another stage changes it: the two calls, and where cuts may be."""
+    changing = producer(anatomy.carried[buffer])[0]
+    home = stage_of.get(changing, 0)
+    reading = next(call for call in anatomy.calls if call in buffer.users and stage_of.get(call, 0) != home)
+    message = (
+        f"buffer '{info(buffer).name}' is read {_place(reading)}, in stage {stage_of.get(reading, 0)}, "
+        f"and changed {_place(changing)}, in stage {home}"
+    )
+    all_of_it = [anatomy.unit_of.get(call, 0) for call in anatomy.calls if call in buffer.users or call is changing]
+    first: dict[str, int] = {}
+    for at, unit in enumerate(anatomy.units):
+        first.setdefault(unit.name, at)
+    places = [name for name, at in first.items() if name and at and not min(all_of_it) < at <= max(all_of_it)]
+    hint = "one stage must have all that reads and changes it: "
+    hint += f"split at {' or '.join(places[-SHOWN:])}" if places else "compile without `pipeline`"
+    return error("SC221", message, tensor=info(buffer).name, hint=hint)
+
+
+def _place(call: fx.Node) -> str:
+    about = info(call)
+    return f"in {about.fqn or 'the model itself'}" + (f" ({about.source})" if about.source else "")

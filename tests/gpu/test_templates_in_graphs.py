@@ -1,0 +1,119 @@
+"""Templates in real graphs on a GPU: bfloat16 training graphs with templates against the same ones call by call.
+
+Both are held against float32 on the same weights. A template keeps float32 between its operations where calls round to
+bfloat16 each time, so it may be nearer, and may be `SLACK` times as far; below `FLOOR` of a gradient's norm, a few of
+bfloat16's roundings of 1/256, it does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels_triton.fused import reference
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.launcher import launcher as generated
+from kernels_triton.fused.text import parse
+from kernels_triton.templates.launcher import launcher
+from kernels_triton.templates.match import found
+from kernels_triton.templates.op import OPS, kernel_of
+from shardc.passes.fuse import fuse
+from tests.gpu.test_fusion import FLOOR, SLACK, compiled, run
+
+pytestmark = pytest.mark.gpu
+MODELS = ("gpt2", "llama", "bert", "t5", "vit")
+APART = 3e-2  # of a result's norm: bfloat16's roundings, of which generated kernel and template have different ones
+
+
+def templates(name: str, precision: str = "bf16") -> list[Kernel]:
+    """The distinct kernels of a model's graph that templates compute."""
+    body = fuse(compiled(name, {"precision": precision} if precision else {}, False).body)
+    kernels = (kernel_of(node.target, node.args) for node in body.calls() if node.target in OPS.values())
+    return list(dict.fromkeys(kernel for kernel in kernels if kernel is not None))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_as_near_as_unfused_ones(name: str) -> None:
+    single = compiled(name, {}, False)
+    exact = run(single.body, single)
+    program = compiled(name, {"precision": "bf16"}, False)
+    fused = fuse(program.body)
+    assert sum(node.target in OPS.values() for node in fused.calls()) >= 8
+    plain, ours = run(program.body, program), run(fused, program)
+    largest = max(want.norm() for key, want in exact.items() if key.startswith("grad"))
+    for key, want in exact.items():
+        if key.startswith(("grad", "loss")):
+            scale = max(want.norm(), 1e-3 * largest)
+            off, ours_off = ((found_[key] - want).norm() / scale for found_ in (plain, ours))
+            assert ours_off <= max(SLACK * off, FLOOR), (key, float(off), float(ours_off))
+
+
+@pytest.mark.parametrize("precision", ["bf16", ""])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_template_is_the_generated_kernel(name: str, precision: str) -> None:
+    """First through Triton's launcher, then as remembered, on other tensors: both against the text in float64."""
+    torch.manual_seed(0)
+    apart = APART if precision else 1e-4
+    for kernel in templates(name, precision):
+        match = found(kernel)
+        assert match is not None
+        run_template, repeats = launcher(kernel), set[int]()
+        for _ in range(3):
+            inputs = [torch.randn(given.shape, device="cuda").to(given.dtype) for given in kernel.inputs]
+            if isinstance(at := match.bound.get("target"), int):
+                inputs[at] = torch.randint(0, match.cols, inputs[at].shape, device="cuda")
+            for stat in ("rstd", "squares"):
+                if isinstance(at := match.bound.get(stat), int):
+                    inputs[at] = inputs[at].abs() + 0.5
+            exact = reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
+            ours, theirs = run_template(inputs), generated(kernel)(inputs)
+            repeats.add(len(run_template.ready))
+            for result, y, other, want in zip(match.results, ours, theirs, exact, strict=True):
+                off, other_off = ((one.double() - want).norm() / want.norm() for one in (y, other))
+                assert off <= max(apart, SLACK * other_off), (kernel.name, result, float(off), float(other_off))
+            for y, again in zip(ours, run_template(inputs), strict=True):
+                assert torch.equal(y, again), (kernel.name, "two runs differ")
+        assert repeats == {1}, f"{kernel.name} is not remembered"
+
+
+def test_operands_that_lie_in_one_another_are_told_apart() -> None:
+    """Remembered from a call in which two operands were one tensor, another call would read the wrong one."""
+    kernel = next(one for one in templates("llama") if one.name == "gated")
+    x, y = (torch.randn(kernel.inputs[0].shape, device="cuda", dtype=kernel.inputs[0].dtype) for _ in range(2))
+    run_template = type(launcher(kernel))(kernel, launcher(kernel).match)
+    same, other = run_template([x, x]), run_template([x, y])
+    again = run_template([x, y])
+    assert not torch.equal(same[0], other[0])
+    assert torch.equal(other[0], again[0])
+    exact = reference.run(kernel, [x.double(), y.double()])
+    assert (other[0].double() - exact[0]).norm() <= APART * exact[0].norm()
+
+
+def test_tensors_that_are_not_aligned() -> None:
+    kernel = next(one for one in templates("llama") if one.name == "gated")
+    shape = kernel.inputs[0].shape
+    size = math.prod(shape)
+    run_template = launcher(kernel)
+    run_template([torch.randn(shape, device="cuda").bfloat16() for _ in range(2)])
+    off = [torch.randn(size + 1, device="cuda").bfloat16()[1:].view(shape) for _ in range(2)]
+    exact = reference.run(kernel, [x.double() for x in off])
+    assert (run_template(off)[0].double() - exact[0]).norm() <= APART * exact[0].norm()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_dropout_has_the_masks_of_the_simulator(dtype: str) -> None:
+    kernel = parse(
+        f"bias_dropout_residual[4,32|96]({dtype}[128,96], f32[96]@0:0,0,1, i64[]@0:0,0,0, {dtype}[128,96])"
+        "{%4=add(%0, %1); %5=uniform{3,6144,192,1}(%2, 0); %6=ge(%5, 0.25); %7=mul(%4, %6); "
+        "%8=mul(%7, 1.3333333333333333); %9=add(%8, %3)}->" + f"{dtype}[128,96]=%9"
+    )
+    torch.manual_seed(0)
+    inputs = [torch.randn(one.shape, device="cuda").to(one.dtype) for one in kernel.inputs]
+    inputs[2] = torch.tensor(987654321987, device="cuda")
+    run_template = launcher(kernel)
+    for _ in range(2):
+        (y,), (want,) = run_template(inputs), reference.run(kernel, inputs)
+        # A mask that differs in one place is apart by more than a rounding there.
+        assert (y.double() - want.double()).abs().max() <= (0.04 if dtype == "bf16" else 1e-5)

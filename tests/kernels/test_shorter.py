@@ -1,0 +1,107 @@
+"""A kernel rewritten in fewer instructions: the same numbers, and none of what it was meant to be rid of."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from random_kernel import arguments, kernels
+from torch import Tensor
+
+from kernels_triton.fused import reference
+from kernels_triton.fused.corpus import CORPUS, Draft
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.shorter import shorter
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def ops(kernel: Kernel) -> list[str]:
+    return [step.op for step in kernel.steps]
+
+
+def in_double(kernel: Kernel, inputs: list[Tensor]) -> list[Tensor]:
+    return reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(kernel=kernels())
+def test_any_kernel_computes_the_same(kernel: Kernel) -> None:
+    found, inputs = shorter(kernel), arguments(kernel, 3)
+    assert len(found.steps) <= len(kernel.steps)
+    for mine, before in zip(in_double(found, inputs), in_double(kernel, inputs), strict=True):
+        torch.testing.assert_close(mine, before, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_the_corpus_computes_the_same(name: str) -> None:
+    kernel = CORPUS[name](24, 64, BF16)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.rand(one.shape, generator=generator, dtype=torch.float64) + 0.1
+        if one.dtype.is_floating_point
+        else torch.ones(one.shape, dtype=one.dtype)
+        for one in kernel.inputs
+    ]
+    for mine, before in zip(in_double(shorter(kernel), inputs), in_double(kernel, inputs), strict=True):
+        torch.testing.assert_close(mine, before, rtol=1e-9, atol=1e-9)
+
+
+def test_a_gelu_is_a_product_with_a_sigmoid() -> None:
+    forward, backward = (shorter(CORPUS[name](8, 64, BF16)) for name in ("bias_gelu", "bias_gelu_backward"))
+    assert ops(forward) == ["add", "square", "mul", "fma", "mul", "sigmoid", "mul"]
+    assert "tanh" not in ops(backward)
+    assert ops(backward).count("sigmoid") == 1
+
+
+def test_a_gelu_keeps_its_left_tail() -> None:
+    """`1 + tanh(u)` in float32 has lost everything at -6; `2 * sigmoid(2u)` has not."""
+    k = Draft((64,))
+    x = k.full(F32)
+    k.out(k("add", k("tanh", x), 1.0), F32)
+    kernel = k.kernel("fused_tail")
+    x = torch.linspace(-12, 4, 64)
+    exact = 2 / (1 + torch.exp(-2 * x.double()))
+    (mine,) = reference.run(shorter(kernel), [x])
+    torch.testing.assert_close(mine.double(), exact, rtol=1e-6, atol=0)
+
+
+def _with(*users: str) -> Kernel:
+    k = Draft((8, 16))
+    x = k.full(BF16)
+    t = k("tanh", x)
+    for user in users:
+        k.out(k("add", t, 1.0) if user == "add" else k("sub", 1.0, k("mul", t, t)) if user == "sub" else t, BF16)
+    return k.kernel("fused_tanh")
+
+
+def test_a_tanh_that_is_needed_itself_stays() -> None:
+    assert "tanh" not in ops(shorter(_with("add", "sub")))
+    assert "tanh" in ops(shorter(_with("add", "stored")))
+    k = Draft((8, 16))
+    x = k.full(BF16)
+    t = k("tanh", x)
+    k.out(k("add", t, 2.0), BF16)
+    assert ops(shorter(k.kernel("fused_two"))) == ["tanh", "add"]
+
+
+@pytest.mark.parametrize(("dtype", "op"), [(BF16, "normal"), (F32, "erf")])
+def test_an_erf_is_approximated_where_16_bits_are_enough(dtype: torch.dtype, op: str) -> None:
+    k = Draft((8, 16))
+    x = k.full(dtype)
+    k.out(k("mul", k("mul", x, 0.5), k("add", 1.0, k("erf", k("mul", x, math.sqrt(0.5))))), dtype)
+    found = shorter(k.kernel("fused_gelu"))
+    assert op in ops(found)
+    assert len({"normal", "erf"} & set(ops(found))) == 1
+
+
+def test_products_of_powers_of_two_meet_and_others_are_rounded_as_they_were() -> None:
+    k = Draft((8, 16))
+    x, y = k.full(F32), k.full(F32)
+    k.out(k("mul", k("mul", x, 0.5), k("mul", y, 2.0)), F32)
+    k.out(k("mul", k("mul", x, 0.3), 0.7), F32)
+    kernel = k.kernel("fused_products")
+    found, inputs = shorter(kernel), [torch.randn(8, 16), torch.randn(8, 16)]
+    assert ops(found) == ["mul", "mul", "mul"]
+    for mine, before in zip(reference.run(found, inputs), reference.run(kernel, inputs), strict=True):
+        assert torch.equal(mine, before)

@@ -1,0 +1,118 @@
+"""What a template computes, by `kernels_triton.reference` and in float64, of a kernel that was found to be one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels_triton import reference
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.reference import walked
+from kernels_triton.templates.match import Match
+
+Operands = dict[str, Tensor]
+Results = dict[str, Tensor]
+
+
+def operands(kernel: Kernel, match: Match, inputs: list[Tensor]) -> tuple[Operands, dict[str, float]]:
+    """By name: [rows, cols], [rows] or [cols], and the numbers."""
+    tensors: Operands = {}
+    numbers: dict[str, float] = {}
+    for name, at in match.bound.items():
+        kind = match.template.operands[name].removesuffix("?")
+        if at is None:
+            continue
+        if kind == "number":
+            numbers[name] = float(at)
+            continue
+        x = walked(inputs[int(at)], kernel.inputs[int(at)].walk, kernel.space)
+        x = x.expand(kernel.space) if kind == "full" else x
+        tensors[name] = x.reshape(match.rows, match.cols) if kind == "full" else x.reshape(-1)
+    return tensors, numbers
+
+
+def results(match: Match, o: Operands, n: dict[str, float]) -> Results:
+    return TWINS[match.template.name](o, n, match.template.options.get("act", ""))
+
+
+def _sum(o: Operands, *names: str) -> Tensor:
+    return torch.stack([o[name].expand_as(o[names[0]]) for name in names if name in o]).sum(0)
+
+
+def _layer_norm(o: Operands, n: dict[str, float], act: str) -> Results:
+    h = _sum(o, "x", "before", "residual")
+    y, mean, rstd = reference.layer_norm(h, o.get("weight"), o.get("bias"), n["eps"])
+    return {"y": y, "sum": h, "mean": mean, "rstd": rstd}
+
+
+def _rms_norm(o: Operands, n: dict[str, float], act: str) -> Results:
+    h = _sum(o, "x", "before", "residual")
+    y, rstd = reference.rms_norm(h, o.get("weight"), n["eps"])
+    return {"y": y, "sum": h, "squares": h.square().sum(-1), "rstd": rstd}
+
+
+def _backward(o: Operands, n: dict[str, float], act: str) -> Results:
+    dy, rstd = _sum(o, "dy", "more"), o.get("rstd")
+    weight = o.get("weight", torch.ones(dy.shape[1], dtype=dy.dtype))
+    if rstd is None:
+        rstd = torch.rsqrt(o["squares"] / dy.shape[1] + n["eps"])
+    if "mean" in o:
+        dx, dw, db = reference.layer_norm_backward(dy, o["x"], weight, o["mean"], rstd, o.get("residual"))
+        assert db is not None
+    else:
+        dx, dw = reference.rms_norm_backward(dy, o["x"], weight, rstd, o.get("residual"))
+        db = dy.sum(0)
+    assert dw is not None
+    return {"dx": dx, "dweight": dw, "dbias": db, "dbefore": dx.sum(0)}
+
+
+def _gelu(o: Operands, n: dict[str, float], act: str) -> Results:
+    return {"y": reference.bias_gelu(o["x"], o.get("bias"), act)}
+
+
+def _gelu_backward(o: Operands, n: dict[str, float], act: str) -> Results:
+    dx, _ = reference.bias_gelu_backward(o["dy"], o["x"], o.get("bias"), act)
+    return {"dx": dx, "dbias": dx.sum(0)}
+
+
+def _gated(o: Operands, n: dict[str, float], act: str) -> Results:
+    return {"y": reference.gated(o["gate"], o["up"], act)}
+
+
+def _gated_backward(o: Operands, n: dict[str, float], act: str) -> Results:
+    dgate, dup = reference.gated_backward(o["dy"], o["gate"], o["up"], act)
+    assert dup is not None
+    return {"dgate": dgate, "dup": dup}
+
+
+def _cross_entropy(o: Operands, n: dict[str, float], act: str) -> Results:
+    logits, target = o["logits"], o["target"].long()
+    scale = o["scale"] if "scale" in o else 1 / o["count"]
+    loss, lse, dlogits = reference.cross_entropy(logits, target, scale.reshape(()), int(n["ignore"]))
+    top = logits.amax(-1)
+    return {"dlogits": dlogits, "total": (lse - top).exp(), "picked": lse - loss - top}
+
+
+def _dropout(o: Operands, n: dict[str, float], act: str) -> Results:
+    """Without the mask, which is the kernel's own."""
+    assert abs(n["scale"] * (1 - n["p"]) - 1) < 1e-9
+    y = n["scale"] * _sum(o, "x", "bias") + o.get("residual", torch.zeros(()))
+    return {"y": y, "dropped": o.get("residual", torch.zeros_like(y))}
+
+
+TWINS: dict[str, Callable[[Operands, dict[str, float], str], Results]] = {
+    "layer_norm": _layer_norm,
+    "add_layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _rms_norm,
+    "layer_norm_backward": _backward,
+    "rms_norm_backward": _backward,
+    "bias_gelu": _gelu,
+    "bias_gelu_backward": _gelu_backward,
+    "gated": _gated,
+    "gated_backward": _gated_backward,
+    "cross_entropy": _cross_entropy,
+    "bias_dropout_residual": _dropout,
+}
