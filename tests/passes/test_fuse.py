@@ -194,6 +194,17 @@ def test_parts_of_numbers_are_joined_by_a_call() -> None:
     assert program.verify().ok
 
 
+def test_a_sum_over_everything_is_apart_from_what_waits_for_it() -> None:
+    """Of many elements the sum is made by many programs, none of which has it: a weight's update is another kernel."""
+    model = nn.Linear(128, 64, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = {"fuse": True, "clip_grad_norm": 1.0, "inputs": {"input": "dp, -"}}
+    loss = model.forward
+    model.forward = lambda input: loss(input).square().mean()  # type: ignore[method-assign]
+    program = shardc.compile(model, {"input": torch.randn(4, 128)}, mesh="dp=2", plan=plan, optimizer=optimizer)
+    assert program.verify().ok
+
+
 def test_a_wrong_kernel_is_named() -> None:
     program = block(fuse=True)
     node = next(n for n in program.body.calls() if n.target is FUSED and info(n).phase == "fwd")

@@ -1,13 +1,15 @@
 """Whole training steps at random: a real model under a random plan, with whatever of training a plan can ask for.
 
-Storage over random axes, accumulation, clipping, recomputation, precision and an optimizer are drawn together; the
-step (loss, new parameters and state) is the single device's, and so are the loss and gradients eager PyTorch's.
+Storage over random axes, accumulation, clipping, recomputation, precision, buckets, kernels and an optimizer are drawn
+together; the step (loss, new parameters and state) is the single device's, and so are the loss and gradients eager
+PyTorch's.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.passes.fuse import spaces
 from tests.properties.check import LEGITIMATE
 from tests.properties.plans import meshes, plans
 from tests.properties.test_random_plans import MODELS
@@ -47,7 +50,7 @@ def batch_of(name: str, microbatches: int) -> dict[str, Tensor]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str]:
+def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str, int]:
     name, mesh = draw(st.sampled_from(("gpt2", "llama", "resnet"))), draw(meshes)
     built, batch = model(name)
     shapes = {
@@ -61,21 +64,23 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str]:
             "zero": draw(st.sampled_from((1, 2, 3))), "axes": axes, "regather": draw(st.booleans())
         }  # fmt: skip
     plan["accumulate"] = draw(st.sampled_from((1, 2, 3)))
+    plan["fuse"] = draw(st.booleans())
     plan["bucket"] = draw(st.sampled_from((False, True, 2000)))
     plan["recompute"] = draw(st.sampled_from(("none", "full", "selective", {"budget": 4096})))
     plan["precision"] = draw(st.sampled_from(("fp32", "bf16", "fp16", {"compute": "bf16", "reduce": "bf16"})))
     if draw(st.booleans()):
         plan["clip_grad_norm"] = draw(st.sampled_from((0.1, 10.0)))
-    return name, mesh, plan, draw(st.sampled_from(list(OPTIMIZERS)))
+    widest = draw(st.sampled_from((spaces.WIDEST, 32)))  # in models so small a sum is else never made in parts
+    return name, mesh, plan, draw(st.sampled_from(list(OPTIMIZERS))), widest
 
 
 @given(cases())
 @settings(
     max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], deadline=None
 )
-def test_a_random_step_equals_the_single_device(case: tuple[str, Mesh, dict[str, Any], str]) -> None:
-    name, mesh, plan, kind = case
-    note(f"{name}\nmesh {mesh}\n{plan}\n{kind}")
+def test_a_random_step_equals_the_single_device(case: tuple[str, Mesh, dict[str, Any], str, int]) -> None:
+    name, mesh, plan, kind, widest = case
+    note(f"{name}\nmesh {mesh}\n{plan}\n{kind}\nwidest {widest}")
     built, _ = model(name)
     make = OPTIMIZERS[kind]
     if make is None:
@@ -84,7 +89,9 @@ def test_a_random_step_equals_the_single_device(case: tuple[str, Mesh, dict[str,
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [p for p in built.parameters() if p.ndim < 2]}]
     optimizer = None if make is None else make(groups)
     try:
-        program = shardc.compile(built, batch_of(name, plan["accumulate"]), mesh=mesh, plan=plan, optimizer=optimizer)
+        with patch.object(spaces, "WIDEST", widest):
+            batch = batch_of(name, plan["accumulate"])
+            program = shardc.compile(built, batch, mesh=mesh, plan=plan, optimizer=optimizer)
     except ShardcError as refused:
         codes = sorted({d.code for d in refused.diagnostics})
         if not LEGITIMATE.issuperset(codes):

@@ -16,8 +16,6 @@ from shardc.ir.graph import Graph, op_name, producer, type_of
 from shardc.passes.fuse.memory_of import Memories
 from shardc.passes.fuse.spaces import Demand, Prim, Read, Space, Strides, Value, along, space
 
-WIDEST = 4096  # columns that a sum over all elements is cut into
-
 
 @dataclass(frozen=True)
 class Made:
@@ -107,7 +105,7 @@ class _Writer:
 
 def kernel(graph: Graph, memories: Memories, prims: Sequence[Prim], wanted: Demand, outputs: Sequence[fx.Node]) -> Made:
     """The kernel that computes `outputs`, which are among what the calls make."""
-    found = space(prims, _cut(prims, wanted))
+    found = space(prims, wanted)
     assert found is not None, "a cluster has a space"
     writer = _Writer(memories, graph, found)
     for prim in prims:
@@ -132,15 +130,6 @@ def kernel(graph: Graph, memories: Memories, prims: Sequence[Prim], wanted: Dema
     steps = tuple(Step(one.op, tuple(map(final, one.operands)), one.attributes, one.dtype) for one in writer.steps)
     made = Kernel(_name(prims), found.dims, tuple(writer.inputs.values()), steps, tuple(stores))
     return Made(simplified(made), tuple(node for node, _, _ in writer.inputs), tuple(outputs))
-
-
-def _cut(prims: Sequence[Prim], wanted: Demand) -> Demand:
-    """A sum over all of what is walked in order wants rows, which are summed apart: of any divisor, the largest."""
-    if wanted.cols or wanted.size <= WIDEST or all(prim.over != "all" for prim in prims):
-        return wanted
-    most = min([WIDEST, *wanted.edges])
-    cols = next(c for c in range(most, 0, -1) if wanted.size % c == 0 and all(edge % c == 0 for edge in wanted.edges))
-    return Demand(wanted.size, wanted.edges, cols) if cols > 1 else wanted
 
 
 def _name(prims: Iterable[Prim]) -> str:

@@ -31,6 +31,7 @@ Blocks = tuple[tuple[int, int], ...]
 Strides = tuple[int, ...]
 Over = Literal["point", "row", "col", "all"]
 MOST_DIMS = 6
+WIDEST = 4096  # columns that a sum over all elements is cut into
 NOWHERE = (-1,)  # of what is stored in parts: nothing in the kernel reads it
 
 
@@ -148,7 +149,7 @@ def demand(prims: Iterable[Prim]) -> Demand | None:
 
 def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
     """Where every value lies, if all who read one agree; None if they do not, or sums over rows come too late."""
-    dims = wanted.dims
+    dims = _cut(prims, wanted).dims
     all_of_it = contiguous(dims)
     needs: dict[Value, Strides] = {}
     for prim in reversed(prims):
@@ -186,6 +187,15 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
             late.add(prim.out)
         walks[prim.out], runs[prim.out] = made, own
     return Space(dims, walks, runs)
+
+
+def _cut(prims: Sequence[Prim], wanted: Demand) -> Demand:
+    """A sum over all of what is walked in order wants rows, which are summed apart: of any divisor, the largest."""
+    if wanted.cols or wanted.size <= WIDEST or all(prim.over != "all" for prim in prims):
+        return wanted
+    most = min([WIDEST, *wanted.edges])
+    cols = next(c for c in range(most, 0, -1) if wanted.size % c == 0 and all(edge % c == 0 for edge in wanted.edges))
+    return Demand(wanted.size, wanted.edges, cols) if cols > 1 else wanted
 
 
 @lru_cache(maxsize=4096)
