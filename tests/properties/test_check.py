@@ -244,7 +244,7 @@ def test_a_right_program_is_right(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("classifier", 40), ("attention", 30), ("layouts", 40), ("epsilon", 12), ("zero", 12)]
+    ("name", "least"), [("classifier", 38), ("attention", 30), ("layouts", 40), ("epsilon", 12), ("zero", 12)]
 )
 def test_every_mutant_that_changes_anything_is_found(name: str, least: int) -> None:
     judged = verdicts(name, mutations)
