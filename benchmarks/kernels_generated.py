@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import BF16, COLS, DEVICE, EPS, copy_time, draw, timed
+from benchmarks.kernel_cases import BF16, COLS, DEVICE, EPS, draw
+from benchmarks.kernels import copy_time, timed
 from kernels_triton import launch, ops
 from kernels_triton.fused.corpus import CORPUS
 from kernels_triton.fused.kernel import Kernel

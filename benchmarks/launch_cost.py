@@ -1,8 +1,10 @@
 """What a fused call costs the CPU: microseconds of Python for each of many calls of a tiny kernel, on a GPU.
 
 `op` goes through torch's dispatcher, `call` through what a program that is run call by call does, `prepared` is what a
-program's code holds once it is launched on a device, `triton` is `kernel[grid](*arguments)` and `runner` Triton's own
-compiled kernel, both without allocations. `sums` is a kernel with sums over rows: two launches.
+program's code holds once it is launched on a device. `placed` is the same where results and sums over rows have places
+in an arena, and `fixed` where operands have too, as between two kernels. `bare` are the C functions of its launches
+alone, `triton` is `kernel[grid](*arguments)` and `runner` Triton's own compiled kernel, both without allocations, of
+the first launch.
 
     python -m benchmarks.launch_cost [--calls 1000]
 """
@@ -24,6 +26,7 @@ from kernels_triton.fused.corpus import CORPUS
 from kernels_triton.fused.launcher import launcher
 from kernels_triton.fused.op import FUSED
 from kernels_triton.fused.text import text
+from shardc.runtime.arena import SCRATCH
 
 KERNELS = {"bias_gelu": 1, "add_layer_norm": 1, "layer_norm_backward": 2}  # launches
 
@@ -50,22 +53,39 @@ def main() -> None:
             kernel = CORPUS[name](8, 256, torch.bfloat16)
             inputs = [torch.ones(one.shape, dtype=one.dtype, device=device) for one in kernel.inputs]
             line = text(kernel)
-            prepared = into.prepare(range(len(inputs)), line, {}, device)
-            assert prepared is not None
-            prepared(inputs)  # checks and compiles
-            ready = launcher(kernel).ready[device.index]
             outputs = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in kernel.outputs]
+            slots, places = range(len(inputs)), dict(enumerate(outputs))
+            scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+            prepared = into.prepare(slots, line, {}, device)
+            placed = into.prepare(slots, line, places, device, lambda size, held=scratch: held)
+            fixed = into.prepare(inputs, line, places, device, lambda size, held=scratch: held)
+            assert prepared is not None
+            assert placed is not None
+            assert fixed is not None
+            for one in (prepared, placed, fixed):
+                one(inputs)  # checks, and compiles the first time
+            ready = launcher(kernel).ready[device.index]
             made = ready.calls(inputs, outputs)[0]
             options, grid = launch.options(made[4], made[5]), (*made[2], 1, 1)[:3]
             compiled = launch.kernel(made[1])[grid](*made[3], **options)
+            bare = [
+                (repeat, [x.data_ptr() for x in one[3]])
+                for repeat, one in zip(ready.repeats, ready.calls(inputs, outputs), strict=False)
+                if repeat is not None
+            ]
+            stream = torch.cuda.current_stream().cuda_stream
             found = {
                 "op": cost(lambda i=inputs, t=line: FUSED(i, t), calls),
                 "call": cost(lambda i=inputs, t=line: into.run(i, t), calls),
                 "prepared": cost(lambda p=prepared, i=inputs: p(i), calls),
+                "placed": cost(lambda p=placed, i=inputs: p(i), calls),
+                "fixed": cost(lambda p=fixed, i=inputs: p(i), calls),
+                "bare": cost(lambda b=bare, s=stream: [run(s, *at) for run, at in b], calls),
                 "triton": cost(lambda m=made, g=grid, o=options: launch.kernel(m[1])[g](*m[3], **o), calls),
                 "runner": cost(lambda r=compiled[grid], a=made[3]: r(*a), calls),
             }
-            print(json.dumps({"kernel": name, "operands": len(inputs), "launches": launches, **found}), flush=True)
+            about = {"kernel": name, "operands": len(inputs), "results": len(outputs), "launches": launches}
+            print(json.dumps({**about, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
     python_ms      from the first call of the step until the last was made: more than busy_ms means that Python is what
                    the GPU waits for
 
+    longest        the kernels that take most, by name: milliseconds and how many
+
 Kernels are told apart by their names, so a class is as good as its patterns; `rest` is what none of them knows.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as record
 
+NAME, LONGEST = 72, 24
 KINDS = {
     "collectives": ("nccl",),
     "attention": ("fmha", "flash", "cudnn_generated", "sdpa"),
@@ -52,6 +55,7 @@ def profile(
         torch.cuda.synchronize()
     kinds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
+    names: dict[str, list[float]] = defaultdict(list)
     spans: list[tuple[float, float, bool]] = []
     for event in trace.events():
         # Ranges that torch names (an optimizer's step, a collective) appear beside their kernels.
@@ -62,6 +66,7 @@ def profile(
         spans.append((event.time_range.start, event.time_range.end, kind == "collectives"))
         kinds[kind] += event.time_range.elapsed_us()
         counts[kind] += 1
+        names[event.name[:NAME]].append(event.time_range.elapsed_us())
     per = 1e3 * len(batches)
     busy, overlapped = covered(spans)
     return {
@@ -71,6 +76,10 @@ def profile(
         "launches": round(sum(counts.values()) / len(batches)),
         "kernels_ms": {kind: round(us / per, 2) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])},
         "kernels": {kind: round(n / len(batches)) for kind, n in sorted(counts.items(), key=lambda item: -item[1])},
+        "longest": {
+            name: [round(sum(us) / per, 2), round(len(us) / len(batches))]
+            for name, us in sorted(names.items(), key=lambda item: -sum(item[1]))[:LONGEST]
+        },
     }
 
 

@@ -1,7 +1,8 @@
-"""How long does a training step take, against eager torch, DDP and FSDP2 in the same processes?
+"""How long does a training step take, against eager torch, torch.compile, DDP and FSDP2 in the same processes?
 
     python -m benchmarks.train_step                               all GPUs of this machine: GPT-2 and gpt-1.3b
     python -m benchmarks.train_step --shapes gpt2 --runs ours-dp ddp
+    python -m benchmarks.train_step --gpus 1 --runs eager compiled ours-one-fused
     python -m benchmarks.train_step --device cpu --tiny           a rehearsal over gloo; its times mean nothing
 
 One JSON line for the circumstances, one a run, one for the ratios of step times (ours / peer) of a shape.
@@ -40,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpt import SHAPES, TINY, Shape
 from benchmarks.profile_step import profile
-from benchmarks.training_runs import RATE, RUNS, Run, Setting, whole_loss
+from benchmarks.training_runs import ALONE, ONE, RATE, RUNS, Run, Setting, whole_loss
 
 PEAK = 989e12  # FLOP/s
 LOSSES = 20  # steps whose losses are kept; they also warm up
@@ -49,7 +50,7 @@ LOSSES = 20  # steps whose losses are kept; they also warm up
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, help="all that the number of GPUs allows")
     parser.add_argument("--precision", nargs="+", choices=("pure", "master"), default=["pure", "master"])
     parser.add_argument("--steps", type=int, default=20, help="that are timed, after the 20 of the losses")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -116,21 +117,22 @@ def measure_shape(shape: Shape, precision: str, asked: argparse.Namespace, devic
     batches = shape.batches(LOSSES + 2 * asked.steps, shape.batch * ranks, device)
     losses: dict[str, list[float]] = {}
     medians: dict[str, float] = {}
-    for name in asked.runs:
+    runs = asked.runs or [name for name in RUNS if ranks == 1 or name not in ONE]
+    for name in runs:
         setting = Setting(shape, state, batches[0], device, ranks, precision == "master")
-        sequences = shape.batch * (1 if name == "eager" else ranks)
+        sequences = shape.batch * (1 if name in ALONE else ranks)
         clear(device)
         with cudnn_attention(device):
             run = RUNS[name][0](setting)
             losses[name] = [whole_loss(run, run.step(batch), ranks) for batch in batches[:LOSSES]]
             row, median = timed(run, batches[LOSSES:], device)
-            row |= {"mfu": mfu(shape, sequences, 1 if name in ("eager", "reference") else ranks, median)}
+            row |= {"mfu": mfu(shape, sequences, 1 if name in (*ALONE, "reference") else ranks, median)}
             row |= {"tokens_per_s": round(sequences * shape.seq / median)}
             if asked.profile:
                 row |= {"profile": profile(run.step, batches[:3], device)}
             run.close()
         medians[name] = median
-        same = losses.get("reference", ()) if name != "eager" else ()  # which sees other data
+        same = losses.get("reference", ()) if name not in ALONE or ranks == 1 else ()  # other data
         gap = max((abs(a / b - 1) for a, b in zip(losses[name], same, strict=False)), default=None)
         about = {"compile_s": run.compile_s} | run.about if run.compile_s is not None else {}
         first, last = losses[name][0], losses[name][-1]
@@ -141,7 +143,7 @@ def measure_shape(shape: Shape, precision: str, asked: argparse.Namespace, devic
     if leads():
         found = {
             f"{name} / {peer}": round(medians[name] / medians[peer], 3)
-            for name in asked.runs
+            for name in runs
             for peer in RUNS[name][1]
             if peer in medians
         }

@@ -85,6 +85,11 @@ def zero3(setting: Setting, fuse: bool = False, bucket: bool = False) -> Run:
     return ours(setting, f"dp={setting.ranks}", plan)
 
 
+def one(setting: Setting) -> Run:
+    """A mesh of one: what fusion alone does, with no collective."""
+    return ours(setting, "dp=1", {"fuse": True})
+
+
 def tp(setting: Setting, fuse: bool = False) -> Run:
     return ours(setting, f"tp={setting.ranks}", {"params": setting.shape.tensor_parallel, "fuse": fuse})
 
@@ -97,6 +102,11 @@ def _over_dp(setting: Setting) -> dict[str, str]:
 def eager(setting: Setting) -> Run:
     """One GPU (each for itself) and its part of the batch; the peers' optimizer is torch's fused one."""
     return _peer(setting, fused=True)
+
+
+def compiled(setting: Setting) -> Run:
+    """As eager, its model and loss by `torch.compile`, as one graph."""
+    return _peer(setting, fused=True, wrap=lambda model: torch.compile(model, fullgraph=True))  # type: ignore[arg-type]
 
 
 def reference(setting: Setting) -> Run:
@@ -112,15 +122,20 @@ def reference(setting: Setting) -> Run:
     return _peer(setting, fused=None, whole=True, forward=forward)
 
 
-def ddp(setting: Setting) -> Run:
+def ddp(setting: Setting, compile: bool = False) -> Run:
+    """Compiled from the outside: torch then cuts the graph where buckets end, so that they are sent during backward."""
+
     def wrap(model: nn.Module) -> nn.Module:
         devices = [setting.device] if setting.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        spread = nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return torch.compile(spread) if compile else spread  # type: ignore[return-value]
 
     return _peer(setting, fused=True, wrap=wrap)
 
 
-def fsdp2(setting: Setting) -> Run:
+def fsdp2(setting: Setting, compile: bool = False) -> Run:
+    """Compiled block by block, so that gathers stay between them."""
+
     def wrap(model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -128,6 +143,8 @@ def fsdp2(setting: Setting) -> Run:
         mesh = init_device_mesh(setting.device.type, (setting.ranks,))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setting.master else MixedPrecisionPolicy()
         for block in model.get_submodule(setting.shape.blocks).children():
+            if compile:
+                block.compile()
             fully_shard(block, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -178,17 +195,29 @@ def whole_loss(run: Run, loss: Tensor, ranks: int) -> float:
 RUNS: dict[str, tuple[Callable[[Setting], Run], tuple[str, ...]]] = {
     "reference": (reference, ()),
     "eager": (eager, ()),
+    "compiled": (compiled, ("eager",)),
+    "ours-one-fused": (one, ("compiled", "eager")),
     "ddp": (ddp, ()),
+    "ddp-compiled": (partial(ddp, compile=True), ("ddp",)),
     "fsdp2": (fsdp2, ()),
+    "fsdp2-compiled": (partial(fsdp2, compile=True), ("fsdp2",)),
     "ours-dp": (dp, ("ddp", "eager")),
     "ours-dp-zero3": (zero3, ("fsdp2", "ddp", "eager")),
     "ours-tp": (tp, ("ddp", "fsdp2", "eager")),
-    "ours-dp-fused": (partial(dp, fuse=True), ("ddp", "eager", "ours-dp")),
-    "ours-dp-zero3-fused": (partial(zero3, fuse=True), ("fsdp2", "ddp", "eager", "ours-dp-zero3")),
-    "ours-dp-fused-bucketed": (partial(dp, fuse=True, bucket=True), ("ddp", "eager", "ours-dp-fused")),
+    "ours-dp-fused": (partial(dp, fuse=True), ("ddp-compiled", "ddp", "eager", "ours-dp")),
+    "ours-dp-zero3-fused": (
+        partial(zero3, fuse=True),
+        ("fsdp2-compiled", "fsdp2", "ddp", "eager", "ours-dp-zero3"),
+    ),
+    "ours-dp-fused-bucketed": (
+        partial(dp, fuse=True, bucket=True),
+        ("ddp-compiled", "ddp", "eager", "ours-dp-fused"),
+    ),
     "ours-dp-zero3-fused-bucketed": (
         partial(zero3, fuse=True, bucket=True),
-        ("fsdp2", "ddp", "eager", "ours-dp-zero3-fused"),
+        ("fsdp2-compiled", "fsdp2", "ddp", "eager", "ours-dp-zero3-fused"),
     ),
-    "ours-tp-fused": (partial(tp, fuse=True), ("ddp", "fsdp2", "eager", "ours-tp")),
+    "ours-tp-fused": (partial(tp, fuse=True), ("ddp-compiled", "ddp", "fsdp2", "eager", "ours-tp")),
 }
+ALONE = ("eager", "compiled")  # each GPU trains on its own part of the batch
+ONE = ("ours-one-fused",)  # only where there is one GPU

@@ -9,6 +9,7 @@ launcher is used as it is. Triton's launch hooks are passed by.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -17,31 +18,42 @@ from torch import Tensor
 
 from kernels_triton import launch
 
-Direct = Callable[..., None]  # (stream, *addresses)
 NEEDS = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")  # more than this file gives, unless 0
 
 
+@dataclass(frozen=True)
+class Direct:
+    """How to launch a compiled kernel on a grid: `call(*before, stream, *after, *arguments)`, tensors as addresses; or
+    with the arguments as one tuple, if `together`."""
+
+    call: Callable[..., Any]
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
+    together: bool = False
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        own = (arguments,) if self.together else arguments
+        self.call(*self.before, stream, *self.after, *own)
+
+
 def bound(compiled: Any, grid: tuple[int, int, int]) -> Direct:
-    """A compiled kernel on a grid, as a function of a stream and of all its arguments, tensors as addresses."""
+    """A compiled kernel on a grid."""
     run = compiled.run
     if launch.triton_version() not in ((3, 6), (3, 9)) or any(getattr(run, name, 0) for name in NEEDS):
         runner = compiled[grid]
-        return lambda stream, *arguments: runner(*arguments, stream=stream)
-    (x, y, z), function, packed, call = grid, compiled.function, compiled.packed_metadata, run.launch
-    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+        return Direct(lambda stream, *arguments: runner(*arguments, stream=stream))
+    first = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     if launch.triton_version() == (3, 6):
         # Then: scratch for all and for profiling, metadata, and launch metadata and hooks before and after.
-        def older(stream: int, *arguments: Any) -> None:
-            call(x, y, z, stream, function, cooperative, dependent, None, None, packed, None, None, None, *arguments)
+        return Direct(run.launch, grid, (*first, None, None, compiled.packed_metadata, None, None, None))
+    last = (run.arg_annotations, run.kernel_signature)
+    return Direct(run.launch, grid, (*first, compiled.packed_metadata, *[None] * 5, *last), together=True)
 
-        return older
-    annotations, signature = run.arg_annotations, run.kernel_signature
 
-    def recent(stream: int, *arguments: Any) -> None:
-        call(x, y, z, stream, function, cooperative, dependent, packed, None, None, None, None, None, annotations,
-             signature, arguments)  # fmt: skip
-
-    return recent
+@cache
+def current_device() -> Callable[[], int]:
+    """The number of the current device, which is in use."""
+    return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # pyright: ignore[reportPrivateUsage]
 
 
 @cache

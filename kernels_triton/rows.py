@@ -102,6 +102,17 @@ def leading(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int
     return size, outer, inner
 
 
+def leading_three(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+    """All dims but the last as three, (size, stride) each; None if they are more."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size > 1 and merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        elif size > 1:
+            merged.append((size, stride))
+    return None if len(merged) > 3 else (*[(1, 0)] * (3 - len(merged)), *merged)
+
+
 def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -139,13 +150,14 @@ def backward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
         return tabled(name, x, cols, looped)
     block, chunks = cut(cols, 8192, 4)
     width = block * chunks
-    rows = max(1, min(16, 2048 // width))
+    size = x.element_size()
+    rows = max(1, min(32 // size, 4096 // (width * size)))
     warps = _warps(width * rows, 16, 16)
     waves = max(1, 16 // warps)
     # Rows ahead are fetched into shared memory while this one is summed: x, dy and the residual's gradient.
     shared = launch.device_of(x).shared_bytes - RESERVED
     deepest = 3 if shared > 200 << 10 else 2
-    stages = max(1, min(deepest, shared // (waves * 3 * width * rows * x.element_size())))
+    stages = max(1, min(deepest, shared // (waves * 3 * width * rows * size)))
     if width > 8192 and stages < 3:  # without the full pipeline, rows this wide spill
         return tabled(name, x, cols, looped)
     return tabled(name, x, cols, Schedule(block, chunks, rows, warps, stages, waves))
@@ -183,8 +195,9 @@ def kept_schedule(name: str, x: Tensor, cols: int) -> Schedule:
     """For rows as long as a vocabulary, of which registers keep what they can: 16 bytes a thread and block."""
     block = min(max(32, power_of_two(cols)), 8192 // x.element_size())
     warps = max(1, block * x.element_size() // 512)
-    # What is streamed takes registers too.
-    chunks = max(1, cols // block) if cols // block <= KEPT_CHUNKS else KEPT_CHUNKS - 4
+    # What is streamed takes registers too; of float32, which is not unpacked from pairs, more is in flight.
+    streaming = KEPT_CHUNKS - (4 if x.element_size() == 2 else 6)
+    chunks = max(1, cols // block) if cols // block <= KEPT_CHUNKS else streaming
     return tabled(name, x, cols, Schedule(block, chunks, 1, warps, 6, max(1, 16 // warps)))
 
 

@@ -71,11 +71,14 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
     if name in FORWARD:
         shared = ((0, 1), (8, 1), (4, 2), (2, 3))
         options = [{"warps": w, "waves": p, "stages": s} for w in (2, 4, 8, 16) for p, s in shared]
-        options += [{"rows": r, "warps": w} for r in (2, 4) for w in (1, 2, 4, 8) if cols * r <= 4096]
+        options += [{"rows": r, "warps": w} for r in (1, 2, 4) for w in (1, 2, 4, 8) if cols * r <= 4096]
         options += [{"block": 2048, "chunks": cols // 2048, "warps": w} for w in (4, 8) if cols >= 4096]
     elif name in BACKWARD:
         shared = ((4, 2), (4, 4), (8, 1), (8, 2), (8, 3), (16, 1))
-        options = [{"warps": w, "waves": p, "stages": s} for w, p in shared for s in (1, 2, 3)]
+        heights = sorted({1, guess.rows})
+        options = [
+            {"rows": r, "warps": w, "waves": p, "stages": s} for r in heights for w, p in shared for s in (1, 2, 3, 4)
+        ]
     elif name in HEADS:
         options = [{"rows": r, "warps": w} for r in (4, 8, 16, 32, 64) for w in (1, 2, 4, 8) if r <= cols // 128]
     elif name in TILES:

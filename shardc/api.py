@@ -42,8 +42,9 @@ from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
 from shardc.passes.accumulate import accumulate
+from shardc.passes.align import Align
 from shardc.passes.bucket import Bucket
-from shardc.passes.fuse import Fuse
+from shardc.passes.fuse import Fuse, check_excluded
 from shardc.passes.fuse.traffic import traffic
 from shardc.passes.recompute import Recompute
 from shardc.pipelining import pipeline_of, tensor_mesh
@@ -63,7 +64,7 @@ from shardc.runtime.verify import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, TOLERA
 from shardc.stages import share
 from shardc.stages.costs import Costs
 from shardc.stages.engines import PipelineEngines
-from shardc.stages.fused import bucketed, fused
+from shardc.stages.fused import finished
 from shardc.stages.memory import PipelineMemory
 from shardc.stages.memory import memory as pipeline_memory
 from shardc.stages.program import Pipelined
@@ -144,14 +145,16 @@ def compile(
     )
     bound = bind(wanted, traced, placed)
     store, keep = bind_storage(wanted.storage, traced, placed)
+    kernels = Fuse(wanted.fuse.enabled, wanted.fuse.left, wanted.fuse.templates)
     options = Options(
         strict or wanted.strict,
         watch=watch,
         store=store,
         keep_gathered=keep,
         recompute=Recompute(**wanted.recompute.model_dump()),
+        align=Align(wanted.align and wanted.pipeline is None),
         bucket=Bucket(wanted.bucket.size if wanted.pipeline is None else 0),
-        fuse=Fuse(wanted.fuse.enabled and wanted.pipeline is None, wanted.fuse.exclude, wanted.fuse.templates),
+        fuse=kernels if wanted.pipeline is None else Fuse(enabled=False),
         reduce=None if precision is None else precision.reduce,
     )
     reference = compiler.single_device(traced, placed, options)
@@ -183,15 +186,13 @@ def compile(
         rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
     unfused = compiler.distribute(reference.copy(), bound, options, Bucket)
+    check_excluded(unfused, wanted.fuse.exclude)
     body = compiler.run(unfused, [options.fuse], options)
     staged = pipeline_of(wanted, body, chosen)
-    if staged is not None and wanted.bucket.size:
-        staged = bucketed(staged, wanted.bucket.size)
-    if wanted.fuse.enabled:
-        if staged is not None:
-            staged = fused(staged, wanted.fuse.exclude, wanted.fuse.templates)
-        else:
-            record["traffic"] = [list(traffic(unfused)), list(traffic(body))]
+    if staged is not None:
+        staged = finished(staged, wanted.align, wanted.bucket.size, kernels)
+    elif wanted.fuse.enabled:
+        record["traffic"] = [list(traffic(unfused)), list(traffic(body))]
     program = Program(
         body=body,
         reference=reference,
@@ -291,7 +292,7 @@ class Program(data.Program):
 
     def memory(self) -> MemoryReport | PipelineMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
-        return memory(self.body) if self.pipelined is None else pipeline_memory(self.pipelined)
+        return memory(self.body, arena=True) if self.pipelined is None else pipeline_memory(self.pipelined)
 
     def flops(self) -> Flops:
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""

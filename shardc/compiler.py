@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from shardc.ingest import ingest
-from shardc.ir.diagnostic import Diagnostic, ShardcError
-from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import violations
+from shardc.passes.align import Align
 from shardc.passes.assign import Assign
 from shardc.passes.atomize import Atomize
 from shardc.passes.base import Pass
@@ -36,9 +37,11 @@ from shardc.passes.recompute import Recompute
 from shardc.passes.report_gathers import ReportGathers
 from shardc.passes.seed import Bound, SeedAnnotations, find_value
 from shardc.passes.settle_partials import SettlePartials
+from shardc.passes.split_softmax import SplitSoftmax
 from shardc.passes.store import Store
 from shardc.passes.verify import ENSURES
-from shardc.rules.registry import find_rule
+from shardc.rules.notation import RuleError
+from shardc.rules.registry import find_rule, rule_of
 from shardc.trace import Traced
 
 Watch = Callable[[Pass, Graph, float], None]  # after each pass, with the seconds it took
@@ -54,6 +57,7 @@ class Options:
     store: Store = field(default_factory=Store)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    align: Align = field(default_factory=Align)
     bucket: Bucket = field(default_factory=Bucket)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
     reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
@@ -65,6 +69,7 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
         Atomize(tuple(cuts)),
         SeedAnnotations(tuple(bound)),
         Propagate(),
+        SplitSoftmax(),
         options.store,
         Assign(),
         GroupSums(),
@@ -77,6 +82,7 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
         options.recompute,
         Localize(),
         OnlineSoftmax(),
+        options.align,
         options.bucket,
         options.fuse,
     ]
@@ -85,6 +91,7 @@ def passes(bound: Sequence[Bound], cuts: Sequence[tuple[str, int, tuple[int, ...
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     """The traced graph, normalised. Reports ops without a rule, all at once (SC301): an error under strict."""
     graph = run(ingest(traced, mesh), [Normalize()], options)
+    refuse_empty(graph)
     gaps = missing_rules(graph, "error" if options.strict else "warning")
     if gaps and options.strict:
         raise ShardcError(*gaps)
@@ -134,6 +141,27 @@ def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
             )
         )
     return found
+
+
+def refuse_empty(graph: Graph) -> None:
+    """Raise ShardcError (SC103) for a call on a tensor without elements that no rule says how to split."""
+    for node in graph.calls():
+        empty = next((value for value in operands(node) if 0 in type_of(value).shape), None)
+        if empty is None or find_rule(node.target) is None:
+            continue
+        try:
+            rule_of(node)
+        except RuleError:
+            about = info(node)
+            raise error(
+                "SC103",
+                f"'{info(empty).name}' of {list(type_of(empty).shape)} has no elements, and {node.target} reads it",
+                location=about.source or None,
+                source_text=about.source_text or None,
+                fqn=about.fqn or None,
+                tensor=info(empty).name,
+                hint="give a sample batch of a real size",
+            ) from None
 
 
 def _cuts(graph: Graph, bound: Sequence[Bound]) -> list[tuple[str, int, tuple[int, ...]]]:

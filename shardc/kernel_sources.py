@@ -12,7 +12,7 @@ from shardc.ir.graph import Graph, info
 
 
 def emit_triton(graphs: Iterable[Graph]) -> str:
-    """Each distinct kernel once, headed by the calls that run it: generated, or a template's launches."""
+    """Each distinct kernel once, headed by the calls that run it: generated, or a template's launches and functions."""
     callers: dict[tuple[str, bool], list[str]] = {}
     for graph in graphs:
         for node in graph.calls():
@@ -22,7 +22,8 @@ def emit_triton(graphs: Iterable[Graph]) -> str:
     if not callers:
         return "# no call is fused: write fuse: true in the plan\n"
     parts: list[str] = []
+    shown: set[tuple[str, str]] = set()
     for (line, template), names in callers.items():
-        text = hand_tuned.source(parse(line)) if template else source(parse(line))
+        text = hand_tuned.source(parse(line), shown) if template else source(parse(line))
         parts.append(f"# {', '.join(f'%{name}' for name in names)}\n{text}")
     return "\n\n".join(parts)

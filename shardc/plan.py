@@ -23,12 +23,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from shardc.ir.annotation import KINDS, Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
+from shardc.plan_fuse import Fusing
 from shardc.plan_pipeline import Pipelining
 from shardc.plan_values import (
     Annotations,
     Bucketing,
     Dtypes,
-    Fusing,
     LossOver,
     Nonfinite,
     Recomputing,
@@ -53,8 +53,9 @@ class Plan(BaseModel):
     The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
     in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
     their mean, unless `loss` weights them by tokens. `bucket` is up to how many bytes of collectives travel as one:
-    true is 25 MiB. `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips
-    it, and all else does not look. Under `strict` whatever could not be honoured is an error.
+    true is 25 MiB. `align: false` leaves 16-bit products of odd sizes as they are; else they are padded where that is
+    faster. `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and
+    all else does not look. Under `strict` whatever could not be honoured is an error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -66,6 +67,7 @@ class Plan(BaseModel):
     outputs: Annotations = {}
     storage: Storage = Storage()
     recompute: Recomputing = Recomputing()
+    align: bool = True
     bucket: Bucketing = Bucketing()
     fuse: Fusing = Fusing()
     precision: Dtypes | None = None
@@ -89,6 +91,7 @@ class Plan(BaseModel):
         outputs: Mapping[str, object] | None = None,
         storage: Mapping[str, object] | None = None,
         recompute: str | Mapping[str, object] | None = None,
+        align: bool | None = None,
         bucket: bool | int | str | Mapping[str, object] | None = None,
         fuse: bool | Mapping[str, object] | None = None,
         precision: object = None,
@@ -106,7 +109,7 @@ class Plan(BaseModel):
         maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
         given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
         plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
-        plain["bucket"] = bucket
+        plain |= {"align": align, "bucket": bucket}
         plain |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
         plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
@@ -209,6 +212,8 @@ class Plan(BaseModel):
             data["storage"] = storage
         if self.recompute.mode != "none":
             data["recompute"] = self.recompute.dumped()
+        if not self.align:
+            data["align"] = False
         if self.bucket.size:
             data["bucket"] = self.bucket.dumped()
         if self.fuse.enabled:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
@@ -23,7 +23,6 @@ from pydantic import (
     model_validator,
 )
 
-from kernels_triton.templates.table import NAMES
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
@@ -185,53 +184,6 @@ class LossOver(BaseModel):
     def located(self, found: Diagnostic) -> Diagnostic:
         """The diagnostic, pointing at the key."""
         return self._written.source.locate(found, "loss")
-
-
-class Fusing(BaseModel):
-    """Whether calls become kernels; see passes/fuse. `exclude` are ops and values, by name, that stay calls;
-    `templates` those of the hand-tuned kernels that are used where one computes just what a kernel does (all of them).
-
-    In short: true or false.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    enabled: bool = False
-    exclude: tuple[str, ...] = ()
-    templates: tuple[str, ...] = NAMES
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read(cls, value: Any) -> Any:
-        if isinstance(value, Fusing) or value == {}:
-            return value
-        said: object = {"enabled": value} if isinstance(value, bool) else value
-        if not isinstance(said, Mapping):
-            hint = "write fuse: true, or fuse: {enabled: true, exclude: [tanh]}"
-            raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
-        return {"enabled": True, **cast(Mapping[str, object], said)}
-
-    @field_validator("exclude", mode="before")
-    @classmethod
-    def _read_exclude(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("templates", mode="before")
-    @classmethod
-    def _read_templates(cls, value: Any) -> Any:
-        names = (value,) if isinstance(value, str) else value
-        if isinstance(names, (list, tuple)):
-            unknown = [str(name) for name in cast(Sequence[object], names) if name not in NAMES]
-            if unknown:
-                hint = f"known are {', '.join(NAMES)}"
-                raise error("SC208", f"'fuse' knows no template '{unknown[0]}'", hint=hint)
-        return names
-
-    def dumped(self) -> object:
-        """As plain data, in its short form if it has one."""
-        said: dict[str, object] = {"exclude": list(self.exclude)} if self.exclude else {}
-        said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
-        return {"enabled": self.enabled, **said} if said else self.enabled
 
 
 class Bucketing(BaseModel):

@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "cost": {"ir"},
     "kernels_triton": {"ir"},
     "runtime": BASE | {"kernels_triton"},
-    "plan": {"ir", "hf_plan", "plan_values", "plan_pipeline"},
+    "plan": {"ir", "hf_plan", "plan_values", "plan_fuse", "plan_pipeline"},
     "plan_pipeline": {"ir", "plan_values", "stages"},
-    "plan_values": {"ir", "kernels_triton"},
+    "plan_fuse": {"ir", "kernels_triton", "plan_values"},
+    "plan_values": {"ir"},
     "hf_plan": {"ir"},
 }
 

@@ -206,6 +206,36 @@ def dropout_add(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
     return k.kernel("fused_dropout_add")
 
 
+def dropout_add_layer_norm(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """`residual + dropout(x + bias)`, and its norm."""
+    k = Draft((rows, cols))
+    x, residual, bias, w, b = k.full(dtype), k.full(dtype), k.col(dtype), k.col(dtype), k.col(dtype)
+    seed, offset = k.scalar(torch.int64), k.scalar(torch.int64)
+    keep = k("ge", k("uniform", seed, offset, attributes=(3, cols, 1)), 0.1)
+    dropped = k("mul", k("mul", k("add", x, bias), keep), 1 / 0.9)
+    h = k("cast", k("add", dropped, residual), dtype=dtype)
+    mean = k.mean(h)
+    d = k("sub", h, mean)
+    rstd = k("rsqrt", k("add", k.mean(k("square", d)), 1e-5))
+    k.out(h, dtype)
+    k.out(k("fma", k("mul", d, rstd), w, b), dtype)
+    k.out_row(mean)
+    k.out_row(rstd)
+    return k.kernel("fused_dropout_add_layer_norm")
+
+
+def dropped_softmax(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """Attention's weights and what is left of them after dropout."""
+    k = Draft((rows, cols))
+    x, seed, offset = k.full(dtype), k.scalar(torch.int64), k.scalar(torch.int64)
+    e = k("exp", k("sub", x, k("rmax", x)))
+    y = k("div", e, k("rsum", e))
+    keep = k("ge", k("uniform", seed, offset, attributes=(3, cols, 1)), 0.1)
+    k.out(y, dtype)
+    k.out(k("mul", k("mul", y, keep), 1 / 0.9), dtype)
+    return k.kernel("fused_dropped_softmax")
+
+
 def adamw(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
     """p, m and v, and the copy of p in the dtype of compute."""
     f32 = torch.float32
@@ -251,6 +281,6 @@ CORPUS: dict[str, Callable[[int, int, torch.dtype], Kernel]] = {
     for build in (
         *(add_layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, causal_softmax, softmax_backward),
         *(bias_gelu, bias_gelu_backward, swiglu_backward, rope, dropout_add, adamw, square_sum, transposed_add),
-        accumulated_bias,
+        *(accumulated_bias, dropout_add_layer_norm, dropped_softmax),
     )
 }

@@ -39,6 +39,7 @@ WORDS = {
     "u8": "tl.uint8",
     "i1": "tl.int1",
 }
+WORD = "word"  # of 32 random bits: what stands for a random number until it is used as one
 FLOATS = ("bf16", "f16", "f32", "f64")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
@@ -58,17 +59,20 @@ def converted(variable: Variable, into: str) -> str:
     """The variable as an expression of another type."""
     if variable.type == into:
         return variable.name
+    if variable.type == WORD:
+        number = Variable(f"tl.uint_to_uniform_float({variable.name})", "f32")
+        return converted(number, into)
     if into == "i1":
         return f"({variable.name} != 0)"
     return f"{variable.name}.to({WORDS[into]})"
 
 
 def operand(kernel: Kernel, of: Operand, into: Class, find: Callable[[int], Variable], exact: bool = True) -> str:
-    """`exact`: integers as int64; otherwise as they come."""
+    """`exact`: integers as int64; otherwise as they come, of at least 32 bits: all signed."""
     if isinstance(of, Ref):
         variable = find(of.index)
         if into == "i" and not exact and kernel.classes[of.index] == "i":
-            return variable.name
+            return variable.name if variable.type in ("i32", "i64") else converted(variable, "i32")
         return converted(variable, word(kernel, into))
     if into == "f":
         value = float(of)

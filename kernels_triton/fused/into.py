@@ -14,12 +14,18 @@ from torch import Tensor
 
 from kernels_triton import launch
 from kernels_triton.fused import reference
+from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.op import FUSED, checked
 from kernels_triton.fused.schedules import in_place
 from kernels_triton.fused.text import parse
-from shardc.ir.in_place import INTO, Into
+from shardc.ir.in_place import INTO, Into, Operand, Place, Scratch
 
 NONE: Mapping[int, Tensor] = {}
+
+
+def nowhere(*_: object) -> frozenset[tuple[int, int]]:
+    """The pairs of an op that writes over none of its operands."""
+    return frozenset()
 
 
 def pairs(inputs: Sequence[object], line: str) -> frozenset[tuple[int, int]]:
@@ -37,32 +43,45 @@ def run(inputs: Sequence[Tensor], line: str, over: Mapping[int, Tensor] = NONE) 
     like = inputs[0]
     # Of other dtypes than the kernel's, which the whole graph was lifted to, only the reference knows.
     if not (like.is_cuda and launch.HAS_TRITON) or reference.lifted(parse(line), [x.dtype for x in inputs]) is not None:
-        results = reference.run(checked(line, inputs), inputs)
-        return [over[at].copy_(y) if at in over else y for at, y in enumerate(results)]
+        return moved(reference.run(checked(line, inputs), inputs), over)
     from kernels_triton.fused.launcher import launcher
 
     kernel = parse(line)
     run = launcher(kernel)
     out = [
-        over[at] if at in over and over[at].is_contiguous() else launch.empty(made.shape, made.dtype, like)
-        for at, made in enumerate(kernel.outputs)
+        launch.empty(made.shape, made.dtype, like) if to is None else to
+        for made, to in zip(kernel.outputs, told(kernel, over), strict=True)
     ]
     if like.get_device() in run.ready:
         run.on(like).run([x if x.is_contiguous() else x.contiguous() for x in inputs], out)
     else:
         checked(line, inputs)
         run(inputs, out=out)
-    return [over[at].copy_(y) if at in over and over[at] is not y else y for at, y in enumerate(out)]
+    return moved(out, over)
+
+
+def told(kernel: Kernel, over: Mapping[int, Tensor]) -> list[Tensor | None]:
+    """Where a kernel itself can write its results."""
+    return [over[at] if at in over and over[at].is_contiguous() else None for at in range(len(kernel.outputs))]
+
+
+def moved(results: Sequence[Tensor], over: Mapping[int, Tensor]) -> list[Tensor]:
+    """The results, those of `over` copied to their places if they are not there yet."""
+    return [over[at].copy_(y) if at in over and over[at] is not y else y for at, y in enumerate(results)]
 
 
 def prepare(
-    slots: Sequence[int], line: str, places: Mapping[int, Callable[..., Tensor]], device: torch.device
+    operands: Sequence[Operand],
+    line: str,
+    places: Mapping[int, Place],
+    device: torch.device,
+    scratch: Scratch | None = None,
 ) -> Callable[..., list[Tensor]] | None:
     if device.type != "cuda" or not launch.HAS_TRITON:
         return None
     from kernels_triton.fused.prepared import Prepared
 
-    return Prepared(run, slots, line, places, device)
+    return Prepared(run, operands, line, places, device, scratch)
 
 
 INTO[FUSED] = Into(pairs, run, anywhere=True, prepare=prepare)

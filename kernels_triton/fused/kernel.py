@@ -17,6 +17,11 @@ computed in float64.) `rsum`, `rmax`, `rmin` reduce the columns of a row; `csum`
 over all rows, leaving a value of the columns, or a scalar of a row value. What is computed from a `csum` is `late`: it
 may use values of columns and scalars, never of rows.
 
+Integers are computed in int64, and wrap where they are stored and by `cast`: who wants those of a narrower dtype to
+wrap between two ops writes the cast. So the fusion pass does, and it has what jumps (a comparison, a floor) see a
+16-bit value of the graph rounded, as eager torch does: 300 * 300 in float16 is infinite, and not 90000. What is
+computed from such a value sees it as it was, and may be finite where eager torch overflows.
+
 Space, inputs, steps and outputs are checked when a kernel is made; what is wrong is SC531.
 """
 
@@ -88,7 +93,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`attributes` and `dtype` are for `iota`, `uniform` and `cast` (see `table`)."""
+    """`attributes` and `dtype` are for `iota`, `uniform`, `spread` and `cast` (see `table`)."""
 
     op: str
     operands: tuple[Operand, ...] = ()
@@ -171,6 +176,8 @@ class Kernel:
                 along[step.attributes[0]] = True
             elif step.op == "uniform":
                 along = [s != 0 or a for s, a in zip(step.attributes[1:], along, strict=True)]
+            elif step.op == "spread":
+                along = [s != 0 or a for s, a in zip(step.attributes, along, strict=True)]
             elif OPS[step.op].reduces == "row":
                 along[-1] = False
             elif OPS[step.op].reduces == "col":
@@ -271,7 +278,7 @@ def _check(kernel: Kernel) -> None:
         expect(step.op != "uniform" or isinstance(step.operands[0], Ref), f"%{at}: a seed that is a literal")
         expect((step.op == "cast") == (step.dtype is not None), f"%{at}: a cast, and nothing else, has a dtype")
         expect(step.dtype is None or step.dtype in DTYPES, f"%{at}: a cast to {step.dtype}")
-        count = {"iota": 1, "uniform": 1 + dims}.get(step.op, 0)
+        count = {"iota": 1, "uniform": 1 + dims, "spread": dims}.get(step.op, 0)
         expect(len(step.attributes) == count, f"%{at}: {step.op} has {count} attributes")
         expect(step.op != "iota" or 0 <= step.attributes[0] < dims, f"%{at}: iota along no dim of the space")
     if kernel.double:
@@ -300,6 +307,8 @@ def _check(kernel: Kernel) -> None:
             _check_walk(kernel, f"output {at}", store.walk, math.prod(made.shape))
             for along, stride in zip(kernel.varies[store.value.index], store.walk.strides, strict=True):
                 expect(stride != 0 or not along, f"output {at} has one place for several values")
+            in_rows = any(s for s in store.walk.strides[:-1])
+            expect(not (in_rows and kernel.late[store.value.index]), f"output {at} has a sum over rows in every row")
             reach = 1
             sizes = [(abs(s), n) for s, n in zip(store.walk.strides, kernel.space, strict=True) if s]
             for stride, size in sorted(sizes):

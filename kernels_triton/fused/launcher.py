@@ -27,6 +27,7 @@ from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.schedules import Plan, choose, in_place
 from kernels_triton.fused.shorter import shorter
 from kernels_triton.fused.simplify import arranged
+from kernels_triton.fused.spread import spread
 from kernels_triton.launch import H200, Device
 from shardc.ir.diagnostic import error
 
@@ -40,8 +41,8 @@ def source(kernel: Kernel, device: Device = H200) -> str:
 
 
 def written(kernel: Kernel) -> Kernel:
-    """As it is generated: dims in the order that suits memory, arithmetic in few instructions."""
-    return shorter(arranged(kernel))
+    """As it is generated: dims in the order that suits memory, arithmetic in few instructions, values as they lie."""
+    return spread(shorter(arranged(kernel)))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a kernel computes, in plain torch: on a CPU, and wherever a result is held against it.
 
-Floats are computed in float32, as on a GPU. Where an input comes in another floating dtype than the kernel's text says,
-the whole graph was lifted to that dtype, and it stands for every floating dtype of the text: in float64 nothing is
-rounded at all, which is what makes an exact comparison possible.
+Floats are computed in float32 and integers in int64, as on a GPU. Where an input comes in another floating dtype than
+the kernel's text says, the whole graph was lifted to that dtype, and it stands for every floating dtype of the text: in
+float64 nothing is rounded at all, which is what makes an exact comparison possible.
 """
 
 from __future__ import annotations
@@ -31,17 +31,13 @@ def run(kernel: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
     device = inputs[0].device
     floats = {"f": compute, "i": torch.int64, "b": torch.bool}
     values: list[Tensor] = []
-    classes = kernel.classes
     for given, x in zip(kernel.inputs, inputs, strict=True):
         read = walked(x.detach().contiguous(), given.walk, kernel.space)
         values.append(read.to(compute) if given.dtype.is_floating_point else read)
 
     def operand(of: Operand, into: Class) -> Tensor:
         if isinstance(of, Ref):
-            value = values[of.index]
-            keep = into == classes[of.index] and into != "f"
-            # Random numbers are float32 whatever stands for the rest.
-            return value if keep or value.dtype == floats[into] else value.to(floats[into])
+            return values[of.index].to(floats[into])
         return torch.tensor(of, dtype=floats[into], device=device)
 
     for step in kernel.steps:

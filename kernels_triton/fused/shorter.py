@@ -196,9 +196,12 @@ def _with_one(kernel: Kernel, value: int, op: str) -> int | None:
 
 def _normal_of(kernel: Kernel, erf: int, users: dict[int, list[int]]) -> int | None:
     """x of erf(x / sqrt 2), where it is used for nothing but `1 + erf` and 16 bits are enough."""
-    tensors = [g.dtype for at, g in enumerate(kernel.inputs) if kernel.kind(at) == "full"]
-    tensors += [m.dtype for m in kernel.outputs for s in m.stores if kernel.kind(s.value.index) == "full"]
-    if any(dtype.is_floating_point and dtype.itemsize > 2 for dtype in tensors):
+    along = kernel.varies[erf]
+    walks = [(given.dtype, given.walk) for given in kernel.inputs]
+    walks += [(made.dtype, store.walk) for made in kernel.outputs for store in made.stores]
+    every = [dtype for dtype, walk in walks if tuple(s != 0 for s in walk.strides) == along]
+    floats = [dtype for dtype in every if dtype.is_floating_point]
+    if not floats or any(dtype.itemsize > 2 for dtype in floats):
         return None
     if not all(_with_one(kernel, user, "add") is not None for user in users[erf]):
         return None

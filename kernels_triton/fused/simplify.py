@@ -82,6 +82,8 @@ def _over(
             steps[i] = replace(step, attributes=(dim(step.attributes[0]),))
         elif step.op == "uniform":
             steps[i] = replace(step, attributes=(step.attributes[0], *strides(step.attributes[1:])))
+        elif step.op == "spread":
+            steps[i] = replace(step, attributes=strides(step.attributes))
     return Kernel(
         kernel.name,
         tuple(space),
@@ -96,6 +98,7 @@ def _over(
 def _strides(kernel: Kernel) -> list[tuple[int, ...]]:
     walks = [given.walk.strides for given in kernel.inputs]
     walks += [store.walk.strides for made in kernel.outputs for store in made.stores]
+    walks += [step.attributes for step in kernel.steps if step.op == "spread"]
     return walks + [step.attributes[1:] for step in kernel.steps if step.op == "uniform"]
 
 

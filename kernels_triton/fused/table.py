@@ -99,11 +99,13 @@ OPS: dict[str, Op] = {
     "where": Op("baa", "a", "tl.where({0}, {1}, {2})", torch.where),
     # The value rounded to the step's dtype (and widened again, to be computed with).
     "cast": _special("a", ""),
+    # The value as it is, which counts as varying where the strides `attributes`, one a dim of the space, are not 0.
+    "spread": Op("a", "a", "{0}", lambda x: x),
     # The index along dim `attributes[0]` of the space.
     "iota": _special("", "i"),
     # `shardc::random_uniform`'s number of global element `offset + sum(strides * indices)`: operands seed (a value)
     # and offset, attributes the op's id and a stride for each dim of the space.
-    "uniform": Op("ii", "f", "", _never, function="philox_uniform"),
+    "uniform": Op("ii", "f", "", _never, function="philox_word"),
     "rsum": Op("n", "n", "tl.sum({0}, 1, keep_dims=True)", torch.sum, "row"),
     "rmax": Op("f", "f", "row_max({0})", torch.amax, "row", float("-inf"), "row_max"),
     "rmin": Op("f", "f", "-row_max(-{0})", torch.amin, "row", float("inf"), "row_max"),

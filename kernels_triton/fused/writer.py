@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kernels_triton.fused import addresses
-from kernels_triton.fused.expressions import TYPES, Variable, converted, expression, operand, word
+from kernels_triton.fused.expressions import TYPES, WORD, Variable, converted, expression, operand, word
 from kernels_triton.fused.kernel import Kernel, Ref, Step, Store, Walk, reads
 from kernels_triton.fused.schedules import Plan, needed
 from kernels_triton.fused.table import NAN, OPS
+from shardc.ir.ops.random import least_word
 
 Scope = dict[tuple[int, int], Variable]
 
@@ -34,6 +35,7 @@ class Writer:
     used: dict[str, None] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)  # of kernels_triton.kernels.functions, beside what ops call
     finishing: bool = False
+    starts: dict[int, str] = field(default_factory=dict)  # of each chunk, its first column
 
     # ------------------------------------------------------------------------------------------------- the frame
     def function(self, name: str, about: str) -> list[str]:
@@ -103,6 +105,7 @@ class Writer:
         for chunk in range(self.chunks):
             name, mask = self.column_names(chunk)
             first = base or (str(chunk * block) if chunk else "")
+            self.starts[chunk] = first or "0"
             span = f"tl.arange(0, {block})[None, :]"
             self.put(f"{name} = {first} + {span}" if first else f"{name} = {span}")
             if self.columns_masked(chunk):
@@ -189,13 +192,46 @@ class Writer:
             assert term is not None
             return term.name, "i64" if kernel.rows > addresses.LIMIT else "i32"
         if step.op == "uniform":
-            seed, first = (operand(kernel, o, "i", lambda v: self.find(v, 0)) for o in step.operands)
-            if not isinstance(step.operands[1], Ref):
-                first = f"tl.full((), {first}, tl.int64)"
-            at = addresses.offset(kernel.space, Walk(0, step.attributes[1:]), column, wide=True)
-            index = f"{first} + {at or 'tl.zeros((1, 1), tl.int64)'}"
-            return f"philox_uniform({seed}, {step.attributes[0]}, {index})", "f32"
+            return self.random_word(step, chunk), WORD
+        if (least := self.least_kept(step, chunk)) is not None:
+            return least, "i1"
         return expression(kernel, step, lambda v: self.find(v, chunk))
+
+    def random_word(self, step: Step, chunk: int) -> str:
+        """Neighbours share what is computed of their counter only if no thread has to hand it to another: then a tile
+        that is walked as the words are, loaded before, says which thread holds what."""
+        kernel, strides = self.kernel, step.attributes[1:]
+        seed, offset = (operand(kernel, o, "i", lambda v: self.find(v, 0)) for o in step.operands)
+        if not isinstance(step.operands[1], Ref):
+            offset = f"tl.full((), {offset}, tl.int64)"
+        row = addresses.offset(kernel.space, Walk(0, (*strides[:-1], 0)), "", wide=True)
+        across = strides[-1] if kernel.cols > 1 else 0
+        start, block = (self.starts[chunk], self.plan.schedule.block) if across else ("0", 1)
+        like = self.loaded_like(strides, chunk) if across == 1 else None
+        aligned = all(s % 4 == 0 or n == 1 for s, n in zip(strides[:-1], kernel.space[:-1], strict=True))
+        walk = f"{row or 'tl.zeros((1, 1), tl.int64)'}, {start}, {like}, {block}, {across}, {aligned}"
+        return f"philox_word({seed}, {step.attributes[0]}, {offset}, {walk})"
+
+    def loaded_like(self, strides: Sequence[int], chunk: int) -> str | None:
+        """A loaded tile of as many elements as these strides make, contiguous along columns."""
+        kernel = self.kernel
+        rows = any(s and n > 1 for s, n in zip(strides[:-1], kernel.space[:-1], strict=True))
+        for value in range(len(kernel.inputs)):
+            alike = kernel.kind(value) == ("full" if rows else "col") and kernel.inputs[value].walk.strides[-1] == 1
+            if alike and value in needed(kernel) and not self.finishing:
+                self.load([value], chunk)
+                return self.find(value, chunk).name
+        return None
+
+    def least_kept(self, step: Step, chunk: int) -> str | None:
+        """A random number compared with a literal, as integers."""
+        if step.op not in ("ge", "lt") or not isinstance(step.operands[0], Ref) or isinstance(step.operands[1], Ref):
+            return None
+        number = self.find(step.operands[0].index, chunk)
+        if number.type != WORD:
+            return None
+        self.called.add("at_least")
+        return f"{'~' if step.op == 'lt' else ''}at_least({number.name}, {least_word(float(step.operands[1]))})"
 
     def type_of(self, value: int) -> str:
         return word(self.kernel, self.kernel.classes[value])
@@ -250,6 +286,7 @@ class Writer:
         kernel, plan = self.kernel, self.plan
         value, made = store.value.index, kernel.outputs[output]
         varies = kernel.varies[value]
+        assert varies == tuple(s != 0 for s in store.walk.strides), "a value is stored where it does not vary"
         once: list[str] = []
         # A value of columns is stored by the first tile of rows alone, one of rows by the first block of columns.
         if not any(varies[:-1]) and not self.finishing and kernel.rows > plan.schedule.rows:
@@ -262,8 +299,6 @@ class Writer:
         at = self.address(f"Y{output}", store.walk, chunk)
         if not any(varies):
             at += " + tl.zeros((1, 1), tl.int32)"
-        elif not any(varies[:-1]) and any(store.walk.strides[:-1]):
-            raise AssertionError("a value is stored where it does not vary")
         found = self.find(value, chunk)
         right = found.name if found.type == TYPES[made.dtype] else converted(found, TYPES[made.dtype])
         mask = self.mask(varies, chunk, *once)

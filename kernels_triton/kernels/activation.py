@@ -28,7 +28,7 @@ def _act(x, ACT: tl.constexpr, EXACT: tl.constexpr):
     elif ACT == "gelu":
         y = x * _below(x, EXACT)
     else:
-        positive = tl.maximum(x, 0.0)
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         y = positive * positive
     return y
 
@@ -51,7 +51,7 @@ def _act_and_grad(x, ACT: tl.constexpr, EXACT: tl.constexpr):
         y = x * s
         d = s + x * (0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E)))
     else:
-        positive = tl.maximum(x, 0.0)
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         y = positive * positive
         d = 2.0 * positive
     return y, d
@@ -95,6 +95,8 @@ def activation_backward(
         dy = tl.load(DY + r * dy_stride + c, mask=m, other=0.0).to(tl.float32)
         _, d = _act_and_grad(x, ACT, X.dtype.element_ty == tl.float32)
         dx = dy * d
+        if ACT == "relu2":  # no gradient passes, not an infinite one either
+            dx = tl.where(x <= 0.0, 0.0, dx)
         tl.store(DX + r * COLS + c, dx.to(DX.dtype.element_ty), mask=m)
         if DB is not None:
             total += dx

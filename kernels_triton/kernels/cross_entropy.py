@@ -21,17 +21,21 @@ def _columns(BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _keep(row, START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr):
-    """A block of a row as it stays in registers."""
+def _keep(
+    row, START: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A block of a row as it stays in registers. It leaves the L2 cache to the rest of the row, if that is long."""
+    policy: tl.constexpr = "evict_first" if COLS > 2 * CHUNKS * BLOCK else ""
     kind: tl.constexpr = row.dtype.element_ty
     if PAIRS:
         w = START // 2 + _columns(BLOCK // 2, GROUP // 2)
         void: tl.constexpr = -8323200 if kind == tl.bfloat16 else -67044352  # twice minus infinity
         words = row.to(tl.pointer_type(tl.int32), bitcast=True)
-        block = tl.load(words + w, mask=w < COLS // 2, other=void, eviction_policy="evict_first")
+        block = tl.load(words + w, mask=w < COLS // 2, other=void, eviction_policy=policy)
     else:
         c = START + _columns(BLOCK, GROUP)
-        block = tl.load(row + c, mask=c < COLS, other=float("-inf"), eviction_policy="evict_first")
+        block = tl.load(row + c, mask=c < COLS, other=float("-inf"), eviction_policy=policy)
     return block
 
 
@@ -51,6 +55,14 @@ def _kept(block, kind: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, P
 
 
 @triton.jit
+def _biased(x, BIAS, c, COLS: tl.constexpr):
+    """Logits in float32, with what a layer adds to each column."""
+    if BIAS is not None:
+        x = x.to(tl.float32) + tl.load(BIAS + c, mask=c < COLS, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _merge(x, top, total):
     """(maximum, sum of 2^(x log2(e) - maximum)) by group, the maximum in units of log 2."""
     x = x.to(tl.float32)
@@ -60,7 +72,7 @@ def _merge(x, top, total):
 
 @triton.jit
 def _stream(
-    row, top, total,
+    row, BIAS, top, total,
     START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merges the columns from START on, STAGES blocks on their way at once. They are to stay in the cache, which is why
@@ -68,7 +80,7 @@ def _stream(
     for start in tl.range(START, COLS, BLOCK, num_stages=STAGES):
         c = start + _columns(BLOCK, GROUP)
         x = tl.load(row + c, mask=c < COLS, other=float("-inf"))
-        top, total = _merge(x, top, total)
+        top, total = _merge(_biased(x, BIAS, c, COLS), top, total)
     return top, total
 
 
@@ -94,14 +106,14 @@ def _slope(x, lse2, factor):
 
 @triton.jit
 def _slopes(
-    source, target, lse2, factor,
+    source, BIAS, target, lse2, factor,
     START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the columns from START on, which are read for the last time."""
     for start in tl.range(START, COLS, BLOCK, num_stages=STAGES):
         c = start + _columns(BLOCK, GROUP)
         x = tl.load(source + c, mask=c < COLS, other=0.0, eviction_policy="evict_first")
-        g = _slope(x, lse2, factor).to(target.dtype.element_ty)
+        g = _slope(_biased(x, BIAS, c, COLS), lse2, factor).to(target.dtype.element_ty)
         tl.store(target + c, g, mask=c < COLS, eviction_policy="evict_first")
 
 
@@ -127,29 +139,33 @@ def _factor(SCALE, target, ignore, classes, INVERSE: tl.constexpr = False):
 
 
 @triton.jit
-def _logit(row, column, COLS: tl.constexpr):
-    return tl.load(row + column, mask=(column >= 0) & (column < COLS), other=0.0).to(tl.float32)
+def _logit(row, BIAS, column, COLS: tl.constexpr):
+    there = (column >= 0) & (column < COLS)
+    logit = tl.load(row + column, mask=there, other=0.0).to(tl.float32)
+    if BIAS is not None:
+        logit += tl.load(BIAS + column, mask=there, other=0.0).to(tl.float32)
+    return logit
 
 
 @triton.jit
 def cross_entropy_rows(
-    X, TARGET, SCALE, LOSS, LSE, DX, rows, x_stride, dx_stride, ignore,
+    X, BIAS, TARGET, SCALE, LOSS, LSE, DX, rows, x_stride, dx_stride, ignore,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, PARTS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS blocks of a row are kept. DX may be X: a row's target logit is read before the row is overwritten.
 
     PARTS: LOSS gets the target's logit less the row's maximum, 0 without a target, and LSE the sum of exp(x - maximum).
-    INVERSE: SCALE holds one over the scale."""
+    INVERSE: SCALE holds one over the scale. BIAS, of the columns, is added to the logits: DX is that of the sum."""
     kind: tl.constexpr = X.dtype.element_ty
     c = _columns(BLOCK, GROUP)
     start = tl.zeros((), tl.int64) + tl.program_id(0)
     first = X + start * x_stride
     target = tl.load(TARGET + start)
-    logit = _logit(first, target, COLS)
+    logit = _logit(first, BIAS, target, COLS)
     kept = ()
     for i in tl.static_range(CHUNKS):
-        kept = kept + (_keep(first, i * BLOCK, COLS, BLOCK, GROUP, PAIRS),)
+        kept = kept + (_keep(first, i * BLOCK, COLS, CHUNKS, BLOCK, GROUP, PAIRS),)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         r = tl.zeros((), tl.int64) + row
         source = X + r * x_stride
@@ -158,9 +174,10 @@ def cross_entropy_rows(
         top = tl.full((BLOCK // GROUP, 1), -1e38, tl.float32)
         total = tl.zeros((BLOCK // GROUP, 1), tl.float32)
         if COLS > CHUNKS * BLOCK:
-            top, total = _stream(source, top, total, CHUNKS * BLOCK, COLS, BLOCK, GROUP, STAGES)
+            top, total = _stream(source, BIAS, top, total, CHUNKS * BLOCK, COLS, BLOCK, GROUP, STAGES)
         for i in tl.static_range(CHUNKS):
-            top, total = _merge(_kept(kept[i], kind, BLOCK, GROUP, PAIRS), top, total)
+            x = _kept(kept[i], kind, BLOCK, GROUP, PAIRS)
+            top, total = _merge(_biased(x, BIAS, i * BLOCK + c, COLS), top, total)
         top, total = _whole(top, total)
         lse = top * LN2 + tl.log(total)
         there = (target >= 0) & (target < COLS)
@@ -176,12 +193,13 @@ def cross_entropy_rows(
         next_target = tl.load(TARGET + after)
         coming = ()
         for i in tl.static_range(CHUNKS):
-            g = _slope(_kept(kept[i], kind, BLOCK, GROUP, PAIRS), lse * LOG2E, factor).to(DX.dtype.element_ty)
-            coming = coming + (_keep(following, i * BLOCK, COLS, BLOCK, GROUP, PAIRS),)
+            x = _biased(_kept(kept[i], kind, BLOCK, GROUP, PAIRS), BIAS, i * BLOCK + c, COLS)
+            g = _slope(x, lse * LOG2E, factor).to(DX.dtype.element_ty)
+            coming = coming + (_keep(following, i * BLOCK, COLS, CHUNKS, BLOCK, GROUP, PAIRS),)
             tl.store(grad + i * BLOCK + c, g, mask=i * BLOCK + c < COLS, eviction_policy="evict_first")
         if COLS > CHUNKS * BLOCK:
-            _slopes(source, grad, lse * LOG2E, factor, CHUNKS * BLOCK, COLS, BLOCK, GROUP, STAGES)
-        next_logit = _logit(following, next_target, COLS)
+            _slopes(source, BIAS, grad, lse * LOG2E, factor, CHUNKS * BLOCK, COLS, BLOCK, GROUP, STAGES)
+        next_logit = _logit(following, BIAS, next_target, COLS)
         _hit(grad, target, logit, lse * LOG2E, factor, COLS)
         kept = coming
         target = next_target
@@ -196,10 +214,10 @@ def cross_entropy_stats(
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         r = tl.zeros((), tl.int64) + row
         target = tl.load(TARGET + r) - first
-        logit = _logit(X + r * x_stride, target, COLS)
+        logit = _logit(X + r * x_stride, None, target, COLS)
         top = tl.full((BLOCK // GROUP, 1), -1e38, tl.float32)
         total = tl.zeros((BLOCK // GROUP, 1), tl.float32)
-        top, total = _stream(X + r * x_stride, top, total, 0, COLS, BLOCK, GROUP, STAGES)
+        top, total = _stream(X + r * x_stride, None, top, total, 0, COLS, BLOCK, GROUP, STAGES)
         top, total = _whole(top, total)
         tl.store(STATS + r * 3, top * LN2)
         tl.store(STATS + r * 3 + 1, total)
@@ -231,8 +249,8 @@ def cross_entropy_finish(
         tl.store(LSE + r, lse)
         # Where the target lies here, every thread has read its logit before any overwrites it.
         here = target - first
-        own = _logit(X + r * x_stride, here, COLS)
+        own = _logit(X + r * x_stride, None, here, COLS)
         tl.debug_barrier()
         grad = DX + r * dx_stride
-        _slopes(X + r * x_stride, grad, lse * LOG2E, factor, 0, COLS, BLOCK, GROUP, STAGES)
+        _slopes(X + r * x_stride, None, grad, lse * LOG2E, factor, 0, COLS, BLOCK, GROUP, STAGES)
         _hit(grad, here, own, lse * LOG2E, factor, COLS)

@@ -1,34 +1,24 @@
 """`residual + dropout(x + bias)`, its mask a function of (seed, op, global element index) and of no layout.
 
-The numbers are those of `shardc::random_uniform`: Philox4x32-10 with the counter (index low, op, index high, 0), the
-first word, read as Triton's `tl.rand` reads it; an element stays where its number is at least p. That is 34
-instructions an element, more than its memory traffic leaves time for, so nothing else is spent: p comes as the least
-word that stays (no conversion to float), what the rounds compute of constants alone they compute once a tile, and
+The numbers are those of `shardc::random_uniform`: four neighbours have the four words of one Philox4x32-10, and an
+element stays where its number is at least p. A Philox is 40 instructions, half of them multiplications of a quarter of
+the rate of others, so that little time is left beside the memory traffic, and nothing else is spent: p comes as the
+least word that stays (no conversion to float), what the rounds compute of constants alone they compute once a tile, and
 forward keeps the mask, one bit an element, for backward to read. Tiles are [ROWS, BLOCK / 8, 8]: a byte of the mask is
-of one thread.
+of one thread, and so are the words of a counter.
 """
 
 import triton
 import triton.language as tl
 
-from kernels_triton.kernels.philox import philox
-
-
-@triton.jit
-def _zero(x):
-    """What is above the bits of x."""
-    if x.dtype == tl.float32:
-        zero = (x.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
-    else:
-        zero = x.to(tl.uint16, bitcast=True).to(tl.uint32) >> 16
-    return zero
+from kernels_triton.kernels.philox import at_least, shifted_word, strided_word, word_of, zero
 
 
 @triton.jit
 def dropout_forward(
     X, B, RES, Y, KEEP, SEED, OFFSET, op_id, rows, x_stride, res_stride, least, scale,
-    outer_stride, inner_stride, col_stride,
-    INNER: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    outer_stride, inner_stride,
+    COL_STRIDE: tl.constexpr, INNER: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Row r is element (r // INNER, r % INNER) of the two leading dims, whose global strides are given. Without OFFSET
     the first element is number 0; without KEEP the mask is not stored."""
@@ -47,31 +37,35 @@ def dropout_forward(
     if RES is not None:
         residual = tl.load(RES + r * res_stride + c, mask=m, other=0.0).to(tl.float32)
     seed = tl.load(SEED)
-    op_word = (tl.zeros((), tl.int64) + op_id).to(tl.uint32)
-    first = (r // INNER) * outer_stride + (r % INNER) * inner_stride + start * col_stride
-    if OFFSET is not None:
-        first += tl.load(OFFSET)
-    # Plus 0: numbers that do not come of what was loaded would be made by other threads, and exchanged.
-    steps = (c - start).to(tl.uint32) + _zero(loaded)
-    # The tile's indices, if they share their high word: the smallest and the largest.
+    first = (r // INNER) * outer_stride + (r % INNER) * inner_stride + start.to(tl.int64) * COL_STRIDE
+    # The tile's smallest and largest index: most tiles share the high word of their counters.
     low = tl.min(first)
-    high = tl.max(first) + (BLOCK - 1) * col_stride
-    if (low >> 32) == (high >> 32):
-        index = first.to(tl.uint32) + steps * (tl.zeros((), tl.int64) + col_stride).to(tl.uint32)
-        word = philox(index, op_word, (low >> 32).to(tl.uint32), tl.zeros((), tl.uint32), seed)
+    high = tl.max(first) + (BLOCK - 1) * COL_STRIDE
+    aligned = ((tl.zeros((), tl.int64) + (outer_stride | inner_stride)) & 3) == 0
+    if OFFSET is not None:
+        offset = tl.load(OFFSET)
+        first += offset
+        low += offset
+        high += offset
+        aligned = aligned & ((offset & 3) == 0)
+    at = tl.arange(0, 8)[None, None, :] + zero(loaded)
+    group = tl.arange(0, BLOCK // 8)[None, :, None] * 2 + (at >> 2)
+    if COL_STRIDE != 1:
+        word = strided_word(seed, op_id, first + (group * 4 + (at & 3)).to(tl.int64) * COL_STRIDE)
+    elif aligned & ((low >> 34) == (high >> 34)):
+        word = word_of(seed, op_id, (first >> 2).to(tl.uint32) + group, (low >> 34).to(tl.uint32), at)
     else:
-        wide = first + steps.to(tl.int64) * col_stride
-        word = philox(wide.to(tl.uint32), op_word, (wide >> 32).to(tl.uint32), tl.zeros((), tl.uint32), seed)
-    # Signed, folded to 31 bits: -1 - word where negative.
-    word ^= (word.to(tl.int32) >> 31).to(tl.uint32)
-    keep = word >= (tl.zeros((), tl.int64) + least).to(tl.uint32)
-    y = tl.where(keep, x * scale, 0.0)
+        word = shifted_word(seed, op_id, first, group, at)
+    keep = at_least(word, least)
+    y = tl.where(keep, x, 0.0) * scale
     if RES is not None:
         y += residual
     tl.store(Y + r * COLS + c, y.to(Y.dtype.element_ty), mask=m)
     if KEEP is not None:
         # Eight columns a byte, the first in the lowest bit.
-        bits = tl.where(keep & m, 1 << tl.arange(0, 8)[None, None, :], 0)
+        if COLS % 8 != 0:
+            keep = keep & cm
+        bits = tl.where(keep, 1 << tl.arange(0, 8)[None, None, :], 0)
         byte = (pid % blocks) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
         width: tl.constexpr = (COLS + 7) // 8
         rb = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None]

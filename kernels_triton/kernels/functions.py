@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from kernels_triton.kernels.arithmetic import LOG2E, logistic, normal, quotient  # noqa: F401
-from kernels_triton.kernels.philox import philox_uniform  # noqa: F401
+from kernels_triton.kernels.philox import at_least, philox_word  # noqa: F401
 
 
 @triton.jit

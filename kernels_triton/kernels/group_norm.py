@@ -1,11 +1,40 @@
-"""GroupNorm: one group of one sample a program, in tiles of CHANNELS channels x BLOCK positions.
+"""GroupNorm: one group of one sample a program, in tiles of CHANNELS channels x BLOCK positions. A warp has a channel
+of a tile to itself, so that sums over positions are exchanged between its threads alone.
 
-A group is contiguous, and is read twice, the second time from cache. Backward's first pass leaves each channel's sums
-(of dy * xhat and dy) for one sample, which `column_sums` adds over the samples.
+A group is contiguous. One that fits stays in registers, as it was loaded; a longer one is read twice, and meant to stay
+in the L2 cache between. Backward's first pass leaves each channel's sums (of dy * xhat and dy) for one sample, which
+`column_sums` adds over the samples.
 """
 
 import triton
 import triton.language as tl
+
+from kernels_triton.kernels.norm import _neighbours, _pool
+
+
+@triton.jit
+def _moments(X, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """(mean, variance) of SIZE numbers: of a thread's own first, then pooled in one exchange between threads."""
+    c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    whole: tl.constexpr = SIZE // BLOCK * BLOCK
+    mean = tl.zeros((1, BLOCK // GROUP), tl.float32)
+    squares = tl.zeros((1, BLOCK // GROUP), tl.float32)
+    for start in tl.range(0, whole, BLOCK, num_stages=3):
+        x = tl.load(X + start + c, eviction_policy="evict_last").to(tl.float32)
+        here = tl.sum(x, 2) / GROUP
+        d = x - here[:, :, None]
+        apart = here - mean
+        before = tl.zeros((), tl.float32) + start
+        share = BLOCK / (before + BLOCK)
+        mean += apart * share
+        squares += tl.sum(d * d, 2) + apart * apart * (before / BLOCK * GROUP * share)
+    pooled = (tl.full((1, BLOCK // GROUP), whole // BLOCK * GROUP, tl.float32), mean, squares)
+    if whole < SIZE:
+        x = tl.load(X + whole + c, mask=whole + c < SIZE, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        rest = _neighbours(x, whole, SIZE, BLOCK, GROUP)
+        pooled = _pool(pooled[0], pooled[1], pooled[2], rest[0], rest[1], rest[2])
+    _, mean, squares = tl.reduce(pooled, 1, _pool)
+    return tl.sum(mean, 0), tl.sum(squares, 0) / SIZE  # one number each: sums are they
 
 
 @triton.jit
@@ -13,27 +42,13 @@ def group_norm_forward(
     X, W, B, Y, MEAN, RSTD, eps, groups, OF_GROUP: tl.constexpr, SPACE: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    group: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth  # of neighbours: 16 bytes
     pid = tl.program_id(0)
     base = pid.to(tl.int64) * (OF_GROUP * SPACE)
     k = tl.arange(0, CHANNELS)[:, None]
     s = tl.arange(0, BLOCK)[None, :]
-    mean = 0.0
-    squares = 0.0
-    before = 0.0
-    for channel in tl.range(0, OF_GROUP, CHANNELS):
-        for start in tl.range(0, SPACE, BLOCK):
-            m = (channel + k < OF_GROUP) & (start + s < SPACE)
-            x = tl.load(X + base + (channel + k) * SPACE + start + s, mask=m, other=0.0).to(tl.float32)
-            high = tl.minimum(OF_GROUP - channel, CHANNELS)
-            count = (high * tl.minimum(SPACE - start, BLOCK)).to(tl.float32)
-            here = tl.sum(tl.sum(x, 1), 0) / count
-            d = tl.where(m, x - here, 0.0)
-            delta = here - mean
-            share = count / (before + count)
-            squares += tl.sum(tl.sum(d * d, 1), 0) + delta * delta * before * share
-            mean += delta * share
-            before += count
-    rstd = tl.rsqrt(squares / before + eps)
+    mean, variance = _moments(X + base, OF_GROUP * SPACE, CHANNELS * BLOCK, group)
+    rstd = tl.rsqrt(variance + eps)
     tl.store(MEAN + pid, mean)
     tl.store(RSTD + pid, rstd)
     first = (pid % groups) * OF_GROUP
@@ -47,9 +62,56 @@ def group_norm_forward(
             b = tl.load(B + first + channel + k, mask=km, other=0.0).to(tl.float32)
         for start in tl.range(0, SPACE, BLOCK):
             m = km & (start + s < SPACE)
-            x = tl.load(X + base + (channel + k) * SPACE + start + s, mask=m, other=0.0).to(tl.float32)
+            at = base + (channel + k) * SPACE + start + s
+            x = tl.load(X + at, mask=m, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = (x - mean) * rstd * w + b
-            tl.store(Y + base + (channel + k) * SPACE + start + s, y.to(Y.dtype.element_ty), mask=m)
+            tl.store(Y + at, y.to(Y.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def group_norm_forward_held(
+    X, W, B, Y, MEAN, RSTD, eps, groups, OF_GROUP: tl.constexpr, SPACE: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The group stays in registers, as it was loaded."""
+    pid = tl.program_id(0)
+    base = pid.to(tl.int64) * (OF_GROUP * SPACE)
+    k = tl.arange(0, CHANNELS)[:, None]
+    s = tl.arange(0, BLOCK)[None, :]
+    across: tl.constexpr = (SPACE + BLOCK - 1) // BLOCK
+    down: tl.constexpr = (OF_GROUP + CHANNELS - 1) // CHANNELS
+    xs = ()
+    total = tl.zeros((CHANNELS, BLOCK), tl.float32)
+    for i in tl.static_range(down * across):
+        channel = i // across * CHANNELS + k
+        at = i % across * BLOCK + s
+        m = (channel < OF_GROUP) & (at < SPACE)
+        x = tl.load(X + base + channel * SPACE + at, mask=m, other=0.0)
+        total += x.to(tl.float32)
+        xs = xs + (x,)
+    mean = tl.sum(tl.sum(total, 1), 0) / (OF_GROUP * SPACE)
+    squares = tl.zeros((CHANNELS, BLOCK), tl.float32)
+    for i in tl.static_range(down * across):
+        m = (i // across * CHANNELS + k < OF_GROUP) & (i % across * BLOCK + s < SPACE)
+        d = tl.where(m, xs[i].to(tl.float32) - mean, 0.0)
+        squares += d * d
+    rstd = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (OF_GROUP * SPACE) + eps)
+    tl.store(MEAN + pid, mean)
+    tl.store(RSTD + pid, rstd)
+    first = (pid % groups) * OF_GROUP
+    for j in tl.static_range(down):
+        channel = j * CHANNELS + k
+        km = channel < OF_GROUP
+        w = tl.full((CHANNELS, 1), 1.0, tl.float32)
+        b = tl.zeros((CHANNELS, 1), tl.float32)
+        if W is not None:
+            w = tl.load(W + first + channel, mask=km, other=0.0).to(tl.float32)
+        if B is not None:
+            b = tl.load(B + first + channel, mask=km, other=0.0).to(tl.float32)
+        for i in tl.static_range(across):
+            at = i * BLOCK + s
+            y = (xs[j * across + i].to(tl.float32) - mean) * rstd * w + b
+            tl.store(Y + base + channel * SPACE + at, y.to(Y.dtype.element_ty), mask=km & (at < SPACE))
 
 
 @triton.jit
@@ -69,17 +131,20 @@ def group_norm_backward(
     mean_gx = 0.0
     for channel in tl.range(0, OF_GROUP, CHANNELS):
         km = channel + k < OF_GROUP
-        dw = tl.zeros((CHANNELS, 1), tl.float32)
-        db = tl.zeros((CHANNELS, 1), tl.float32)
+        sum_w = tl.zeros((CHANNELS, BLOCK), tl.float32)
+        sum_b = tl.zeros((CHANNELS, BLOCK), tl.float32)
         for start in tl.range(0, SPACE, BLOCK):
             m = km & (start + s < SPACE)
-            x = tl.load(X + base + (channel + k) * SPACE + start + s, mask=m, other=0.0).to(tl.float32)
-            dy = tl.load(DY + base + (channel + k) * SPACE + start + s, mask=m, other=0.0).to(tl.float32)
-            dw += tl.sum(dy * ((x - mean) * rstd), 1, keep_dims=True)
-            db += tl.sum(dy, 1, keep_dims=True)
-        at = (pid // groups).to(tl.int64) * groups * OF_GROUP + first + channel + k
-        tl.store(DW + at, dw, mask=km)
-        tl.store(DB + at, db, mask=km)
+            at = base + (channel + k) * SPACE + start + s
+            x = tl.load(X + at, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            dy = tl.load(DY + at, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            sum_w += dy * ((x - mean) * rstd)  # dy is 0 past the end, whatever xhat is there
+            sum_b += dy
+        dw = tl.sum(sum_w, 1, keep_dims=True)
+        db = tl.sum(sum_b, 1, keep_dims=True)
+        to = (pid // groups).to(tl.int64) * groups * OF_GROUP + first + channel + k
+        tl.store(DW + to, dw, mask=km)
+        tl.store(DB + to, db, mask=km)
         w = tl.full((CHANNELS, 1), 1.0, tl.float32)
         if W is not None:
             w = tl.load(W + first + channel + k, mask=km, other=0.0).to(tl.float32)
@@ -94,8 +159,69 @@ def group_norm_backward(
             w = tl.load(W + first + channel + k, mask=km, other=0.0).to(tl.float32)
         for start in tl.range(0, SPACE, BLOCK):
             m = km & (start + s < SPACE)
-            x = tl.load(X + base + (channel + k) * SPACE + start + s, mask=m, other=0.0).to(tl.float32)
-            dy = tl.load(DY + base + (channel + k) * SPACE + start + s, mask=m, other=0.0).to(tl.float32)
+            at = base + (channel + k) * SPACE + start + s
+            x = tl.load(X + at, mask=m, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            dy = tl.load(DY + at, mask=m, other=0.0, eviction_policy="evict_first").to(tl.float32)
             xhat = (x - mean) * rstd
             dx = (dy * w - mean_g - xhat * mean_gx) * rstd
-            tl.store(DX + base + (channel + k) * SPACE + start + s, dx.to(DX.dtype.element_ty), mask=m)
+            tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def group_norm_backward_held(
+    DY, X, W, MEAN, RSTD, DX, DW, DB, groups, OF_GROUP: tl.constexpr, SPACE: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `group_norm_backward`, its group in registers."""
+    pid = tl.program_id(0)
+    base = pid.to(tl.int64) * (OF_GROUP * SPACE)
+    first = (pid % groups) * OF_GROUP
+    k = tl.arange(0, CHANNELS)[:, None]
+    s = tl.arange(0, BLOCK)[None, :]
+    across: tl.constexpr = (SPACE + BLOCK - 1) // BLOCK
+    down: tl.constexpr = (OF_GROUP + CHANNELS - 1) // CHANNELS
+    mean = tl.load(MEAN + pid)
+    rstd = tl.load(RSTD + pid)
+    xs = ()
+    gs = ()
+    for i in tl.static_range(down * across):
+        channel = i // across * CHANNELS + k
+        at = i % across * BLOCK + s
+        m = (channel < OF_GROUP) & (at < SPACE)
+        xs = xs + (tl.load(X + base + channel * SPACE + at, mask=m, other=0.0),)
+        gs = gs + (tl.load(DY + base + channel * SPACE + at, mask=m, other=0.0),)
+    ws = ()
+    mean_g = tl.zeros((CHANNELS, 1), tl.float32)
+    mean_gx = tl.zeros((CHANNELS, 1), tl.float32)
+    for j in tl.static_range(down):
+        km = j * CHANNELS + k < OF_GROUP
+        sum_w = tl.zeros((CHANNELS, BLOCK), tl.float32)
+        sum_b = tl.zeros((CHANNELS, BLOCK), tl.float32)
+        for i in tl.static_range(across):
+            dy = gs[j * across + i].to(tl.float32)  # 0 past the end, whatever xhat is there
+            sum_w += dy * ((xs[j * across + i].to(tl.float32) - mean) * rstd)
+            sum_b += dy
+        dw = tl.sum(sum_w, 1, keep_dims=True)
+        db = tl.sum(sum_b, 1, keep_dims=True)
+        at = (pid // groups).to(tl.int64) * groups * OF_GROUP + first + j * CHANNELS + k
+        tl.store(DW + at, dw, mask=km)
+        tl.store(DB + at, db, mask=km)
+        if W is not None:
+            w = tl.load(W + first + j * CHANNELS + k, mask=km, other=0.0).to(tl.float32)
+            ws = ws + (w,)
+            mean_g += w * db
+            mean_gx += w * dw
+        else:
+            mean_g += db
+            mean_gx += dw
+    mean_of_g = tl.sum(tl.sum(mean_g, 1), 0) / (OF_GROUP * SPACE)
+    mean_of_gx = tl.sum(tl.sum(mean_gx, 1), 0) / (OF_GROUP * SPACE)
+    for i in tl.static_range(down * across):
+        channel = i // across * CHANNELS + k
+        at = i % across * BLOCK + s
+        xhat = (xs[i].to(tl.float32) - mean) * rstd
+        g = gs[i].to(tl.float32)
+        if W is not None:
+            g *= ws[i // across]
+        dx = (g - mean_of_g - xhat * mean_of_gx) * rstd
+        tl.store(DX + base + channel * SPACE + at, dx.to(DX.dtype.element_ty), mask=(channel < OF_GROUP) & (at < SPACE))

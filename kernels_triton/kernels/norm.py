@@ -60,12 +60,61 @@ def _moments(xs, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
+def _norm_tile(
+    t, ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
+    COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
+    """The t-th ROWS rows; `ws` and `bs` are weight and bias where they are held."""
+    c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    r = t * ROWS + tl.arange(0, ROWS)[:, None, None]
+    rm = r < rows
+    r = r.to(tl.int64)
+    xs = ()
+    for i in tl.static_range(CHUNKS):
+        m = rm & (i * BLOCK + c < COLS)
+        x = tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
+        if BEFORE is not None:
+            x += tl.load(BEFORE + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
+        if RES is not None:
+            x += tl.load(RES + r * res_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
+        if SUM is not None:
+            h = x.to(SUM.dtype.element_ty)
+            tl.store(SUM + r * COLS + i * BLOCK + c, h, mask=m)
+            x = h.to(tl.float32)
+        xs = xs + (x,)
+    if MEAN is not None:
+        mean, variance = _moments(xs, COLS, CHUNKS, BLOCK, GROUP)
+        mean = mean[:, None, None]
+        tl.store(MEAN + r, mean, mask=rm)
+    else:
+        squares = tl.sum(xs[0] * xs[0], 2)
+        for i in tl.static_range(1, CHUNKS):
+            squares += tl.sum(xs[i] * xs[i], 2)
+        variance = tl.sum(squares, 1) / COLS
+    rstd = tl.rsqrt(variance + eps)[:, None, None]
+    tl.store(RSTD + r, (variance * COLS)[:, None, None] if SQUARES else rstd, mask=rm)
+    for i in tl.static_range(CHUNKS):
+        cm = i * BLOCK + c < COLS
+        y = xs[i]
+        if MEAN is not None:
+            y -= mean
+        y *= rstd
+        if W is not None:
+            y *= (ws[i] if HOLD else tl.load(W + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
+        if B is not None:
+            y += (bs[i] if HOLD else tl.load(B + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
+        tl.store(Y + r * COLS + i * BLOCK + c, y.to(Y.dtype.element_ty), mask=rm & cm)
+
+
+@triton.jit
 def norm_forward(
     X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr,
+    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """HOLD: weight and bias stay in registers from row to row; else they are read, from the L1 cache, for each."""
+    """HOLD: weight and bias stay in registers from row to row; else they are read, from the L1 cache, for each.
+    ONCE: a program has one tile. A loop of one turn costs up to 5 % of a short row's time."""
     c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     ws = ()
     bs = ()
@@ -74,45 +123,17 @@ def norm_forward(
             ws = ws + (tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0),)
         if B is not None and HOLD:
             bs = bs + (tl.load(B + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0),)
-    for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        r = t * ROWS + tl.arange(0, ROWS)[:, None, None]
-        rm = r < rows
-        r = r.to(tl.int64)
-        xs = ()
-        for i in tl.static_range(CHUNKS):
-            m = rm & (i * BLOCK + c < COLS)
-            x = tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
-            if BEFORE is not None:
-                x += tl.load(BEFORE + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
-            if RES is not None:
-                x += tl.load(RES + r * res_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
-            if SUM is not None:
-                h = x.to(SUM.dtype.element_ty)
-                tl.store(SUM + r * COLS + i * BLOCK + c, h, mask=m)
-                x = h.to(tl.float32)
-            xs = xs + (x,)
-        if MEAN is not None:
-            mean, variance = _moments(xs, COLS, CHUNKS, BLOCK, GROUP)
-            mean = mean[:, None, None]
-            tl.store(MEAN + r, mean, mask=rm)
-        else:
-            squares = tl.sum(xs[0] * xs[0], 2)
-            for i in tl.static_range(1, CHUNKS):
-                squares += tl.sum(xs[i] * xs[i], 2)
-            variance = tl.sum(squares, 1) / COLS
-        rstd = tl.rsqrt(variance + eps)[:, None, None]
-        tl.store(RSTD + r, (variance * COLS)[:, None, None] if SQUARES else rstd, mask=rm)
-        for i in tl.static_range(CHUNKS):
-            cm = i * BLOCK + c < COLS
-            y = xs[i]
-            if MEAN is not None:
-                y -= mean
-            y *= rstd
-            if W is not None:
-                y *= (ws[i] if HOLD else tl.load(W + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
-            if B is not None:
-                y += (bs[i] if HOLD else tl.load(B + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
-            tl.store(Y + r * COLS + i * BLOCK + c, y.to(Y.dtype.element_ty), mask=rm & cm)
+    if ONCE:
+        _norm_tile(
+            tl.program_id(0), ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
+            COLS, CHUNKS, BLOCK, ROWS, GROUP, HOLD, SQUARES,
+        )  # fmt: skip
+    else:
+        for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+            _norm_tile(
+                t, ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
+                COLS, CHUNKS, BLOCK, ROWS, GROUP, HOLD, SQUARES,
+            )  # fmt: skip
 
 
 @triton.jit

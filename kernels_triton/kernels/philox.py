@@ -1,4 +1,10 @@
-"""Random numbers by counter: the words of Philox4x32-10, and what `shardc::random_uniform` makes of them."""
+"""Random numbers by counter: the words of Philox4x32-10, and what `shardc::random_uniform` makes of them.
+
+Element i's word is number i & 3 of the four of the counter i >> 2, and is written so: each element computes all four
+and chooses one. In tiles whose last dim is within a counter, or a few (`group`), the compiler sees that the elements of
+a thread compute the same, and which of the words each of them chooses: one Philox remains of four, and no choice, and
+no word goes from thread to thread.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def philox(c0, c1, c2, c3, seed):
-    """The first word. Words are uint32, scalars where they are the same for all: what a round makes of scalars is one.
+    """All four words. Words are uint32, scalars where they are the same for all: what a round makes of scalars is one.
 
     Written out rather than `tl.philox`, whose high and low halves of a product are two multiplications; of a 64-bit
     product the compiler makes one (IMAD.WIDE), of a quarter of the rate of others. (High words from the float64 units,
@@ -23,15 +29,111 @@ def philox(c0, c1, c2, c3, seed):
         c3 = p0.to(tl.uint32)
         k0 = (k0 + 0x9E3779B9).to(tl.uint32)
         k1 = (k1 + 0xBB67AE85).to(tl.uint32)
-    return c0
+    return c0, c1, c2, c3
 
 
 @triton.jit
-def philox_uniform(seed, op_id, index):
-    """`shardc::random_uniform`'s numbers, float32 in [0, 1), for int64 element indices; bit for bit.
-
-    The counter is (index low, op, index high, 0), and the word is read as `tl.rand` reads it.
-    """
+def _words(seed, op_id, low, high):
     op_word = (tl.zeros((), tl.int64) + op_id).to(tl.uint32)
-    none = tl.zeros((), tl.uint32)
-    return tl.uint_to_uniform_float(philox(index.to(tl.uint32), op_word, (index >> 32).to(tl.uint32), none, seed))
+    return philox(low, op_word, high, tl.zeros((), tl.uint32), seed)
+
+
+@triton.jit
+def _one_of(w0, w1, w2, w3, at):
+    odd = (at & 1) != 0
+    return tl.where((at & 2) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+
+
+@triton.jit
+def word_of(seed, op_id, low, high, at):
+    """Word `at & 3` of the counter (low, high), the halves of an index divided by 4."""
+    w0, w1, w2, w3 = _words(seed, op_id, low, high)
+    return _one_of(w0, w1, w2, w3, at)
+
+
+@triton.jit
+def aligned_word(seed, op_id, first, group, at):
+    """The word of element first + 4 * group + (at & 3), `first` a multiple of 4."""
+    counter = (first >> 2) + group
+    return word_of(seed, op_id, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), at)
+
+
+@triton.jit
+def strided_word(seed, op_id, index):
+    """The word of an element, wherever its neighbours are."""
+    return word_of(seed, op_id, (index >> 2).to(tl.uint32), (index >> 34).to(tl.uint32), index)
+
+
+@triton.jit
+def shifted_word(seed, op_id, first, group, at):
+    """As `aligned_word`, for any `first`: the four of a group are of two counters.
+
+    One counter after the other, in a loop, so that it needs few more registers than if they were of one.
+    """
+    counter = (first >> 2) + group
+    later = ((first & 3) + (at & 3)) >= 4
+    word = tl.zeros((counter + at).shape, tl.uint32)
+    for turn in tl.range(0, 2, loop_unroll_factor=1):
+        now = counter + turn
+        w0, w1, w2, w3 = _words(seed, op_id, now.to(tl.uint32), (now >> 32).to(tl.uint32))
+        # `at` says which an element's is if `first` is a multiple of 4, and `first` how many further.
+        v0 = _one_of(w0, w1, w2, w3, at)
+        v1 = _one_of(w1, w2, w3, w0, at)
+        v2 = _one_of(w2, w3, w0, w1, at)
+        v3 = _one_of(w3, w0, w1, w2, at)
+        word = tl.where(later == (turn == 1), _one_of(v0, v1, v2, v3, first), word)
+    return word
+
+
+@triton.jit
+def at_least(word, least):
+    """Whether a word, read as signed and folded to 31 bits (-1 - word where negative), is at least `least`."""
+    least = (tl.zeros((), tl.int64) + least).to(tl.uint32)
+    # Those that are not are the 2 * least around 0; 2^31 is more than any.
+    return ((word + least).to(tl.uint32) >= (least + least).to(tl.uint32)) & (least < 0x80000000)
+
+
+@triton.jit
+def zero(x):
+    """What is above the bits of x. A tile of numbers that do not come of what was loaded may be made by other threads
+    than hold what was loaded, and be exchanged; with this added, it is made by the same."""
+    if x.dtype.primitive_bitwidth == 1:
+        x = x.to(tl.int8)
+    if x.dtype.primitive_bitwidth == 8:
+        above = x.to(tl.uint8, bitcast=True).to(tl.uint32) >> 8
+    elif x.dtype.primitive_bitwidth == 16:
+        above = x.to(tl.uint16, bitcast=True).to(tl.uint32) >> 16
+    elif x.dtype.primitive_bitwidth == 32:
+        above = (x.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
+    else:
+        low = x.to(tl.uint64, bitcast=True).to(tl.uint32)
+        above = (low.to(tl.uint64) >> 32).to(tl.uint32)
+    return above
+
+
+@triton.jit
+def philox_word(seed, op_id, offset, row, start, like, BLOCK: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr):
+    """The words of elements offset + row + STEP * (start + 0..BLOCK-1), in int64.
+
+    `row`: a tile of one column. `start`: a multiple of BLOCK. `like`: a tile that was loaded, or None. `ALIGNED`: rows
+    are multiples of 4, so that the offset decides whether four neighbours share a counter.
+    """
+    first = offset + row
+    if STEP == 1 and BLOCK % 4 == 0:
+        at = tl.arange(0, 4)[None, None, :]
+        if like is not None:
+            at += zero(tl.reshape(like, (like.shape[0], BLOCK // 4, 4))).to(tl.int32)
+        group = (start >> 2) + tl.arange(0, BLOCK // 4)[None, :, None] + (at >> 2)
+        first = tl.expand_dims(first, 2)
+        if ALIGNED:
+            if (tl.max(tl.zeros((1, 1), tl.int64) + offset) & 3) == 0:
+                word = aligned_word(seed, op_id, first, group, at)
+            else:
+                word = shifted_word(seed, op_id, first, group, at)
+        else:
+            word = shifted_word(seed, op_id, first, group, at)
+        word = tl.reshape(word, (word.shape[0], BLOCK))
+    else:
+        column = start + tl.arange(0, BLOCK)[None, :]
+        word = strided_word(seed, op_id, first + STEP * column.to(tl.int64))
+    return word

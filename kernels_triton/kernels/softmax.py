@@ -3,7 +3,11 @@
 Row r is query `r % QUERIES` of head `r // QUERIES % HEADS`; causal keeps column c where `c <= query + COLS - QUERIES`.
 What lies past the edge is neither read forward nor backward. The edge of a load is rounded up to 16 columns, because
 a mask that may end anywhere would make every load scalar; the exact edge is applied in registers. A row with nothing
-left is all zeros, as in torch's attention. Backward: `dx = scale * y * (dy - sum(dy * y))`.
+left is all zeros, as in torch's attention; NaN if it is to be EXACT, torch's softmax. FILL stands where a boolean mask
+does not keep a column, or where it HIDES it. Backward: `dx = scale * y * (dy - sum(dy * y))`.
+
+Of long causal rows only the blocks up to the edge are computed, by code for each number of blocks; what lies past them
+is stored as zeros at once. The longest rows come first, so that short ones fill the end.
 """
 
 import triton
@@ -11,7 +15,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _read(X, r, x_stride, c, m, scale, MASK, mask_row, edge, CAUSAL: tl.constexpr):
+def _read(
+    X, r, x_stride, c, m, scale, MASK, mask_row, edge, CAUSAL: tl.constexpr,
+    FILL: tl.constexpr = float("-inf"), HIDES: tl.constexpr = False,
+):  # fmt: skip
     """A block of logits as softmax sees them; minus infinity where nothing is to be seen."""
     if CAUSAL:
         m = m & (c < (edge // 16 + 1) * 16)
@@ -19,7 +26,7 @@ def _read(X, r, x_stride, c, m, scale, MASK, mask_row, edge, CAUSAL: tl.constexp
     if MASK is not None:
         mask = tl.load(MASK + mask_row + c, mask=m, other=0)
         if MASK.dtype.element_ty == tl.int8:
-            x = tl.where(mask != 0, x, float("-inf"))
+            x = tl.where((mask != 0) == HIDES, FILL, x)
         else:
             x += mask.to(tl.float32)
     if CAUSAL:
@@ -37,6 +44,7 @@ def _mask_row(r, QUERIES: tl.constexpr, HEADS: tl.constexpr, batch_stride, head_
 def softmax_forward(
     X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
     COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr, FILL: tl.constexpr, HIDES: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK)[None, :]
@@ -51,13 +59,14 @@ def softmax_forward(
         xs = ()
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
-            x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL)
+            x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
             xs = xs + (x,)
         tops = xs[0]
         for i in tl.static_range(1, CHUNKS):
             tops = tl.maximum(tops, xs[i])
         top = tl.max(tops, 1, keep_dims=True)
-        top = tl.where(top == float("-inf"), 0.0, top)
+        if not EXACT:
+            top = tl.where(top == float("-inf"), 0.0, top)
         es = ()
         for i in tl.static_range(CHUNKS):
             e = tl.exp(xs[i] - top)
@@ -67,16 +76,78 @@ def softmax_forward(
             else:
                 totals += e
         total = tl.sum(totals, 1, keep_dims=True)
-        inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+        inverse = 1.0 / total
+        if not EXACT:
+            inverse = tl.where(total == 0.0, 0.0, inverse)
         for i in tl.static_range(CHUNKS):
             m = rm & (i * BLOCK + c < COLS)
             tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=m)
 
 
 @triton.jit
+def _descending(row, QUERIES: tl.constexpr):
+    """The row of a program: each head's last query first."""
+    query = row % QUERIES
+    return row - query + (QUERIES - 1 - query)
+
+
+@triton.jit
+def _seen_forward(
+    X, Y, r, x_stride, scale, MASK, mask_row, edge,
+    COLS: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row whose edge lies in the last of its first SEEN blocks."""
+    c = tl.arange(0, BLOCK)
+    xs = ()
+    for i in tl.static_range(SEEN):
+        x = _read(X, r, x_stride, i * BLOCK + c, i * BLOCK + c < COLS, scale, MASK, mask_row, edge, i == SEEN - 1)
+        xs = xs + (x,)
+    tops = xs[0]
+    for i in tl.static_range(1, SEEN):
+        tops = tl.maximum(tops, xs[i])
+    top = tl.max(tops, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    es = ()
+    for i in tl.static_range(SEEN):
+        e = tl.exp(xs[i] - top)
+        es = es + (e,)
+        if i == 0:
+            totals = e
+        else:
+            totals += e
+    total = tl.sum(totals, 0)
+    inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+    for i in tl.static_range(SEEN):
+        tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=i * BLOCK + c < COLS)
+
+
+@triton.jit
+def causal_forward(
+    X, MASK, Y, x_stride, scale, batch_stride, head_stride, query_stride,
+    COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program."""
+    r = _descending(tl.program_id(0), QUERIES)
+    edge = r % QUERIES + (COLS - QUERIES)
+    r = r.to(tl.int64)
+    mask_row = r * 0
+    if MASK is not None:
+        mask_row = _mask_row(r, QUERIES, HEADS, batch_stride, head_stride, query_stride)
+    seen = tl.maximum(edge, 0) // BLOCK + 1
+    c = tl.arange(0, BLOCK)
+    for i in tl.static_range(1, CHUNKS):
+        if i >= seen:
+            tl.store(Y + r * COLS + i * BLOCK + c, tl.zeros((BLOCK,), Y.dtype.element_ty), mask=i * BLOCK + c < COLS)
+    for k in tl.static_range(1, CHUNKS + 1):
+        if seen == k:
+            _seen_forward(X, Y, r, x_stride, scale, MASK, mask_row, edge, COLS, k, BLOCK)
+
+
+@triton.jit
 def softmax_forward_looped(
     X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
-    COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr, FILL: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: maximum and sum in one pass, then the row again."""
     r = tl.program_id(0).to(tl.int64)
@@ -91,15 +162,17 @@ def softmax_forward_looped(
     top = float("-inf")
     total = 0.0
     for start in tl.range(0, end, BLOCK):
-        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL)
+        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
         now = tl.maximum(top, tl.max(x, 0))
         safe = tl.where(now == float("-inf"), 0.0, now)
         total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe), 0)
         top = now
-    top = tl.where(top == float("-inf"), 0.0, top)
-    inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+    inverse = 1.0 / total
+    if not EXACT:
+        top = tl.where(top == float("-inf"), 0.0, top)
+        inverse = tl.where(total == 0.0, 0.0, inverse)
     for start in tl.range(0, COLS, BLOCK):
-        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL)
+        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
         y = tl.exp(x - top) * inverse
         tl.store(Y + r * COLS + start + c, y.to(Y.dtype.element_ty), mask=start + c < COLS)
 
@@ -138,6 +211,54 @@ def softmax_backward(
             tl.store(
                 DX + r * COLS + i * BLOCK + c, dx.to(DX.dtype.element_ty), mask=rm & (i * BLOCK + c < COLS)
             )  # fmt: skip
+
+
+@triton.jit
+def _seen_backward(
+    DY, Y, DX, r, dy_stride, y_stride, scale, edge, COLS: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A row whose edge lies in the last of its first SEEN blocks."""
+    c = tl.arange(0, BLOCK)
+    ys = ()
+    gs = ()
+    for i in tl.static_range(SEEN):
+        m = i * BLOCK + c < COLS
+        if i == SEEN - 1:
+            m = m & (i * BLOCK + c < (edge // 16 + 1) * 16)
+        y = tl.load(Y + r * y_stride + i * BLOCK + c, mask=m, other=0.0)
+        g = tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0)
+        if i == SEEN - 1:
+            g = tl.where(i * BLOCK + c <= edge, g, 0.0)
+            y = tl.where(i * BLOCK + c <= edge, y, 0.0)
+        ys = ys + (y,)
+        gs = gs + (g,)
+        if i == 0:
+            dots = y.to(tl.float32) * g.to(tl.float32)
+        else:
+            dots += y.to(tl.float32) * g.to(tl.float32)
+    dot = tl.sum(dots, 0)
+    for i in tl.static_range(SEEN):
+        dx = scale * ys[i].to(tl.float32) * (gs[i].to(tl.float32) - dot)
+        tl.store(DX + r * COLS + i * BLOCK + c, dx.to(DX.dtype.element_ty), mask=i * BLOCK + c < COLS)
+
+
+@triton.jit
+def causal_backward(
+    DY, Y, DX, dy_stride, y_stride, scale,
+    COLS: tl.constexpr, QUERIES: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program."""
+    r = _descending(tl.program_id(0), QUERIES)
+    edge = r % QUERIES + (COLS - QUERIES)
+    r = r.to(tl.int64)
+    seen = tl.maximum(edge, 0) // BLOCK + 1
+    c = tl.arange(0, BLOCK)
+    for i in tl.static_range(1, CHUNKS):
+        if i >= seen:
+            tl.store(DX + r * COLS + i * BLOCK + c, tl.zeros((BLOCK,), DX.dtype.element_ty), mask=i * BLOCK + c < COLS)
+    for k in tl.static_range(1, CHUNKS + 1):
+        if seen == k:
+            _seen_backward(DY, Y, DX, r, dy_stride, y_stride, scale, edge, COLS, k, BLOCK)
 
 
 @triton.jit

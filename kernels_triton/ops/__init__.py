@@ -1,7 +1,18 @@
 """The templates as plain functions on tensors: no compiler, no graph, no autograd.
 
 A tensor on a GPU goes to Triton; on a CPU, in float64, or without Triton, the call runs `kernels_triton.reference`.
-Outputs are new and contiguous, statistics and scratch are float32, and two runs are bitwise equal.
+
+    y, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5)
+    dx, dweight, dbias = ops.layer_norm_backward(dy, x, weight, mean, rstd)
+
+Shapes and dtypes of every operand and result are `kernels_triton.registry.TEMPLATES[name].signature`. `rows` there may
+be any number of leading dims, of any strides; columns should be contiguous: what is not is copied. Data is bfloat16,
+float16 or float32; weights and biases may be of another of these than x, and their gradients are of theirs. Outputs are
+new and contiguous (but for `in_place`), statistics and scratch are float32, sums are taken in float32 and rounded once,
+and two runs are bitwise equal.
+
+An operand of a shape, dtype or device that an op does not take is a `ShardcError` SC530, which names it and says what
+was expected, before anything is launched. Kernels are in `kernels_triton/kernels`, in files named as those here.
 """
 
 from kernels_triton.ops.activation import (

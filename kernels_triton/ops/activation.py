@@ -5,14 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, same_dtype, shaped
+from kernels_triton.checks import expect, floats, same_dtype, shaped
 from kernels_triton.ops.sums import partials, sum_into
 from kernels_triton.reference.activation import ACTIVATIONS
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
-    """act(x + bias); `act` is `gelu_tanh`, `gelu` (erf), `silu` or `relu2`."""
+    """act(x + bias) for x [..., columns] and bias [columns] or None; `act` is `gelu_tanh`, `gelu` (erf), `silu` or
+    `relu2`."""
     _known("bias_gelu", act)
+    floats("bias_gelu", x, x=x, bias=bias)
     shaped("bias_gelu", "bias", bias, x.shape[-1:], x)
     if not launch.on_triton(x):
         return reference.bias_gelu(x, bias, act)
@@ -22,19 +24,25 @@ def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
 def bias_gelu_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, act: str = "gelu_tanh"
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx, dbias)."""
+    """(dx, dbias); the latter, summed over rows, is None where there is no bias."""
     _known("bias_gelu_backward", act)
+    floats("bias_gelu_backward", x, x=x, dy=dy, bias=bias)
     shaped("bias_gelu_backward", "dy", dy, x.shape, x)
+    shaped("bias_gelu_backward", "bias", bias, x.shape[-1:], x)
     if not launch.on_triton(x):
         return reference.bias_gelu_backward(dy, x, bias, act)
     return _backward("bias_gelu_backward", dy, x, bias, act)
 
 
 def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0) squared."""
+    floats("squared_relu", x, x=x)
     return _forward("squared_relu", x, None, "relu2") if launch.on_triton(x) else reference.squared_relu(x)
 
 
 def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dx."""
+    floats("squared_relu_backward", x, x=x, dy=dy)
     shaped("squared_relu_backward", "dy", dy, x.shape, x)
     if not launch.on_triton(x):
         return reference.squared_relu_backward(dy, x)
@@ -44,11 +52,7 @@ def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
     """act(gate) * up; without `up`, `gate` is both, packed along the last dim."""
     _known("gated", act)
-    packed = up is None
-    expect(not packed or gate.shape[-1] % 2 == 0, "gated", f"a packed gate and up is {list(gate.shape)}: odd columns")
-    if up is not None:
-        shaped("gated", "up", up, gate.shape, gate)
-        same_dtype("gated", "up", up, gate)
+    _pair("gated", gate, up)
     if not launch.on_triton(gate):
         return reference.gated(gate, up, act)
     first, second = _halves(gate, up)
@@ -78,10 +82,12 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of `gate` and `up`; one, packed, where they were."""
     _known("gated_backward", act)
+    _pair("gated_backward", gate, up)
+    floats("gated_backward", gate, dy=dy)
+    shaped("gated_backward", "dy", dy, (*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)), gate)
     if not launch.on_triton(gate):
         return reference.gated_backward(dy, gate, up, act)
     first, second = _halves(gate, up)
-    shaped("gated_backward", "dy", dy, (*gate.shape[:-1], first.shape[1]), gate)
     dgate = launch.empty(gate.shape, gate.dtype, gate)
     dup = None if up is None else launch.empty(up.shape, up.dtype, up)
     gated_backward_into(rows.as_rows(dy), first, second, *_halves(dgate, dup), act)
@@ -109,6 +115,15 @@ def gated_backward_into(
 
 def _known(op: str, act: str) -> None:
     expect(act in ACTIVATIONS, op, f"no activation {act!r}", hint=f"one of {', '.join(ACTIVATIONS)}")
+
+
+def _pair(op: str, gate: Tensor, up: Tensor | None) -> None:
+    floats(op, gate, gate=gate, up=up)
+    if up is None:
+        expect(gate.shape[-1] % 2 == 0, op, f"a packed gate and up is {list(gate.shape)}: odd columns")
+    else:
+        shaped(op, "up", up, gate.shape, gate)
+        same_dtype(op, "up", up, gate)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from kernels_triton import launch, reference
-from kernels_triton.checks import expect, shaped
+from kernels_triton.checks import expect, floats, scalars, shaped
 
 BLOCK = 1024
 
@@ -32,6 +32,8 @@ def adamw(
     happens where it is not 0) are 0-dim tensors: a CUDA graph replays with new values. `copy` gets the new parameters
     in its own dtype.
     """
+    floats("adamw", param, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, copy=copy, lr=lr)
+    scalars("adamw", param, lr=lr, step=step, grad_scale=grad_scale, skip=skip)
     for name, value in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("copy", copy)):
         shaped("adamw", name, value, (param.numel(),), param)
         expect(value is None or value.is_contiguous(), "adamw", f"{name} is not contiguous")

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, shaped
+from kernels_triton.checks import expect, floats, scalars, shaped, typed
+
+BIASED = 3  # blocks of a longer row that registers hold beside what is added to them
 
 
 def cross_entropy(
@@ -19,7 +21,7 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, dlogits), a row of `logits` [tokens, vocabulary] each. `dlogits` is the gradient of the sum of
     losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN."""
-    _check("cross_entropy", logits, target, in_place)
+    _check("cross_entropy", logits, target, in_place, grad_scale)
     if not launch.on_triton(logits):
         return reference.cross_entropy(logits, target, grad_scale, ignore, in_place)
     flat = rows.as_rows(logits)
@@ -39,18 +41,21 @@ def cross_entropy_into(
     grad: Tensor,
     parts: bool = False,
     inverse: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
-    """Of rows. `parts`: `loss` gets the target's logit less the row's maximum, 0 without a target, and `lse` the sum of
-    exp(x - maximum). `inverse`: `grad_scale` is one over the scale."""
+    """Of rows, `bias` added to each. `parts`: `loss` gets the target's logit less the row's maximum, or 0 without one;
+    `lse`, the sum of exp(x - maximum). `inverse`: `grad_scale` is one over the scale."""
     logits, (count, cols) = flat, flat.shape
     schedule = rows.kept_schedule("cross_entropy", logits, cols)
     pairs = _pairs(flat)
     # Singly, 16-bit numbers take twice the registers.
     chunks = schedule.chunks if pairs or logits.element_size() == 4 else min(schedule.chunks, 4)
+    if bias is not None and chunks * schedule.block < cols:
+        chunks = min(chunks, BIASED)
     launch.run(
         "cross_entropy.cross_entropy_rows",
         (schedule.programs(count, logits),),
-        *(flat, target.contiguous(), grad_scale, loss, lse, grad, count),
+        *(flat, None if bias is None else bias.contiguous(), target.contiguous(), grad_scale, loss, lse, grad, count),
         *(rows.row_stride(flat), rows.row_stride(grad), ignore),
         COLS=cols,
         CHUNKS=chunks,
@@ -105,8 +110,9 @@ def cross_entropy_finish(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, this shard's dlogits), given every shard's `stats` [shards, tokens, 3]; `classes` in all."""
     op = "cross_entropy_finish"
-    _check(op, logits, target, in_place)
-    shaped(op, "stats", stats, (stats.shape[0], logits.shape[0], 3), logits)
+    _check(op, logits, target, in_place, grad_scale)
+    shaped(op, "stats", stats, (*stats.shape[:1], logits.shape[0], 3), logits)
+    floats(op, logits, stats=stats)
     if not launch.on_triton(logits):
         return reference.cross_entropy_finish(logits, target, stats, classes, start, grad_scale, ignore, in_place)
     flat = rows.as_rows(logits)
@@ -128,9 +134,11 @@ def cross_entropy_finish(
     return loss, lse, logits if in_place else grad
 
 
-def _check(op: str, logits: Tensor, target: Tensor, in_place: bool) -> None:
+def _check(op: str, logits: Tensor, target: Tensor, in_place: bool, grad_scale: Tensor | None = None) -> None:
     expect(logits.dim() == 2, op, f"logits are {list(logits.shape)}", hint="reshape them to [tokens, vocabulary]")
-    expect(target.dtype == torch.int64, op, f"targets are {target.dtype}, expected torch.int64")
+    floats(op, logits, logits=logits, grad_scale=grad_scale)
+    typed(op, "target", target, torch.int64)
+    scalars(op, logits, grad_scale=grad_scale)
     shaped(op, "target", target, logits.shape[:1], logits)
     # A copy would take the gradient in the caller's place.
     wide = not in_place or logits.shape[-1] <= 1 or logits.stride(-1) == 1

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_float
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, same_dtype, shaped
+from kernels_triton.checks import expect, floats, same_dtype, scalars, shaped, typed
 from kernels_triton.ops.sums import partials, summed
 from kernels_triton.reference.dropout import scale_of, whole_strides
+from shardc.ir.ops.random import least_word
 
 
 def bias_dropout_residual(
@@ -32,6 +31,9 @@ def bias_dropout_residual(
     """
     op = "bias_dropout_residual"
     expect(0.0 <= p <= 1.0, op, f"p is {p}, expected 0 to 1")
+    floats(op, x, x=x, bias=bias, residual=residual)
+    scalars(op, x, seed=seed, offset=offset)
+    typed(op, "seed", seed, torch.int64)
     shaped(op, "bias", bias, x.shape[-1:], x)
     shaped(op, "residual", residual, x.shape, x)
     same_dtype(op, "residual", residual, x)
@@ -61,7 +63,7 @@ def forward_into(
     keep: Tensor | None,
 ) -> None:
     """`placed`: the size of the inner of x's two leading dims, the whole tensor's strides along them and columns."""
-    op, (inner, *steps) = "bias_dropout_residual", placed
+    op, (inner, outer_step, inner_step, step) = "bias_dropout_residual", placed
     flat = rows.as_rows(x)
     added = None if residual is None else rows.as_rows(residual)
     count, cols = flat.shape
@@ -70,12 +72,14 @@ def forward_into(
         "dropout.dropout_forward",
         (schedule.tiles(count, cols),),
         *(flat, None if bias is None else bias.contiguous(), added, y, keep, seed, offset, op_id, count),
-        *(rows.row_stride(flat), rows.row_stride(added), least_kept(p), scale, *steps),
+        *(rows.row_stride(flat), rows.row_stride(added), least_word(p), scale, outer_step, inner_step),
+        COL_STRIDE=step,
         INNER=inner,
         COLS=cols,
         BLOCK=schedule.block,
         ROWS=schedule.rows,
         warps=schedule.warps,
+        registers=schedule.registers,
     )
 
 
@@ -84,7 +88,10 @@ def bias_dropout_residual_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """(dx, dbias); the residual's gradient is dy. `bias` is read for its dtype alone."""
     op = "bias_dropout_residual_backward"
+    floats(op, dy, dy=dy, bias=bias)
+    typed(op, "keep", keep, torch.uint8)
     shaped(op, "keep", keep, (*dy.shape[:-1], -(-dy.shape[-1] // 8)), dy)
+    shaped(op, "bias", bias, dy.shape[-1:], dy)
     if not launch.on_triton(dy):
         return reference.bias_dropout_residual_backward(dy, keep, p, bias)
     grad = rows.as_rows(dy)
@@ -104,20 +111,3 @@ def bias_dropout_residual_backward(
         warps=schedule.warps,
     )
     return dx, None if bias is None else summed(db, None, bias.dtype, dy)[0]
-
-
-@cache
-def least_kept(p: float) -> int:
-    """The smallest 31-bit word that `random_uniform` makes a number of at least p of, in float32; 2^31 if none is."""
-
-    def single(x: float) -> float:
-        return c_float(x).value
-
-    low, high = 0, 1 << 31
-    while low < high:
-        middle = (low + high) // 2
-        if single(single(float(middle)) * single(4.6566127342e-10)) >= single(p):
-            high = middle
-        else:
-            low = middle + 1
-    return low

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import same_dtype, shaped
+from kernels_triton.checks import floats, same_dtype, shaped
 from kernels_triton.ops.sums import partials, sum_into
 
 HELD = 16  # numbers of the weight that a thread of backward has registers for
@@ -17,7 +17,10 @@ HELD = 16  # numbers of the weight that a thread of backward has registers for
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd); the statistics are float32, one a row."""
+    """(y, mean, rstd) of rows: `y = (x - mean) * rstd * weight + bias`, `rstd = 1 / sqrt(variance + eps)`.
+
+    x [..., columns]; weight and bias [columns] or None; the statistics are float32 [...], one a row.
+    """
     _check("layer_norm", x, weight=weight, bias=bias)
     if not launch.on_triton(x):
         return reference.layer_norm(x, weight, bias, eps)
@@ -27,7 +30,7 @@ def layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """(y, rstd)."""
+    """(y, rstd) of rows: `y = x * rstd * weight`, `rstd = 1 / sqrt(mean of squares + eps)`; else as `layer_norm`."""
     _check("rms_norm", x, weight=weight)
     if not launch.on_triton(x):
         return reference.rms_norm(x, weight, eps)
@@ -50,7 +53,7 @@ def add_layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x + residual, rstd)."""
+    """(y, x + residual, rstd); as `add_layer_norm`."""
     _check("add_rms_norm", x, residual=residual, weight=weight)
     if not launch.on_triton(x):
         return reference.add_rms_norm(x, residual, weight, eps)
@@ -88,6 +91,7 @@ def rms_norm_backward(
 def _check(op: str, x: Tensor, **others: Tensor | None) -> None:
     """Weights and biases have a number a column, statistics one a row, everything else the shape of x."""
     shapes = {"weight": x.shape[-1:], "bias": x.shape[-1:], "mean": x.shape[:-1], "rstd": x.shape[:-1]}
+    floats(op, x, x=x, **others)
     for name, value in others.items():
         shaped(op, name, value, shapes.get(name, x.shape), x)
     same_dtype(op, "residual", others.get("residual"), x)
@@ -134,7 +138,8 @@ def forward_into(
         # For one row alone, two of them or a wide one cost other rows their registers.
         held = schedule.waves > 0 or (bias is None and schedule.chunks == 1)
         tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held, "SQUARES": squares}
-        launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile)
+        programs, once = schedule.programs(count, x), schedule.waves == 0
+        launch.run("norm.norm_forward", (programs,), *args, **tile, ONCE=once)
     else:
         tile = {"COLS": cols, "BLOCK": schedule.block, "SQUARES": squares}
         launch.run("norm.norm_forward_looped", (count,), *args, **tile, warps=schedule.warps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect
+from kernels_triton.checks import LISTED, expect, floats
 
 
 def rope(
@@ -16,11 +16,13 @@ def rope(
     Dim i is paired with i + turned/2, or with its neighbour if `interleaved`; dims past `turned` stay. `inverse` turns
     back, which is also the gradient. Each pair depends on itself alone, so `in_place` is legal on any view of x.
     """
+    floats("rope", x, x=x, cos=cos, sin=sin)
     expect(x.dim() == 4, "rope", f"x is {list(x.shape)}, expected [batch, sequence, heads, dim]")
     batch, sequence, heads, dim = x.shape
     half = cos.shape[-1]
     fits = tuple(cos.shape) in ((sequence, half), (batch, sequence, half), (1, sequence, half))
-    expect(fits and cos.shape == sin.shape, "rope", f"cos {list(cos.shape)}, sin {list(sin.shape)}, x {list(x.shape)}")
+    told = f"cos {list(cos.shape)}, sin {list(sin.shape)}, x {list(x.shape)}"
+    expect(fits and cos.shape == sin.shape, "rope", told, LISTED)
     expect(2 * half <= dim, "rope", f"{half} angles turn {2 * half} dims; a head has {dim}")
     if not launch.on_triton(x):
         return reference.rope(x, cos, sin, inverse, interleaved, in_place)
@@ -41,6 +43,7 @@ def rope(
         HALF=half,
         REST=rest,
         INTERLEAVED=interleaved,
+        IN_PLACE=in_place,
         BLOCK=block,
         REST_BLOCK=rows.power_of_two(max(rest, 1)),
         HEADS=count,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, shaped
+from kernels_triton.checks import expect, floats, placed, shaped
+
+KEPT = {"EXACT": False, "FILL": -math.inf, "HIDES": False}  # what a mask does not keep is not there
+CUT = 1024  # columns, from which on causal rows are computed by blocks
 
 
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """`mask` broadcasts against x: boolean, True where a column counts, or added. `causal` keeps column c of query q
-    where c <= q + columns - queries. A row with nothing left is zeros."""
+    """Of rows of x [..., columns], times `scale`. `mask` broadcasts against x: boolean, True where a column counts, or
+    added. `causal` keeps column c of query q where c <= q + columns - queries. A row with nothing left is zeros."""
+    floats("softmax", x, x=x)
     expect(not causal or x.dim() > 1, "softmax", "causal needs [..., queries, columns]")
+    if mask is not None:
+        _maskable(x, mask)
     if not launch.on_triton(x):
         return reference.softmax(x, scale, mask, causal)
     cols = x.shape[-1]
@@ -22,12 +30,15 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
     y = launch.empty(x.shape, x.dtype, x)
     heads, strides = 1, (0, 0, 0)
     if mask is not None:
-        expect(mask.device == x.device, "softmax", f"mask is on {mask.device}, x on {x.device}")
         mask, heads, strides = _broadcast(mask, x)
-    schedule = rows.forward_schedule("causal_softmax" if causal else "softmax", x, cols)
+    schedule = _schedule("softmax", x, cols, causal)
     args = (flat, mask, y, count, rows.row_stride(flat), scale, *strides)
-    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": causal}
-    if schedule.chunks:
+    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": causal, **KEPT}
+    if causal and schedule.chunks > 1:
+        tile = {"CHUNKS": schedule.chunks, "BLOCK": schedule.block, "warps": schedule.warps}
+        args, shape = (flat, mask, y, *args[4:]), {"COLS": cols, "QUERIES": queries, "HEADS": heads}
+        launch.run("softmax.causal_forward", (count,), *args, **shape, **tile)
+    elif schedule.chunks:
         launch.run("softmax.softmax_forward", (schedule.programs(count, x),), *args, **shape, **schedule.persistent)
     else:
         tile = {"BLOCK": schedule.block, "warps": schedule.warps}
@@ -35,25 +46,79 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
     return y
 
 
+def softmax_into(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, fill: float, hides: bool) -> None:
+    """Torch's softmax of rows [rows, cols], into y: NaN in a row of -inf alone. `mask` walks the rows in as many dims
+    as it likes: added, or boolean, and `fill` is where it is True, if it `hides`, or where it is not."""
+    count, cols = x.shape
+    (_, batch), (heads, head), (queries, query) = (1, 0), (1, 0), (1, 0)
+    if mask is not None:
+        walked = rows.leading_three(mask.shape, mask.stride())
+        assert walked is not None, "a mask of more dims than a kernel walks"
+        (_, batch), (heads, head), (queries, query) = walked
+        mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
+    schedule = rows.forward_schedule("softmax", x, cols)
+    args = (x, mask, y, count, rows.row_stride(x), scale, batch, head, query)
+    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": False}
+    shape |= {"EXACT": True, "FILL": fill, "HIDES": hides}
+    if schedule.chunks:
+        launch.run("softmax.softmax_forward", (schedule.programs(count, x),), *args, **shape, **schedule.persistent)
+    else:
+        tile = {"BLOCK": schedule.block, "warps": schedule.warps}
+        launch.run("softmax.softmax_forward_looped", (count,), *args, **shape, **tile)
+
+
 def softmax_backward(dy: Tensor, y: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
     """dx; `dy` past the causal edge is not read."""
+    floats("softmax_backward", y, y=y, dy=dy)
     shaped("softmax_backward", "dy", dy, y.shape, y)
     if not launch.on_triton(y):
         return reference.softmax_backward(dy, y, scale, causal)
-    cols = y.shape[-1]
     queries = y.shape[-2] if y.dim() > 1 else 1
-    grad, flat = rows.as_rows(dy), rows.as_rows(y)
-    count = flat.shape[0]
     dx = launch.empty(y.shape, y.dtype, y)
-    schedule = rows.forward_schedule("causal_softmax_backward" if causal else "softmax_backward", y, cols)
+    softmax_backward_into(rows.as_rows(dy), rows.as_rows(y), dx, scale, queries, causal)
+    return dx
+
+
+def softmax_backward_into(
+    grad: Tensor, flat: Tensor, dx: Tensor, scale: float, queries: int = 1, causal: bool = False
+) -> None:
+    """Of rows [rows, cols]; dx lies in order."""
+    count, cols = flat.shape
+    schedule = _schedule("softmax_backward", flat, cols, causal)
     args = (grad, flat, dx, count, rows.row_stride(grad), rows.row_stride(flat), scale)
     shape = {"COLS": cols, "QUERIES": queries, "CAUSAL": causal}
-    if schedule.chunks:
-        launch.run("softmax.softmax_backward", (schedule.programs(count, y),), *args, **shape, **schedule.persistent)
+    if causal and schedule.chunks > 1:
+        tile = {"CHUNKS": schedule.chunks, "BLOCK": schedule.block, "warps": schedule.warps}
+        args = (grad, flat, dx, *args[4:])
+        launch.run("softmax.causal_backward", (count,), *args, COLS=cols, QUERIES=queries, **tile)
+    elif schedule.chunks:
+        programs = schedule.programs(count, flat)
+        launch.run("softmax.softmax_backward", (programs,), *args, **shape, **schedule.persistent)
     else:
         tile = {"BLOCK": schedule.block, "warps": schedule.warps}
         launch.run("softmax.softmax_backward_looped", (count,), *args, **shape, **tile)
-    return dx
+
+
+def _schedule(op: str, x: Tensor, cols: int, causal: bool) -> rows.Schedule:
+    """Long causal rows are cut in at least two blocks."""
+    name = f"causal_{op}" if causal else op
+    schedule = rows.forward_schedule(name, x, cols)
+    if not causal or cols < CUT or not schedule.chunks:
+        return schedule
+    block, chunks = rows.cut(cols, 16384, 4)
+    if chunks == 1:
+        block, chunks = block // 2, 2
+    warps = 1 << (max(2, min(16, block * chunks // 1024)).bit_length() - 1)
+    return rows.tabled(name, x, cols, rows.Schedule(block, chunks, 1, warps))
+
+
+def _maskable(x: Tensor, mask: Tensor) -> None:
+    placed("softmax", x, mask=mask)
+    if mask.dtype != torch.bool:
+        floats("softmax", x, mask=mask)
+    sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    fits = mask.dim() <= x.dim() and all(one in (1, size) for one, size in sizes)
+    expect(fits, "softmax", f"mask is {list(mask.shape)}, x {list(x.shape)}", hint="a mask broadcasts against x")
 
 
 def _broadcast(mask: Tensor, x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:

@@ -35,9 +35,10 @@ def sum_into(given: tuple[Tensor | None, ...], out: list[Tensor | None]) -> None
         for _, to in pairs:
             to.zero_()
         return
-    height = min(512, rows.power_of_two(programs))
-    block = max(8, min(64, TILE // height))
+    # All lines are on their way at once, where they are not very many.
+    height = min(1024, rows.power_of_two(programs))
+    block = max(8 if cols <= 2048 else 16, min(64, TILE // height))
     args = [*[p for p, _ in pairs], *[None] * (MOST - len(pairs)), *[to for _, to in pairs]]
     args += [None] * (2 * MOST - len(args))
     grid = (-(-cols // block), len(pairs))
-    launch.run("norm.column_sums", grid, *args, programs, COLS=cols, ROWS=height, BLOCK=block, warps=4)
+    launch.run("norm.column_sums", grid, *args, programs, COLS=cols, ROWS=height, BLOCK=block, warps=8)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -17,20 +17,13 @@ from torch import Tensor
 
 from kernels_triton import direct, launch
 from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.prepared import Launches
+from kernels_triton.fused.prepared import Address, Launches
 from kernels_triton.templates.algebra import kind_of
 from kernels_triton.templates.match import Match, found, row_stride
+from kernels_triton.templates.pattern import BROADCAST
 from kernels_triton.templates.run import RUN, Operands
 
 ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class Place:
-    """An argument that is a tensor: so many bytes into a buffer."""
-
-    buffer: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class Repeat:
     arguments: tuple[Any, ...]
 
     def at(self, addresses: list[int]) -> list[Any]:
-        return [addresses[a.buffer] + a.offset if type(a) is Place else a for a in self.arguments]
+        return [addresses[a.buffer] + a.offset if type(a) is Address else a for a in self.arguments]
 
 
 @dataclass
@@ -66,9 +59,13 @@ class Launcher:
     match: Match
     ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, inputs: Sequence[Tensor], out: Sequence[Tensor | None] = ()) -> list[Tensor]:
+        """The results, each in the contiguous tensor that is given for it in `out`, or a fresh one."""
         given = [x if x.is_contiguous() else x.contiguous() for x in inputs]
-        outputs = [launch.empty(made.shape, made.dtype, given[0]) for made in self.kernel.outputs]
+        outputs = [
+            launch.empty(made.shape, made.dtype, given[0]) if to is None else to
+            for made, to in zip_longest(self.kernel.outputs, out)
+        ]
         like, buffers = given[0], [*given, *outputs]
         ready = self.on(like)
         if not like.is_cuda or launch.listening():
@@ -105,6 +102,8 @@ class Launcher:
 
     def _laid(self, x: Tensor, at: int, kind: str) -> Tensor:
         match, walk = self.match, self.kernel.inputs[at].walk
+        if kind in BROADCAST:
+            return x.as_strided(self.kernel.space, walk.strides, x.storage_offset() + walk.offset)
         if kind != "full":
             return x.view(-1)
         stride = match.cols if len(self.kernel.space) == 1 else row_stride(self.kernel, walk)
@@ -130,7 +129,7 @@ class Launcher:
             return
         ready = Ready()
 
-        def place(x: Tensor) -> Place:
+        def place(x: Tensor) -> Address:
             at = x.data_ptr()
             found = next(((i, start) for start, end, i in spans if start <= at < end), None)
             if found is None:  # scratch, which then is a buffer like the others
@@ -138,7 +137,7 @@ class Launcher:
                 found = (len(buffers) + len(ready.scratch), home.data_ptr())
                 spans.append((home.data_ptr(), home.data_ptr() + home.nbytes(), found[0]))
                 ready.scratch.append(((home.nbytes() // x.element_size(),), x.dtype))
-            return Place(found[0], at - found[1])
+            return Address(found[0], at - found[1])
 
         for one, compiled in launches:
             names: list[str] = launch.kernel(one.name).arg_names
@@ -161,4 +160,4 @@ def launches(kernel: Kernel, device: int) -> Launches | None:
     if ready is None:
         return None
     sizes = tuple(math.prod(shape) * dtype.itemsize for shape, dtype in ready.scratch)
-    return Launches(tuple((one.call, one.at) for one in ready.repeats), sizes)
+    return Launches(tuple((one.call, one.arguments) for one in ready.repeats), sizes)

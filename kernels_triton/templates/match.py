@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from kernels_triton.fused.kernel import Kernel, Output, Walk, whole
 from kernels_triton.launch import DTYPES
-from kernels_triton.rows import leading
+from kernels_triton.rows import leading, leading_three
 from kernels_triton.templates.algebra import Values, kind_of
 from kernels_triton.templates.pattern import Bound, Search
 from kernels_triton.templates.table import TEMPLATES, Template
@@ -109,6 +109,8 @@ def place(match: Match, kernel: Kernel, strides: Sequence[int]) -> tuple[int, in
 def _well(kernel: Kernel, walk: Walk, kind: str, inside: bool) -> bool:
     space = kernel.space
     match kind:
+        case "mask" | "flag":
+            return walk.strides[-1] == 1 and leading_three(space, walk.strides) is not None
         case "full" if inside and len(space) > 1:
             return row_stride(kernel, walk) is not None
         case "full":

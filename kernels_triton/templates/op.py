@@ -20,7 +20,7 @@ from kernels_triton.fused.text import parse
 from kernels_triton.templates.match import found
 from kernels_triton.templates.table import NAMES
 from shardc.ir.diagnostic import error
-from shardc.ir.in_place import INTO, Into
+from shardc.ir.in_place import INTO, Into, Operand, Place, Scratch
 from shardc.ir.ops.library import LIBRARY, define
 
 
@@ -50,34 +50,36 @@ def _define(name: str) -> OpOverload:
         return launcher(kernel)(inputs)
 
     def run(inputs: Sequence[Tensor], line: str, over: Mapping[int, Tensor] = into.NONE) -> list[Tensor]:
-        """As the op, without the way through the dispatcher."""
-        assert not over
-        if not (inputs[0].is_cuda and launch.HAS_TRITON):
-            return simple(inputs, line)
+        """As the op, without the way through the dispatcher; the results of `over` in the memory given for them."""
+        lifted = reference.lifted(parse(line), [x.dtype for x in inputs]) is not None
+        if lifted or not (inputs[0].is_cuda and launch.HAS_TRITON):
+            return into.moved(simple(inputs, line), over)
         from kernels_triton.templates.launcher import launcher
 
         ready = launcher(parse(line))
-        return ready(inputs) if ready.on(inputs[0]) is not None else on_gpu(inputs, line)
+        if ready.on(inputs[0]) is None:
+            checked(name, line, inputs)
+        return into.moved(ready(inputs, into.told(ready.kernel, over)), over)
 
     made = define(f"{name}(Tensor[] inputs, str kernel) -> Tensor[]", simple, fake)
     LIBRARY.impl(name, on_gpu, "CUDA")
 
     def prepare(
-        slots: Sequence[int], line: str, places: Mapping[int, Callable[..., Tensor]], device: torch.device
+        operands: Sequence[Operand],
+        line: str,
+        places: Mapping[int, Place],
+        device: torch.device,
+        scratch: Scratch | None = None,
     ) -> Callable[..., list[Tensor]] | None:
         if device.type != "cuda" or not launch.HAS_TRITON:
             return None
         from kernels_triton.fused.prepared import Prepared
         from kernels_triton.templates.launcher import launches
 
-        return Prepared(run, slots, line, places, device, launches)
+        return Prepared(run, operands, line, places, device, scratch, launches)
 
-    INTO[made] = Into(_nowhere, run, prepare=prepare)
+    INTO[made] = Into(into.nowhere, run, anywhere=True, prepare=prepare)
     return made
-
-
-def _nowhere(inputs: Sequence[object], line: str) -> frozenset[tuple[int, int]]:
-    return frozenset()
 
 
 OPS: Mapping[str, OpOverload] = {name: _define(name) for name in NAMES}

@@ -20,7 +20,8 @@ from typing import Literal
 from kernels_triton.fused.kernel import Operand, Ref
 from kernels_triton.templates.algebra import Factor, Term, Values, kind_of
 
-Kind = Literal["full", "row", "col", "scalar", "number"]
+Kind = Literal["full", "row", "col", "scalar", "number", "mask", "flag"]
+BROADCAST = {"mask": "f", "flag": "b"}  # what is read in whatever way varies along the columns, and its class
 Bound = Mapping[str, int | float | None]  # an input of the kernel, or a number; None: it is not there
 
 
@@ -98,6 +99,8 @@ def _node(of: ast.expr, known: Mapping[str, Node]) -> Node:
             return Column()
         case ast.Name(name) if name in known:
             return known[name]
+        case ast.UnaryOp(ast.Invert(), operand):
+            return Call("not", (_node(operand, known),))
         case ast.Call(ast.Name(op), args):
             return Call(op, tuple(_node(arg, known) for arg in args))
         case ast.BinOp(left, ast.BitOr(), right):
@@ -191,8 +194,14 @@ class Search:
         if node.name in bound:
             if bound[node.name] == value:
                 yield bound
-        elif kind_of(self.kernel, value) == node.kind and value not in _inputs(bound):
+        elif self._is(value, node.kind) and value not in _inputs(bound):
             yield {**bound, node.name: value}
+
+    def _is(self, value: int, kind: Kind) -> bool:
+        own = kind_of(self.kernel, value)
+        if kind in BROADCAST:
+            return own in ("full", "col") and self.kernel.classes[value] == BROADCAST[kind]
+        return own == kind
 
     def _operands(self, nodes: Sequence[Node], operands: Sequence[Operand], bound: Bound) -> Iterator[Bound]:
         if not nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from kernels_triton import launch
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.ops import activation, dropout, norm
 from kernels_triton.ops.cross_entropy import cross_entropy_into
+from kernels_triton.ops.softmax import softmax_backward_into, softmax_into
 from kernels_triton.templates.match import Match, place
 
 
@@ -79,8 +81,12 @@ def _cross_entropy(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
     ]
     scale = o.get("scale") if count is None else count
     picked, total = per_row
-    numbers, inverse = (scale, int(o.numbers["ignore"])), count is not None
-    cross_entropy_into(logits, o["target"], *numbers, picked, total, out["dlogits"], parts=True, inverse=inverse)
+    cross_entropy_into(
+        *(logits, o["target"], scale, int(o.numbers["ignore"]), picked, total, out["dlogits"]),
+        parts=True,
+        inverse=count is not None,
+        bias=o.get("bias"),
+    )
 
 
 def _dropout(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
@@ -94,6 +100,16 @@ def _dropout(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
     )
 
 
+def _softmax(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    fill = o.numbers.get("fill", -math.inf)
+    hides = o.options.get("filled") == "where"
+    softmax_into(o["x"], o.get("mask"), out["y"], o.numbers["scale"], fill, hides)
+
+
+def _softmax_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
+    softmax_backward_into(o["dy"], o["y"], out["dx"], o.numbers["scale"])
+
+
 PARTS = ("picked", "total")
 RUN: dict[str, Run] = {
     "layer_norm": _norm,
@@ -104,8 +120,12 @@ RUN: dict[str, Run] = {
     "rms_norm_backward": _norm_backward,
     "bias_gelu": _activation,
     "bias_gelu_backward": _activation_backward,
+    "squared_relu": _activation,
+    "squared_relu_backward": _activation_backward,
     "gated": _gated,
     "gated_backward": _gated_backward,
     "cross_entropy": _cross_entropy,
     "bias_dropout_residual": _dropout,
+    "softmax": _softmax,
+    "softmax_backward": _softmax_backward,
 }

@@ -1,38 +1,45 @@
 """The memory of one rank over a step, by liveness: what a body holds at each instruction, by category, and at its peak.
 
-A storage lives from the call that makes it to the last use of it or of a view of it; outputs live to the end, inputs
-all along. While a call runs, its operands and its results are both there. What a kernel takes for itself meanwhile (a
-workspace, a copy it packs for a collective of its own) is not counted, nor is the allocator's rounding.
+What lives when is `ir.lives`. What a kernel takes for itself meanwhile (a workspace, a copy it packs for a collective
+of its own) is not counted, nor is the allocator's rounding.
 
     parameters, optimizer state, buffers, inputs    stored: what a rank holds all step long
     gradients        a parameter's, until the optimizer has used it; without one, to the end
     activations      made in forward and used in backward; the loss and other outputs
     communication    results of collectives, until they are used; parameters gathered for use
     temporaries      everything that forward, backward or the optimizer needs within itself alone
+    arena            what the memory that was planned for results of kernels (`ir.arena`) holds beside those there now
 
 New values of what is stored (casts and updates of parameters, new optimizer state) count with what they are a copy of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
 
-from shardc.ir.buckets import pieces, with_buckets
-from shardc.ir.collectives import KINDS, human_bytes
-from shardc.ir.graph import Graph, Phase, Role, info, op_name, operands, producer, type_of
-from shardc.ir.in_place import writes
-from shardc.ir.microbatch import GIVEN, MADE, in_microbatch
-from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.ir.ops.buckets import PACK, UNPACK
-from shardc.ir.storages import Storage, storages, yields
+from shardc.ir.arena import Plan, planned
+from shardc.ir.buckets import with_buckets
+from shardc.ir.collectives import human_bytes
+from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer, type_of
+from shardc.ir.lives import Life, lives
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.storages import Storage, storages
 from shardc.ir.types import TensorType
 
 Category = Literal[
-    "parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "communication", "temporaries"
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "buffers",
+    "inputs",
+    "activations",
+    "communication",
+    "temporaries",
+    "arena",
 ]
 CATEGORIES: tuple[Category, ...] = (
     "parameters",
@@ -43,11 +50,11 @@ CATEGORIES: tuple[Category, ...] = (
     "activations",
     "communication",
     "temporaries",
+    "arena",
 )
 # By the role of an input: else it is one of the batch. By that of an output: else it is an activation.
 STORED: dict[Role, Category] = {"param": "parameters", "state": "optimizer state", "buffer": "buffers"}
 RETURNED: dict[Role, Category] = {**STORED, "grad": "gradients"}
-ORDER: tuple[Phase, ...] = ("fwd", "bwd", "opt")
 PHASES: dict[Phase, str] = {"fwd": "forward", "bwd": "backward", "opt": "optimizer"}
 
 
@@ -164,42 +171,30 @@ def aligned(lines: Sequence[tuple[str, ...]], right: Sequence[int] | None = None
     ]
 
 
-@dataclass
-class Life:
-    """What the walk over the body learns of one storage: the calls it lives from and to, the phase it ends in."""
-
-    storage: Storage
-    born: int
-    dies: int
-    phase: Phase
-    last: Phase
-    weights: bool  # made of parameters alone
-    moved: bool  # by a collective
-    returned: Role | None = None
-
-    @property
-    def category(self) -> Category:
-        if self.returned is not None and self.returned in RETURNED:
-            return RETURNED[self.returned]
-        if self.weights:
-            return "communication" if self.moved else "parameters"
-        if self.returned is not None or (self.phase == "fwd" and self.last != "fwd"):
-            return "activations"
-        if self.phase == "bwd" and self.last == "opt":
-            return "gradients"
-        return "communication" if self.moved else "temporaries"
+def category_of(life: Life) -> Category:
+    if life.returned is not None and life.returned in RETURNED:
+        return RETURNED[life.returned]
+    if life.weights:
+        return "communication" if life.moved else "parameters"
+    if life.returned is not None or (life.phase == "fwd" and life.last != "fwd"):
+        return "activations"
+    if life.phase == "bwd" and life.last == "opt":
+        return "gradients"
+    return "communication" if life.moved else "temporaries"
 
 
-def memory(body: Graph) -> MemoryReport:
-    """The report of a localized body. Takes time linear in its length."""
+def memory(body: Graph, *, arena: bool = False) -> MemoryReport:
+    """The report of a localized body, without its arena or (as a rank of a job runs it) with it."""
     inside = in_microbatch(body)
     calls = sorted(body.calls(), key=lambda node: node not in inside)  # as they run
-    held, made = lives(body, calls, inside, with_buckets(body, storages(body)))
+    found, made = lives(body, calls, inside, with_buckets(body, storages(body)))
+    held: list[tuple[Category, Storage]] = [(STORED.get(port.role, "inputs"), storage) for port, storage in found]
     stored = nothing()
     for category, storage in held:
         stored[category] += storage.bytes
-    categories: list[Category] = [life.category for life in made]
-    walk = Walk.over(made, categories, len(calls))
+    categories: list[Category] = [category_of(life) for life in made]
+    plan = planned(body) if arena else Plan(())
+    walk = Walk.over(made, categories, len(calls), plan.values, plan.bytes)
     rows = tuple(
         Row(rank, category, stored[category], walk.at_peak[category], walk.most[category])
         for rank in range(body.mesh.world_size)
@@ -223,26 +218,41 @@ class Walk:
     most: Mapping[Category, int]
 
     @classmethod
-    def over(cls, made: Sequence[Life], categories: Sequence[Category], calls: int) -> Walk:
-        """Lives in order of birth, and how many calls there are."""
+    def over(
+        cls,
+        made: Sequence[Life],
+        categories: Sequence[Category],
+        calls: int,
+        placed: Collection[fx.Node] = (),
+        arena: int = 0,
+    ) -> Walk:
+        """Lives in order of birth, and how many calls there are; what is `placed` is in the arena, which is there."""
         births = _Agenda(range(len(made)), [life.born for life in made])
         deaths = _Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
         now, most, at_peak = nothing(), nothing(), nothing()
+        now["arena"] = most["arena"] = total = arena
         timeline: list[int] = []
-        total = peak = 0
+        peak = 0
         peak_at: int | None = None
         for at in range(calls):
             for i in births.due(at):
                 size, category = made[i].storage.bytes, categories[i]
-                total += size
+                if made[i].storage.value in placed:
+                    now["arena"] -= size
+                else:
+                    total += size
                 now[category] += size
                 most[category] = max(most[category], now[category])
             timeline.append(total)
             if total > peak or peak_at is None:
                 peak, peak_at, at_peak = total, at, dict(now)
             for i in deaths.due(at):
-                total -= made[i].storage.bytes
-                now[categories[i]] -= made[i].storage.bytes
+                size = made[i].storage.bytes
+                if made[i].storage.value in placed:
+                    now["arena"] += size
+                else:
+                    total -= size
+                now[categories[i]] -= size
         return cls(tuple(timeline), peak_at, at_peak, most)
 
     def there(self, made: Sequence[Life]) -> list[int]:
@@ -265,52 +275,6 @@ class _Agenda:
         while self.next < len(self.order) and self.times[self.order[self.next]] == now:
             self.next += 1
             yield self.order[self.next - 1]
-
-
-def lives(
-    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node], of: dict[fx.Node, Storage]
-) -> tuple[list[tuple[Category, Storage]], list[Life]]:
-    """The storages of inputs, by category; and those that calls make, in order of birth.
-
-    Of several microbatches it is the last: what all are fed is there, the sums so far, the outputs of those before, and
-    the buffers that it starts from.
-    """
-    over = {write.value: write for write in writes(body, of)}
-    made = pieces(body)  # in the flat tensor of a bucket
-    several = body.microbatches > 1
-    held: list[tuple[Category, Storage]] = []
-    for port, node in zip(body.inputs, body.placeholders, strict=True):
-        times = body.microbatches if port.role in GIVEN else 1
-        held.append((STORED.get(port.role, "inputs"), replace(of[node], bytes=of[node].bytes * times)))
-    found: dict[Storage, Life] = {}
-    earlier: list[Life] = []
-    weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
-    for at, call in enumerate(calls):
-        phase, sources = info(call).phase, operands(call)
-        of_weights = bool(sources) and all(source in weights for source in sources)
-        for source in sources:
-            life = found.get(of[source])
-            if life is not None:
-                life.dies = at
-                life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
-        for value, _ in yields(call):
-            if of_weights:
-                weights.add(value)
-            own = of[value].value is value or value in made
-            if own and of[value] not in found and (value not in over or over[value].op is None):
-                moved = op_name(call.target) in KINDS or value in made or call.target in (PACK, UNPACK)
-                born = 0 if several and call.target is ACCUMULATE else at
-                found[of[value]] = Life(of[value], born, at, phase, phase, of_weights, moved)
-    for port, value in zip(body.outputs, body.output_values, strict=True):
-        life = found.get(of[value])
-        if life is not None and value in over:  # copied as soon as it is made
-            life.returned = port.role
-        elif life is not None:
-            life.dies, life.returned = len(calls), life.returned or port.role
-            if several and port.role in MADE and value in inside:
-                before = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
-                earlier.append(replace(life, storage=replace(of[value], bytes=before), born=0))
-    return held, [*earlier, *sorted(found.values(), key=lambda life: life.born)]
 
 
 def live_value(storage: Storage, category: Category) -> LiveValue:

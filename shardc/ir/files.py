@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardc.ir.diagnostic import error, suggest
+from shardc.ir.diagnostic import ShardcError, error, suggest
 
 
 def write_text(path: str | Path, text: str, suffixes: Sequence[str] = ()) -> None:
@@ -18,8 +18,12 @@ def write_text(path: str | Path, text: str, suffixes: Sequence[str] = ()) -> Non
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as cannot:
-        hint = "give the path of a file, in a folder that is there"
-        raise error("SC409", f"cannot write {path}: {cannot.strerror}", hint=hint) from None
+        raise unwritable(path, cannot) from None
+
+
+def unwritable(path: str | Path, cannot: OSError) -> ShardcError:
+    hint = "give the path of a file, in a folder that is there"
+    return error("SC409", f"cannot write {path}: {cannot.strerror}", hint=hint)
 
 
 def check_suffix(path: Path, suffixes: Sequence[str]) -> None:

@@ -158,6 +158,8 @@ def _argument(value: Any) -> Any:
         return [_argument(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}  # JSON has no word for it
+    if isinstance(value, complex):
+        return {"complex": repr(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
@@ -180,6 +182,8 @@ def _value(data: Any, values: Mapping[str, fx.Node]) -> Any:
             return values[what]
         case "float":
             return float(what)
+        case "complex":
+            return complex(what)
         case "dtype":
             return DTYPES[what]
         case "device":

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -26,6 +27,7 @@ import torch
 
 from shardc.ir.collectives import Collective, collectives
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.files import unwritable
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.plain import (
@@ -128,7 +130,10 @@ class Program:
             raise error("SC402", f"the content is no program ({what})", location=origin, hint=_COMPILE) from wrong
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole or not at all: readers never see half a program."""
+        """Write the file whole or not at all: readers never see half a program.
+
+        Raises ShardcError (SC409) where no file can be written.
+        """
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
@@ -137,8 +142,11 @@ class Program:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
+        except BaseException as wrong:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if isinstance(wrong, OSError):
+                raise unwritable(path, wrong) from None
             raise
 
     @classmethod

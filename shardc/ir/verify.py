@@ -196,7 +196,7 @@ def _fits(value: Any, kind: str) -> bool:
         # `int[2] stride` takes one int for both, and so on.
         return all(_fits(v, inner) for v in value) if isinstance(value, list | tuple) else _fits(value, inner)
     if kind == "Tensor":  # torch wraps numbers
-        return isinstance(value, fx.Node | int | float)
+        return isinstance(value, fx.Node | int | float | complex)
     if isinstance(value, fx.Node):
         return False
     match kind:

@@ -16,6 +16,7 @@ from torch import fx
 from shardc.ir.graph import Graph, info, operands, results, type_of
 from shardc.passes.atomize import linked_gradients
 from shardc.passes.casts import narrows
+from shardc.passes.split_softmax import opened
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
@@ -96,7 +97,7 @@ class Classes:
             # A parameter is computed with through its cast, and updated piece by piece.
             if info(node).phase != "opt":
                 uses += self._uses.get(node, []) if narrows(node) else [(node, k)]
-        whole = all(project(node).operands[k][atom] in project(node).blocked for node, k in uses)
+        whole = all(project(n).operands[k][atom] in project(n).blocked - opened(n, project(n)).keys() for n, k in uses)
         return [node for node, _ in uses] if whole else []
 
 

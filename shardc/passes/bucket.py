@@ -239,10 +239,9 @@ class _Buckets:
 
         def typed(shared: bool, whole: int, partial: Iterable[tuple[str, str]] = ()) -> TensorType:
             """Ranks along the members' own axes have a flat tensor each; along `axes`, if so, a part of one."""
-            atoms = [Atom(mesh.size(a), (a,)) for a in along if mesh.size(a) > 1]
-            atoms += [Atom(group, axes)] if shared else [Atom(whole)] if whole > 1 else []
-            atoms += [Atom(width)] if width > 1 else []
-            return TensorType(key.dtype, (tuple(atoms),), tuple(partial))
+            atoms = [Atom(mesh.size(a), (a,)) for a in along]
+            atoms += [Atom(group, axes) if shared else Atom(whole), Atom(width)]
+            return TensorType(key.dtype, (tuple(a for a in atoms if a.size > 1),), tuple(partial))
 
         with graph.fx.inserting_before(packed):
             type = typed(kind == "all_gather", rows, pending)

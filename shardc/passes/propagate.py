@@ -8,14 +8,17 @@ priorities): first parameters and inputs, then activations. So tensor parallelis
 weights before a sequence-sharded residual stream claims the same axis for what is left.
 
 Within an op, an axis moves from one tensor to another along a piece that both have. It stays put where
-two pieces of the op claim it (the op must choose, in `assign`), where the tensor uses it already, and
-on dims that an annotation fixed. Nor does it enter the ops on a parameter that is copied over it, as a kv-head is
-that several ranks share: sequence parallelism would split them, to gather what they make for attention.
+two pieces of the op claim it (the op must choose, in `assign`), where the tensor uses it already, on dims that an
+annotation fixed, and where the op keeps the piece whole (a softmax does not: see `split_softmax`). Nor does it enter
+the ops on a parameter that is copied over it, as a kv-head is that several ranks share: sequence parallelism would
+split them, to gather what they make for attention.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -25,6 +28,7 @@ from shardc.ir.types import Axes
 from shardc.passes.atomize import linked_gradients
 from shardc.passes.base import Pass
 from shardc.passes.seed import copied_axes
+from shardc.passes.split_softmax import opened
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
@@ -48,7 +52,7 @@ class Propagate(Pass):
 class _Link:
     """A call, or a parameter and its gradient: tensors that share pieces."""
 
-    __slots__ = ("barred", "blocked", "name", "tensors")
+    __slots__ = ("barred", "blocked", "most", "name", "tensors")
 
     def __init__(
         self,
@@ -56,11 +60,13 @@ class _Link:
         tensors: list[tuple[fx.Node, tuple[int, ...]]],
         blocked: frozenset[int],
         barred: frozenset[str] = frozenset(),
+        most: Mapping[int, int] | None = None,
     ):
         self.name = name
         self.barred = barred  # axes that it is not to be split over
         self.tensors = tensors
         self.blocked = blocked
+        self.most = most or {}  # shards that a piece is to be cut into
 
 
 class _Spread:
@@ -90,7 +96,8 @@ class _Spread:
         pieces = (*projection.operands, *projection.results)
         tensors = [(v, p) for v, p in zip(values, pieces, strict=True) if v is not None and not info(v).constant]
         barred = frozenset(axis for v in values if v is not None for axis in self.copied.get(v, ()))
-        self._link(_Link(info(node).name, tensors, projection.blocked, barred))
+        most = opened(node, projection)
+        self._link(_Link(info(node).name, tensors, projection.blocked - most.keys(), barred, most))
 
     def _link(self, link: _Link) -> None:
         self.links.append(link)
@@ -141,6 +148,8 @@ class _Spread:
             spec = self.spec[value]
             for i, piece in enumerate(pieces):
                 axes = spec[i] if not link.barred else tuple(a for a in spec[i] if a not in link.barred)
+                if piece in link.most and math.prod(self.sizes[a] for a in axes) > link.most[piece]:
+                    continue
                 if axes and piece not in link.blocked and len(axes) > len(have.get(piece, ())):
                     have[piece] = axes
                     cause[piece] = value

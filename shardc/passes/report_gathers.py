@@ -3,7 +3,7 @@
 Needs: lowered collectives. Changes nothing. Every warning names the op with its rule, the user's line, the annotation
 and the cost, and is an error under strict:
 
-    SC203   a value is gathered because an op keeps the dim whole that an axis shards: softmax over sharded columns
+    SC203   a value is gathered because an op keeps the dim whole that an axis shards: a sort of sharded columns
     SC209   an annotated parameter or input is gathered before use
     SC209   an op computes on every rank what is then sliced, since it keeps whole the dim that is asked to be sharded
 

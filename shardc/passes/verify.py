@@ -146,6 +146,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "atomize": (atoms_nest,),
     "seed": (atoms_nest,),
     "propagate": (no_axis_twice, atoms_nest),
+    "split_softmax": (no_axis_twice, atoms_nest),
     "assign": (no_axis_twice,),
     "settle_partials": (no_axis_twice, results_follow_rules),
     "insert_reshards": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
@@ -153,6 +154,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "combine": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
     "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
     "localize": (no_axis_twice, outputs_as_asked),
+    "align": (no_axis_twice, outputs_as_asked),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }

@@ -8,21 +8,24 @@ others to say: `executor` runs a whole step of microbatches, `stages.executor` t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 import shardc.ir.ops.fused_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what GPUs run)
+from shardc.ir.arena import views
 from shardc.ir.buckets import Piece, layout_of, pieces, reduced_in_place
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
-from shardc.ir.in_place import INTO, Write, writes
+from shardc.ir.in_place import INTO, Operand, Place, Write, writes
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import axis_offset
+from shardc.runtime.arena import Arena
 from shardc.runtime.flat import Flat
 from shardc.runtime.index_check import out_of_range
 from shardc.runtime.instructions import Instruction, Numerics, flatten
@@ -32,16 +35,18 @@ from shardc.runtime.overlap import Action, arranged, begin
 Single = int  # the slot of a call's only result
 Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
 Arguments = Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]
-Place = Callable[[list[Any]], torch.Tensor]  # where a result is to be written
 NOTHING: dict[str, Any] = {}
 Code = tuple[int, Callable[..., Any], Any, Single | Many, tuple[int, ...]]
 
 
 class Routine:
-    """A localized graph, as the rank of `context` runs it. `empty` is what its slots hold before."""
+    """A localized graph, as the rank of `context` runs it. `empty` is what its slots hold before: what is the same in
+    every run, such as the places of results in an arena, is there all along."""
 
-    def __init__(self, graph: Graph, context: RankContext, rank: int, device: torch.device) -> None:
-        self.graph, self.rank = graph, rank
+    def __init__(
+        self, graph: Graph, context: RankContext, rank: int, device: torch.device, arena: Arena | None = None
+    ) -> None:
+        self.graph, self.rank, self._arena = graph, rank, arena
         self.listing = listing = flatten(graph, Numerics(device))
         self.names = [instruction.where for instruction in listing.instructions]
         self.empty: list[Any] = [None] * listing.size
@@ -63,7 +68,28 @@ class Routine:
             for one in listing.instructions
             if one.node.target is PACK and (layout := layout_of(graph, one.node)) is not None
         }
-        self._staying = constant | {self._slots[write.over] for write in self._over.values()}
+        self._fixed: dict[int, torch.Tensor] = {}  # by slot
+        self._viewed: set[fx.Node] = set()  # calls that are done, for good
+        if arena is not None:
+            self._place(arena)
+        self._staying = constant | {self._slots[write.over] for write in self._over.values()} | self._fixed.keys()
+
+    def _place(self, arena: Arena) -> None:
+        """Put the tensors of an arena into their slots, and those that are views of them alone."""
+        places = arena.places(self.graph)
+        for instruction in self.listing.instructions:
+            self._fixed |= {slot: places[value] for value, _, slot in instruction.yields if value in places}
+            if reduced_in_place(instruction.node) and instruction.reads[0] in self._fixed:
+                self._fixed[instruction.yields[0][2]] = self._fixed[instruction.reads[0]]
+            if instruction.reads and self._fixed.keys() >= set(instruction.reads) and views(instruction.node):
+                args, kwargs = instruction.arguments(self._fixed)
+                result, into = instruction.target(*args, **kwargs), _into(instruction)
+                made = {into: result} if isinstance(into, int) else {slot: result[at] for at, slot in into}
+                if all(arena.holds(x) for x in made.values()):
+                    self._fixed |= made
+                    self._viewed.add(instruction.node)
+        for slot, x in self._fixed.items():
+            self.empty[slot] = x
 
     def code(self, first: int = 0, last: int | None = None) -> list[Code]:
         """The instructions from `first` up to `last`. New parameters and state are written over those held."""
@@ -71,7 +97,7 @@ class Routine:
         for action in arranged(listing.instructions, first, len(listing.instructions) if last is None else last):
             free = tuple(slot for slot in action.free if slot not in self._staying)
             instruction = listing.instructions[action.at]
-            if instruction.target is axis_offset:
+            if instruction.target is axis_offset or instruction.node in self._viewed:
                 continue
             if (flat := self._flats.get(instruction.node)) is not None:
                 if flat.copies or not code:
@@ -79,24 +105,52 @@ class Routine:
                 else:  # all members are in their places
                     code[-1] = (*code[-1][:4], code[-1][4] + free)
                 continue
-            code.append(_code(instruction, action, free))
+            code.append(_code(instruction, action, free, self._fixed))
             if action.kind not in ("run", "wait"):
                 continue
             over = [(self._over[v], p, slot) for v, p, slot in instruction.yields if v in self._over]
             pieces = {p or 0: self._pieces[v] for v, p, _ in instruction.yields if v in self._pieces}
             if instruction.node.target in INTO:
-                inside = {p or 0: _held(self._slots[write.over]) for write, p, _ in over if write.op is not None}
-                inside |= {p: self._place(piece) for p, piece in pieces.items()}
-                code[-1] = _written_inside(code[-1], instruction.node.target, inside, self._device)
+                inside: dict[int, Place] = {
+                    p or 0: _held(self._slots[write.over]) for write, p, _ in over if write.op is not None
+                }
+                inside |= {p: self._member(piece) for p, piece in pieces.items()}
+                inside |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
+                code[-1] = self._written_inside(code[-1], instruction.node.target, inside)
             elif pieces:
-                code[-1] = _made_at(code[-1], pieces[0].make, self._place(pieces[0]))
+                code[-1] = _made_at(code[-1], pieces[0].make, self._member(pieces[0]))
             for value, _, slot in instruction.yields:
                 if value in self._over and (self._over[value].op is None or instruction.node.target not in INTO):
                     code[-1:] = _written(code[-1], self._over[value], self._slots[self._over[value].over], slot)
         return code
 
-    def _place(self, piece: Piece) -> Place:
-        return self._flats[piece.layout.pack].place(piece.at)
+    def _member(self, piece: Piece) -> Place:
+        flat = self._flats[piece.layout.pack]
+        found = flat.place(piece.at)
+        return found(self.empty) if flat.slot in self._fixed else found
+
+    def _written_inside(self, code: Code, op: Any, over: dict[int, Place]) -> Code:
+        """A call of several results, some of which are written where they are told."""
+        at, _, arguments, into, free = code
+        places = tuple(over.items())
+        if isinstance(into, tuple):
+            into = tuple((position, slot) for position, slot in into if slot not in self._fixed)
+        if (prepare := INTO[op].prepare) is not None:
+            (slots, line), _ = arguments(_Slots())
+            operands: list[Operand] = [s if (x := self._fixed.get(s)) is None else x for s in slots]
+            scratch = None if self._arena is None else self._arena.scratch
+            prepared = prepare(operands, line, over, self._device, scratch)
+            if prepared is not None:
+                return at, prepared, _everything, into, free
+        if not places:
+            return at, INTO[op].run, arguments, into, free
+
+        def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+            args, kwargs = arguments(env)
+            told = {p: place if isinstance(place, torch.Tensor) else place(env) for p, place in places}
+            return args, {**kwargs, "over": told}
+
+        return at, INTO[op].run, placed, into, free
 
     def run(
         self, code: Sequence[Code], env: list[Any], monitor: Monitor | None, base: int = 0, within: str = ""
@@ -140,7 +194,7 @@ class Routine:
         return named or failure
 
 
-def _code(one: Instruction, action: Action, free: tuple[int, ...]) -> Code:
+def _code(one: Instruction, action: Action, free: tuple[int, ...], fixed: Mapping[int, torch.Tensor]) -> Code:
     steps, into = COLLECTIVES.get(one.target), _into(one)
     match action.kind:
         case "run":
@@ -152,9 +206,9 @@ def _code(one: Instruction, action: Action, free: tuple[int, ...]) -> Code:
             return action.at, partial(begin, steps), one.arguments, into, free
         case "wait":
             assert isinstance(into, int)
-            return action.at, _arrived, lambda env: ((env[into],), {}), into, free
+            return action.at, partial(_arrived, fixed.get(into)), lambda env: ((env[into],), {}), into, free
         case "free":
-            return action.at, _arrived, lambda env: ((tuple,), {}), (), free
+            return action.at, partial(_arrived, None), lambda env: ((tuple,), {}), (), free
 
 
 def _written(code: Code, write: Write, over: int, slot: int) -> list[Code]:
@@ -170,25 +224,6 @@ def _written(code: Code, write: Write, over: int, slot: int) -> list[Code]:
     return [(at, write.op, placed, into, free)]
 
 
-def _written_inside(code: Code, op: Any, over: dict[int, Place], device: torch.device) -> Code:
-    """A call of several results, some of which are written where they are told."""
-    at, _, arguments, into, free = code
-    places = tuple(over.items())
-    if (prepare := INTO[op].prepare) is not None:
-        (slots, line), _ = arguments(_Slots())
-        prepared = prepare(slots, line, over, device)
-        if prepared is not None:
-            return at, prepared, _everything, into, free
-    if not places:
-        return at, INTO[op].run, arguments, into, free
-
-    def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        args, kwargs = arguments(env)
-        return args, {**kwargs, "over": {position: place(env) for position, place in places}}
-
-    return at, INTO[op].run, placed, into, free
-
-
 def _made_at(code: Code, make: Callable[..., Any] | None, place: Place) -> Code:
     """A call of one result, which is written where it is told."""
     at, _, arguments, into, free = code
@@ -196,7 +231,7 @@ def _made_at(code: Code, make: Callable[..., Any] | None, place: Place) -> Code:
 
     def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         args, kwargs = arguments(env)
-        return args, {**kwargs, "out": place(env)}
+        return args, {**kwargs, "out": place if isinstance(place, torch.Tensor) else place(env)}
 
     return at, make, placed, into, free
 
@@ -212,12 +247,14 @@ def _everything(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     return (env,), NOTHING
 
 
-def _held(slot: int) -> Place:
+def _held(slot: int) -> Callable[[list[Any]], torch.Tensor]:
     return lambda env: env[slot]
 
 
-def _arrived(arrival: Callable[[], Any]) -> Any:
-    return arrival()
+def _arrived(place: torch.Tensor | None, arrival: Callable[[], Any]) -> Any:
+    """What a collective gives; in `place`, where others will look for it."""
+    found = arrival()
+    return found if place is None or found.data_ptr() == place.data_ptr() else place.copy_(found)
 
 
 def _into(one: Instruction) -> Single | Many:

@@ -14,16 +14,20 @@ import torch
 from shardc.ir.graph import Graph, Port
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.context import RankContext, running
+from shardc.runtime.arena import Arena
 from shardc.runtime.code import Code, Routine
 from shardc.runtime.monitor import Monitor
 
 
 class Executor:
-    """Runs a localized body as the rank of `context`. Tensors in and out are this rank's shards."""
+    """Runs a localized body as the rank of `context`. Tensors in and out are this rank's shards; none of them lies in
+    the arena, where there is one."""
 
-    def __init__(self, body: Graph, context: RankContext, rank: int, device: torch.device) -> None:
-        self.body, self.context = body, context
-        self.routine = routine = Routine(body, context, rank, device)
+    def __init__(
+        self, body: Graph, context: RankContext, rank: int, device: torch.device, arena: Arena | None = None
+    ) -> None:
+        self.body, self.context, self.arena = body, context, arena
+        self.routine = routine = Routine(body, context, rank, device, arena)
         self.listing = listing = routine.listing
         self._micro = routine.code(0, listing.repeated)  # of the first microbatch,
         self._again: list[Code] = []  # of any other, which adds to the sums of the first,
@@ -50,6 +54,8 @@ class Executor:
         """
         listing, env, run = self.listing, self.routine.empty.copy(), self.routine.run
         stacks: dict[int, list[torch.Tensor]] = {i: [] for i in listing.stacked}
+        if self.arena is not None:
+            self.arena.enter()
         with running(self.context):
             for k, feed in enumerate(feeds):
                 after = [(into, env[slot]) for slot, into in listing.carried] if k else []

@@ -42,7 +42,12 @@ class Flat:
         """Where member `at` is."""
         shape, start = self.layout.shapes[at], self.layout.starts[at]
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return lambda env: self.of(env).as_strided(shape, strides, start)
+
+        def here(env: list[Any]) -> Tensor:
+            flat = self.of(env)
+            return flat.as_strided(shape, strides, flat.storage_offset() + start)
+
+        return here
 
     def filled(self, env: list[Any]) -> Tensor:
         """The flat tensor, once its members are there."""

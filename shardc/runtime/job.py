@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardc.ir.arena import planned
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
+from shardc.runtime.arena import Arena
 from shardc.runtime.checkpoint import Checkpoints
 from shardc.runtime.executor import Executor
 from shardc.runtime.groups import ProcessGroupCommunicator, axes_used
@@ -30,7 +32,8 @@ class Job:
         self.member = member = Member(mesh, timeout, device)
         self.rank, self.device, self.mesh = member.rank, member.device, mesh
         self.comm = ProcessGroupCommunicator(mesh, self.rank, axes_used(body), member.limit)
-        self.executor = Executor(body, rank_context(mesh, self.rank, self.comm), self.rank, self.device)
+        arena = Arena({body: planned(body)}, self.device)
+        self.executor = Executor(body, rank_context(mesh, self.rank, self.comm), self.rank, self.device, arena)
         names = Alike(self.executor.routine.names)
         self.monitor = Monitor(member.store(body.name), self.rank, member.world, names, fatal=member.on_gpu)
         self.shards = Shards(mesh, self.rank, self.device, self.comm, self.monitor.blame)

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from shardc.ir.graph import Port, type_of
 from shardc.ir.ops.context import RankContext, running
+from shardc.runtime.arena import Arena
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.monitor import Monitor
+from shardc.stages.arena import plans
 from shardc.stages.finishing import FinishCode, Outputs, guarded
 from shardc.stages.graph_code import GraphCode, Now, summing
 from shardc.stages.instructions import (
@@ -56,7 +58,8 @@ class ListExecutor:
     def __init__(self, program: Pipelined, c: int, context: RankContext, rank: int, links: Links) -> None:
         self.program, self.c, self.context, self.rank, self.links = program, c, context, rank, links
         self.transfers = Transfers(links.everyone, links.device, links.limit)
-        self.finish = FinishCode(program.finishes[c], context, rank, links)
+        self.arena = Arena(plans(program, c), links.device)
+        self.finish = FinishCode(program.finishes[c], context, rank, links, self.arena)
         self._end: End = self.finish.run
         self._parts: dict[int, _PartCode] = {}
         self._gathers: dict[int, GraphCode] = {}
@@ -86,6 +89,7 @@ class ListExecutor:
         self._reducing.clear()
         self.transfers.drop()
         self.transfers.monitor, self.transfers.clock = monitor, clock
+        self.arena.enter()
         with running(self.context):
             for act in self._acts:
                 act(now)
@@ -101,7 +105,7 @@ class ListExecutor:
         """What to do, in order."""
         made: list[Act] = []
         types, tags = _types(self.program), dict[tuple[type, int], int]()
-        where = self.context, self.rank, self.links.device
+        where = self.context, self.rank, self.links.device, self.arena
         at = 0
         for batch in batches(listed):
             i, place = batch[0], at * STRIDE
@@ -126,7 +130,7 @@ class ListExecutor:
     def _work(self, i: Compute, place: int, freed: frozenset[Value]) -> Act:
         (graph,) = graphs_of(self.program, self.c, i)
         if id(graph) not in self._parts:
-            code = GraphCode(graph, self.context, self.rank, self.links.device)
+            code = GraphCode(graph, self.context, self.rank, self.links.device, self.arena)
             self._parts[id(graph)] = _PartCode(code, self.program, self.program.lists.pipeline.part(i), self._add)
         part = self._parts[id(graph)]
         read = [self.program.lists.pipeline.value(name, i.microbatch) for name in part.reads]
@@ -139,7 +143,7 @@ class ListExecutor:
         base = place + 1
         for name, graph in zip(i.values, graphs_of(self.program, self.c, i), strict=True):
             if id(graph) not in self._gathers:
-                self._gathers[id(graph)] = GraphCode(graph, self.context, self.rank, self.links.device)
+                self._gathers[id(graph)] = GraphCode(graph, self.context, self.rank, self.links.device, self.arena)
             code = self._gathers[id(graph)]
             slots = {port.name: slot for port, slot in code.outputs}
             made.append((name, code, base, [slots[member] for member in self.program.members(name)]))

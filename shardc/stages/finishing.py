@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardc.ir.graph import Graph, Port
 from shardc.ir.ops.context import RankContext
 from shardc.ir.storages import storages
+from shardc.runtime.arena import Arena
 from shardc.runtime.monitor import Monitor
 from shardc.stages.finish import Finish
 from shardc.stages.graph_code import GraphCode, Now
@@ -22,10 +23,10 @@ Outputs = dict[Port, torch.Tensor]
 class FinishCode:
     """`run` gives the step's outputs. New parameters and state are written over those that are held."""
 
-    def __init__(self, finish: Finish, context: RankContext, rank: int, links: Links) -> None:
+    def __init__(self, finish: Finish, context: RankContext, rank: int, links: Links, arena: Arena) -> None:
         self._totals, self._links = finish.totals, links
-        self._norm = GraphCode(finish.norm, context, rank, links.device)
-        self._update = GraphCode(finish.update, context, rank, links.device)
+        self._norm = GraphCode(finish.norm, context, rank, links.device, arena)
+        self._update = GraphCode(finish.update, context, rank, links.device, arena)
         self._copied = _views_of_state(finish.norm)
 
     def run(self, now: Now, instruction: Optimizer, place: int) -> Outputs:

@@ -1,4 +1,4 @@
-"""A pipelined step whose parts have buckets and kernels: each part by itself, after the cut.
+"""A pipelined step whose parts have padded products, buckets and kernels: each part by itself, after the cut.
 
 A part is a graph of its own, so nothing is fused across stages, nor between forward, backward, gathers and the step's
 end; and no bucket joins two of them.
@@ -11,20 +11,30 @@ from dataclasses import replace
 from functools import partial
 
 from shardc.ir.graph import Graph
+from shardc.passes.align import align
 from shardc.passes.bucket import bucket
-from shardc.passes.fuse import fuse
+from shardc.passes.fuse import Fuse
 from shardc.stages.cut import StageBodies
 from shardc.stages.program import GRAPHS, Pipelined
 
 
-def fused(program: Pipelined, exclude: tuple[str, ...] = (), templates: tuple[str, ...] | None = None) -> Pipelined:
-    """The same lists over graphs with kernels."""
-    return _each(program, partial(fuse, exclude=exclude, templates=templates))
+def finished(program: Pipelined, aligned: bool, size: int, kernels: Fuse) -> Pipelined:
+    """The same lists over graphs with padded products, buckets of up to `size` bytes (0: none), and kernels."""
+    if aligned:
+        program = _each(program, align)
+    if size:
+        program = bucketed(program, size)
+    return fused(program, kernels) if kernels.enabled else program
 
 
 def bucketed(program: Pipelined, size: int) -> Pipelined:
     """The same lists over graphs with buckets of up to `size` bytes."""
     return _each(program, partial(bucket, size=size))
+
+
+def fused(program: Pipelined, kernels: Fuse | None = None) -> Pipelined:
+    """The same lists over graphs with kernels."""
+    return _each(program, (kernels or Fuse()).run)
 
 
 def _each(program: Pipelined, change: Callable[[Graph], Graph]) -> Pipelined:

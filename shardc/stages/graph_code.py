@@ -20,6 +20,7 @@ from shardc.ir.graph import Graph, Port, info
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext
+from shardc.runtime.arena import Arena
 from shardc.runtime.code import Code, Routine
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.monitor import Monitor
@@ -61,9 +62,10 @@ class Now:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What the graphs of one form share, on one rank. It keeps the context alive by which it was looked up."""
+    """What the graphs of one form share, on one rank. It keeps alive by what it was looked up."""
 
     context: RankContext
+    arena: Arena | None
     routine: Routine
     code: tuple[Code, ...]
 
@@ -83,17 +85,17 @@ class Prepared:
         return found
 
 
-_prepared: WeakValueDictionary[tuple[int, int, torch.device, str], Prepared] = WeakValueDictionary()
+_prepared: WeakValueDictionary[tuple[int, int, int, torch.device, str], Prepared] = WeakValueDictionary()
 
 
-def prepared(graph: Graph, context: RankContext, rank: int, device: torch.device) -> Prepared:
+def prepared(graph: Graph, context: RankContext, rank: int, device: torch.device, arena: Arena | None) -> Prepared:
     """A graph's code, or that of an equal one which is in use. What writes to memory of its own is never shared."""
     form = form_of(graph)
-    key = None if form is None else (id(context), rank, device, form)
+    key = None if form is None else (id(context), id(arena), rank, device, form)
     found = None if key is None else _prepared.get(key)
     if found is None:
-        routine = Routine(graph, context, rank, device)
-        found = Prepared(context, routine, tuple(routine.code()))
+        routine = Routine(graph, context, rank, device, arena)
+        found = Prepared(context, arena, routine, tuple(routine.code()))
         if key is not None:
             _prepared[key] = found
     return found
@@ -118,8 +120,10 @@ def form_of(graph: Graph) -> str | None:
 class GraphCode:
     """A graph as the rank of `context` runs it. Whoever runs it fills in the slots of `values` and `sums`."""
 
-    def __init__(self, graph: Graph, context: RankContext, rank: int, device: torch.device) -> None:
-        self.graph, self.prepared = graph, prepared(graph, context, rank, device)
+    def __init__(
+        self, graph: Graph, context: RankContext, rank: int, device: torch.device, arena: Arena | None = None
+    ) -> None:
+        self.graph, self.prepared = graph, prepared(graph, context, rank, device, arena)
         self.routine, self.code = self.prepared.of(graph), list(self.prepared.code)
         slots = self.routine.listing.inputs
 

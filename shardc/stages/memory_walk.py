@@ -25,18 +25,19 @@ from shardc.cost.memory import (
     RETURNED,
     STORED,
     Category,
-    Life,
     LiveValue,
     Moment,
     Walk,
-    lives,
+    category_of,
     moment_of,
     nothing,
 )
 from shardc.ir.buckets import with_buckets
 from shardc.ir.graph import Graph, Port, info, operands, producer, type_of
+from shardc.ir.lives import Life, lives
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.storages import Storage, storages
+from shardc.stages.arena import plans
 from shardc.stages.instructions import (
     COMPUTE,
     Compute,
@@ -74,13 +75,14 @@ class Body:
     of: dict[fx.Node, Storage]
     made: Sequence[Life]
     last: Mapping[Storage, int]  # the call that reads it last
+    placed: Collection[fx.Node]  # in the arena
 
     @classmethod
-    def of_graph(cls, graph: Graph) -> Body:
+    def of_graph(cls, graph: Graph, placed: Collection[fx.Node]) -> Body:
         calls, of = list(graph.calls()), with_buckets(graph, storages(graph))
         _, made = lives(graph, calls, set(graph.fx.nodes), of)
         last = {of[value]: at for at, call in enumerate(calls) for value in operands(call)}
-        return cls(graph, calls, of, made, last)
+        return cls(graph, calls, of, made, last, placed)
 
     @cached_property
     def returned(self) -> dict[Storage, list[Port]]:
@@ -109,7 +111,7 @@ class Run:
 
     @cached_property
     def walk(self) -> Walk:
-        return Walk.over(self.made, self.categories, len(self.body.calls))
+        return Walk.over(self.made, self.categories, len(self.body.calls), self.body.placed)
 
 
 class Ranks:
@@ -124,6 +126,9 @@ class Ranks:
         self.sums: Lie = {}
         self.own: Lie = {}  # outputs, new buffers, and what the norm hands to the update
         self.now, self.most, self.at_peak = nothing(), nothing(), nothing()
+        arenas = plans(program, c) if early else {}  # a simulation has none
+        self._placed = {graph: plan.values for graph, plan in arenas.items()}
+        self.now["arena"] = max((plan.bytes for plan in arenas.values()), default=0)
         self.peak, self.peak_at = -1, 0
         self.moment: Moment | None = None
         self.live: list[LiveValue] = []
@@ -246,7 +251,7 @@ class Ranks:
             if self.early and ports and all(port.role == "sum" for port in ports):
                 life = replace(life, dies=max(life.born, body.last.get(life.storage, 0)))
             # Only what leaves a part is an activation: masks and the like are made by each part that reads them.
-            own: Category = "temporaries" if life.category == "activations" else life.category
+            own: Category = "temporaries" if category_of(life) == "activations" else category_of(life)
             found.append((life, self._returned(ports[0]) if ports else own))
         return found
 
@@ -306,7 +311,7 @@ class Ranks:
     # ------------------------------------------------------------------ what is what
     def _body(self, graph: Graph) -> Body:
         if id(graph) not in self.bodies:
-            self.bodies[id(graph)] = Body.of_graph(graph)
+            self.bodies[id(graph)] = Body.of_graph(graph, self._placed.get(graph, ()))
         return self.bodies[id(graph)]
 
     def _returned(self, port: Port) -> Category:

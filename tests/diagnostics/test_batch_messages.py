@@ -46,6 +46,10 @@ def unchecked() -> object:
     return simulate(program().body, {**inputs, "tokens": IDS - 1})
 
 
+def empty() -> object:
+    return shardc.compile(nn.Linear(4, 2), (torch.zeros(0, 4),), mesh=Mesh(dp=2), loss=lambda y, _: y.sum())
+
+
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "another_value": ("SC501", lambda: step(scale=3.0, flag=True)),
     "no_names": ("SC501", lambda: program().simulate((IDS, IDS, 2.0))),
@@ -53,6 +57,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "tokens_and_labels": ("SC507", lambda: step(tokens=IDS - 3, labels=IDS + 8)),
     "computed_token": ("SC507", lambda: step(tokens=IDS + 11)),
     "token_in_the_step": ("SC507", unchecked),
+    "no_samples": ("SC103", empty),
     "nothing_supplied": ("SC504", lambda: simulate(program().body, {})),
 }
 

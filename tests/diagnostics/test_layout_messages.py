@@ -25,7 +25,7 @@ class Gate(nn.Module):
         self.up = nn.Linear(8, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.up(x), -1).square().mean()
+        return torch.cumsum(self.up(x), -1).square().mean()
 
 
 class Gates(nn.Module):
@@ -79,7 +79,7 @@ class Uneven(nn.Module):
 
 
 CASES: dict[str, tuple[nn.Module, Tensor, dict[str, Any]]] = {
-    "softmax_of_columns": (Gates(), torch.randn(4, 8), {"params": {"gates.*.up.*": "tp"}}),
+    "cumsum_of_columns": (Gates(), torch.randn(4, 8), {"params": {"gates.*.up.*": "tp"}}),
     "sections_of_columns": (Fused(), torch.randn(4, 8), {"params": {"qk.*": "tp"}}),
     "conv_output": (Conv(), torch.randn(2, 3, 8, 8), {"activations": {"conv": "-, -, -, tp"}}),
     "norm_output": (Norm(), torch.randn(4, 8), {"activations": {"norm": "-, tp"}}),

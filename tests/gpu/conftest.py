@@ -1,7 +1,13 @@
 """Marks every test here `gpu`, and skips those that ask for more GPUs than there are: `@pytest.mark.gpu(2)`."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+# What the tests of kernels share; how results are judged is the interpreter's too.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "kernels")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

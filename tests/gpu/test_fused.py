@@ -47,7 +47,7 @@ def test_corpus(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_prepared_call_is_the_launchers(name: str) -> None:
-    """Bit for bit: the first, a later one, one of operands that are not aligned, and with results told where to go."""
+    """Bit for bit: the first, a later one, one of operands that are not aligned, and with places for what it makes."""
     kernel = CORPUS[name](70, 1024, torch.bfloat16)
     inputs, device = drawn(kernel), torch.device("cuda", torch.cuda.current_device())
     expected, slots = launcher(kernel)(inputs), range(len(inputs))
@@ -62,7 +62,16 @@ def test_a_prepared_call_is_the_launchers(name: str) -> None:
     odd = [torch.cat((x.new_ones(1), x.flatten()))[1:].view(x.shape) for x in inputs]
     here = [torch.empty_like(y) for y in expected]
     placed = into.prepare(slots, text(kernel), {at: lambda env, at=at: here[at] for at in range(len(here))}, device)
+    scratch = torch.empty(1 << 24, dtype=torch.uint8, device="cuda")
+    fixed = into.prepare(inputs, text(kernel), dict(enumerate(here)), device, lambda size: scratch[: max(size, 1)])
     assert placed is not None
+    assert fixed is not None
+    for _ in range(3):
+        scratch.fill_(255)
+        for y in here:
+            y.fill_(0)
+        assert all(mine is told for mine, told in zip(fixed(()), here, strict=True))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, expected, strict=True))
     for given in (inputs, inputs, odd):
         for y in here:
             y.fill_(0)

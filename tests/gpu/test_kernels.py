@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton import launch, ops
+from kernels_triton import launch
 from kernels_triton.registry import TEMPLATES
 
 pytestmark = pytest.mark.gpu
@@ -49,16 +49,48 @@ def tensors(value: Any) -> list[Tensor]:
     return [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if torch.is_tensor(v)]
 
 
-def test_offsets_beyond_32_bits() -> None:
-    """2.3e9 elements: the last rows lie past 2^31."""
-    cols, rows = 8192, 280_000
-    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
-    w, b = torch.ones(cols, dtype=torch.bfloat16, device="cuda"), torch.zeros(cols, dtype=torch.bfloat16, device="cuda")
-    y, mean, rstd = ops.layer_norm(x, w, b)
-    last, _, _ = ops.layer_norm(x[-3:].clone(), w, b)
-    assert torch.equal(y[-3:], last)
-    dx, _, db = ops.layer_norm_backward(y, x, w, mean, rstd)
-    part, _, _ = ops.layer_norm_backward(y[-3:].clone(), x[-3:].clone(), w, mean[-3:].clone(), rstd[-3:].clone())
-    assert torch.equal(dx[-3:], part)
-    assert db is not None
-    assert torch.isfinite(db).all()
+# Of other templates a row's results depend on its number, or on other rows.
+ROWWISE = [
+    name
+    for name, template in TEMPLATES.items()
+    if all("rows" in one.dims for one in (template.operands[0], *template.results[:1]))
+    and name not in ("rope", "bias_dropout_residual")
+]
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+def test_offsets_beyond_32_bits(name: str) -> None:
+    """2.3e9 elements: the last rows lie past 2^31, and are those of a call of their own."""
+    template = TEMPLATES[name]
+    sizes, variant = {**WHOLE, "rows": 280_000, "cols": 8192}, template.variants[-1]
+    torch.manual_seed(0)
+    arguments = template.arguments(sizes, torch.bfloat16, "cuda")
+    last = list(arguments)
+    for given, x in zip(template.operands, [a for a in arguments if torch.is_tensor(a)], strict=True):
+        if "rows" in given.dims:
+            dim = given.dims.index("rows")
+            at = next(i for i, a in enumerate(arguments) if a is x)
+            last[at] = x.narrow(dim, sizes["rows"] - 3, 3).clone()
+    expected, found = tensors(template.op(*last, **variant)), tensors(template.op(*arguments, **variant))
+    for result, mine, theirs in zip(template.results, found, expected, strict=True):
+        if "rows" in result.dims:
+            assert torch.equal(mine[-3:], theirs), result.name
+        else:
+            assert torch.isfinite(mine).all(), result.name
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+def test_rows_that_lie_far_apart(name: str) -> None:
+    """A stride of 2^30: the third row lies past 2^31."""
+    template = TEMPLATES[name]
+    torch.manual_seed(0)
+    arguments = template.arguments({**WHOLE, "rows": 3, "cols": 96}, torch.bfloat16, "cuda")
+    whole = torch.empty((2 << 30) + 4096, dtype=torch.bfloat16, device="cuda")
+    for variant in template.variants:
+        given, apart = list(arguments), list(arguments)
+        for at, x in enumerate(arguments):
+            if torch.is_tensor(x) and x.shape == (3, 96):
+                given[at], apart[at] = x.clone(), whole.as_strided((3, 96), (1 << 30, 1), 256 * at).copy_(x)
+        found, expected = tensors(template.op(*apart, **variant)), tensors(template.op(*given, **variant))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine, theirs)

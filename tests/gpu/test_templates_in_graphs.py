@@ -53,29 +53,60 @@ def test_gradients_are_as_near_as_unfused_ones(name: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", ""])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_template_is_the_generated_kernel(name: str, precision: str) -> None:
-    """First through Triton's launcher, then as remembered, on other tensors: both against the text in float64."""
     torch.manual_seed(0)
-    apart = APART if precision else 1e-4
     for kernel in templates(name, precision):
-        match = found(kernel)
-        assert match is not None
-        run_template, repeats = launcher(kernel), set[int]()
-        for _ in range(3):
-            inputs = [torch.randn(given.shape, device="cuda").to(given.dtype) for given in kernel.inputs]
-            if isinstance(at := match.bound.get("target"), int):
-                inputs[at] = torch.randint(0, match.cols, inputs[at].shape, device="cuda")
-            for stat in ("rstd", "squares"):
-                if isinstance(at := match.bound.get(stat), int):
-                    inputs[at] = inputs[at].abs() + 0.5
-            exact = reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
-            ours, theirs = run_template(inputs), generated(kernel)(inputs)
-            repeats.add(len(run_template.ready))
-            for result, y, other, want in zip(match.results, ours, theirs, exact, strict=True):
-                off, other_off = ((one.double() - want).norm() / want.norm() for one in (y, other))
-                assert off <= max(apart, SLACK * other_off), (kernel.name, result, float(off), float(other_off))
-            for y, again in zip(ours, run_template(inputs), strict=True):
-                assert torch.equal(y, again), (kernel.name, "two runs differ")
-        assert repeats == {1}, f"{kernel.name} is not remembered"
+        check(kernel, APART if precision else 1e-4)
+
+
+LOSS = (
+    "cross_entropy[64|{c}]({t}[64,{c}], i64[64]@0:1,0, f32[]@0:0,0, f32[{c}]@0:0,1){{%4=add(%0, %3); %5=rmax(%4); "
+    "%6=sub(%4, %5); %7=exp(%6); %8=rsum(%7); %9=iota{{1}}(); %10=eq(%9, %1); %11=where(%10, %6, 0.0); %12=rsum(%11); "
+    "%13=ne(%1, -100); %14=where(%13, %2, 0.0); %15=div(%14, %8); %16=mul(%7, %15); %17=where(%10, %14, 0.0); "
+    "%18=sub(%16, %17)}}->f32[64,1]=%8@0:1,0, f32[64,1]=%12@0:1,0, {t}[64,{c}]=%18"
+)
+ALONE = {
+    "loss with a bias": LOSS.replace("{c}", "30522"),
+    "longer loss with a bias": LOSS.replace("{c}", "50304"),
+    "squared_relu": (
+        "squared_relu[512|1000](f32[1000]@0:0,1, {t}[512,1000]){{%2=add(%1, %0); %3=maximum(%2, 0.0); %4=square(%3)}}->"
+        "{t}[512,1000]=%4"
+    ),
+    "squared_relu_backward": (
+        "squared_relu_backward[512|1000](f32[1000]@0:0,1, {t}[512,1000], {t}[512,1000]){{%3=add(%1, %0); "
+        "%4=maximum(%3, 0.0); %5=mul(%4, 2.0); %6=mul(%2, %5); %7=le(%4, 0.0); %8=where(%7, 0.0, %6); %9=csum(%8)}}->"
+        "{t}[512,1000]=%8, f32[1000]=%9@0:0,1"
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("name", ALONE)
+def test_templates_that_no_model_above_has(name: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    check(parse(ALONE[name].format(t=dtype)), APART if dtype == "bf16" else 1e-4)
+
+
+def check(kernel: Kernel, apart: float) -> None:
+    """First through Triton's launcher, then as remembered, on other tensors: both against the text in float64."""
+    match = found(kernel)
+    assert match is not None
+    run_template, repeats = launcher(kernel), set[int]()
+    for _ in range(3):
+        inputs = [torch.randn(given.shape, device="cuda").to(given.dtype) for given in kernel.inputs]
+        if isinstance(at := match.bound.get("target"), int):
+            inputs[at] = torch.randint(0, match.cols, inputs[at].shape, device="cuda")
+        for stat in ("rstd", "squares"):
+            if isinstance(at := match.bound.get(stat), int):
+                inputs[at] = inputs[at].abs() + 0.5
+        exact = reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
+        ours, theirs = run_template(inputs), generated(kernel)(inputs)
+        repeats.add(len(run_template.ready))
+        for result, y, other, want in zip(match.results, ours, theirs, exact, strict=True):
+            off, other_off = ((one.double() - want).norm() / want.norm() for one in (y, other))
+            assert off <= max(apart, SLACK * other_off), (kernel.name, result, float(off), float(other_off))
+        for y, again in zip(ours, run_template(inputs), strict=True):
+            assert torch.equal(y, again), (kernel.name, "two runs differ")
+    assert repeats == {1}, f"{kernel.name} is not remembered"
 
 
 def test_operands_that_lie_in_one_another_are_told_apart() -> None:

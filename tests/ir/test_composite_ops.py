@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from shardc.ir.ops.attention import SDPA, SDPA_BWD, attention
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD, grouped_mm
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, linear
-from shardc.ir.ops.random import RANDOM_UNIFORM, philox
+from shardc.ir.ops.random import RANDOM_UNIFORM, least_word, philox
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -96,6 +97,17 @@ def test_differentiable_forms() -> None:
     assert torch.autograd.gradcheck(lambda a, b: grouped_mm(a, b, offs), (leaf(7, 3), leaf(3, 3, 2)))
 
 
+def philox_by_the_paper(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Philox4x32-10 in Python's own integers, from the paper's figure and not from ours."""
+    (l0, r0, l1, r1), (k0, k1) = counter, key
+    for turn in range(10):
+        high0, low0 = divmod(0xD2511F53 * l0, 1 << 32)
+        high1, low1 = divmod(0xCD9E8D57 * l1, 1 << 32)
+        bump0, bump1 = (k0 + turn * 0x9E3779B9) % (1 << 32), (k1 + turn * 0xBB67AE85) % (1 << 32)
+        l0, r0, l1, r1 = high1 ^ r0 ^ bump0, low1, high0 ^ r1 ^ bump1, low0
+    return l0, r0, l1, r1
+
+
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -109,10 +121,53 @@ def test_differentiable_forms() -> None:
     ],
 )
 def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
-    """The vectors published with Random123."""
+    """The vectors published with Random123, all four words."""
+    assert philox_by_the_paper(counter, key) == words
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
     got = philox((c0, c1, c2, c3), (torch.tensor(key[0]), torch.tensor(key[1])))
     assert tuple(int(word) for word in got) == words
+
+
+def number(seed: int, op_id: int, index: int) -> float:
+    """What `random_uniform` says that element `index` is."""
+    counter = (index >> 2) % (1 << 32), op_id, index >> 34, 0
+    word = philox_by_the_paper(counter, (seed % (1 << 32), (seed >> 32) % (1 << 32)))[index & 3]
+    return float(torch.tensor(word if word < 1 << 31 else (1 << 32) - 1 - word).float() * 4.6566127342e-10)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3, (1 << 34) - 5, (1 << 50) + 2])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((3, 8), (8, 1)),  # contiguous: one run
+        ((3, 7), (7, 1)),  # an odd one
+        ((3, 8), (16, 1)),  # columns of a wider tensor, runs that begin at multiples of 4
+        ((3, 5), (9, 1)),  # and wherever they like
+        ((2, 3, 4), (40, 4, 1)),  # dims that are one run, and one that is not
+        ((4, 3), (1, 4)),  # transposed
+        ((5, 1), (3, 1)),
+        ((2, 4), (0, 1)),  # the same row twice
+        ((), ()),
+        ((0, 4), (4, 1)),
+    ],
+)
+def test_numbers_by_their_definition(shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> None:
+    seed, op_id = -(5 << 40) + 3, 17
+    got = uniform(list(shape), list(strides), first, op_id, seed)
+    assert got.shape == shape
+    for at in itertools.product(*map(range, shape)):
+        index = first + sum(i * stride for i, stride in zip(at, strides, strict=True))
+        assert float(got[at]) == number(seed, op_id, index)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-12, 0.1, 0.25, 0.5, 0.9, 1.0 - 2**-24, 1.0])
+def test_the_least_word_of_a_probability(p: float) -> None:
+    """Comparing words is comparing numbers."""
+    least = least_word(p)
+    around = torch.tensor([word for word in (0, least - 1, least, least + 1, (1 << 31) - 1) if 0 <= word < 1 << 31])
+    assert torch.equal(around >= least, around.float() * 4.6566127342e-10 >= p)
+    assert (least == 0) == (p == 0.0)
+    assert (least == 1 << 31) == (p == 1.0)
 
 
 def uniform(shape: list[int], strides: list[int], offset: int = 0, op_id: int = 1, seed: int = 7) -> Tensor:
@@ -123,6 +178,8 @@ def test_a_shard_draws_its_part_of_the_whole() -> None:
     whole = uniform([6, 16], [16, 1])
     assert torch.equal(uniform([6, 8], [16, 1], offset=8), whole[:, 8:])
     assert torch.equal(uniform([2, 16], [16, 1], offset=32), whole[2:4])
+    assert torch.equal(uniform([3, 7], [32, 1], offset=19), whole[1::2, 3:10])
+    assert torch.equal(uniform([6, 5], [16, 3], offset=2), whole[:, 2::3])
     assert not torch.equal(uniform([6, 16], [16, 1], op_id=2), whole)
     assert not torch.equal(uniform([6, 16], [16, 1], seed=8), whole)
 

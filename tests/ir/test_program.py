@@ -166,6 +166,14 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ShardcError, match=r"SC409.*cannot write .*none/step.json"):
+        program().save(tmp_path / "none" / "step.json")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ShardcError, match="SC409"):
+        program().save(tmp_path / "file" / "step.json")
+
+
 @settings(max_examples=30)
 @given(graphs())
 def test_any_program_reads_back(graph: Graph) -> None:

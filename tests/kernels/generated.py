@@ -2,10 +2,11 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from kernels_triton import launch
+from kernels_triton import launch, ops
 from kernels_triton.fused.launcher import Ready, program
 from kernels_triton.fused.schedules import Plan, Style, choose, planned
 from kernels_triton.fused.text import parse
@@ -34,3 +35,9 @@ def template(line: str, *inputs: Tensor, looped: int = 0) -> tuple[Tensor, ...]:
     name, schedule = made.match.template.name, Schedule(looped, 0, rows=2, warps=1, waves=1)
     with launch.assuming(DEVICE), trying(name, schedule) if looped else nullcontext():
         return tuple(made(inputs))
+
+
+def scheduled(op: str, name: str, schedule: Schedule, *args: Any) -> Any:
+    """An op, with this schedule where it asks for that of `name`."""
+    with trying(name, schedule):
+        return getattr(ops, op)(*args)

@@ -13,23 +13,31 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels_triton.rows import Schedule
+
 PAD = 256  # elements on either side
 ROOT = Path(__file__).parents[2]
 
 
 class Interpreter:
-    """Calls an op by name; returns its results, and with `changed` also its arguments as they are afterwards."""
+    """Calls an op by name; returns its results, and with `changed` also its arguments as they are afterwards.
+
+    `schedule`: what the op runs with, (its name among schedules, the schedule), in place of what its sizes ask for.
+    """
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, op: str, *args: Any, changed: bool = False, **kwargs: Any) -> Any:
+    def __call__(
+        self, op: str, *args: Any, changed: bool = False, schedule: tuple[str, Schedule] | None = None, **kwargs: Any
+    ) -> Any:
         if self.process is None or self.process.poll() is not None:
             path = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
             environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -42,7 +50,7 @@ class Interpreter:
         assert self.process.stdin
         assert self.process.stdout
         try:
-            pickle.dump((op, args, kwargs), self.process.stdin)
+            pickle.dump((op, args, kwargs, schedule), self.process.stdin)
             self.process.stdin.flush()
             problem, results, after = pickle.load(self.process.stdout)
         except (EOFError, BrokenPipeError) as end:
@@ -96,26 +104,26 @@ def serve() -> None:
     torch.set_num_threads(1)
     import generated
 
-    from kernels_triton import launch, ops
+    from kernels_triton import launch, ops, rows
 
     while True:
         try:
-            op, args, kwargs = pickle.load(sys.stdin.buffer)
+            op, args, kwargs, schedule = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         fenced = Fenced()
         launch.empty = fenced.empty
         problem, results, after = None, None, None
+        launches: list[launch.Launch] = []
         try:
             args = [fenced.copy(f"argument {i}", a) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
             kwargs = {k: fenced.copy(k, a) if isinstance(a, Tensor) else a for k, a in kwargs.items()}
-            launches: list[launch.Launch] = []
 
             def both(one: launch.Launch, launches: list[launch.Launch] = launches) -> None:
                 launches.append(one)
                 one()
 
-            with launch.recording(both):
+            with launch.recording(both), rows.trying(*schedule) if schedule else nullcontext():
                 results = (getattr(ops, op, None) or getattr(generated, op))(*args, **kwargs)
             problem = fenced.broken() if launches else f"{op} launched nothing"
             results = _plain(results)

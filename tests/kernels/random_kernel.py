@@ -1,7 +1,9 @@
 """Random connected kernels whose values stay small and smooth, so that float32 may be held against float64.
 
 Every kind of value meets every other: full, row, column and scalar inputs in several dtypes and walks; pointwise ops,
-comparisons of what is exact, casts, reductions one after another, sums over rows and what follows them.
+comparisons of what is exact, casts, reductions one after another, sums over rows and what follows them. Integers near
+their dtypes' limits meet one another and wrap, float16 overflows and is compared, and values are stored over more of
+the space than they vary along.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from kernels_triton.rows import Schedule, power_of_two
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int64, torch.int32, torch.bool)
+NARROW = (torch.int8, torch.uint8, torch.int16)  # drawn over all of their range
+LITERALS = (1, -1, 2, 127, -128, 255, 2**31 - 1, -(2**31), 2**62 + 1)
 ONE = ("tanh", "sigmoid", "abs", "neg", "sin", "cos", "erf", "bounded_exp", "bounded_log", "root", "rounded")
 TWO = ("add", "sub", "mul", "maximum", "minimum", "div", "where")
 
@@ -29,11 +33,14 @@ class Grower:
     k: Draft
     draw: st.DrawFn
     floats: list[Ref] = field(default_factory=list)
-    exact: list[Ref] = field(default_factory=list)  # integers and bools: what may be compared
+    exact: list[Ref] = field(default_factory=list)  # small integers and bools: what may be compared
+    whole: list[Ref] = field(default_factory=list)  # integers of any size, which floats never meet
+    bools: list[Ref] = field(default_factory=list)
+    loaded: list[Ref] = field(default_factory=list)  # floats that are inputs
 
     def input(self) -> None:
         space = self.k.space
-        dtype = self.draw(st.sampled_from(FLOATS + INTS))
+        dtype = self.draw(st.sampled_from(FLOATS + FLOATS + INTS + NARROW))
         kind = self.draw(st.sampled_from(("full", "full", "half", "strided", "row", "col", "scalar", "some")))
         if kind == "half":  # of a packed tensor
             shape = (*space[:-1], 2 * space[-1])
@@ -49,7 +56,11 @@ class Grower:
             }.get(kind) or tuple(n if self.draw(st.booleans()) else 1 for n in space)  # fmt: skip
             shape = () if kind == "scalar" else shape
             made = self.k.input(dtype, shape, broadcast(shape, space))
-        (self.floats if dtype.is_floating_point else self.exact).append(made)
+        if dtype.is_floating_point:
+            self.loaded.append(made)
+        if dtype == torch.bool:
+            self.bools.append(made)
+        (self.floats if dtype.is_floating_point else self.whole if dtype in NARROW else self.exact).append(made)
 
     def pick(self) -> Ref:
         return self.draw(st.sampled_from(self.floats))
@@ -81,7 +92,35 @@ class Grower:
             made = k("tanh", made)
         self.floats.append(made)
 
+    def integers(self) -> None:
+        """Arithmetic whose result wraps in a dtype that was drawn."""
+        k, op = self.k, self.draw(st.sampled_from(("add", "sub", "mul", "neg", "abs", "square", "maximum", "where")))
+        one, other = (self.draw(st.sampled_from(self.whole)) for _ in range(2))
+        right = self.draw(st.sampled_from((other, *LITERALS)))
+        if op in ("neg", "abs", "square"):
+            made = k(op, one)
+        else:
+            made = k(op, *((self.condition(),) if op == "where" else ()), one, right)
+        self.whole.append(k("cast", made, dtype=self.draw(st.sampled_from((*NARROW, torch.int32, torch.int64)))))
+
     def condition(self) -> Ref:
+        """A bool, of small integers, of large ones, of a float16 that may be infinite, or of two bools."""
+        k, kind = self.k, self.draw(st.sampled_from(("small", "small", "large", "half", "two")))
+        if kind == "large" and self.whole:
+            left, right = (self.draw(st.sampled_from(self.whole)) for _ in range(2))
+            made = k(self.draw(st.sampled_from(("eq", "lt", "ge"))), left, right)
+        elif kind == "half" and self.loaded:
+            half = k("cast", k("mul", self.draw(st.sampled_from(self.loaded)), 5e4), dtype=torch.float16)
+            made = k(self.draw(st.sampled_from(("eq", "gt"))), half, self.draw(st.sampled_from((float("inf"), 6e4))))
+        elif kind == "two" and self.bools:
+            left, right = (self.draw(st.sampled_from(self.bools)) for _ in range(2))
+            made = k(self.draw(st.sampled_from(("and", "or", "xor"))), left, right)
+        else:
+            made = self.compared()
+        self.bools.append(made)
+        return made
+
+    def compared(self) -> Ref:
         k = self.k
         if not self.exact or self.draw(st.booleans()):
             self.exact.append(k("iota", attributes=(self.draw(st.integers(0, len(k.space) - 1)),)))
@@ -109,33 +148,45 @@ def kernels(draw: st.DrawFn) -> Kernel:
     for _ in range(draw(st.integers(1, 4))):
         grower.input()
     if not grower.floats:
-        grower.floats.append(k("cast", grower.exact[0], dtype=torch.float32))
+        number = (grower.exact or grower.whole)[0]
+        grower.floats.append(k("tanh", k("cast", number, dtype=torch.float32)))
     for _ in range(draw(st.integers(1, 8))):
-        grower.step()
+        if grower.whole and draw(st.booleans()):
+            grower.integers()
+        else:
+            grower.step()
     stored = draw(st.lists(st.sampled_from(grower.floats), min_size=0, max_size=3, unique=True))
+    exact = (*grower.whole, *grower.bools, *grower.exact)
+    counted = draw(st.lists(st.sampled_from(exact), max_size=2, unique=True)) if exact else []
     for value in draw(st.lists(st.sampled_from(grower.floats), min_size=0 if stored else 1, max_size=2, unique=True)):
         total = k("csum", value)
         stored.append(total)
         if draw(st.booleans()):  # what follows a sum over rows
             stored.append(k("mul", total, 0.5))
-    varies = _varies(k)
-    for value in stored:
-        shape = tuple(n if along else 1 for n, along in zip(k.space, varies[value.index], strict=True))
+    probed = _probed(k)
+    for value in stored + counted:
+        # As large as the value, or larger.
+        larger = [draw(st.booleans()) and draw(st.booleans()) for _ in k.space]
+        if probed.late[value.index]:
+            larger[:-1] = [False] * (len(larger) - 1)
+        along = [a or b for a, b in zip(probed.varies[value.index], larger, strict=True)]
+        shape = tuple(n if a else 1 for n, a in zip(k.space, along, strict=True))
+        dtype = draw(st.sampled_from((*NARROW, *INTS) if value in counted else FLOATS))
         if shape == k.space and draw(st.booleans()):
             shape, walk = permuted(shape, draw(st.permutations(range(len(shape)))))
-            k.joined(draw(st.sampled_from(FLOATS)), shape, (value, walk))
+            k.joined(dtype, shape, (value, walk))
         else:
-            k.out(value, draw(st.sampled_from(FLOATS)), shape)
+            k.out(value, dtype, shape)
     return k.kernel("fused_random")
 
 
-def _varies(k: Draft) -> tuple[tuple[bool, ...], ...]:
-    """Of each value, before the kernel has outputs: one that stores a sum of everything."""
+def _probed(k: Draft) -> Kernel:
+    """The kernel, before it has outputs: with one that stores a sum of everything."""
     last = len(k.inputs) + len(k.steps)
     total = (Step("rsum", (Ref(0),)), Step("cast", (Ref(last),), dtype=torch.float32), Step("csum", (Ref(last + 1),)))
     walk = Walk(0, (0,) * len(k.space))
     stored = Output(torch.float32, (), (Store(Ref(last + 2), walk),))
-    return Kernel("probe", k.space, tuple(k.inputs), (*k.steps, *total), (stored,)).varies
+    return Kernel("probe", k.space, tuple(k.inputs), (*k.steps, *total), (stored,))
 
 
 def arguments(kernel: Kernel, seed: int) -> list[Tensor]:
@@ -144,6 +195,9 @@ def arguments(kernel: Kernel, seed: int) -> list[Tensor]:
     for given in kernel.inputs:
         if given.dtype.is_floating_point:
             made.append(torch.randn(given.shape, generator=generator).to(given.dtype))
+        elif given.dtype in NARROW:
+            least, most = torch.iinfo(given.dtype).min, torch.iinfo(given.dtype).max
+            made.append(torch.randint(least, most + 1, given.shape, generator=generator).to(given.dtype))
         else:
             high = 2 if given.dtype == torch.bool else 6
             made.append(torch.randint(0, high, given.shape, generator=generator).to(given.dtype))

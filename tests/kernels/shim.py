@@ -1,7 +1,8 @@
 """What Triton's interpreter gets wrong, put right; imported before any kernel, in a process of its own.
 
-Without this, float32 to bfloat16 truncates, arithmetic on bfloat16 runs on its bits as integers, and `tl.erf` needs
-scipy. numpy 2.4 also refuses int() of an array of one element, which run-time loop bounds are.
+Without this, float32 to bfloat16 truncates, arithmetic on bfloat16 runs on its bits as integers, `tl.erf` needs scipy,
+and what comes of comparing two scalars is spread over a tile as floats. numpy 2.4 also refuses int() of an array of one
+element, which run-time loop bounds are.
 """
 
 # pyright: basic
@@ -54,7 +55,8 @@ def binary(self, left, right, op):
     if left.dtype.scalar == tl.bfloat16 and op in ARITHMETIC | COMPARISONS:
         out = op(from_bfloat16(left.data), from_bfloat16(right.data))
         return Handle(out, tl.int1) if op in COMPARISONS else Handle(to_bfloat16(out), tl.bfloat16)
-    return _binary(self, left, right, op)
+    out = _binary(self, left, right, op)
+    return Handle(out.data, tl.int1) if op in COMPARISONS else out
 
 
 def unary(self, value, op):
@@ -83,10 +85,11 @@ interpreter._patch_lang_tensor = patch_tensor
 
 def power(x, y):
     """libdevice's functions are but names to the interpreter."""
-    y = y.handle.data if isinstance(y, tl.tensor) else np.float32(y)
-    data = x.handle.data
-    word = tl.float64 if data.dtype == np.float64 else tl.float32
-    return tl.core.tensor(Handle(np.power(data, y).astype(data.dtype), word), x.type)
+    tile = x if isinstance(x, tl.tensor) else y
+    base, exponent = (n.handle.data if isinstance(n, tl.tensor) else np.float32(n) for n in (x, y))
+    data = np.asarray(np.power(base, exponent))
+    shape = tile.type if data.shape == tile.handle.data.shape else tl.block_type(tile.dtype, list(data.shape))
+    return tl.core.tensor(Handle(data.astype(tile.handle.data.dtype), tile.dtype), shape)
 
 
 libdevice.pow = power

@@ -84,25 +84,56 @@ def test_random_kernels(interpreted: Interpreter, data: st.DataObject) -> None:
     expected = reference.run(kernel, given_)
     coarse = any(step.op == "cast" and step.dtype != torch.float32 for step in kernel.steps)
     for mine, exact, made in zip(found, expected, kernel.outputs, strict=True):
+        if not made.dtype.is_floating_point:
+            assert torch.equal(mine, exact), (text(kernel), style, schedule)
+            continue
         limit = 3e-2 if coarse else 2 * torch.finfo(made.dtype).eps + 2e-5
         scale = exact.double().abs().amax().clamp(min=1.0)
         assert not mine.isnan().any()
         assert float((mine.double() - exact.double()).abs().amax() / scale) <= limit, (text(kernel), style, schedule)
 
 
-def test_random_numbers_are_those_of_the_op_bit_for_bit(interpreted: Interpreter) -> None:
-    """A shard's mask: strides and offset of the whole tensor, past 2^32."""
-    kernel = CORPUS["dropout_add"](13, 40, torch.float32)
-    x, zero = torch.ones(13, 40), torch.zeros(13, 40)
-    seed, offset = torch.tensor((7 << 33) + 5), torch.tensor((1 << 33) - 100)
-    (found,) = interpreted("fused", text(kernel), None, None, x, zero, seed, offset)
-    uniform = torch.ops.shardc.random_uniform(seed, 3, [13, 40], [80, 1], offset)
-    assert torch.equal(found != 0, uniform >= 0.1)
-    k = Draft((50,))
-    seed_ = k.scalar(torch.int64)
-    k.out(k("uniform", seed_, 7, attributes=(3, 2)), torch.float32)
-    (found,) = interpreted("fused", text(k.kernel("fused_uniform")), None, None, seed)
-    assert torch.equal(found, torch.ops.shardc.random_uniform(seed, 3, [50], [2], torch.tensor(7)))
+@pytest.mark.parametrize("first", [0, 1, 3, (1 << 33) - 100, (1 << 34) - 500, (1 << 34) - 501])
+@pytest.mark.parametrize("stride", [80, 41])
+def test_random_numbers_are_those_of_the_op_bit_for_bit(interpreted: Interpreter, stride: int, first: int) -> None:
+    """A shard's: strides and offset of the whole tensor, past 2^34; as they are, and compared."""
+    seed, offset = torch.tensor((7 << 33) + 5), torch.tensor(first)
+    k = Draft((13, 40))
+    x, seed_, given_ = k.full(torch.bfloat16), k.scalar(torch.int64), k.scalar(torch.int64)
+    drawn_ = k("uniform", seed_, given_, attributes=(3, stride, 1))
+    k.out(drawn_, torch.float32)
+    for op in ("ge", "lt", "gt"):
+        k.out(k("mul", k(op, drawn_, 0.1), x), torch.bfloat16)
+    found = interpreted("fused", text(k.kernel("fused_drawn")), None, None, torch.ones(13, 40).bfloat16(), seed, offset)
+    uniform = torch.ops.shardc.random_uniform(seed, 3, [13, 40], [stride, 1], offset)
+    assert torch.equal(found[0], uniform)
+    for mine, kept in zip(found[1:], (uniform >= 0.1, uniform < 0.1, uniform > 0.1), strict=True):
+        assert torch.equal(mine != 0, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32], ids=str)
+def test_random_numbers_beside_a_tile_of_any_dtype(interpreted: Interpreter, dtype: torch.dtype) -> None:
+    k = Draft((5, 36))
+    x, seed = k.full(dtype), k.scalar(torch.int64)
+    k.out(k("uniform", seed, 4, attributes=(3, 36, 1)), torch.float32)
+    k.out(x, dtype)
+    given_ = [torch.randint(-3, 3, (5, 36)).to(dtype), torch.tensor(99)]
+    found = interpreted("fused", text(k.kernel("fused_beside")), None, None, *given_)
+    assert torch.equal(found[0], torch.ops.shardc.random_uniform(given_[1], 3, [5, 36], [36, 1], torch.tensor(4)))
+    assert torch.equal(found[1], given_[0])
+
+
+@pytest.mark.parametrize("attributes", [(3, 2), (3, 1), (3, 0)])
+def test_random_numbers_along_one_dim(interpreted: Interpreter, attributes: tuple[int, int]) -> None:
+    """With strides, next to one another, and all the same; the first is a literal, and no tile was loaded."""
+    seed = torch.tensor((7 << 33) + 5)
+    for first in (4, 7):
+        k = Draft((50,))
+        shape = (50,) if attributes[1] else ()
+        k.out(k("uniform", k.scalar(torch.int64), first, attributes=attributes), torch.float32, shape)
+        (found,) = interpreted("fused", text(k.kernel("fused_uniform")), None, None, seed)
+        expected = torch.ops.shardc.random_uniform(seed, 3, shape, attributes[1 : 1 + len(shape)], torch.tensor(first))
+        assert torch.equal(found, expected)
 
 
 def test_special_values(interpreted: Interpreter) -> None:

@@ -85,13 +85,27 @@ def test_squared_relu(interpreted: Interpreter, x: Tensor) -> None:
     p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     seed=st.integers(-(2**62), 2**62),
     op_id=st.sampled_from([0, 1, 17, 2**32 - 1]),
-    place=st.sampled_from([(1, 0), (3, 2**32 - 50), (2, 2**40 + 1)]),
+    # Columns between neighbours, columns that a shard leaves out of each row, and the first element.
+    place=st.sampled_from([(1, 0), (1, 4), (1, 5), (3, 0), (3, 5), (2, 1)]),
+    first=st.sampled_from([0, 1, 2, 3, 2**32 - 50, 2**34 - 1030, 2**34 - 1020, 2**40 + 1]),
+    aligned=st.booleans(),
 )
-def test_dropout(interpreted: Interpreter, x: Tensor, p: float, seed: int, op_id: int, place: tuple[int, int]) -> None:
+def test_dropout(
+    interpreted: Interpreter,
+    x: Tensor,
+    p: float,
+    seed: int,
+    op_id: int,
+    place: tuple[int, int],
+    first: int,
+    aligned: bool,
+) -> None:
     """The mask is `shardc::random_uniform`'s, at any place of any tensor, and backward's is forward's."""
     bias, residual, dy = like(x, 1, x.shape[1]), like(x, 2), like(x, 3)
-    step, first = place
-    strides, offset = (step * x.shape[1] + 5, step), torch.tensor(first)
+    step, more = place
+    strides, offset = (step * x.shape[1] + more, step), torch.tensor(first)
+    if aligned:  # rows that begin at multiples of 4: neighbours share a counter
+        strides, offset = (-(-strides[0] // 4) * 4, 1), torch.tensor(first // 4 * 4)
     y, keep = interpreted("bias_dropout_residual", x, bias, residual, p, torch.tensor(seed), op_id, strides, offset)
     mask = RANDOM_UNIFORM(torch.tensor(seed), op_id, list(x.shape), list(strides), offset) >= p
     assert torch.equal(
@@ -111,9 +125,11 @@ def test_a_shard_draws_what_the_whole_tensor_draws(interpreted: Interpreter) -> 
     seed = torch.tensor(99)
     whole, _ = interpreted("bias_dropout_residual", x, None, None, 0.4, seed, 3)
     strides = (240, 40, 1)
-    part = x[:, 2:5, 8:24]
-    mine, _ = interpreted("bias_dropout_residual", part, None, None, 0.4, seed, 3, strides, torch.tensor(2 * 40 + 8))
-    assert torch.equal(mine, whole[:, 2:5, 8:24])
+    for first, last in ((8, 24), (4, 40), (5, 23), (39, 40)):  # even, and uneven as they come
+        offset = torch.tensor(2 * 40 + first)
+        part = x[:, 2:5, first:last]
+        mine, _ = interpreted("bias_dropout_residual", part, None, None, 0.4, seed, 3, strides, offset)
+        assert torch.equal(mine, whole[:, 2:5, first:last])
 
 
 @FEW

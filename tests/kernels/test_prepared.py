@@ -33,7 +33,7 @@ class Launched:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
 
     def kernel(self, name: str) -> direct.Direct:
-        return lambda stream, *addresses: self.calls.append((name, addresses))
+        return direct.Direct(lambda stream, *addresses: self.calls.append((name, addresses)))
 
 
 @pytest.fixture
@@ -43,16 +43,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     monkeypatch.setattr(direct, "maker", maker)
     monkeypatch.setattr(direct, "stream_of", lambda: lambda index: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(direct, "current_device", lambda: lambda: 0)
     return Launched()
 
 
-def prepared(launched: Launched, name: str, slots: list[int], places: Any, slow: Any = None) -> tuple[Prepared, Ready]:
+def prepared(
+    launched: Launched, name: str, operands: Any, places: Any, slow: Any = None, scratch: Any = None
+) -> tuple[Prepared, Ready]:
     kernel = CORPUS[name](64, 128, BF16)
     made = program(kernel, choose(kernel, H200))
     ready = Ready(made, [launched.kernel("main"), launched.kernel("finish") if made.finish else None])
     found = lambda kernel, device: launches_of(ready)  # noqa: E731
-    one = Prepared(slow, slots, text(kernel), places, torch.device("cuda", 0), found)
+    one = Prepared(slow, operands, text(kernel), places, torch.device("cuda", 0), scratch, found)
     one.ready = one.bound(launches_of(ready))
     return one, ready
 
@@ -81,6 +83,46 @@ def test_results_go_where_they_are_told(launched: Launched) -> None:
     (result,) = call([torch.zeros(64, 128, dtype=BF16), torch.zeros(128, dtype=BF16), here])
     assert result is here
     assert here.data_ptr() in launched.calls[0][1]
+
+
+def test_what_has_a_place_for_good_is_written_into_the_call(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is allocated, and the addresses are those that an ordinary call would have read."""
+    kernel = CORPUS["layer_norm_backward"](64, 128, BF16)
+    inputs = [torch.zeros(one.shape, dtype=one.dtype) for one in kernel.inputs]
+    outputs = [torch.zeros(one.shape, dtype=one.dtype) for one in kernel.outputs]
+    scratch, asked = torch.empty(1 << 22, dtype=torch.uint8), list[int]()
+
+    def lasting(size: int) -> Tensor:
+        asked.append(size)
+        return scratch
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(direct, "maker", never)
+    mixed = [x if at % 2 else at for at, x in enumerate(inputs)]
+    call, ready = prepared(launched, "layer_norm_backward", mixed, dict(enumerate(outputs)), None, lasting)
+    results = call(inputs)
+    assert all(y is given for y, given in zip(results, outputs, strict=True))
+    named = [x.data_ptr() for x in (*inputs, *outputs)]
+    (_, main), (_, finish) = launched.calls
+    for order, found in ((ready.program.arguments, main), (ready.program.finish_arguments, finish)):
+        assert [a for at, a in zip(order, found, strict=True) if at < len(named)] == [
+            named[at] for at in order if at < len(named)
+        ]
+        sums = [a for at, a in zip(order, found, strict=True) if at >= len(named)]
+        assert all(0 <= a - scratch.data_ptr() < asked[0] for a in sums)
+
+
+def test_a_place_that_is_across_memory_is_for_the_launcher(launched: Launched) -> None:
+    seen: list[Any] = []
+    across = torch.zeros(128, 64, dtype=BF16).T
+    call, _ = prepared(launched, "bias_gelu", [0, 1], {0: across}, lambda *given: seen.append(given) or [across])
+    call([torch.zeros(64, 128, dtype=BF16), torch.zeros(128, dtype=BF16)])
+    assert not launched.calls
+    assert len(seen) == 1
 
 
 def test_what_is_not_contiguous_is_copied_and_what_is_not_aligned_is_for_the_launcher(launched: Launched) -> None:
@@ -159,7 +201,9 @@ def test_a_launched_program_calls_what_is_prepared(monkeypatch: pytest.MonkeyPat
 
     expected, calls = step(), list[int]()
 
-    def prepare(slots: Any, line: str, places: Any, device: torch.device) -> Callable[[list[Any]], list[Tensor]]:
+    def prepare(
+        slots: Any, line: str, places: Any, device: torch.device, scratch: Any
+    ) -> Callable[[list[Any]], list[Tensor]]:
         def call(env: list[Any]) -> list[Tensor]:
             calls.append(len(places))
             return into.run([env[s] for s in slots], line, {at: place(env) for at, place in places.items()})

@@ -15,6 +15,7 @@ from interpreter import Interpreter
 from torch import Tensor
 
 from kernels_triton import reference
+from kernels_triton.rows import Schedule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # float32 is held to 64 units: its own intermediates have no more bits than its results.
@@ -133,6 +134,20 @@ def test_a_long_causal_row_is_read_up_to_its_edge(interpreted: Interpreter) -> N
     dy[2, -1] = 1.0
     dx = interpreted("softmax_backward", dy, y, 1.0, True)
     assert relative(dx, reference.softmax_backward(wide(dy), wide(y), causal=True)) < 2e-6
+
+
+def test_causal_rows_by_blocks(interpreted: Interpreter) -> None:
+    """Edges before the first column and in every block; a mask beside them; what is past the edge is not read."""
+    schedule, queries, cols = Schedule(16, 3, 1, 1), 50, 45
+    x, dy = (torch.randn(1, queries, cols, generator=torch.Generator().manual_seed(s)) for s in range(2))
+    past = torch.ones(queries, cols, dtype=torch.bool).triu(cols - queries + 16 + 1)  # loads end at a 16th column
+    kept = torch.rand(1, 1, cols, generator=torch.Generator().manual_seed(2)) < 0.8
+    hidden = x.masked_fill(past, torch.nan)
+    y = interpreted("scheduled", "softmax", "causal_softmax", schedule, hidden, 2.0, kept, True)
+    assert relative(y, reference.softmax(wide(x), 2.0, kept, True)) < 2e-6
+    hidden = dy.masked_fill(past, torch.nan)
+    args = ("scheduled", "softmax_backward", "causal_softmax_backward", schedule, hidden, y, 2.0, True)
+    assert relative(interpreted(*args), reference.softmax_backward(wide(dy), wide(y), 2.0, True)) < 2e-6
 
 
 @settings(max_examples=20)

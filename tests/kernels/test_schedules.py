@@ -82,7 +82,5 @@ def test_every_template_launches_on_a_gpu_without_a_table() -> None:
     for template in TEMPLATES.values():
         launches: list[launch.Launch] = []
         with launch.assuming(launch.Device("l40", 60, 99 << 10)), launch.recording(launches.append):
-            template.op(
-                *template.arguments({**gate.SIZES, "cols": 4096}, torch.bfloat16, "meta"), **template.variants[0]
-            )
+            template.op(*template.arguments(gate.sizes(4096), torch.bfloat16, "meta"), **template.variants[0])
         assert launches, template.name

@@ -95,6 +95,21 @@ def test_an_erf_is_approximated_where_16_bits_are_enough(dtype: torch.dtype, op:
     assert len({"normal", "erf"} & set(ops(found))) == 1
 
 
+@pytest.mark.parametrize(
+    ("space", "dtype", "op"), [((64,), F32, "erf"), ((64,), BF16, "normal"), ((8, 16), F32, "erf")]
+)
+def test_an_erf_has_all_its_bits_where_a_flat_or_a_smaller_value_has(
+    space: tuple[int, ...], dtype: torch.dtype, op: str
+) -> None:
+    """Of two dims it is one of a column, in float32 beside a whole tensor in 16 bits."""
+    k = Draft(space)
+    whole = k.full(BF16 if len(space) > 1 else dtype)
+    x = k.col(dtype) if len(space) > 1 else whole
+    k.out(k("mul", k("mul", x, 0.5), k("add", 1.0, k("erf", k("mul", x, math.sqrt(0.5))))), dtype, space[-1:])
+    k.out(k("neg", whole), BF16 if len(space) > 1 else dtype)
+    assert {"normal", "erf"} & set(ops(shorter(k.kernel("fused_gelu")))) == {op}
+
+
 def test_products_of_powers_of_two_meet_and_others_are_rounded_as_they_were() -> None:
     k = Draft((8, 16))
     x, y = k.full(F32), k.full(F32)

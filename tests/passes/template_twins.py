@@ -28,8 +28,8 @@ def operands(kernel: Kernel, match: Match, inputs: list[Tensor]) -> tuple[Operan
             numbers[name] = float(at)
             continue
         x = walked(inputs[int(at)], kernel.inputs[int(at)].walk, kernel.space)
-        x = x.expand(kernel.space) if kind == "full" else x
-        tensors[name] = x.reshape(match.rows, match.cols) if kind == "full" else x.reshape(-1)
+        whole = kind in ("full", "mask", "flag")
+        tensors[name] = x.expand(kernel.space).reshape(match.rows, match.cols) if whole else x.reshape(-1)
     return tensors, numbers
 
 
@@ -88,7 +88,7 @@ def _gated_backward(o: Operands, n: dict[str, float], act: str) -> Results:
 
 
 def _cross_entropy(o: Operands, n: dict[str, float], act: str) -> Results:
-    logits, target = o["logits"], o["target"].long()
+    logits, target = _sum(o, "logits", "bias"), o["target"].long()
     scale = o["scale"] if "scale" in o else 1 / o["count"]
     loss, lse, dlogits = reference.cross_entropy(logits, target, scale.reshape(()), int(n["ignore"]))
     top = logits.amax(-1)
@@ -102,6 +102,16 @@ def _dropout(o: Operands, n: dict[str, float], act: str) -> Results:
     return {"y": y, "dropped": o.get("residual", torch.zeros_like(y))}
 
 
+def _softmax(o: Operands, n: dict[str, float], act: str) -> Results:
+    """Of a mask that is added: those that fill are the business of the templates' own test."""
+    assert "fill" not in n
+    return {"y": torch.softmax(o["x"] * n["scale"] + o.get("mask", torch.zeros(())), -1)}
+
+
+def _softmax_backward(o: Operands, n: dict[str, float], act: str) -> Results:
+    return {"dx": reference.softmax_backward(o["dy"], o["y"], n["scale"])}
+
+
 TWINS: dict[str, Callable[[Operands, dict[str, float], str], Results]] = {
     "layer_norm": _layer_norm,
     "add_layer_norm": _layer_norm,
@@ -111,8 +121,12 @@ TWINS: dict[str, Callable[[Operands, dict[str, float], str], Results]] = {
     "rms_norm_backward": _backward,
     "bias_gelu": _gelu,
     "bias_gelu_backward": _gelu_backward,
+    "squared_relu": _gelu,
+    "squared_relu_backward": _gelu_backward,
     "gated": _gated,
     "gated_backward": _gated_backward,
     "cross_entropy": _cross_entropy,
     "bias_dropout_residual": _dropout,
+    "softmax": _softmax,
+    "softmax_backward": _softmax_backward,
 }

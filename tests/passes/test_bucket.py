@@ -51,6 +51,12 @@ def compiled(plan: dict[str, Any], bucket: object = False, layers: int = 2, trai
     return shardc.compile(model, batch, plan=wanted, optimizer=mine)
 
 
+def test_storage_over_an_axis_of_one_rank() -> None:
+    program = compiled({"mesh": "dp=2,tp=1", "storage": {"zero": 1, "axes": ["tp"]}}, True)
+    assert any(node.target is PACK for node in program.body.calls())
+    assert program.verify().ok, str(program.verify())
+
+
 def sent(graph: Graph) -> int:
     """Bytes of a step, without what aligns the members of buckets."""
     found = 0

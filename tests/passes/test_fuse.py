@@ -102,7 +102,7 @@ def block(**plan: Any) -> shardc.Program:
 def test_with_everything_else_that_a_plan_asks_for(plan: dict[str, Any]) -> None:
     plain, program = block(**plan), block(**plan, fuse=True)
     assert kernels(program.body)
-    assert program.memory().peak <= plain.memory().peak
+    assert memory(program.body).peak <= memory(plain.body).peak  # of values; an arena adds gaps between them
     assert program.verify().ok, str(program.verify())
 
 
@@ -207,7 +207,7 @@ def test_a_sum_over_everything_is_apart_from_what_waits_for_it() -> None:
 
 def test_a_wrong_kernel_is_named() -> None:
     program = block(fuse=True)
-    node = next(n for n in program.body.calls() if n.target is FUSED and info(n).phase == "fwd")
+    node = next(n for n in program.body.calls() if n.target is FUSED and info(n).phase != "opt")
     kernel = text.parse(str(node.args[1]))
     steps = tuple(
         type(s)(s.op, tuple(2 * o if isinstance(o, float) else o for o in s.operands), s.attributes, s.dtype)

@@ -259,6 +259,21 @@ def select(g: Grower, a: int, b: int, c: int) -> None:
 
 
 @op
+def scatter(g: Grower, a: int, b: int, c: int) -> None:
+    """Rows added to others, by an input that says to which."""
+    x = g.pick(a)
+    shape = g.shape(x)
+    d = _dim(shape, b)
+    count = SIZES[c % len(SIZES)]
+    zeros = f"torch.zeros({[*shape[:d], count, *shape[d + 1 :]]})"
+    forms = (
+        f"{zeros}.index_add({d}, {g.input((shape[d],), count)}, {x})",
+        f"{zeros}.scatter_add({d}, {g.input(shape, count)}, {x})",
+    )
+    g.value(forms[c % 2], x)
+
+
+@op
 def attention(g: Grower, a: int, b: int, c: int) -> None:
     """A block of attention on [batch, seq, width]: grouped queries, causal or not, fused or separate projections."""
     x = g.pick(a)
@@ -314,7 +329,10 @@ def scores(g: Grower, a: int, b: int, c: int) -> None:
         raise Impossible
     seq = shape[-2]
     steps = f"torch.arange({seq})"
-    mask = (f"torch.ones({seq}, {seq}).tril() == 0", f"{steps}[:, None] < {steps}[None, :]")[c % 2]
+    masks = [f"torch.ones({seq}, {seq}).tril() == 0", f"{steps}[:, None] < {steps}[None, :]"]
+    if c % 3 == 2:  # given with the batch, and never of a whole row
+        masks = [f"({g.input((seq,), 2)} > 0) & ({steps}[:, None] != {steps}[None, :])"]
+    mask = masks[c % len(masks)]
     w = g.param(shape[-1], shape[-1])
     s = g.value(f"({x} @ {w} @ {x}.transpose(-1, -2)).masked_fill({mask}, float('-inf'))", x)
     g.value(f"torch.softmax({s}, -1) @ {x}", s, x)

@@ -7,6 +7,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
+from kernels_triton.templates.op import OPS
 from shardc.ir.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -20,6 +21,7 @@ MESHES = [
     if 2 <= Mesh(zip(NAMES, sizes, strict=False)).world_size <= 8 and sizes.count(1) <= 1
 ]
 meshes = st.sampled_from(MESHES)
+EXCLUDED = ("add", "mul", "where", "sum", "native_layer_norm", "tanh", "_to_copy", "exp", "shardc.mask_pad", "cat")
 
 
 @st.composite
@@ -52,3 +54,16 @@ def plans(draw: st.DrawFn, shapes: Shapes, mesh: Mesh, most: int = 5) -> dict[st
         chosen = draw(st.lists(st.sampled_from(names), unique=True, min_size=least, max_size=min(most, len(names))))
         plan[kind] = {name: draw(placements(tensors[name], mesh)) for name in chosen}
     return {kind: named for kind, named in plan.items() if named}
+
+
+# What a plan says of kernels: none, all, the generator's alone, some templates, and some calls left as they are.
+fusions = st.one_of(
+    st.sampled_from((False, True, True)),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "templates": st.lists(st.sampled_from(sorted(OPS)), unique=True, max_size=3),
+            "exclude": st.lists(st.sampled_from(EXCLUDED), unique=True, max_size=2),
+        },
+    ),
+)

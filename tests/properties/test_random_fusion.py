@@ -17,23 +17,25 @@ from shardc.ir.collectives import collectives
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
+from shardc.passes.bucket import bucket
 from shardc.passes.fuse import fuse, spaces
 from shardc.trace import trace
 from tests.properties.check import Refused, compiled, judge
 from tests.properties.grower import Program
+from tests.properties.plans import fusions
 from tests.properties.test_random_programs import cases
 
 EXAMPLES = max(50, settings().max_examples // 4)
 
 
-@given(cases(), st.sampled_from((spaces.WIDEST, 4)))
+@given(cases(), st.sampled_from((spaces.WIDEST, 4)), fusions, st.sampled_from((None, None, 2000)))
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
 def test_a_fused_random_program_equals_the_single_device(
-    case: tuple[Program, Mesh, dict[str, dict[str, str]]], widest: int
+    case: tuple[Program, Mesh, dict[str, dict[str, str]]], widest: int, asked: Any, bucketed: int | None
 ) -> None:
     """In programs so small a sum is made in parts only if `widest` is small too."""
     program, mesh, plan = case
-    note(f"{program}\nmesh {mesh}\nplan {plan}\nwidest {widest}")
+    note(f"{program}\nmesh {mesh}\nplan {plan}\nwidest {widest}\nfuse {asked}\nbucket {bucketed}")
     model, batch = program.model(), program.batch()
     traced = trace(model, batch)
     reference = compiler.single_device(traced, mesh, Options())
@@ -41,8 +43,11 @@ def test_a_fused_random_program_equals_the_single_device(
     if isinstance(body, Refused):
         assume(False)
         return
+    if bucketed is not None:
+        body = bucket(body, bucketed)
+    options = asked if isinstance(asked, dict) else {}
     with patch.object(spaces, "WIDEST", widest):
-        fused = fuse(body)
+        fused = fuse(body, tuple(options.get("exclude", ())), options.get("templates"))
     event(f"kernels: {min(5, sum(1 for node in fused.calls() if node.target in KERNELS))}")
     assert not violations(fused)
     assert memory(fused).peak <= memory(body).peak

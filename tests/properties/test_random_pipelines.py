@@ -21,6 +21,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.accumulate import accumulate
 from shardc.runtime.verify import verify
 from shardc.stages.cut import cut
+from shardc.stages.fused import fused
 from shardc.stages.program import Pipelined, pipelined
 from shardc.stages.verify import Stages
 from shardc.trace import trace
@@ -40,10 +41,17 @@ def cases(draw: st.DrawFn) -> tuple[Program, Mesh, Placed]:
     return program, mesh, draw(plans(program.shapes(), mesh))
 
 
-@given(cases(), st.sampled_from((2, 3)), st.integers(1, 3), st.sampled_from(sorted(SCHEDULES)), st.integers(0, 2**16))
+@given(
+    cases(),
+    st.sampled_from((2, 3)),
+    st.integers(1, 3),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(0, 2**16),
+    st.booleans(),
+)
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
 def test_a_random_pipeline_equals_the_single_device(
-    case: tuple[Program, Mesh, Placed], ranks: int, microbatches: int, schedule: str, order: int
+    case: tuple[Program, Mesh, Placed], ranks: int, microbatches: int, schedule: str, order: int, kernels: bool
 ) -> None:
     program, mesh, plan = case
     note(f"{program}\nmesh {mesh}\nplan {plan}")
@@ -65,6 +73,7 @@ def test_a_random_pipeline_equals_the_single_device(
         assume(False)
         return
     event(f"{ranks} pipeline ranks, {schedule}")
+    made = fused(made) if kernels else made
     batch = {name: _several(value, microbatches) for name, value in micro.items()}
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     inputs = complete_inputs(reference, given, seed=3)

@@ -62,6 +62,8 @@ PARTS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "gelu written": lambda p, x: x + p.down(_written(p.up(x))),
     "swiglu": lambda p, x: x + p.down(functional.silu(p.gate(p.rms(x))) * p.up(x)),
     "geglu": lambda p, x: x + p.down(functional.gelu(p.gate(x)) * p.up(x)),
+    "squared relu": lambda p, x: x + p.down(functional.relu(p.up(p.norm(x))).square()),
+    "squared relu, multiplied": lambda p, x: x + p.down(functional.relu(p.up(x)) * functional.relu(p.up(x))),
     "gate of itself": lambda p, x: x + p.down(functional.silu(p.up(x)) * p.up(x)),
     "dropout": lambda p, x: x + p.drop(p.down(functional.gelu(p.up(p.norm(x))))),
     "another reader": _read_twice,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from shardc.ir.graph import type_of
 from shardc.passes.decompositions.table import KEEP, Emit, Node, Result, aten, decompose, dtype_of, shape_of
 
@@ -20,8 +22,14 @@ def identity(e: Emit, x: Node, *options: Any) -> Result:
 
 
 @decompose(aten._conj.default)
-def conjugate(e: Emit, x: Node) -> Result:
-    """At once, and not when it is read: what is sent is memory, which the mark of a conjugate is no part of."""
+def conjugate(e: Emit, x: Node | complex) -> Result:
+    """At once, and not when it is read: what is sent is memory, which the mark of a conjugate is no part of.
+
+    A number, which a trace has where the model multiplies by one, stays as exact as it is: a 0-dim tensor's dtype does
+    not decide another's.
+    """
+    if not isinstance(x, Node):
+        return e(aten.full.default, [], x.conjugate(), dtype=torch.complex128)
     return e(aten.conj_physical.default, x)
 
 

@@ -112,6 +112,7 @@ def nll_loss_forward(
 ) -> Result:
     t = _targets(e, log_probs, target, weight, ignore)
     out, ndim = dtype_of(log_probs), len(shape_of(log_probs))
+    out = out if weight is None else torch.promote_types(out, dtype_of(weight))
     parts: LogSoftmax | None = e.memo.get(("log_softmax", log_probs))
     split = parts is not None and parts.dim == t.dim
     values = parts.shifted if parts is not None and split else e.wide(log_probs)

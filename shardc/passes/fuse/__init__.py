@@ -4,8 +4,10 @@
     %h1 = add(%a, %h)              ->   shardc.fused([...])         and writes %h1 and the norm
     %n = native_layer_norm(%h1)
 
-    scene      what may be fused, who reads what                    (`units`, `lowerings`, `memory_of`)
-    clusters   which calls become one kernel                        (`spaces`: have they a space? `order`: may they?)
+    scene      what may be fused, who reads what                    (`units`, `memory_of`, `lowerings`, `softmaxes`,
+                                                                     `group_norms`)
+    clusters   which calls become one kernel                        (`spaces`: have they a space? `order`: may they?
+                                                                     `room`: is there memory for it?)
     again      what a kernel makes itself, although another one has
     kernels    a cluster as a kernel of the generator's             (kernels_triton.fused)
     emit       the graph with the kernels' calls: a template's op where the kernel is a template's, else `shardc.fused`
@@ -16,7 +18,9 @@ collectives and products in the order that they had.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kernels_triton.templates.op import OPS
@@ -24,21 +28,26 @@ from shardc.cost.memory import memory
 from shardc.ir.graph import Graph, info
 from shardc.passes.base import Pass
 from shardc.passes.fuse import lowerings as _lowerings
+from shardc.passes.fuse import pointwise as _pointwise
 from shardc.passes.fuse.again import Part, parts
 from shardc.passes.fuse.clusters import Freedom, cluster
 from shardc.passes.fuse.emit import emit, worth
+from shardc.passes.fuse.excluded import check_excluded, excluded
+from shardc.passes.fuse.group_norms import split_group_norms
 from shardc.passes.fuse.padding import choose_padding
+from shardc.passes.fuse.room import Room
 from shardc.passes.fuse.scene import Scene, scene
+from shardc.passes.fuse.softmaxes import with_statistics, without_statistics
 
-__all__ = ["Fuse", "fuse"]
-_ = _lowerings
+__all__ = ["Fuse", "check_excluded", "fuse"]
+_ = _lowerings, _pointwise
 TRIES = 8
 
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Make kernels of a body's pointwise ops and reductions. `exclude` are ops and values, by name, that stay calls;
-    `templates` those that may take the place of a generated kernel, None all of them."""
+    """Make kernels of a body's pointwise ops and reductions. `exclude` are patterns over ops, modules and values that
+    stay calls; `templates` those that may take the place of a generated kernel, None all of them."""
 
     enabled: bool = True
     exclude: tuple[str, ...] = ()
@@ -48,12 +57,26 @@ class Fuse(Pass):
         return fuse(graph, self.exclude, self.templates) if self.enabled else graph
 
 
-def fuse(graph: Graph, exclude: tuple[str, ...] = (), templates: Collection[str] | None = None) -> Graph:
+@contextmanager
+def _nothing_collected() -> Generator[None]:
+    """Millions of small values, none in a circle: looking through them again and again takes a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_nothing_collected()
+def fuse(graph: Graph, exclude: Collection[str] = (), templates: Collection[str] | None = None) -> Graph:
     """A body with its kernels. The graph that is given is left as it is.
 
     Where kernels hold more at the peak than the calls did, fewer are made.
     """
-    allowed, free = memory(graph).peak, Freedom()
+    before = memory(graph)
+    free, exclude = Freedom(), excluded(graph, exclude)
     hand_tuned = [
         name
         for name in (OPS if templates is None else templates)
@@ -63,35 +86,42 @@ def fuse(graph: Graph, exclude: tuple[str, ...] = (), templates: Collection[str]
         made = graph.copy()
         if "shardc.mask_pad" not in exclude:
             choose_padding(made)
-        seen = scene(made, frozenset(exclude))
-        todo = worth(parts(cluster(seen, free), free.again))
-        names = [[info(value).name for value in plan.outputs] for plan in todo]
+        with_statistics(made, exclude)
+        split_group_norms(made, exclude)
+        seen = scene(made, exclude, free.again)
+        todo = worth(parts(cluster(seen, free, Room.of(graph, before, seen)), free.again))
+        touched = [{info(value).name for value in (*plan.outputs, *plan.reads)} for plan in todo]
         calls = emit(seen, todo, hand_tuned)
+        without_statistics(made)
         report = memory(made)
-        if report.peak <= allowed:
+        if report.peak <= before.peak:
             return made
         assert report.peak_at is not None
         live = {value.name for value in report.live}
-        free = _less(free, seen, todo, names, live, [at <= report.peak_at.index for at in calls])
+        free = _less(free, seen, todo, touched, live, [at <= report.peak_at.index for at in calls])
     return graph
 
 
 def _less(
-    free: Freedom, seen: Scene, todo: list[Part], names: list[list[str]], live: set[str], before: list[bool]
+    free: Freedom, seen: Scene, todo: list[Part], touched: list[set[str]], live: set[str], before: list[bool]
 ) -> Freedom:
-    """What made the peak higher may not do so again: calls that ran early, or else the kernel that runs at the peak."""
-    early = {
+    """What made the peak higher may not do so again: calls that ran at another time, whose operands or results are
+    there at the peak, or else the kernel that runs at the peak."""
+    moved = {
         i
-        for plan, made in zip(todo, names, strict=True)
-        if not live.isdisjoint(made)
+        for plan, names, early in zip(todo, touched, before, strict=True)
+        if not live.isdisjoint(names)
         for i in plan.calls
-        if seen.home[i] > plan.home
+        if (seen.home[i] > plan.home if early else seen.home[i] < plan.home)
     }
-    if not early <= free.still:
-        return replace(free, still=free.still | early)
+    if free.longer:
+        return replace(free, longer=False)
+    if not moved <= free.still:
+        return replace(free, still=free.still | moved)
     if free.sideways:
         return replace(free, sideways=False)
     if free.again:
         return replace(free, again=False)
-    near = [plan for plan, there in zip(todo, before, strict=True) if there] or todo
-    return replace(free, apart=free.apart | set(near[-1].calls))
+    left = [(plan, there) for plan, there in zip(todo, before, strict=True) if not free.apart.issuperset(plan.calls)]
+    near = [plan for plan, there in left if there] or [plan for plan, _ in left]
+    return replace(free, apart=free.apart | set(near[-1].calls)) if near else free

@@ -10,6 +10,7 @@ no more, and what is then computed for nobody, goes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -83,7 +84,7 @@ class _Again:
 
     def __init__(self, scene: Scene, found: list[Part]) -> None:
         self.scene = scene
-        self.maker = {v: i for i in self._pointwise() for v in results(scene.calls[i]) if v is not None}
+        self.recipes = self._recipes()
         units = {i for part in found for i in part.calls}
         self.outside = {value for value, who in scene.readers.items() if not who <= units}  # others read them too
         self.readers: dict[fx.Node, int] = {}
@@ -100,13 +101,12 @@ class _Again:
         return better if better.reads == own.reads else self._improved(better)
 
     def _improved(self, own: Part) -> Part:
-        maker = self.maker
         choices: dict[fx.Node, tuple[list[Prim], frozenset[fx.Node]]] = {}
         for value in sorted(own.reads, key=lambda v: v.name):
-            if value in maker:
+            if value in self.recipes:
                 prims: dict[Value, Prim] = {}
                 leaves: set[fx.Node] = set()
-                self._unfold(value, maker, own.reads, prims, leaves, self.scene.bytes[value] // FREE)
+                self._unfold(value, own.reads, prims, leaves, self.scene.bytes[value] // FREE)
                 if len(prims) <= MOST:
                     choices[value] = (list(prims.values()), frozenset(leaves - own.reads))
         groups: dict[frozenset[fx.Node], list[fx.Node]] = {}
@@ -139,31 +139,49 @@ class _Again:
     def _unfold(
         self,
         value: fx.Node,
-        maker: dict[fx.Node, int],
         there: set[fx.Node],
         prims: dict[Value, Prim],
         leaves: set[fx.Node],
         free: int,
     ) -> None:
         """The operations that make a value from what is there, from small values, and from what is no chain's."""
-        one = self.scene.units[maker[value]]
-        for read in sorted(self._reads(one), key=lambda v: v.name):
+        recipe = self.recipes[value]
+        for read in sorted(_reads(recipe), key=lambda v: v.name):
             if read in there:
                 continue
-            if read in maker and len(prims) <= MOST and self.scene.bytes[read] > free:
-                self._unfold(read, maker, there, prims, leaves, free)
+            if read in self.recipes and len(prims) <= MOST and self.scene.bytes[read] > free:
+                self._unfold(read, there, prims, leaves, free)
             elif self.scene.bytes[read] > free:
                 leaves.add(read)
-        prims.update((prim.out, prim) for prim in one.prims)
+        prims.update((prim.out, prim) for prim in recipe)
 
-    def _reads(self, one: Unit) -> set[fx.Node]:
-        made = {prim.out for prim in one.prims}
-        return {r.value for p in one.prims for r in p.reads if isinstance(r.value, fx.Node) and r.value not in made}
-
-    def _pointwise(self) -> list[int]:
+    def _recipes(self) -> dict[fx.Node, tuple[Prim, ...]]:
         """Of float64 none: a kernel that has other floats too would round them to float32."""
-        every = {i: one for i, one in self.scene.units.items() if not one.double}
-        return [i for i, one in every.items() if all(p.over == "point" and p.op != "cat" for p in one.prims)]
+        found: dict[fx.Node, tuple[Prim, ...]] = {}
+        for i, one in self.scene.units.items():
+            for value in results(self.scene.calls[i]):
+                recipe = None if value is None or one.double else _recipe(one, value)
+                if value is not None and recipe is not None:
+                    found[value] = recipe
+        return found
+
+
+def _recipe(one: Unit, value: fx.Node) -> tuple[Prim, ...] | None:
+    """What makes a value of a call's operands and its other results, if that is pointwise."""
+    needed: set[Value] = {value}
+    kept: list[Prim] = []
+    for prim in reversed(one.prims):
+        if prim.out in needed and (prim.out is value or not isinstance(prim.out, fx.Node)):
+            if prim.over != "point" or prim.op == "cat":
+                return None
+            kept.append(prim)
+            needed.update(read.value for read in prim.reads)
+    return tuple(reversed(kept))
+
+
+def _reads(prims: Sequence[Prim]) -> set[fx.Node]:
+    made = {prim.out for prim in prims}
+    return {r.value for p in prims for r in p.reads if isinstance(r.value, fx.Node) and r.value not in made}
 
 
 def _ordered(prims: tuple[Prim, ...]) -> list[Prim]:

@@ -3,7 +3,8 @@
 A merge saves the bytes of values that then stay in registers (written once, read by each), those of operands that both
 read, and a launch. It is refused where the two have no space in common, need too many tensors at once, run a different
 number of times a step, or where order forbids it (see `order`). Where one of them would have to run earlier than it
-does, what it makes is held for longer: then that must be small.
+does, what it makes is held for longer, and where later, what it reads: then that must be small, or there must be room
+for it (see `room`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ from itertools import pairwise
 
 from torch import fx
 
-from shardc.ir.graph import info, results
+from shardc.ir.graph import info, results, type_of
 from shardc.passes.fuse.order import Clusters
+from shardc.passes.fuse.room import Room
 from shardc.passes.fuse.scene import Scene, reads
-from shardc.passes.fuse.spaces import Demand, Prim, Space, space
+from shardc.passes.fuse.spaces import Demand, Over, Prim, Space, space, whole
+from shardc.passes.fuse.units import Unit
 
-LAUNCH = 8_600_000  # bytes that a GPU moves in the time of a launch
 SMALL = 16  # what is held for longer is this many times less than what is saved
 TINY = 4096  # or so few bytes
+ROOMY = 4  # or this many times more, where there is room for it
 MOST_TENSORS = 40
 MOST_PRIMS = 192
+EXACT = {"same", "cast", "where", "sum", "rsum", "csum", "neg", "uniform"}  # of integers and bools, in float32
+UPDATES = 3  # times as many where small parameters are updated, whose time is that of launches; of large ones, whose
+FEW = 65536  # elements are more, so many would not fit into registers
 MOST_ROWS = 12  # full tensors of a kernel that holds a row at a time
+LONG = 16384  # columns of a row that is held; longer ones are looped over
 
 
 @dataclass
@@ -38,8 +45,9 @@ class Group:
     makes: set[fx.Node]
     home: int
     prims: int
-    reduces: bool
+    over: frozenset[Over]  # what its operations reduce
     double: bool
+    apart: frozenset[fx.Node] | None  # values of which it reads parts, or which it repeats; None: it is not flat
     version: int = 0
 
 
@@ -60,30 +68,55 @@ class Clustering:
 
 @dataclass(frozen=True)
 class Freedom:
-    """What may be merged: also calls that share no value; none of those `apart`; those `still` run no earlier."""
+    """What may be merged: also calls that share no value; none of those `apart`; those `still` run when they did."""
 
     sideways: bool = True
     again: bool = True  # and what may be made again
+    longer: bool = True  # and what then is held for longer, where there is room
     still: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
 
 
-def cluster(scene: Scene, free: Freedom | None = None) -> Clustering:
+def cluster(scene: Scene, free: Freedom | None = None, room: Room | None = None) -> Clustering:
     """Merge what is worth it."""
     free = free or Freedom()
+    room = room if room is not None and free.longer else Room.none()
     found = Clustering(scene, Clusters(scene.end, scene.edges, scene.barriers))
     for i, one in scene.units.items():
         makes = {value for value in results(one.node) if value is not None}
-        reduces = any(prim.over != "point" for prim in one.prims)
+        over: frozenset[Over] = frozenset(prim.over for prim in one.prims)
         if space(one.prims, one.demand) is not None:
             found.groups[i] = Group(
-                [i], one.demand, reads(one), makes, scene.home[i], len(one.prims), reduces, one.double
+                [i], one.demand, reads(one), makes, scene.home[i], len(one.prims), over, one.double, _apart(one)
             )
-    merge = _Merging(found, free)
+    merge = _Merging(found, free, room)
     merge.run(_neighbours(scene, found.groups))
     if free.sideways:
         merge.run(_alike(found))
     return found
+
+
+def _apart(one: Unit) -> frozenset[fx.Node] | None:
+    """Of a flat unit, each element of which is made of one of what it reads, the values that it reads otherwise."""
+    size = one.demand.size
+    every = whole(size)
+    made = {prim.out for prim in one.prims}
+    found: set[fx.Node] = set()
+    for prim in one.prims:
+        if prim.over != "point" or prim.size != size or prim.op == "cat" or prim.index:
+            return None
+        for read in prim.reads:
+            if read.blocks != every or read.offset:
+                if read.value in made or not isinstance(read.value, fx.Node):
+                    return None
+                found.add(read.value)
+    return frozenset(found)
+
+
+def long_sums(group: Group) -> bool:
+    """Does it reduce rows, and sum over them, where a kernel cannot hold a row? It would write and read its sums once a
+    row: a kernel of their own takes a quarter of that time, and reads what it sums once more."""
+    return group.demand.cols > LONG and {"row", "col"} <= group.over
 
 
 def saved(scene: Scene, a: Group, b: Group) -> int:
@@ -98,17 +131,17 @@ def saved(scene: Scene, a: Group, b: Group) -> int:
 
 
 class _Merging:
-    def __init__(self, found: Clustering, free: Freedom) -> None:
+    def __init__(self, found: Clustering, free: Freedom, room: Room) -> None:
         self.found, self.scene, self.order, self.groups = found, found.scene, found.order, found.groups
-        self.free = free
-        self.heap: list[tuple[int, int, int, int, int]] = []
+        self.free, self.room = free, room
+        self.heap: list[tuple[bool, int, int, int, int, int]] = []
         self.pushed: set[tuple[int, int, int, int]] = set()
 
     def run(self, pairs: Iterable[tuple[int, int]]) -> None:
         for a, b in pairs:
             self.push(a, b)
         while self.heap:
-            _, a, b, *versions = heapq.heappop(self.heap)
+            _, _, a, b, *versions = heapq.heappop(self.heap)
             one, other = self.groups.get(a), self.groups.get(b)
             if one is not None and other is not None and [one.version, other.version] == versions:
                 self.merge(a, b)
@@ -130,21 +163,35 @@ class _Merging:
         entry = (a, b, one.version, other.version)
         if entry not in self.pushed:
             self.pushed.add(entry)
-            heapq.heappush(self.heap, (-saved(self.scene, one, other), *entry))
+            # Sums over long rows wait for what reduces those rows, with which they may not be.
+            late = any(group.demand.cols > LONG and "col" in group.over for group in (one, other))
+            heapq.heappush(self.heap, (late, -saved(self.scene, one, other), *entry))
 
     def merge(self, a: int, b: int) -> None:
         one, other = self.groups[a], self.groups[b]
         home = max(min(one.home, other.home), self.order.early[a] + 1, self.order.early[b] + 1)
         made = self._joined(one, other, home)
-        if made is None or space(self.found.prims(made.calls), made.demand) is None:
+        if made is None:
+            return
+        held = self._held(one, other, made)
+        first, last = min(one.home, other.home, home), max(one.home, other.home, home)
+        if held is None or not self._may_hold(held, saved(self.scene, one, other), first, last):
+            return
+        if made.apart is None and space(self.found.prims(made.calls), made.demand) is None:
             return
         kept = self.order.merge(a, b)
         if kept is None:
             return
+        self.room.take(max(held, 0), first, last)
         del self.groups[a], self.groups[b]
         self.groups[kept] = made
         for near in self._near(made, kept):
             self.push(kept, near)
+
+    def _may_hold(self, held: int, saving: int, first: int, last: int) -> bool:
+        if held <= TINY or held * SMALL <= saving:
+            return True
+        return held <= ROOMY * saving and self.room.has(held, first, last)
 
     def _near(self, made: Group, kept: int) -> set[int]:
         near = {n for n in (*self.order.before[kept], *self.order.after[kept]) if n in self.groups}
@@ -176,40 +223,63 @@ class _Merging:
             a.makes | b.makes,
             home,
             a.prims + b.prims,
-            a.reduces or b.reduces,
+            a.over | b.over,
             a.double,
+            self._flat(a, b),
             1 + max(a.version, b.version),
         )
-        if made.prims > MOST_PRIMS or len(made.reads) + len(makes) > MOST_TENSORS:
+        more = UPDATES if info(first).phase == "opt" and wanted.size <= FEW else 1
+        if made.prims > more * MOST_PRIMS or len(made.reads) + len(makes) > more * MOST_TENSORS:
             return None
         if wanted.cols:
             large = sum(1 for v in (*made.reads, *makes) if scene.bytes[v] * 4 >= wanted.size)
             if large > MOST_ROWS and large > max(len(a.reads | a.makes), len(b.reads | b.makes)):
                 return None
-        return made if self._may_move(a, b, made) else None
+        if self._rounds_integers(made):
+            return None
+        if long_sums(made) and not (long_sums(a) or long_sums(b)):
+            return None
+        return made
 
-    def _may_move(self, a: Group, b: Group, made: Group) -> bool:
-        """What runs at another time than it did holds little for it, compared with what is saved.
+    def _rounds_integers(self, made: Group) -> bool:
+        """Are floats made of integers alone, and not exactly? Nothing would tell such a kernel to compute in float64,
+        which is how a program is held against the single device."""
+        if any(type_of(value).dtype.is_floating_point for value in made.reads):
+            return False
+        floats = [prim for prim in self.found.prims(made.calls) if prim.dtype.is_floating_point]
+        return any(prim.op not in EXACT or prim.dtype.itemsize < 4 for prim in floats)
 
-        Run earlier, what it makes is held for longer; run later, what it alone reads. What no longer is stored is not
-        held at all. Forward stays in forward.
+    def _flat(self, a: Group, b: Group) -> frozenset[fx.Node] | None:
+        """What both read in parts, if each element of either is made of the same of the other's: they have a space."""
+        if a.apart is None or b.apart is None or a.demand.size != b.demand.size:
+            return None
+        if not a.apart.isdisjoint(b.makes) or not b.apart.isdisjoint(a.makes):
+            return None
+        return a.apart | b.apart
+
+    def _held(self, a: Group, b: Group, made: Group) -> int | None:
+        """Bytes that are held for longer where two run at one time; None where they may not.
+
+        Run earlier, what it makes is held for longer; run later, what it alone reads, and what it makes for a shorter
+        time. What no longer is stored is not held at all. Forward stays in forward.
         """
         home = made.home
         if a.home == b.home == home:
-            return True
+            return 0
         scene, inside, held = self.scene, set(made.calls), 0
         if {"fwd", "bwd"} <= {info(scene.calls[i]).phase for i in made.calls}:
-            return False
+            return None
         for one, other in ((a, b), (b, a)):
-            gone = sum(scene.bytes[v] for v in one.makes & other.reads if scene.readers.get(v, set()) <= inside)
+            stays = {v for v in one.makes if not scene.readers.get(v, set()) <= inside}
+            held -= sum(scene.bytes[v] for v in one.makes & other.reads if v not in stays)
+            if one.home != home and not self.free.still.isdisjoint(one.calls):
+                return None
             if one.home > home:
-                if not self.free.still.isdisjoint(one.calls):
-                    return False
-                held += sum(scene.bytes[v] for v in one.makes if not scene.readers.get(v, set()) <= inside)
+                held += sum(scene.bytes[v] for v in stays)
             elif one.home < home:
                 held += sum(scene.bytes[v] for v in one.reads - other.reads if self._dies(v, home))
-            held -= gone
-        return held <= TINY or held * SMALL <= saved(scene, a, b)
+                held -= sum(scene.bytes[v] for v in stays)
+        return held
 
     def _dies(self, value: fx.Node, home: int) -> bool:
         """Is a value read for the last time before `home`?"""

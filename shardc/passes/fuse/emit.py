@@ -29,13 +29,22 @@ from shardc.ir.graph import Graph, Phase, ValueInfo, info, producer, set_info, t
 from shardc.passes.fuse.again import Part
 from shardc.passes.fuse.kernels import Made, kernel
 from shardc.passes.fuse.scene import Scene
+from shardc.passes.fuse.spaces import whole
 
+LARGE = 1 << 16  # elements
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def worth(todo: Sequence[Part]) -> list[Part]:
-    """The parts that become kernels: a single operation is one already."""
-    return [part for part in todo if part.reads and (len(part.calls) > 1 or len(part.prims) > 1)]
+    """The parts that become kernels: a single operation is one already, and a good one unless it broadcasts."""
+    return [part for part in todo if part.reads and (len(part.calls) > 1 or len(part.prims) > 1 or _broadcasts(part))]
+
+
+def _broadcasts(part: Part) -> bool:
+    """Is a large operand read with one that is repeated? torch then loads the elements of both one by one."""
+    (prim,) = part.prims
+    parts = {read.blocks == whole(prim.size) for read in prim.reads}
+    return prim.over == "point" and prim.op != "cat" and prim.size >= LARGE and parts == {True, False}
 
 
 def emit(scene: Scene, todo: Sequence[Part], templates: Collection[str] = tuple(OPS)) -> list[int]:

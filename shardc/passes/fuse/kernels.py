@@ -1,4 +1,9 @@
-"""A cluster as a kernel of the generator's: its tensors with their walks, its steps, what it stores."""
+"""A cluster as a kernel of the generator's: its tensors with their walks, its steps, what it stores.
+
+A kernel's floats are float32 and its integers int64 whatever the graph's dtypes are, and where that could be told the
+graph's dtypes come back, by casts. Arithmetic on narrower integers wraps. And what jumps, a comparison or a floor,
+jumps where it would in eager torch: of a 16-bit value of the graph it sees what is rounded, infinite where that is.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,9 @@ from kernels_triton.fused.simplify import simplified
 from shardc.ir.graph import Graph, op_name, producer, type_of
 from shardc.passes.fuse.memory_of import Memories
 from shardc.passes.fuse.spaces import Demand, Prim, Read, Space, Strides, Value, along, space
+
+WRAPS = {"add", "sub", "mul", "neg", "abs", "square", "floordiv"}
+JUMPS = {"eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class _Writer:
     def _value(self, prim: Prim) -> Argument:
         own = self.space.runs[prim.out]
         args: list[Argument] = [self.load(a, own) if isinstance(a, Read) else a for a in prim.args]  # type: ignore[misc]
+        if prim.op in JUMPS or (prim.op == "cast" and not prim.dtype.is_floating_point):
+            args = [self.rounded(of, a) if isinstance(of, Read) else a for of, a in zip(prim.args, args, strict=True)]
         match prim.op:
             case "same":
                 return args[0] if isinstance(args[0], Ref) else self.step("cast", args[0], dtype=prim.dtype)
@@ -89,7 +99,20 @@ class _Writer:
                     value = self.step("rsum", value)
                 return self.step("csum", value) if any(own[:-1]) else value
             case _:
-                return self.step(prim.op, *args)
+                made = self.step(prim.op, *args)
+                narrow = not prim.dtype.is_floating_point and prim.dtype != torch.int64
+                return self.step("cast", made, dtype=prim.dtype) if narrow and prim.op in WRAPS else made
+
+    def rounded(self, read: Read, argument: Argument) -> Argument:
+        """A value of the graph as eager torch has it: what is loaded was rounded when it was stored."""
+        loaded = isinstance(argument, Ref) and argument.index < 0
+        if loaded or not isinstance(read.value, fx.Node) or not isinstance(argument, Ref):
+            return argument
+        dtype = type_of(read.value).dtype
+        before = self.steps[argument.index]
+        if not dtype.is_floating_point or dtype.itemsize > 2 or (before.op == "cast" and before.dtype == dtype):
+            return argument
+        return self.step("cast", argument, dtype=dtype)
 
     def _index(self, prim: Prim, own: Strides) -> Argument:
         strides = along(prim.index, self.space.dims, own)

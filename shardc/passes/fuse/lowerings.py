@@ -40,7 +40,7 @@ for name in NUMBERS.split():
 def _compared(op: str) -> None:
     @lower(getattr(aten, op).Tensor, getattr(aten, op).Scalar)
     def compare(m: Make, a: Operand, b: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
-        return m(op, a, b)
+        return m(op, *m.alike(a, b))
 
 
 for name in COMPARES.split():
@@ -50,6 +50,8 @@ for name in COMPARES.split():
 # ---------------------------------------------------------------------- arithmetic
 @lower(aten.add.Tensor, aten.add.Scalar)
 def add(m: Make, a: Operand, b: Operand, alpha: float = 1) -> Operand:
+    if m.dtype == torch.bool:
+        return m("or", a, b if alpha else False)
     return m.add(a, b if alpha == 1 else m.mul(b, alpha))
 
 
@@ -65,9 +67,7 @@ def rsub(m: Make, a: Operand, b: Operand, alpha: float = 1) -> Operand:
 
 @lower(aten.mul.Tensor, aten.mul.Scalar)
 def mul(m: Make, a: Operand, b: Operand) -> Operand:
-    if m.dtype == torch.bool:
-        raise Unfit
-    return m.mul(a, b)
+    return m("and" if m.dtype == torch.bool else "mul", a, b)
 
 
 @lower(aten.div.Tensor, aten.div.Scalar)
@@ -82,18 +82,18 @@ def square(m: Make, x: Operand) -> Operand:
 
 @lower(aten.maximum.default, aten.clamp_min.default)
 def maximum(m: Make, a: Operand, b: Operand) -> Operand:
-    return m("maximum", a, b)
+    return m("or" if m.dtype == torch.bool else "maximum", *m.alike(a, b))
 
 
 @lower(aten.minimum.default, aten.clamp_max.default)
 def minimum(m: Make, a: Operand, b: Operand) -> Operand:
-    return m("minimum", a, b)
+    return m("and" if m.dtype == torch.bool else "minimum", *m.alike(a, b))
 
 
 @lower(aten.clamp.default)
 def clamp(m: Make, x: Operand, min: float | None = None, max: float | None = None) -> Operand:
-    low = x if min is None else m("maximum", x, min)
-    return low if max is None else m("minimum", low, max)
+    low = x if min is None else m("maximum", *m.alike(x, min))
+    return low if max is None else m("minimum", *m.alike(low, max))
 
 
 @lower(aten.pow.Tensor_Scalar)
@@ -146,7 +146,7 @@ def addcdiv(m: Make, x: Operand, a: Operand, b: Operand, value: float = 1) -> Op
 def where(m: Make, condition: Operand, a: Operand, b: Operand) -> Operand:
     if m.dtype.is_floating_point:
         a, b = (float(x) if isinstance(x, int) else x for x in (a, b))
-    return m("where", condition, a, b)
+    return m("where", condition, *m.alike(a, b))
 
 
 def _bits(op: str, *ops: Any) -> None:

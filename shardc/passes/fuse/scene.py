@@ -18,7 +18,8 @@ from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
 from shardc.ir.ops.buckets import UNPACK
 from shardc.passes.fuse.memory_of import VIEWS, Memories
-from shardc.passes.fuse.spaces import Prim, Read, Value, demand
+from shardc.passes.fuse.spaces import Blocks, Prim, Read, Value, demand, space
+from shardc.passes.fuse.through import read_through
 from shardc.passes.fuse.units import LOWERINGS, Inner, Unit, unit
 from shardc.rules.registry import find_rule
 
@@ -51,8 +52,8 @@ class Scene:
         return len(self.calls)
 
 
-def scene(graph: Graph, exclude: frozenset[str] = frozenset()) -> Scene:
-    """Look at a graph; `exclude` are ops, by name, and values that stay calls."""
+def scene(graph: Graph, exclude: frozenset[str] = frozenset(), through: bool = True) -> Scene:
+    """Look at a graph; `exclude` are ops, by name, and values that stay calls. With `through`, as `read_through`."""
     inside = in_microbatch(graph)
     calls = sorted(graph.calls(), key=lambda node: node not in inside)
     memories = Memories(graph, lambda node: node.target in LOWERINGS)
@@ -67,13 +68,17 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset()) -> Scene:
             units[i] = found = _with_cheap_operands(found, cheap)
             if _cheap(graph, found):
                 cheap[found.node] = found
+    if through:
+        units = read_through(graph, memories, calls, units, inside)
     readers: dict[fx.Node, set[int]] = {}
     for value in graph.output_values:
         readers.setdefault(memories.of[value].base, set()).add(len(calls))
     edges: set[tuple[int, int]] = set()
+    unneeded: set[int] = set()
     for i, node in reversed(list(enumerate(calls))):
         if i in units and not any(value in readers for value in results(node)):
             del units[i]  # its readers make it themselves
+            unneeded.add(i)
             continue
         bases = list(reads(units[i])) if i in units else operands(node)
         if node.target not in VIEWS or i in units:
@@ -81,7 +86,7 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset()) -> Scene:
                 readers.setdefault(memories.of[value].base, set()).add(i)
         sources = (at.get(producer(value)[0]) for value in bases)
         edges.update((source, i) for source in sources if source is not None)
-    barriers = [i for i, node in enumerate(calls) if i not in units and not _free(node)]
+    barriers = [i for i, node in enumerate(calls) if i not in units and i not in unneeded and not _free(node)]
     home, count = [], 0
     fixed = set(barriers)
     for i in range(len(calls)):
@@ -108,20 +113,30 @@ def _free(node: fx.Node) -> bool:
 
 
 def _with_cheap_operands(user: Unit, cheap: dict[fx.Node, Unit]) -> Unit:
-    """Operands that cost less to make again than to read are made by the unit itself: masks, positions, constants."""
-    wanted = [read.value for prim in user.prims for read in prim.reads if isinstance(read.value, fx.Node)]
-    inlined = {value: cheap[value] for value in wanted if value in cheap and cheap[value].double == user.double}
-    if not inlined:
-        return user
+    """Operands that cost less to make again than to read are made by the unit itself: masks, positions, constants.
+
+    Once for each way in which they are read: a position is that of a row and of a column.
+    """
     prims: list[Prim] = []
-    names: dict[Value, Value] = {}
-    for found in inlined.values():
-        for prim in found.prims:
-            names[prim.out] = Inner(user.node, -1 - len(names))
-            prims.append(_renamed(prim, names))
-    prims += [_renamed(prim, names) for prim in user.prims]
-    wanted_space = demand(prims)
-    return user if wanted_space is None else Unit(user.node, tuple(prims), wanted_space)
+    made: dict[tuple[Value, Blocks, int], Value] = {}
+
+    def inlined(read: Read, size: int) -> Read:
+        found = cheap.get(read.value) if isinstance(read.value, fx.Node) else None
+        if found is None or found.double != user.double:
+            return read
+        key = (read.value, read.blocks, size)
+        if key not in made:
+            names: dict[Value, Value] = {}
+            for prim in found.prims:
+                names[prim.out] = Inner(user.node, -1 - len(prims))
+                prims.append(_renamed(prim, names))
+            made[key] = names[read.value]
+        return read._replace(value=made[key])
+
+    own = [replace(p, args=tuple(inlined(a, p.size) if isinstance(a, Read) else a for a in p.args)) for p in user.prims]
+    every = (*prims, *own)
+    wanted = demand(every) if made else None
+    return user if wanted is None or space(every, wanted) is None else Unit(user.node, every, wanted)
 
 
 def _renamed(prim: Prim, names: dict[Value, Value]) -> Prim:
@@ -130,7 +145,8 @@ def _renamed(prim: Prim, names: dict[Value, Value]) -> Prim:
 
 
 def _cheap(graph: Graph, one: Unit) -> bool:
-    if len(one.prims) > FEW or info(one.node).type is None or any(prim.over != "point" for prim in one.prims):
+    count = sum(prim.op != "iota" for prim in one.prims)
+    if count > FEW or info(one.node).type is None or any(prim.over != "point" for prim in one.prims):
         return False
     bases = reads(one)
     read = sum(type_of(value).local_bytes(graph.mesh) for value in bases)

@@ -130,6 +130,16 @@ def edges(read: Blocks) -> frozenset[int]:
     return frozenset(ends)
 
 
+def _carried(read: Blocks, inner: frozenset[int]) -> frozenset[int]:
+    """Edges of a value, where a read of it has them."""
+    found: set[int] = set()
+    size = 1
+    for count, stride in reversed(read):
+        found.update(size * (edge // stride) for edge in inner if stride and stride < edge < stride * count)
+        size *= count
+    return frozenset(found)
+
+
 def whole(size: int) -> Blocks:
     return ((size, 1),) if size > 1 else ((1, 0),)
 
@@ -137,8 +147,14 @@ def whole(size: int) -> Blocks:
 def demand(prims: Iterable[Prim]) -> Demand | None:
     """Of several calls together; None where no space suits them."""
     found = Demand(1)
+    inside: dict[Value, frozenset[int]] = {}  # the edges of what a larger call reads
     for prim in prims:
         at = frozenset[int]().union(*(edges(read.blocks) for read in prim.reads), edges(prim.index))
+        for read in prim.reads:
+            if inner := inside.get(read.value):
+                at |= _carried(read.blocks, inner)
+        if prim.over == "point":
+            inside[prim.out] = at
         own = Demand(prim.size, at, prim.cols)
         joined = found.with_(own) if own.possible else None
         if joined is None:
@@ -233,7 +249,8 @@ def _iteration(
     if prim.size == 1:
         return (0,) * len(dims)
     if prim.out in needs and prim.over == "point":
-        return needs[prim.out]
+        walk = needs[prim.out]  # which may be that of a part
+        return walk if math.prod([n for n, step in zip(dims, walk, strict=True) if step]) == prim.size else None
     # As an operand of the kernel that it reads whole.
     known = (walks.get(r.value) for r in prim.reads if r.blocks == whole(prim.size))
     return next((walk for walk in known if walk is not None), None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,17 @@ class Make:
         strides = (*memory.strides[:dim], 0, *memory.strides[dim:])
         return Read(memory.base, blocks(shape, strides), memory.offset)
 
+    def spread_over(self, x: Operand, own: Shape, shape: Shape) -> Read | float | int | bool:
+        """The elements of x in order, as those of a tensor of the shape `own`, which is broadcast to `shape`."""
+        if isinstance(x, fx.Node) and constant(x) is None:
+            memory = self.memories.of[x]
+            whole = blocks((math.prod(memory.shape),), (1,))
+            if not self.memories.readable(x) or blocks(memory.shape, memory.strides) not in (whole, ((1, 0),)):
+                raise Unfit
+            steps = tuple(math.prod(own[i + 1 :]) if n > 1 else 0 for i, n in enumerate(own))
+            return Read(memory.base, blocks(shape, steps), memory.offset)
+        return self.read(x, shape)
+
     def side_by_side(self, tensors: Sequence[Operand], dim: int) -> Inner:
         """Tensors of one shape, joined along a dim: each stored in its place."""
         part = self.shape_of(tensors[0])
@@ -165,6 +177,29 @@ class Make:
         """This lowering is for floats alone."""
         if not all(self.dtype_of(arg).is_floating_point for arg in args if not isinstance(arg, (int, float))):
             raise Unfit
+
+    def alike(self, *args: Operand) -> tuple[Operand, ...]:
+        """Integers that are compared or chosen from, in the dtype that torch takes them to: a number wraps in it."""
+        numbers = {at: n for at, a in enumerate(args) if (n := self._number(a)) is not None}
+        tensors = [arg for at, arg in enumerate(args) if at not in numbers]
+        ranked = [t for t in tensors if self.shape_of(t)] or tensors
+        floats = any(self.dtype_of(arg).is_floating_point for arg in args)
+        common = reduce(torch.promote_types, map(self.dtype_of, ranked), torch.bool)
+        if floats or common == torch.bool:
+            return args
+        if any(torch.promote_types(self.dtype_of(t), common) != common for t in tensors):
+            raise Unfit
+        size = 1 << 8 * common.itemsize
+        least = torch.iinfo(common).min
+        return tuple(
+            (n - least) % size + least if type(n := numbers.get(at)) is int else arg for at, arg in enumerate(args)
+        )
+
+    def _number(self, arg: Operand) -> float | int | bool | None:
+        """A literal, or the one element of a constant tensor of no dims."""
+        if isinstance(arg, fx.Node):
+            return None if self.shape_of(arg) else constant(arg)
+        return None if isinstance(arg, Inner) else arg
 
     # ------------------------------------------------------------------ the commonest
     def add(self, a: Operand, b: Operand) -> Inner:

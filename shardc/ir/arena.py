@@ -1,0 +1,206 @@
+"""Memory planned beforehand for what kernels make: one arena, in which each result has a place as long as it lives.
+
+    %y, %mean = layer_norm(%x, ...)      %y in bytes 0..1023, %mean in 1024..1151
+    %z = gelu(%y)                        %z in 1152..2175
+    %u = norm(%z)                        %u in 0..1023: %y is dead
+
+A call whose results have places allocates nothing, and knows their addresses. Placed are results that never leave the
+body: no output is one or a view of one, none is written over what is held. So are the flat tensors of buckets, from
+their first member on. What a collective reads may be under way until its result is read, and lives until then.
+
+An arena is there all the time, so not everything is placed: the smallest first, since one costs Python as much time as
+a large one, and as many as leave the peak where it was, but for 1 %; none so large that it keeps a GPU busy for longer
+than its allocation takes Python. In the graph's order each takes the smallest gap that it fits in. Several graphs that
+never run at once can share an arena; of them, each places what fits in so much.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from shardc.ir.buckets import layout_of, pieces, with_buckets
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import Graph, op_name, operands, results
+from shardc.ir.in_place import INTO, writes
+from shardc.ir.lives import Life, lives
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.buckets import PACK
+from shardc.ir.schema import schema_of
+from shardc.ir.storages import Storage, storages, yields
+
+LINE = 128  # bytes: where a result of as many begins, a line of a GPU's cache
+ALIGNMENT = 16  # and where a smaller one does, as kernels want it
+LARGEST = 64 << 20  # bytes that are placed; to write as many takes a GPU some 15 microseconds
+SPARE = 100  # an arena may add one part in so many to the peak
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The bytes of a result, its own from the call that makes it to the last that may read it."""
+
+    value: fx.Node
+    born: int
+    dies: int
+    bytes: int
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    slots: tuple[Slot, ...]
+
+    @property
+    def bytes(self) -> int:
+        return max((slot.end for slot in self.slots), default=0)
+
+    @cached_property
+    def values(self) -> dict[fx.Node, Slot]:
+        return {slot.value: slot for slot in self.slots}
+
+
+def planned(body: Graph, most: int | None = None) -> Plan:
+    """The plan of a localized body, of `most` bytes if it is to share an arena."""
+    inside = in_microbatch(body)
+    calls = sorted(body.calls(), key=lambda node: node not in inside)
+    of = with_buckets(body, storages(body))
+    candidates = _candidates(body, calls, of)
+    if not candidates:
+        return Plan(())
+    held, made = lives(body, calls, inside, of)
+    stored = sum(storage.bytes for _, storage in held)
+    whole = max(_timeline(made, set(), len(calls)), default=0)
+    best = Plan(())
+    for size in sorted({slot.bytes for slot in candidates}):
+        plan = placed([slot for slot in candidates if slot.bytes <= size])
+        if most is not None:
+            fits = plan.bytes <= most
+        else:
+            rest = max(_timeline(made, set(plan.values), len(calls)), default=0)
+            fits = SPARE * (plan.bytes + rest - whole) <= stored + whole
+        best = plan if fits else best
+    return best
+
+
+def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage]) -> list[Slot]:
+    """What kernels make that does not leave, and flat tensors, in order of birth."""
+    members = pieces(body)
+    apart = {write.value for write in writes(body, of)} | set(members)
+    until = _read_until(body, calls, of)
+    first: dict[fx.Node, int] = {}  # flat tensor -> where its first member is made
+    found: list[Slot] = []
+    for at, call in enumerate(calls):
+        made = [value for value, _ in yields(call)]
+        for value in made:
+            if value in members:
+                first.setdefault(members[value].layout.pack, at)
+        if call.target is PACK:
+            made = [call] if _lasts(body, call) else []
+        elif call.target not in INTO or INTO[call.target].prepare is None:
+            made = []
+        for value in made:
+            born, dies, size = first.get(value, at), until.get(value, at), of[value].bytes
+            if dies is not None and value not in apart and of[value].value is value and 0 < size <= LARGEST:
+                found.append(Slot(value, born, dies, _rounded(size, ALIGNMENT if size < LINE else LINE)))
+    return sorted(found, key=lambda slot: slot.born)
+
+
+def _lasts(body: Graph, pack: fx.Node) -> bool:
+    """Is a flat tensor all written in each step, and kept for no sums over microbatches?"""
+    layout = layout_of(body, pack)
+    return body.microbatches == 1 and layout is not None and not layout.padded
+
+
+def _read_until(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage]) -> dict[fx.Node, int | None]:
+    """The last call that may read a value's memory, through whatever may be a view of it; None of what leaves."""
+    at = {node: i for i, node in enumerate(calls)}
+    found: dict[fx.Node, int | None] = dict.fromkeys(body.output_values)
+    for call in reversed(calls):
+        made = [value for value, _ in yields(call)]
+        until: int | None = at[call]
+        if op_name(call.target) in KINDS:
+            readers = [at[user] for value in results(call) if value is not None for user in value.users if user in at]
+            until = max(at[call], min(readers, default=len(calls)))
+        for value in operands(call):
+            ends = [found.get(value, until), until]
+            if views(call) or any(of[y] is of[value] for y in made):
+                ends += [found.get(y, until) for y in made]
+            found[value] = None if None in ends else max(end for end in ends if end is not None)
+    return found
+
+
+def views(call: fx.Node) -> bool:
+    """May a result be a view of an operand? Whether it is may depend on strides."""
+    if call.target is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(one.alias_info is not None for one in schema_of(call.target).returns)
+
+
+def placed(slots: Sequence[Slot]) -> Plan:
+    """Slots in order of birth; the small ones are in front of the others, so that these begin with a line."""
+    small = _packed([slot for slot in slots if slot.bytes < LINE])
+    start = _rounded(max((slot.end for slot in small), default=0), LINE)
+    large = _packed([slot for slot in slots if slot.bytes >= LINE])
+    return Plan((*small, *(replace(slot, offset=start + slot.offset) for slot in large)))
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _packed(slots: Sequence[Slot]) -> list[Slot]:
+    """Each in the smallest gap."""
+    gaps: list[tuple[int, int]] = []  # (offset, bytes), in order
+    top = 0
+    there: list[tuple[int, int, int]] = []  # (dies, offset, bytes), in order
+    found: list[Slot] = []
+    for slot in slots:
+        while there and there[0][0] < slot.born:
+            _, offset, size = there.pop(0)
+            top = _freed(gaps, offset, size, top)
+        fits = [gap for gap in gaps if gap[1] >= slot.bytes]
+        if fits:
+            offset, size = min(fits, key=lambda gap: gap[1])
+            gaps.remove((offset, size))
+            if size > slot.bytes:
+                insort(gaps, (offset + slot.bytes, size - slot.bytes))
+        else:
+            offset, top = top, top + slot.bytes
+        insort(there, (slot.dies, offset, slot.bytes))
+        found.append(replace(slot, offset=offset))
+    return found
+
+
+def _freed(gaps: list[tuple[int, int]], offset: int, size: int, top: int) -> int:
+    """One more gap, put together with those beside it; one at the end is none, but lowers the top."""
+    beside = [gap for gap in gaps if gap[0] + gap[1] == offset or gap[0] == offset + size]
+    for gap in beside:
+        gaps.remove(gap)
+        offset, size = min(offset, gap[0]), size + gap[1]
+    if offset + size == top:
+        return offset
+    insort(gaps, (offset, size))
+    return top
+
+
+def _timeline(made: Sequence[Life], without: set[fx.Node], calls: int) -> list[int]:
+    """Bytes beyond what is stored while each call runs."""
+    change = [0] * (calls + 2)
+    for life in made:
+        if life.storage.value not in without:
+            change[life.born] += life.storage.bytes
+            change[life.dies + 1] -= life.storage.bytes
+    total, found = 0, list[int]()
+    for at in range(calls):
+        total += change[at]
+        found.append(total)
+    return found

@@ -1,0 +1,83 @@
+"""From which call to which the memory of a per-rank body's values is there.
+
+A storage lives from the call that makes it to the last use of it or of a view of it; outputs live to the end, inputs
+all along. While a call runs, its operands and its results are both there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from shardc.ir.buckets import pieces
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name, operands
+from shardc.ir.in_place import writes
+from shardc.ir.microbatch import GIVEN, MADE
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.storages import Storage, yields
+
+ORDER: tuple[Phase, ...] = ("fwd", "bwd", "opt")
+
+
+@dataclass
+class Life:
+    """What the walk over the body learns of one storage: the calls it lives from and to, the phase it ends in."""
+
+    storage: Storage
+    born: int
+    dies: int
+    phase: Phase
+    last: Phase
+    weights: bool  # made of parameters alone
+    moved: bool  # by a collective
+    returned: Role | None = None
+
+
+def lives(
+    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node], of: dict[fx.Node, Storage]
+) -> tuple[list[tuple[Port, Storage]], list[Life]]:
+    """The storages of inputs; and those that calls make, in order of birth.
+
+    Of several microbatches it is the last: what all are fed is there, the sums so far, the outputs of those before, and
+    the buffers that it starts from.
+    """
+    over = {write.value: write for write in writes(body, of)}
+    made = pieces(body)  # in the flat tensor of a bucket
+    several = body.microbatches > 1
+    held: list[tuple[Port, Storage]] = []
+    for port, node in zip(body.inputs, body.placeholders, strict=True):
+        times = body.microbatches if port.role in GIVEN else 1
+        held.append((port, replace(of[node], bytes=of[node].bytes * times)))
+    found: dict[Storage, Life] = {}
+    earlier: list[Life] = []
+    weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
+    for at, call in enumerate(calls):
+        phase, sources = info(call).phase, operands(call)
+        of_weights = bool(sources) and all(source in weights for source in sources)
+        for source in sources:
+            life = found.get(of[source])
+            if life is not None:
+                life.dies = at
+                life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
+        for value, _ in yields(call):
+            if of_weights:
+                weights.add(value)
+            own = of[value].value is value or value in made
+            if own and of[value] not in found and (value not in over or over[value].op is None):
+                moved = op_name(call.target) in KINDS or value in made or call.target in (PACK, UNPACK)
+                born = 0 if several and call.target is ACCUMULATE else at
+                found[of[value]] = Life(of[value], born, at, phase, phase, of_weights, moved)
+    for port, value in zip(body.outputs, body.output_values, strict=True):
+        life = found.get(of[value])
+        if life is not None and value in over:  # copied as soon as it is made
+            life.returned = port.role
+        elif life is not None:
+            life.dies, life.returned = len(calls), life.returned or port.role
+            if several and port.role in MADE and value in inside:
+                before = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
+                earlier.append(replace(life, storage=replace(of[value], bytes=before), born=0))
+    return held, [*earlier, *sorted(found.values(), key=lambda life: life.born)]

@@ -1,0 +1,72 @@
+"""What a plan says of kernels: `fuse: true`, or `fuse: {exclude: [tanh, '**.mlp.act'], templates: [gated]}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+
+from kernels_triton.templates.table import NAMES
+from shardc.ir.annotation import Annotation
+from shardc.ir.diagnostic import error
+from shardc.ir.placement import P
+from shardc.plan_values import source_of
+
+
+class Fusing(BaseModel):
+    """Whether calls become kernels; see passes/fuse. `exclude` are patterns over ops, modules and values, of what stays
+    calls; `templates` those of the hand-tuned kernels that are used where one computes just what a kernel does (all of
+    them).
+
+    In short: true or false. What says how to fuse need not say that it is enabled.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    enabled: bool = False
+    exclude: tuple[Annotation, ...] = ()
+    templates: tuple[str, ...] = NAMES
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, Fusing) or value == {}:
+            return value
+        said: object = {"enabled": value} if isinstance(value, bool) else value
+        if not isinstance(said, Mapping):
+            hint = "write fuse: true, or fuse: {enabled: true, exclude: [tanh]}"
+            raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
+        return {"enabled": True, **cast(Mapping[str, object], said)}
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _read_exclude(cls, value: Any, info: ValidationInfo) -> Any:
+        origin = source_of(info).origin("fuse", "exclude")
+        patterns = (value,) if isinstance(value, (str, Annotation)) else value
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(one, (str, Annotation)) for one in patterns):
+            hint = "write exclude: [tanh, '**.mlp.act']"
+            raise error("SC208", f"what is not fused should be a list of patterns, not {value!r}", hint=hint)
+        return tuple(Annotation(one, P(), origin) if isinstance(one, str) else one for one in patterns)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The patterns of what stays calls."""
+        return tuple(one.pattern for one in self.exclude)
+
+    @field_validator("templates", mode="before")
+    @classmethod
+    def _read_templates(cls, value: Any) -> Any:
+        names = (value,) if isinstance(value, str) else value
+        if isinstance(names, (list, tuple)):
+            unknown = [str(name) for name in cast(Sequence[object], names) if name not in NAMES]
+            if unknown:
+                hint = f"known are {', '.join(NAMES)}"
+                raise error("SC208", f"'fuse' knows no template '{unknown[0]}'", hint=hint)
+        return names
+
+    def dumped(self) -> object:
+        """As plain data, in its short form if it has one."""
+        said: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
+        said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
+        return {"enabled": self.enabled, **said} if said else self.enabled

@@ -1,0 +1,80 @@
+"""Every kernel of every template under the interpreter, in every dtype it has, against float64: rows with a stride,
+sizes that no block divides, sentinels around every buffer and NaN in every output."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from closeness import relative
+from interpreter import Interpreter
+from torch import Tensor
+from written import written
+
+from kernels_triton import launch
+from kernels_triton.launch import HAS_TRITON
+from kernels_triton.registry import TEMPLATES, Template
+from kernels_triton.rows import Schedule, trying
+
+SIZES = {"rows": 5, "cols": 70, "batch": 1, "heads": 3, "dim": 22, "half": 9, "channels": 64, "groups": 32, "space": 35}
+LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 4e-6}
+LOOPED = Schedule(32, 0, rows=2, warps=1, waves=1)  # rows that registers do not hold
+LOOPS = ("norm", "softmax")
+BLOCKS = Schedule(32, 3, rows=1, warps=1)  # of a causal row, one block after the other
+
+
+def named(template: Template, variant: Any) -> str:
+    """As its schedules are."""
+    return f"causal_{template.name}" if variant.get("causal") else template.name
+
+
+def calls(template: Template) -> Iterator[tuple[torch.dtype, Any, tuple[str, Schedule] | None]]:
+    """(dtype, variant, schedule): all dtypes, all variants, and loops over rows."""
+    for number, dtype in enumerate(template.dtypes):
+        one = template.variants[number % len(template.variants)]
+        for variant in template.variants if dtype == torch.bfloat16 else (one,):
+            yield dtype, variant, None
+        if any(word in template.name for word in LOOPS) and dtype != torch.float16:
+            yield dtype, one, (named(template, one), LOOPED)
+        if "softmax" in template.name:
+            causal = template.variants[-1]
+            yield dtype, causal, (named(template, causal), BLOCKS)
+
+
+def drawn(template: Template, dtype: torch.dtype) -> list[Any]:
+    """Operands; of what is rows, each is part of longer ones."""
+    torch.manual_seed(0)
+    made = template.arguments(SIZES, dtype, "cpu")
+    rows = {id(x) for x in made if isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == SIZES["cols"]}
+    return [torch.cat((x, x[:, :5]), 1)[:, : x.shape[1]] if id(x) in rows else x for x in made]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, Tensor)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_against_float64(interpreted: Interpreter, name: str) -> None:
+    template = TEMPLATES[name]
+    for dtype, variant, schedule in calls(template):
+        arguments = drawn(template, dtype)
+        wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+        exact = template.reference(*wide, **variant)
+        found, after = interpreted(name, *arguments, **variant, changed=True, schedule=schedule)
+        if name == "adamw":
+            found, exact = after[:4], wide[:4]
+        pairs = list(zip(tensors(found), tensors(exact), strict=True))
+        assert pairs
+        for mine, theirs in pairs:
+            assert relative(mine, theirs) < LOOSE[dtype], (dtype, variant, schedule)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: ops do not launch here")
+def test_no_kernel_is_left_out() -> None:
+    """What the calls above launch is every kernel that there is."""
+    launches: list[launch.Launch] = []
+    for template in TEMPLATES.values():
+        for dtype, variant, schedule in calls(template):
+            with launch.recording(launches.append), trying(*(schedule or ("none", LOOPED))):
+                template.op(*template.arguments(SIZES, dtype, "meta"), **variant)
+    assert {one.name for one in launches} == written()

@@ -1,0 +1,60 @@
+"""`shardc tune`: the table that it writes is the table that schedules are read from; here with a clock of our own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from kernels_triton import launch, rows, tune, tuning
+from kernels_triton.rows import Schedule
+from shardc import ShardcError
+
+META = torch.empty((1, 1), dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four warps, two rows a program take half as long as anything else."""
+
+    def timed(call: Any) -> float:
+        (schedule,) = rows._trial.values()
+        return 0.5 if (schedule.warps, schedule.rows) == (4, 2) else 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(launch, "HAS_TRITON", True)
+    monkeypatch.setattr(tuning, "import_module", lambda name: torch)  # for its version
+    monkeypatch.setattr(tuning, "_compile", lambda module, workers: None)
+    monkeypatch.setattr(tune, "call_of", lambda template, cols, count: None)
+    monkeypatch.setattr(tune, "flushed_time", timed)
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_is_written_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tuning.table(["rms_norm", "gated"])
+    assert text.startswith("# Measured by `shardc tune`")
+    found = yaml.safe_load(text)
+    assert found["device"] == "NVIDIA H200"
+    assert found["schedules"].keys() == {"rms_norm", "gated"}
+    (tmp_path / "h200.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(rows, "TABLES", tmp_path)
+    rows._table.cache_clear()
+    try:
+        for name, entries in found["schedules"].items():
+            for entry in entries:
+                chosen = rows.tabled(name, META, entry["cols"][1], Schedule(16))
+                assert chosen == Schedule(**entry["schedule"])
+                assert (chosen.warps, chosen.rows) == (4, 2)
+        assert rows.tabled("gated", META.float(), 1024, Schedule(16)) == Schedule(16)
+    finally:
+        rows._table.cache_clear()
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_has_no_schedules_is_said() -> None:
+    with pytest.raises(ShardcError, match="SC532") as caught:
+        tuning.table(["adamw"])
+    assert "adamw has no schedules to choose from" in str(caught.value)
+    assert "one of layer_norm, " in str(caught.value)

@@ -1,0 +1,179 @@
+"""16-bit products of odd sizes are padded where that is faster, and all equals the single device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import shardc
+from shardc.cost.memory import memory
+from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.passes import align as module
+from shardc.passes.align import FORMS, align, worth
+
+aten = torch.ops.aten
+
+
+class Model(nn.Module):
+    """A GPT's ends, tied, around an MLP; every width odd."""
+
+    def __init__(self, vocab: int = 37, width: int = 12, hidden: int = 27) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        logits = self.head(x + self.down(nn.functional.gelu(self.up(x))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Products(nn.Module):
+    """`mm` and `bmm`, one of them with its first operand turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(13, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(0, 1) @ self.w.to(x.dtype)
+        y = y.view(*x.shape[:2], 9)
+        return (y.transpose(1, 2) @ x).square().mean()
+
+
+TOKENS = torch.randint(0, 37, (4, 6), generator=torch.Generator().manual_seed(0))
+BATCH = {"tokens": TOKENS, "labels": TOKENS.roll(-1, 1)}
+DP = {"inputs": {"tokens": "dp, -", "labels": "dp, -"}}
+TP = {"embed.weight": "tp, -", "up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp": ("dp=2", DP),
+    "dp bucketed": ("dp=2", DP | {"bucket": True}),
+    "dp fused": ("dp=2", DP | {"bucket": True, "fuse": True}),
+    "tp": ("tp=2", {"params": TP}),
+    "tp fused": ("tp=2", {"params": TP, "fuse": True}),
+    "zero-3": ("dp=3", DP | {"storage": {"zero": 3, "axes": ["dp"]}, "fuse": True}),
+    "accumulate": ("dp=2", DP | {"accumulate": 2, "fuse": True}),
+    "pipeline": ("pp=2", {"pipeline": {"microbatches": 2}, "fuse": True}),
+}
+
+
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small, and however much larger they get."""
+    for name, value in {"LEAST": 0.0, "FLOPS_A_BYTE": 0, "GROWTH": 100.0, "SLACK": 100.0}.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def compiled(model: nn.Module, batch: Any, mesh: str, plan: dict[str, Any]) -> shardc.Program:
+    model = model.bfloat16()
+    return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def rows(graph: Graph) -> set[int]:
+    """How many elements the rows of products' operands and results have."""
+    found: set[int] = set()
+    for node in graph.calls():
+        if node.target in FORMS:
+            found |= {type_of(value).local_shape(graph.mesh)[-1] for value in (*operands(node), node)}
+    return found
+
+
+@pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize("name", PLANS)
+def test_equal_to_the_single_device(name: str) -> None:
+    mesh, plan = PLANS[name]
+    program = compiled(Model(), BATCH, mesh, plan)
+    report = program.verify()
+    assert report.ok, str(report)
+    if "pipeline" not in plan:
+        assert all(n % 8 == 0 for n in rows(program.body)), rows(program.body)
+    else:
+        assert program.pipelined is not None
+        graphs = [graph for one in program.pipelined.stages for graph in (one["forward"], one["backward"])]
+        assert all(n % 8 == 0 for graph in graphs for n in rows(graph))
+
+
+@pytest.mark.usefixtures("everything")
+@settings(max_examples=4, deadline=None)
+@given(st.integers(9, 40), st.integers(9, 20), st.integers(9, 40), st.sampled_from(["dp", "tp fused", "accumulate"]))
+def test_any_sizes(vocab: int, width: int, hidden: int, name: str) -> None:
+    mesh, plan = PLANS[name]
+    batch = {key: value % vocab for key, value in BATCH.items()}
+    report = shardc.compile(Model(vocab, width, hidden).bfloat16(), batch, mesh=mesh, plan=plan).verify()
+    assert report.ok, str(report)
+
+
+@pytest.mark.usefixtures("everything")
+def test_turned_operands() -> None:
+    """Of an operand that is read across its rows the other dim counts, too."""
+    x = torch.randn(4, 11, 13)
+    program = compiled(Products(), (x.bfloat16(),), "dp=2", {"inputs": {"x": "dp"}})
+    report = program.verify()
+    assert report.ok, str(report)
+    turned = [node for node in program.body.calls() if node.target is aten.bmm.default]
+    assert turned
+    for node in turned:
+        shapes = [type_of(value).local_shape(program.body.mesh)[-2:] for value in (*operands(node), node)]
+        assert all(shape[-1] % 8 == 0 for shape in shapes), shapes
+
+
+def big(**plan: Any) -> shardc.Program:
+    """A head whose padding is worth it, and an MLP with nothing to pad."""
+    with torch.device("meta"):
+        model = Model(vocab=5001, width=256, hidden=1024)
+        tokens = torch.empty(8, 1024, dtype=torch.int64)
+    return compiled(model, {"tokens": tokens, "labels": tokens}, "dp=1", plan)
+
+
+def test_what_is_worth_it_is_padded() -> None:
+    """The head's three products, and no copy of the logits for it: kernels read them where they lie."""
+    before, after = big(fuse=True, align=False), big(fuse=True)
+    assert rows(before.body) == {256, 1024, 5001}
+    assert rows(after.body) == {256, 1024, 5008}
+    pads = [node for node in after.body.calls() if node.target is aten.constant_pad_nd.default]
+    assert {info(operands(node)[0]).name for node in pads} >= {"embed.weight"}
+    assert after.memory().peak <= before.memory().peak * module.SLACK
+    (loss,) = (node for node in after.body.calls() if "cross_entropy" in str(node.target))
+    assert info(operands(loss)[0]).name == "head.linear.even"
+
+
+def test_what_is_not_worth_it_stays() -> None:
+    small, wide = compiled(Model(), BATCH, "dp=1", {}), big(align=False)
+    assert all(n % 8 for n in rows(small.body) - {1})
+    for node in wide.body.calls():
+        found = worth(wide.body, node)
+        assert (found is None) == (5001 not in rows_of(wide.body, node)), info(node).name
+    with torch.device("meta"):
+        model = Model(vocab=5001, width=256, hidden=1024)
+        tokens = torch.empty(8, 1024, dtype=torch.int64)
+    exact = shardc.compile(model, {"tokens": tokens, "labels": tokens}, mesh="dp=1")
+    assert align(exact.body) is exact.body, "32-bit products are not fed 16 bytes at a time"
+
+
+def rows_of(graph: Graph, node: torch.fx.Node) -> set[int]:
+    if node.target not in FORMS:
+        return set()
+    return {type_of(value).local_shape(graph.mesh)[-1] for value in (*operands(node), node)}
+
+
+def test_memory_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where copies would be held at the peak, the largest are not made."""
+    plain = big(align=False).body
+    allowed = memory(plain).peak
+    monkeypatch.setattr(module, "SLACK", 1.0)
+    made = align(plain)
+    assert memory(made).peak <= allowed
+
+
+def test_the_plan_says_so() -> None:
+    plan = shardc.Plan.of(align=False)
+    assert "align: false" in plan.dump()
+    assert shardc.Plan.from_dict({"align": False}) == plan
+    assert "align" not in shardc.Plan().dump()

@@ -1,0 +1,126 @@
+"""What a kernel may never do: wait for what comes later, keep others waiting, or hold more than there was room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from examples.gpt2 import gpt2
+from kernels_triton.templates.op import KERNELS, kernel_of
+from shardc.cost.memory import memory
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import Graph, info, op_name, producer, results
+from shardc.passes.fuse import fuse
+from shardc.passes.fuse.room import Room
+from shardc.passes.fuse.scene import scene
+from shardc.passes.fuse.traffic import PRODUCTS
+
+TP = {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"}
+PLANS: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": "dp=2"},
+    "dp bucketed": {"mesh": "dp=2", "bucket": True},
+    "zero-3": {"mesh": "dp=2", "storage": {"zero": 3, "axes": ["dp"]}, "precision": "bf16"},
+    "tp": {"mesh": "dp=2,tp=2", "params": TP, "clip_grad_norm": 0.1},
+    "accumulate": {"mesh": "dp=2", "accumulate": 2},
+}
+
+
+def unfused(plan: str) -> Graph:
+    torch.manual_seed(0)
+    model, batch = gpt2(batch=4, seq=8, layers=2, vocab=64, heads=4, width=32)
+    mine = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wanted = {"inputs": dict.fromkeys(batch, "dp, -"), **PLANS[plan]}
+    return shardc.compile(model, batch, plan=wanted, optimizer=mine).body
+
+
+def fixed(body: Graph) -> list[str]:
+    """Products and collectives, in order."""
+    return [info(n).name for n in body.calls() if op_name(n.target) in PRODUCTS or op_name(n.target) in KINDS]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_fused_body_is_legal(plan: str) -> None:
+    body = unfused(plan)
+    made = fuse(body)
+    before = iter(fixed(body))  # of which some are not needed any more
+    assert all(name in before for name in fixed(made)), "a product or a collective runs later than it did"
+    phase = {info(value).name: info(producer(value)[0]).phase for value in body.values()}
+    started = False  # has backward?
+    seen: set[Any] = set(made.placeholders)
+    for node in made.calls():
+        assert seen.issuperset(node.all_input_nodes), "kernels in a circle"
+        seen |= {node, *(value for value in results(node) if value is not None)}
+        started |= info(node).phase == "bwd" and op_name(node.target) in PRODUCTS
+        if node.target in KERNELS:
+            phases = {phase[info(value).name] for value in results(node) if value is not None}
+            assert "opt" not in phases or phases == {"opt"}
+            assert "bwd" not in phases or "fwd" not in phases or not started
+    assert memory(made).peak <= memory(body).peak
+
+
+class Heads(nn.Module):
+    """Three products of one value, each with a bias, then a wide one, where a step holds most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.out, self.wide = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(x)
+        y = self.norm(x)
+        made = nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
+        return (self.wide(x + made) ** 2).mean()
+
+
+def test_equal_small_kernels_become_one() -> None:
+    program = shardc.compile(Heads(), torch.randn(4, 8, 16), mesh="dp=1", plan={"fuse": True})
+    (attention,) = (n for n in program.body.calls() if op_name(n.target) == "shardc.sdpa")
+    assert len({producer(x)[0] for x in attention.all_input_nodes}) == 1, "three biases, one kernel"
+    assert program.verify().ok
+
+
+def test_gradients_are_added_in_the_kernel_that_reads_their_sum() -> None:
+    """Three products send a gradient to the norm, whose backward adds them: no sum of two is written and read."""
+    program = shardc.compile(Heads(), torch.randn(4, 8, 16), mesh="dp=1", plan={"fuse": True})
+    assert "add.Tensor" not in [op_name(n.target) for n in program.body.calls() if info(n).phase == "bwd"]
+    kernels = [k for n in program.body.calls() if info(n).phase == "bwd" and (k := kernel_of(n.target, n.args))]
+    norms = [k for k in kernels if {"rsum", "csum"} <= {step.op for step in k.steps}]
+    assert any(sum(tuple(one.shape) == (4, 8, 16) for one in k.inputs) >= 4 for k in norms)
+
+
+def test_room_is_what_is_left_below_the_peak() -> None:
+    body = unfused("dp")
+    report = memory(body)
+    room = Room.of(body, report, scene(body.copy()))
+    assert min(room.bytes) < 0 < max(room.bytes)  # none at the peak: a little is kept
+    at = room.bytes.index(max(room.bytes))
+    most = room.bytes[at]
+    assert room.has(most, at, at)
+    room.take(most, at, at)
+    assert not room.has(1, at, at)
+    assert not room.has(1, 0, len(room.bytes))
+    assert not Room.none().has(0, 0, 1)
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(8, False), (4096, True)])
+def test_a_bias_on_a_large_value_is_a_kernel_of_its_own(rows: int, kernel: bool) -> None:
+    """torch adds what it repeats element by element; where it is small, that is no matter."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            return (self.down(y)[:8] @ y[:8].T.contiguous()[:16]).square().mean()
+
+    program = shardc.compile(Biased(), torch.randn(rows, 16), mesh="dp=1", plan={"fuse": True})
+    (add,) = (producer(v)[0] for v in program.body.values() if info(v).name == "up.add")
+    assert (add.target in KERNELS) == kernel
+    assert program.verify().ok
