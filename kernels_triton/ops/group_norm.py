@@ -77,9 +77,10 @@ def _tile(op: str, x: Tensor, groups: int) -> tuple[str, dict[str, int]]:
     of_group, space = x.shape[1] // groups, math.prod(x.shape[2:])
     high, wide = rows.power_of_two(of_group), rows.power_of_two(space)
     held = high * wide * x.element_size() <= HELD * 32 * WARPS
+    size = TILE[op] // (2 if op.endswith("backward") and x.element_size() > 2 else 1)  # of float32 both fill registers
     # A warp's 16 bytes a thread wide, but of few channels as wide as makes a tile.
-    channels = max(1, min(high, TILE[op] // min(wide, 512 // x.element_size())))
-    block = min(wide, max(512 // x.element_size(), (2048 if held else TILE[op]) // channels))
+    channels = max(1, min(high, size // min(wide, 512 // x.element_size())))
+    block = min(wide, max(512 // x.element_size(), (2048 if held else size) // channels))
     warps = max(1, min(WARPS, channels * block // 256, high * wide // 1024 if held else WARPS))
     guess = rows.Schedule(block, int(held), channels, 1 << warps.bit_length() - 1)
     schedule = rows.tabled(op, x, of_group * space, guess)

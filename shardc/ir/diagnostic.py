@@ -51,6 +51,7 @@ CODES: dict[str, Code] = {
     "SC214": Code("over-memory", "activations need more memory than the plan's recompute budget"),
     "SC215": Code("nothing-placed", "no annotation uses the mesh, or one of its axes: its ranks do the same work"),
     "SC216": Code("whole-gradients", "the gradients of several microbatches are held whole, and not as ZeRO's shards"),
+    "SC217": Code("not-fused", "kernels were asked for, and would hold more than the calls that they replace"),
     "SC220": Code("bad-schedule", "a pipeline's schedule is unknown, or not made for these stages and microbatches"),
     "SC221": Code("bad-cut", "a step cannot be cut into the stages of a pipeline, or not at the places asked for"),
     "SC222": Code("token-weights", "the tokens that a plan's loss counts cannot be counted in the input that it names"),

@@ -17,7 +17,7 @@ from shardc.ir.graph import Graph, info, op_name, producer, results
 from shardc.passes.fuse import fuse
 from shardc.passes.fuse.room import Room
 from shardc.passes.fuse.scene import scene
-from shardc.passes.fuse.traffic import PRODUCTS
+from shardc.passes.fuse.traffic import PRODUCTS, traffic
 
 TP = {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"}
 PLANS: dict[str, dict[str, Any]] = {
@@ -124,3 +124,33 @@ def test_a_bias_on_a_large_value_is_a_kernel_of_its_own(rows: int, kernel: bool)
     (add,) = (producer(v)[0] for v in program.body.values() if info(v).name == "up.add")
     assert (add.target in KERNELS) == kernel
     assert program.verify().ok
+
+
+class Distances(nn.Module):
+    """All pairs of rows: what its backward makes of them is the step's peak, and two results of one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.w
+        return (y[:, :, None] - y[:, None]).square().sum(-1).exp().neg().sum()
+
+
+def test_a_kernel_too_many_at_the_peak_is_not_made_and_others_are() -> None:
+    plan = {"inputs": {"x": "dp"}}
+    plain = shardc.compile(Distances(), (torch.randn(8, 8, 16) / 4,), mesh="dp=2", plan=plan)
+    program = shardc.compile(Distances(), (torch.randn(8, 8, 16) / 4,), mesh="dp=2", plan={**plan, "fuse": True})
+    assert traffic(program.body).bytes < traffic(plain.body).bytes / 2
+    assert memory(program.body).peak <= memory(plain.body).peak
+    assert program.verify().ok
+    assert not any(found.code == "SC217" for found in program.diagnostics)
+
+
+def test_where_nothing_is_fused_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardc.passes.fuse.TRIES", 3)
+    program = shardc.compile(Distances(), (torch.randn(8, 8, 16),), mesh="dp=1", plan={"fuse": True})
+    (found,) = (one for one in program.diagnostics if one.code == "SC217")
+    assert found.severity == "warning"
+    assert "after 3 tries" in found.message

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from kernels_triton.templates.op import OPS
 from shardc.cost.memory import memory
+from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info
 from shardc.passes.base import Pass
 from shardc.passes.fuse import lowerings as _lowerings
@@ -41,7 +42,7 @@ from shardc.passes.fuse.softmaxes import with_statistics, without_statistics
 
 __all__ = ["Fuse", "check_excluded", "fuse"]
 _ = _lowerings, _pointwise
-TRIES = 8
+TRIES = 16
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def _nothing_collected() -> Generator[None]:
 def fuse(graph: Graph, exclude: Collection[str] = (), templates: Collection[str] | None = None) -> Graph:
     """A body with its kernels. The graph that is given is left as it is.
 
-    Where kernels hold more at the peak than the calls did, fewer are made.
+    Where kernels hold more at the peak than the calls did, fewer are made; where that does not help, none are, and a
+    warning says so (SC217).
     """
     before = memory(graph)
     free, exclude = Freedom(), excluded(graph, exclude)
@@ -88,9 +90,10 @@ def fuse(graph: Graph, exclude: Collection[str] = (), templates: Collection[str]
             choose_padding(made)
         with_statistics(made, exclude)
         split_group_norms(made, exclude)
-        seen = scene(made, exclude, free.again)
+        seen = scene(made, exclude | free.excluded, free.again)
         todo = worth(parts(cluster(seen, free, Room.of(graph, before, seen)), free.again))
         touched = [{info(value).name for value in (*plan.outputs, *plan.reads)} for plan in todo]
+        named = [info(node).name for node in seen.calls]
         calls = emit(seen, todo, hand_tuned)
         without_statistics(made)
         report = memory(made)
@@ -98,12 +101,22 @@ def fuse(graph: Graph, exclude: Collection[str] = (), templates: Collection[str]
             return made
         assert report.peak_at is not None
         live = {value.name for value in report.live}
-        free = _less(free, seen, todo, touched, live, [at <= report.peak_at.index for at in calls])
+        free = _less(free, seen, todo, named, touched, live, [at <= report.peak_at.index for at in calls])
+    graph = graph.copy()
+    message = f"nothing is fused: after {TRIES} tries kernels still hold more at the peak than their calls do"
+    hint = "recompute, or exclude what runs at the peak: `shardc cost --memory` names it"
+    graph.diagnostics.append(Diagnostic("SC217", message, "warning", hint=hint))
     return graph
 
 
 def _less(
-    free: Freedom, seen: Scene, todo: list[Part], touched: list[set[str]], live: set[str], before: list[bool]
+    free: Freedom,
+    seen: Scene,
+    todo: list[Part],
+    named: list[str],
+    touched: list[set[str]],
+    live: set[str],
+    before: list[bool],
 ) -> Freedom:
     """What made the peak higher may not do so again: calls that ran at another time, whose operands or results are
     there at the peak, or else the kernel that runs at the peak."""
@@ -122,6 +135,11 @@ def _less(
         return replace(free, sideways=False)
     if free.again:
         return replace(free, again=False)
-    left = [(plan, there) for plan, there in zip(todo, before, strict=True) if not free.apart.issuperset(plan.calls)]
-    near = [plan for plan, there in left if there] or [plan for plan, _ in left]
-    return replace(free, apart=free.apart | set(near[-1].calls)) if near else free
+    near = [plan for plan, there in zip(todo, before, strict=True) if there] or todo
+    if not near:
+        return free
+    last = near[-1]
+    if not free.apart.issuperset(last.calls):
+        return replace(free, apart=free.apart | set(last.calls))
+    # One call, which still reads what others would make of less.
+    return replace(free, excluded=free.excluded | {named[i] for i in last.calls})

@@ -68,13 +68,15 @@ class Clustering:
 
 @dataclass(frozen=True)
 class Freedom:
-    """What may be merged: also calls that share no value; none of those `apart`; those `still` run when they did."""
+    """What may be merged: also calls that share no value; none of those `apart`; those `still` run when they did. The
+    `excluded`, by name, are no kernels at all."""
 
     sideways: bool = True
     again: bool = True  # and what may be made again
     longer: bool = True  # and what then is held for longer, where there is room
     still: frozenset[int] = frozenset()
     apart: frozenset[int] = frozenset()
+    excluded: frozenset[str] = frozenset()
 
 
 def cluster(scene: Scene, free: Freedom | None = None, room: Room | None = None) -> Clustering:
