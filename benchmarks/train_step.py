@@ -19,6 +19,7 @@ A step is timed between two synchronisations, and the slowest rank counts; `free
 without any between them. MFU = FLOPs of the model a GPU / median step time / 989 TFLOP/s (an H200's dense bf16), with
 the FLOPs that `Shape.flops` counts. Losses are of the first 20 steps; `loss_gap` is the largest relative difference
 from those of `reference`: eager torch on one GPU, over the whole batch, with the optimizer that ours was traced from.
+`float32_gap` is that from those of `float32`, which is run if it is asked for: the same with nothing rounded.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpt import SHAPES, TINY, Shape
 from benchmarks.profile_step import profile
-from benchmarks.training_runs import ALONE, ONE, RATE, RUNS, Run, Setting, whole_loss
+from benchmarks.training_runs import ALONE, ONE, RATE, RUNS, WHOLE, Run, Setting, whole_loss
 
 PEAK = 989e12  # FLOP/s
 LOSSES = 20  # steps whose losses are kept; they also warm up
@@ -117,29 +118,31 @@ def measure_shape(shape: Shape, precision: str, asked: argparse.Namespace, devic
     batches = shape.batches(LOSSES + 2 * asked.steps, shape.batch * ranks, device)
     losses: dict[str, list[float]] = {}
     medians: dict[str, float] = {}
-    runs = asked.runs or [name for name in RUNS if ranks == 1 or name not in ONE]
+    runs = asked.runs or [name for name in RUNS if name != "float32" and (ranks == 1 or name not in ONE)]
     for name in runs:
         setting = Setting(shape, state, batches[0], device, ranks, precision == "master")
         sequences = shape.batch * (1 if name in ALONE else ranks)
         clear(device)
-        with cudnn_attention(device):
+        with cudnn_attention(device) if name != "float32" else nullcontext():
             run = RUNS[name][0](setting)
             losses[name] = [whole_loss(run, run.step(batch), ranks) for batch in batches[:LOSSES]]
             row, median = timed(run, batches[LOSSES:], device)
-            row |= {"mfu": mfu(shape, sequences, 1 if name in (*ALONE, "reference") else ranks, median)}
+            row |= {"mfu": mfu(shape, sequences, 1 if name in (*ALONE, *WHOLE) else ranks, median)}
             row |= {"tokens_per_s": round(sequences * shape.seq / median)}
             if asked.profile:
                 row |= {"profile": profile(run.step, batches[:3], device)}
             run.close()
         medians[name] = median
-        same = losses.get("reference", ()) if name not in ALONE or ranks == 1 else ()  # other data
-        gap = max((abs(a / b - 1) for a, b in zip(losses[name], same, strict=False)), default=None)
+        gaps = {"loss_gap": "reference", "float32_gap": "float32"}
+        if name in ALONE and ranks > 1:  # other data
+            gaps = dict.fromkeys(gaps, "")
+        row |= {key: gap(losses[name], losses.get(to, ())) for key, to in gaps.items()}
         about = {"compile_s": run.compile_s} | run.about if run.compile_s is not None else {}
         first, last = losses[name][0], losses[name][-1]
         head = {"shape": shape.name, "precision": precision, "run": name, "sequences": sequences, "seq": shape.seq}
         del run
         if leads():
-            say({**head, **row, **about, "loss_1": first, "loss_20": last, "loss_gap": gap})
+            say({**head, **row, **about, "loss_1": first, "loss_20": last})
     if leads():
         found = {
             f"{name} / {peer}": round(medians[name] / medians[peer], 3)
@@ -148,6 +151,10 @@ def measure_shape(shape: Shape, precision: str, asked: argparse.Namespace, devic
             if peer in medians
         }
         say({"shape": shape.name, "precision": precision, "ratios": found})
+
+
+def gap(losses: Sequence[float], others: Sequence[float]) -> float | None:
+    return max((abs(a / b - 1) for a, b in zip(losses, others, strict=False)), default=None)
 
 
 def cudnn_attention(device: torch.device) -> AbstractContextManager[None]:

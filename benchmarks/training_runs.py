@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,11 @@ def reference(setting: Setting) -> Run:
     return _peer(setting, fused=None, whole=True, forward=forward)
 
 
+def float32(setting: Setting) -> Run:
+    """As the reference, with nothing rounded to bfloat16, from the same weights."""
+    return _peer(replace(setting, master=True), fused=None, whole=True, forward=lambda model, batch: model(**batch))
+
+
 def ddp(setting: Setting, compile: bool = False) -> Run:
     """Compiled from the outside: torch then cuts the graph where buckets end, so that they are sent during backward."""
 
@@ -193,6 +198,7 @@ def whole_loss(run: Run, loss: Tensor, ranks: int) -> float:
 
 # By name: who makes the run, and by which other runs its step time is divided.
 RUNS: dict[str, tuple[Callable[[Setting], Run], tuple[str, ...]]] = {
+    "float32": (float32, ()),
     "reference": (reference, ()),
     "eager": (eager, ()),
     "compiled": (compiled, ("eager",)),
@@ -219,5 +225,6 @@ RUNS: dict[str, tuple[Callable[[Setting], Run], tuple[str, ...]]] = {
     ),
     "ours-tp-fused": (partial(tp, fuse=True), ("ddp-compiled", "ddp", "fsdp2", "eager", "ours-tp")),
 }
+WHOLE = ("float32", "reference")  # each GPU trains on the whole batch
 ALONE = ("eager", "compiled")  # each GPU trains on its own part of the batch
 ONE = ("ours-one-fused",)  # only where there is one GPU

@@ -33,6 +33,7 @@ from shardc.ir.graph import Graph, Phase, info, type_of, update
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
+from shardc.passes.decompositions.table import HALF
 
 aten = torch.ops.aten
 BYTES = 16
@@ -94,14 +95,14 @@ def align(graph: Graph) -> Graph:
                 padding.pad(found)
         if memory(made).peak <= allowed:
             return made
-        names.pop()
+        names = names[: len(names) * 3 // 4]
     return graph
 
 
 def worth(graph: Graph, node: fx.Node) -> Product | None:
     """A product with what is to be added to its dims; None where nothing is, or it is not worth it."""
     form = FORMS.get(node.target)
-    if form is None or type_of(node).dtype.itemsize != 2:
+    if form is None or type_of(node).dtype not in HALF:
         return None
     values = [value for value in node.args if isinstance(value, fx.Node)]
     sizes: dict[str, int] = {}

@@ -80,18 +80,18 @@ def square(m: Make, x: Operand) -> Operand:
     return m("square", x)
 
 
-@lower(aten.maximum.default, aten.clamp_min.default)
+@lower(aten.maximum.default, aten.max.other, aten.clamp_min.default, aten.clamp_min.Tensor)
 def maximum(m: Make, a: Operand, b: Operand) -> Operand:
     return m("or" if m.dtype == torch.bool else "maximum", *m.alike(a, b))
 
 
-@lower(aten.minimum.default, aten.clamp_max.default)
+@lower(aten.minimum.default, aten.min.other, aten.clamp_max.default, aten.clamp_max.Tensor)
 def minimum(m: Make, a: Operand, b: Operand) -> Operand:
     return m("and" if m.dtype == torch.bool else "minimum", *m.alike(a, b))
 
 
-@lower(aten.clamp.default)
-def clamp(m: Make, x: Operand, min: float | None = None, max: float | None = None) -> Operand:
+@lower(aten.clamp.default, aten.clamp.Tensor)
+def clamp(m: Make, x: Operand, min: Operand | None = None, max: Operand | None = None) -> Operand:
     low = x if min is None else m("maximum", *m.alike(x, min))
     return low if max is None else m("minimum", *m.alike(low, max))
 

@@ -142,23 +142,7 @@ def logaddexp(m: Make, a: Operand, b: Operand) -> Operand:
     return _choose(m, m("eq", m("abs", top), INF, dtype=torch.bool), top, m.add(top, more))
 
 
-# ---------------------------------------------------------------------- the larger, the smaller
-@lower(aten.max.other, aten.clamp_min.Tensor)
-def maximum(m: Make, a: Operand, b: Operand) -> Operand:
-    return m("maximum", a, b)
-
-
-@lower(aten.min.other, aten.clamp_max.Tensor)
-def minimum(m: Make, a: Operand, b: Operand) -> Operand:
-    return m("minimum", a, b)
-
-
-@lower(aten.clamp.Tensor)
-def clamp(m: Make, x: Operand, low: Operand | None = None, high: Operand | None = None) -> Operand:
-    above = x if low is None else m("maximum", x, low)
-    return above if high is None else m("minimum", above, high)
-
-
+# ---------------------------------------------------------------------- the larger, the smaller, of numbers alone
 def _ignoring_nan(m: Make, op: str, a: Operand, b: Operand) -> Operand:
     m.floating(a, b)
     both = m(op, a, b)
