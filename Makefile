@@ -5,13 +5,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 # Installed first and pinned: left to resolve torch itself, pip takes the newest, with gigabytes of CUDA packages.
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist worksteal
 PLAN ?= configs/plans/gpt2.yaml
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.shardc-installed
 
-.PHONY: help demo test lint types format fuzz gate-kernels clean
+.PHONY: help demo test tests lint types format fuzz gate-kernels clean
 
 help:
 	@echo "make demo    compile GPT-2 from its plan, print the program, verify it against the single device"
@@ -30,7 +30,11 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/shardc compile examples/gpt2.py:gpt2 --plan $(PLAN) --verify
 
-test: lint types
+test: $(STAMP)
+	$(MAKE) lint
+	$(MAKE) --jobs=2 types tests
+
+tests: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -252,6 +252,10 @@ def ropes(rows: int, cols: int) -> Iterator[Case]:
         return x * wide[0] + torch.cat((-b, a), -1) * wide[1]
 
     fwd, bwd = both(rotate, dy, x)
+    if kind := liger("LigerRopeFunction"):  # it turns queries and keys at once, in place: half of the heads each
+        pair, grads = ([draw(1, rows, heads // 2, 128).transpose(1, 2) for _ in range(2)] for _ in range(2))
+        turned = lambda q, k: kind.apply(q, k, wide[0][:, :, 0], wide[1][:, :, 0])  # noqa: E731
+        fwd["liger"], bwd["liger"] = forward(turned, *pair), backward(turned, grads, *pair)
     size = 4 * rows * cols
     yield Case("rope", (rows, cols), size, lambda: ops.rope(x, cos, sin), fwd)
     yield Case("rope_backward", (rows, cols), size, lambda: ops.rope(dy, cos, sin, True), bwd)

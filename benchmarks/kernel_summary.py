@@ -1,7 +1,8 @@
 """What lines of benchmarks/kernels.py say against the goals: 0.9 of a copy, the best peer's time, and why not.
 
-A line is a dict: op, shape, provider, us, of_copy. Lines of several runs are put together; of two for the same op,
-shape and provider the later counts.
+A reason says how far off it was measured to bring a line, and explains none that is further off. A line is a dict: op,
+shape, provider, us, of_copy. Lines of several runs are put together; of two for the same op, shape and provider the
+later counts.
 """
 
 from __future__ import annotations
@@ -14,43 +15,72 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-COPY, EQUAL = 0.9, 0.98  # of the copy; of the best peer's time, where measuring tells no difference
+COPY = 0.9  # of the copy
+TIE = 0.02  # of the best peer's time, at most; and where a run did not time ours twice
 
-ANY = range(1 << 20)
-SUMS = "a second kernel adds the programs' sums over rows, 3 to 4 us; rows divide unevenly over multiprocessors"
-# (what falls short, by op; of which goal; at which columns; why): the first that fits
-REASONS: tuple[tuple[str, str, range, str], ...] = (
-    (
-        "group_norm*",
-        "copy",
-        range(1025, 1 << 20),
-        "a group above 32 KiB is read twice, the second time from the L2 cache",
-    ),
-    ("group_norm_backward", "copy", ANY, "a second kernel adds the samples' sums, 3 to 4 us"),
-    ("*norm_backward", "copy", ANY, SUMS),
-    ("bias_gelu*_backward", "copy", ANY, SUMS),
-    ("bias_dropout_residual_backward", "copy", ANY, SUMS),
-    (
-        "bias_dropout_residual",
-        "copy",
-        ANY,
-        "ten rounds of Philox an element: wide multiplications, a quarter of the rate",
-    ),
-    (
-        "cross_entropy",
-        "copy",
-        range(60_000),
-        "a row's passes overlap with memory in part; 4096 rows are 31.03 rounds of 132",
-    ),
-    (
-        "cross_entropy",
-        "copy",
-        ANY,
-        "two thirds of a row are read twice, a third fits in registers; passes overlap in part",
-    ),
-    ("*norm", "copy", range(1025), "a row's load, sums and store follow each other: 1 us of 10 to 14"),
+_BOTH = (
+    *("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "masked_softmax", "causal_softmax"),
+    *("bias_gelu_tanh", "bias_gelu", "swiglu", "swiglu_packed", "geglu", "geglu_packed", "squared_relu"),
+    *("bias_dropout_residual", "rope", "group_norm"),
 )
-TIE = "within the 2 % that two runs differ by"
+OPS = (
+    *(name for op in _BOTH for name in (op, f"{op}_backward")),
+    *("adamw", "cross_entropy", "cross_entropy_stats", "cross_entropy_finish"),
+)  # as the table has them
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why an op misses a goal, as measured: it accounts for shares of the copy, or of the best peer's time, down to
+    `least`. What is further off is unexplained."""
+
+    op: str
+    goal: str
+    least: float
+    why: str
+    cols: range = range(1 << 20)
+
+
+SUMS = (
+    "a second kernel adds the programs' sums over rows: 2.2 to 3.2 us at 1024 columns, 3 to 5 at 4096, measured by "
+    "leaving it out; started early (programmatic launch) it takes 0.3 us less, as a barrier of all programs no less"
+)
+PLACE = (
+    "the peer loads, sums and stores the same; where tensors lie makes 3 % of one kernel's time (layer_norm at "
+    "8192 x 4096: 38.4 us in one process, 39.6 in another, the copy 37.0 in both)"
+)
+NARROW, WIDE = range(1025), range(1025, 1 << 20)
+REASONS: tuple[Reason, ...] = (  # the first that fits
+    Reason("group_norm*", "copy", 0.56, "a group above 32 KiB is read twice, the second time from the L2 cache", WIDE),
+    Reason("group_norm_backward", "copy", 0.68, "a second kernel adds the samples' sums: 3 to 4 us", NARROW),
+    Reason("*norm_backward", "copy", 0.68, SUMS, NARROW),
+    Reason("*norm_backward", "copy", 0.76, SUMS, WIDE),
+    Reason("*norm", "copy", 0.82, "a row's load, sums and store follow each other: 1 us of 8 to 14", NARROW),
+    Reason(
+        "masked_softmax", "copy", 0.85, "each row reads the mask from the L2 cache: half a logit's bytes, not counted"
+    ),
+    Reason("bias_*_backward", "copy", 0.68, SUMS, NARROW),
+    Reason("bias_*_backward", "copy", 0.8, SUMS, WIDE),
+    Reason("bias_dropout_residual", "copy", 0.88, "ten rounds of Philox for four elements: a quarter of the rate"),
+    Reason(
+        "cross_entropy",
+        "copy",
+        0.8,
+        "a row's passes overlap with memory in part; 4096 rows are 31.03 rounds of 132",
+        range(60_000),
+    ),
+    Reason("cross_entropy", "copy", 0.62, "two thirds of a row are read twice, a third fits in registers"),
+    Reason(
+        "cross_entropy_stats",
+        "copy",
+        0.7,
+        "16 us do not grow with the width, of a plain kernel's 7; the rest runs at the copy's 4.3 TB/s",
+    ),
+    *(
+        Reason(op, "peer", 0.97, PLACE)
+        for op in ("*norm", "softmax*", "*glu*", "squared_relu*", "rope*", "adamw", "cross_entropy_finish")
+    ),
+)
 UNKNOWN = "unexplained"
 
 
@@ -63,6 +93,7 @@ class Result:
     us: float
     of_copy: float
     peers: dict[str, float]
+    again: float | None = None  # microseconds of ours once more
 
     @property
     def best(self) -> str | None:
@@ -72,20 +103,26 @@ class Result:
     def speedup(self) -> float | None:
         return min(self.peers.values()) / self.us if self.peers else None
 
-    @property
-    def short(self) -> dict[str, str]:
-        """Why, by goal that is missed."""
+    def short(self, tie: float) -> dict[str, str]:
+        """Why, by goal that is missed; `tie` is what two times of the same kernel differ by."""
         why: dict[str, str] = {}
         if self.of_copy < COPY:
-            why["copy"] = self._why("copy", UNKNOWN)
+            why["copy"] = self._why("copy", self.of_copy)
         if self.speedup is not None and self.speedup < 1.0:
-            why["peer"] = self._why("peer", TIE if self.speedup >= EQUAL else UNKNOWN)
+            tied = f"within the {tie:.1%} that two times of the same kernel differ by"
+            why["peer"] = tied if self.speedup >= 1.0 - tie else self._why("peer", self.speedup)
         return why
 
-    def _why(self, goal: str, otherwise: str) -> str:
+    def _why(self, goal: str, share: float) -> str:
         cols = self.shape[1]
-        found = (why for op, of, at, why in REASONS if of == goal and cols in at and fnmatch(self.op, op))
-        return next(found, otherwise)
+        fits = (one for one in REASONS if one.goal == goal and cols in one.cols and fnmatch(self.op, one.op))
+        return next((one.why for one in fits if share >= one.least), UNKNOWN)
+
+
+def tie_of(found: list[Result]) -> float:
+    """What 95 % of the lines differ by at most when the same kernel is timed twice."""
+    apart = sorted(abs(one.again / one.us - 1) for one in found if one.again is not None)
+    return min(apart[int(0.95 * len(apart))], TIE) if apart else TIE
 
 
 def read(paths: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -98,25 +135,34 @@ def read(paths: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def results(lines: Iterable[dict[str, Any]]) -> list[Result]:
-    """In the order in which ops and shapes came first."""
+    """In the order of OPS, then of shapes."""
     found: dict[tuple[str, tuple[int, int]], dict[str, dict[str, Any]]] = {}
     for line in lines:
         if "us" in line:
             found.setdefault((line["op"], tuple(line["shape"])), {})[line["provider"]] = line
+    order = {op: number for number, op in enumerate(OPS)}
     return [
-        Result(op, shape, at["ours"]["us"], at["ours"]["of_copy"], {k: v["us"] for k, v in at.items() if k != "ours"})
-        for (op, shape), at in found.items()
+        Result(
+            op,
+            shape,
+            at["ours"]["us"],
+            at["ours"]["of_copy"],
+            {name: line["us"] for name, line in at.items() if name not in ("ours", "again")},
+            at["again"]["us"] if "again" in at else None,
+        )
+        for (op, shape), at in sorted(found.items(), key=lambda item: (order.get(item[0][0], len(OPS)), item[0][1]))
         if "ours" in at
     ]
 
 
 def summary(found: list[Result]) -> Iterator[dict[str, Any]]:
     """Each line that falls short and why, then the counts and the geometric mean."""
-    for one in found:
-        if one.short:
-            speedup = {"best_peer": one.best, "speedup": round(one.speedup, 3)} if one.speedup else {}
-            ours = {"op": one.op, "shape": one.shape, "us": one.us, "of_copy": one.of_copy}
-            yield {"summary": "short", **ours, **speedup, "why": one.short}
+    tie = tie_of(found)
+    short = [(one, why) for one in found if (why := one.short(tie))]
+    for one, why in short:
+        speedup = {"best_peer": one.best, "speedup": round(one.speedup, 3)} if one.speedup else {}
+        ours = {"op": one.op, "shape": one.shape, "us": one.us, "of_copy": one.of_copy}
+        yield {"summary": "short", **ours, **speedup, "why": why}
     ratios = [one.speedup for one in found if one.speedup is not None]
     yield {
         "summary": "goals",
@@ -124,9 +170,10 @@ def summary(found: list[Result]) -> Iterator[dict[str, Any]]:
         "copy >= 0.9": sum(one.of_copy >= COPY for one in found),
         "with peers": len(ratios),
         "peer >= 1.0": sum(r >= 1.0 for r in ratios),
-        "peer >= 0.98": sum(r >= EQUAL for r in ratios),
+        "the same kernel twice, 95 % within": round(tie, 4),
+        "peer >= 1.0 but for that": sum(r >= 1.0 - tie for r in ratios),
         "geometric mean": round(mean(ratios), 3) if ratios else None,
-        "unexplained": sum(UNKNOWN in one.short.values() for one in found),
+        "unexplained": sum(UNKNOWN in why.values() for _, why in short),
     }
 
 

@@ -1,18 +1,19 @@
 """How fast the templates are: ours, torch's builtins, torch.compile (max-autotune) and Liger, in one run on one GPU.
 
-Every line is one op at one shape by one provider, in bfloat16: the median time of a CUDA-graph replay with the L2 cache
-flushed before it, and of that the median over three placements in memory; GB/s of the fewest bytes that the op must
-move; and `of_copy`, its share of what a plain elementwise kernel moves in the same harness with as many bytes. At its
-end it prints every line that falls short of 0.9 of the copy or of the best peer, and why, how many reach the goals, and
-the geometric mean over the best peer.
+Every line is one op at one shape by one provider, in bfloat16: the time of a CUDA-graph replay with the L2 cache
+flushed before it, all providers of an op and shape in turns (benchmarks/replays.py); GB/s of the fewest bytes that the
+op must move; and `of_copy`, its share of what a plain elementwise kernel moves in the same turns with as many bytes.
+`again` is ours once more, captured apart: how far two times of the same kernel are from each other. At its end it
+prints every line that falls short of 0.9 of the copy or of the best peer, and why, how many reach the goals, and the
+geometric mean over the best peer.
 
     python -m benchmarks.kernels [--only layer_norm 'softmax*'] [--rows 8192] [--cols 4096 12288] [--part 1/3]
-    python -m benchmarks.kernels --workers 14 --gpus 4                           # a part on each GPU of a host
+    python -m benchmarks.kernels --workers 14 --gpus 4                           # the GPUs of a host share the work
     python -m benchmarks.kernels --merge first.jsonl second.jsonl [--table]      # the end of several runs together
 
-torch.compile takes most of the time. `--workers N` first compiles what the peers and we need by N processes a GPU at
-once, into the caches on disk; what they measured of it is forgotten: the run itself tunes the peers alone on its GPU.
-All providers of a line run on the same GPU.
+Tracing and compiling take most of the time, of one CPU core each. `--workers N` lets N processes share a GPU: each
+takes the next piece of work that none has taken, and they take turns on the GPU, one at a time. All providers of an op
+and shape run on the same GPU, in the same process.
 """
 
 from __future__ import annotations
@@ -22,23 +23,28 @@ import contextlib
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import kernel_cases as made
 from benchmarks import kernel_summary as told
-from benchmarks.kernel_cases import BF16, COLS, DEVICE, ROWS, Case
-from kernels_triton.tune import flushed_time
+from benchmarks import replays
+from benchmarks.kernel_cases import COLS, ROWS, Case
+from kernels_triton.replays import stream
 
 NOT_CAPTURED = {("cross_entropy", "liger")}  # it asks the GPU for the number of targets
+PATIENCE = 4  # times that one waits for memory
 FIRST = (8192, 4096)  # of the shapes, and what the table shows
 GROUPS: dict[str, Callable[[int, int], Iterator[Case]]] = {
     "norm": made.norms,
@@ -49,118 +55,153 @@ GROUPS: dict[str, Callable[[int, int], Iterator[Case]]] = {
     "adamw": made.optimizers,
     "cross_entropy": made.losses,
 }
+PIECES = {"norm": 4, "activation": 4, "softmax": 3, "cross_entropy": 3, "rope": 2, "group_norm": 2, "adamw": 1}
+Piece = tuple[str, tuple[int, int], int]  # a group at a shape, and which of its PIECES
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Those asked for. Part I of N has every N-th group of cases, which share their tensors."""
+def pieces(options: argparse.Namespace) -> list[Piece]:
+    """The work, cut so that a piece takes some 20 seconds."""
     shapes = sorted(((r, c) for r in options.rows for c in options.cols), key=lambda s: (s != FIRST, s[0] != 8192, s))
     whole = [(name, shape) for shape in shapes for name in GROUPS if name not in ("adamw", "cross_entropy")]
-    whole[5:5] = [("adamw", FIRST), *(("cross_entropy", (made.CE_TOKENS, size)) for size in made.VOCABULARIES)]
+    later = whole[5:]
+    random.Random(0).shuffle(later)  # large ones and small ones side by side: memory is shared, too
+    whole[5:] = [("adamw", FIRST), *(("cross_entropy", (made.CE_TOKENS, size)) for size in made.VOCABULARIES), *later]
     index, of = map(int, options.part.split("/"))
     groups = set(options.only or GROUPS) if set(options.only or ()) <= set(GROUPS) else set(GROUPS)
-    for name, shape in (one for one in whole[index - 1 :: of] if one[0] in groups):
-        for case in GROUPS[name](*shape):
-            if not options.only or any(fnmatch(case.op, pattern) or pattern == name for pattern in options.only):
-                yield case
-        gc.collect()
-        torch.cuda.empty_cache()
+    return [(name, shape, k) for name, shape in whole if name in groups for k in range(PIECES[name])][index - 1 :: of]
 
 
-def warm(options: argparse.Namespace) -> None:
-    """One of the processes that compile: its share of the cases."""
-    index, of = map(int, options.warm.split("/"))
-    for number, case in enumerate(cases(options)):
-        if number % of == index:
-            for call in (case.ours, lambda case=case: case.peers["compile"]()()):
-                with contextlib.suppress(Exception):
-                    torch._dynamo.reset()
-                    call()
-                    torch.cuda.synchronize()
+def cases(piece: Piece, only: list[str] | None) -> Iterator[Case]:
+    name, shape, number = piece
+    for case in patient(lambda: list(GROUPS[name](*shape)))[number :: PIECES[name]]:
+        if not only or any(fnmatch(case.op, pattern) or pattern == name for pattern in only):
+            yield case
 
 
-def warmed(workers: int) -> None:
-    """Fill the caches on disk. What does not compile there will not here either, and is said then."""
-    started = time.monotonic()
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # each worker is one
-    command = [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:], "--warm"]
-    no = subprocess.DEVNULL
-    running = [
-        subprocess.Popen([*command, f"{n}/{workers}"], env=environment, stdout=no, stderr=no) for n in range(workers)
-    ]
-    for process in running:
-        process.wait()
-    print(json.dumps({"compiled by": workers, "seconds": round(time.monotonic() - started)}), flush=True)
-
-
-_copies: dict[int, float] = {}
-
-
-def copy_time(size: int) -> float:
-    """Milliseconds of a plain elementwise kernel that reads and writes `size` bytes in all."""
-    if size not in _copies:
-        source = torch.ones(size // 4, dtype=BF16, device=DEVICE)
-        target = torch.empty_like(source)
-        _copies[size] = timed(lambda: torch.neg(source, out=target))
-    return _copies[size]
-
-
-def timed(call: Callable[[], Any], capture: bool = True) -> float:
-    """The median over a few placements of the outputs in memory, which alone can make 5 % of a difference."""
-    spent: list[float] = []
-    pads: list[Tensor] = []
-    for mebibytes in (0, 34, 70):
-        pads.append(torch.empty(mebibytes << 20, dtype=torch.int8, device=DEVICE))
+def patient(make: Callable[[], list[Any]]) -> list[Any]:
+    """What it makes, when other processes have left memory for it."""
+    for _ in range(PATIENCE):
         try:
-            spent.append(flushed_time(call, capture=capture))
-        except RuntimeError:  # what a library makes on its first call in a capture fails it: then again
-            torch.cuda.synchronize()
-            spent.append(flushed_time(call, capture=capture))
-    return sorted(spent)[1]
+            return make()
+        except torch.OutOfMemoryError:
+            gc.collect()
+            torch.cuda.empty_cache()
+            time.sleep(5)
+    return make()
 
 
-def measured(case: Case) -> Iterator[dict[str, Any]]:
+def taken(work: list[Piece], turns: Path | None) -> Iterator[Piece]:
+    """Those that this process is the first to take."""
+    for number, piece in enumerate(work):
+        if turns is not None:
+            try:
+                (turns / f"piece{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+        yield piece
+
+
+def measured(case: Case, spent: dict[str, float]) -> Iterator[dict[str, Any]]:
     """A line a provider, ours first."""
-    copy = copy_time(case.bytes)
-    for name, make in {"ours": lambda: case.ours, **case.peers}.items():
+    started = time.monotonic()
+    calls: dict[str, Callable[[], Any]] = {"copy": replays.copy(case.bytes), "ours": case.ours, "again": case.ours}
+    failed: dict[str, Exception] = {}
+    torch.compiler.reset()
+    with torch.cuda.stream(stream()):
+        case.ours()  # compiles, as do the others: not while this process has the GPU alone
+        for name, make in case.peers.items():
+            try:
+                call = make()
+                call()
+                calls[name] = call
+            except Exception as why:
+                failed[name] = why
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # other processes need memory, too
+    compiled = time.monotonic()
+    found, uncaptured = replays.times(calls, case.bytes, {name for op, name in NOT_CAPTURED if op == case.op})
+    failed |= uncaptured
+    spent["compiling"] += compiled - started
+    spent["timing"] += time.monotonic() - compiled
+    for name in ("ours", "again", *case.peers):
         line: dict[str, Any] = {"op": case.op, "shape": case.shape, "provider": name}
-        try:
-            torch._dynamo.reset()
-            spent = timed(make(), capture=(case.op, name) not in NOT_CAPTURED)
-        except Exception as failed:
-            yield {**line, "failed": repr(failed)[:200]}
+        if name in failed:
+            yield {**line, "failed": repr(failed[name])[:200]}
             continue
-        rate = {"GB/s": round(case.bytes / spent / 1e6), "of_copy": round(copy / spent, 3)}
-        yield {**line, "us": round(spent * 1e3, 2), **rate}
+        us, share = found[name], found["copy"] / found[name]
+        if (case.op, name) in NOT_CAPTURED:
+            line["captured"] = False  # its time is that of launching, too
+        yield {**line, "us": round(us, 2), "GB/s": round(case.bytes / us / 1e3), "of_copy": round(share, 3)}
 
 
-def spread(gpus: int) -> list[dict[str, Any]]:
-    """The lines of a run a GPU, each of its own part, printed as they come."""
+def timed(case: Case, spent: dict[str, float]) -> list[dict[str, Any]]:
+    """Its lines, once each provider has found memory, or after some patience."""
+    lines: list[dict[str, Any]] = []
+    for _ in range(PATIENCE):
+        lines = patient(lambda: list(measured(case, spent)))
+        if not any("OutOfMemoryError" in line.get("failed", "") for line in lines):
+            break
+        time.sleep(5)
+    return lines
 
-    def follow(number: int) -> list[dict[str, Any]]:
-        command = [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:], "--part", f"{number + 1}/{gpus}"]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number)}
+
+def spread(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The lines of `workers` processes a GPU, printed as they come."""
+    started, spent = time.monotonic(), defaultdict[str, float](float)
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))
+    command = [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:], "--turns"]
+
+    def follow(device: str) -> list[dict[str, Any]]:
+        # Each process compiles by itself: there are enough of them.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         lines: list[dict[str, Any]] = []
-        with subprocess.Popen([*command, "--gpus", "1"], env=environment, stdout=subprocess.PIPE, text=True) as part:
-            assert part.stdout
-            for text in part.stdout:
-                line = json.loads(text) if text.startswith("{") else {"summary": "none"}
-                if "summary" not in line:  # that of a part is not wanted
+        with subprocess.Popen([*command, turns], env=environment, stdout=subprocess.PIPE, text=True) as worker:
+            assert worker.stdout
+            for text in worker.stdout:
+                line = json.loads(text) if text.startswith("{") else {}
+                if "provider" in line:
                     print(text, end="", flush=True)
                     lines.append(line)
+                for name, seconds in line.get("seconds", {}).items():
+                    spent[name] += seconds
         return lines
 
-    with ThreadPoolExecutor(gpus) as pool:
-        return [line for lines in pool.map(follow, range(gpus)) for line in lines if "provider" in line]
+    with tempfile.TemporaryDirectory() as turns:
+        names = devices.split(",")[: options.gpus] * max(1, options.workers)
+        with ThreadPoolExecutor(len(names)) as pool:
+            lines = [line for found in pool.map(follow, names) for line in found]
+    print(json.dumps({"seconds": round(time.monotonic() - started), **{k: round(v) for k, v in spent.items()}}))
+    return lines
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The lines of this process."""
-    started, lines = time.monotonic(), []
-    for case in cases(options):
-        for line in measured(case):
-            print(json.dumps(line), flush=True)
-            lines.append(line)
-    print(json.dumps({"timed in seconds": round(time.monotonic() - started)}), flush=True)
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    functorch.donated_buffer = False  # a backward is replayed here, and must leave its saved values alone
+    inductor.autotune_local_cache = False  # what was best in another run is not kept
+    turns = Path(options.turns) if options.turns else None
+    if turns is not None:
+        replays.share(turns / f"gpu{os.environ['CUDA_VISIBLE_DEVICES']}")
+    started, spent = time.monotonic(), defaultdict[str, float](float)
+    lines: list[dict[str, Any]] = []
+    for piece in taken(pieces(options), turns):
+        for case in cases(piece, options.only):
+            if time.monotonic() - started > options.seconds:
+                continue
+            try:
+                found = timed(case, spent)
+            except Exception as why:  # the next case may do
+                found = [{"op": case.op, "shape": case.shape, "provider": "ours", "failed": repr(why)[:200]}]
+            for line in found:
+                print(json.dumps(line), flush=True)
+            lines += found
+            torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
+    whole = {"working": time.monotonic() - started, "waiting": replays.waited[0], **spent}
+    print(json.dumps({"seconds": {name: round(seconds, 1) for name, seconds in whole.items()}}), flush=True)
     return lines
 
 
@@ -170,33 +211,25 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--cols", type=int, nargs="*", default=COLS)
     parser.add_argument("--part", default="1/1", help="I/N: one of N parts of all of it, for a run of its own")
-    parser.add_argument("--workers", type=int, default=0, help="processes that compile before anything is timed")
-    parser.add_argument("--warm", help="I/N: be the I-th of N such processes")
+    parser.add_argument("--workers", type=int, default=0, help="processes that share a GPU")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host that share the work")
+    parser.add_argument("--turns", help=argparse.SUPPRESS)  # the folder that such processes have in common
     parser.add_argument("--merge", nargs="+", help="files of lines: time nothing, print their end")
     parser.add_argument("--table", action="store_true", help="also print the table of benchmarks/README.md")
     options = parser.parse_args()
+    if options.turns:
+        run(options)
+        return
     if options.merge:
         lines = list(told.read(options.merge))
-    elif options.gpus > 1:
-        lines = spread(options.gpus)
     else:
-        import torch._functorch.config as functorch
-        import torch._inductor.config as inductor
-
-        functorch.donated_buffer = False  # a backward is replayed here, and must leave its saved values alone
-        inductor.autotune_local_cache = False  # what was best on a GPU shared with compiling processes is not kept
-        if options.warm:
-            return warm(options)
-        if options.workers:
-            warmed(options.workers)
-        lines = run(options)
+        lines = spread(options) if options.gpus > 1 or options.workers else run(options)
     found = told.results(lines)
     for line in told.summary(found):
         print(json.dumps(line))
     if options.table:
         print("\n".join(told.table(found, FIRST)))
-    return None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Generated kernels against the templates of the same computation, in one run on one GPU.
 
-A line is one op at one shape, in bfloat16: microseconds of the template and of the generated kernel (CUDA-graph replay,
-the L2 cache flushed before, median over three placements), of a plain elementwise kernel of as many bytes (`copy`), and
-`ratio`, generated over template. The last line is the geometric mean of the ratios.
+A line is one op at one shape, in bfloat16: microseconds of the template and of the generated kernel (CUDA-graph replay
+in turns, the L2 cache flushed before: benchmarks/replays.py), of a plain elementwise kernel of as many bytes (`copy`),
+and `ratio`, generated over template. The last line is the geometric mean of the ratios.
 
     python -m benchmarks.kernels_generated [--rows 8192] [--cols 1024 4096 8192 12288] [--ops norm ...] [--warm I/N]
 
@@ -20,15 +20,16 @@ from typing import Any
 
 import torch
 
+from benchmarks import replays
 from benchmarks.kernel_cases import BF16, COLS, DEVICE, EPS, draw
-from benchmarks.kernels import copy_time, timed
 from kernels_triton import launch, ops
-from kernels_triton.fused.corpus import CORPUS
+from kernels_triton.fused.corpus import CORPUS, rope
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.launcher import launcher
 from kernels_triton.fused.schedules import choose
 
 SEED = 7
+HEAD = 128  # of rotary embeddings: as wide
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ def pairs(rows: int, cols: int) -> Iterator[Pair]:
     yield pair("swiglu_backward", [dy, packed, packed], lambda: ops.gated_backward(dy, packed))
     ours = lambda: ops.bias_dropout_residual(x, None, residual, 0.1, seed, 3, None, offset)  # noqa: E731
     yield pair("dropout_add", [x, residual, seed, offset], ours)
+    heads = x.view(rows, cols // HEAD, HEAD)
+    angles = torch.rand(rows, 1, HEAD // 2, device=DEVICE)
+    cos, sin = angles.cos(), angles.sin()
+    ours = lambda: ops.rope(heads[None], cos[:, 0], sin[:, 0])  # noqa: E731
+    turned = rope(heads.shape[0] * heads.shape[1], HEAD // 2, BF16, heads.shape[1])
+    yield Pair("rope", turned, [heads, heads, cos, sin], ours)
 
 
 def main() -> None:
@@ -92,12 +99,17 @@ def main() -> None:
                         one.template()
                         one.generated()
                     continue
-                template, generated = timed(one.template), timed(one.generated)
+                size = one.kernel.bytes_moved
+                calls = {"template": one.template, "generated": one.generated, "copy": replays.copy(size)}
+                spent, failed = replays.times(calls, size)
+                for why in failed.values():
+                    raise why
+                template, generated = spent["template"], spent["generated"]
                 plan = choose(one.kernel, launch.device_of(one.inputs[0]))
                 ratios.append(generated / template)
                 figures = {"template_us": template, "generated_us": generated}
-                line: dict[str, Any] = {name: round(spent * 1e3, 2) for name, spent in figures.items()}
-                line["copy_us"] = round(copy_time(one.kernel.bytes_moved) * 1e3, 2)
+                line: dict[str, Any] = {name: round(us, 2) for name, us in figures.items()}
+                line["copy_us"] = round(spent["copy"], 2)
                 line["ratio"] = round(generated / template, 3)
                 print(json.dumps({"op": one.op, "shape": (rows, cols), **line, "plan": plan.style}), flush=True)
     if ratios:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +15,36 @@ from shardc.ir.diagnostic import error
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LISTED = "kernels_triton.registry lists the shape and dtype of every operand"
+KINDS: dict[str, tuple[type[Any] | tuple[type[Any], ...], str]] = {
+    "Tensor": (Tensor, "a tensor"),
+    "Tensor | None": (Tensor, "a tensor or None"),
+    "float": (Real, "a number"),
+    "int": (Integral, "a whole number"),
+    "tuple[float, float]": ((tuple, list), "two numbers"),
+}
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
-def expect(condition: bool, op: str, message: str, hint: str | None = None) -> None:
+def checked(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """An op, once each argument is what its annotation says and no epsilon is negative: a root would be NaN."""
+    op, kinds = function.__name__, {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
+    names = tuple(kinds)
+
+    @wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            kind, told = KINDS.get(kinds.get(name, ""), (object, ""))
+            fits = isinstance(value, kind) or (value is None and told.endswith("None"))
+            expect(fits, op, f"{name} is of {type(value)}, expected {told}", LISTED)
+            if name == "eps":
+                expect(value >= 0.0, op, f"eps is {value}, expected 0 or more", "1e-5 is usual")  # type: ignore[operator]
+        return function(*args, **kwargs)
+
+    return called
+
+
+def expect(condition: bool, op: str, message: str, hint: str = LISTED) -> None:
     if not condition:
         raise error("SC530", f"{op}: {message}", hint=hint)
 
@@ -60,3 +91,19 @@ def same_dtype(op: str, name: str, x: Tensor | None, like: Tensor) -> None:
 
 def typed(op: str, name: str, x: Tensor, dtype: torch.dtype) -> None:
     expect(x.dtype == dtype, op, f"{name} is {x.dtype}, expected {dtype}", f"pass {name}.to({dtype})")
+
+
+def rowed(op: str, **operands: Tensor | None) -> None:
+    """Each has columns."""
+    for name, x in operands.items():
+        if x is not None:
+            expect(x.dim() > 0, op, f"{name} is [], expected [..., columns]", f"pass {name}.reshape(1, 1)")
+
+
+def apart(op: str, name: str, x: Tensor) -> None:
+    """Each element has a place of its own in memory: what is written in place must not be read again as another."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        told = f"{name} may overlap itself: sizes {list(x.shape)}, strides {list(x.stride())}"
+        expect(stride > reach, op, told, f"pass in_place=False, or {name}.contiguous()")
+        reach += stride * (size - 1)

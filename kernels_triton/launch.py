@@ -67,8 +67,8 @@ def interpreting() -> bool:
 
 
 def on_triton(x: Tensor) -> bool:
-    """Whether an op on `x` is for Triton: float64 and CPU tensors are the reference's."""
-    if x.dtype not in DTYPES or not HAS_TRITON:
+    """Whether an op on `x` is for Triton: float64, CPU tensors and what has no elements are the reference's."""
+    if x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
         return False
     return x.is_cuda or (x.is_meta and bool(_listeners)) or (x.device.type == "cpu" and interpreting())
 

@@ -8,6 +8,7 @@ not fit are looped over. Measured figures come from configs/kernels; sizes decid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ from kernels_triton import launch
 FORWARD_COLS = {2: 16384, 4: 12288}
 BACKWARD_COLS = {2: 12288, 4: 8192}
 KEPT_CHUNKS = 12  # of 16 bytes, that a thread of cross-entropy keeps at most
-L2_BYTES = 40 << 20  # of the H200's 50 to 60 MiB
 RESERVED = 5 << 10  # of shared memory, for what threads exchange when they sum
 TABLES = Path(__file__).parent.parent / "configs" / "kernels"
 
@@ -42,6 +42,7 @@ class Schedule:
     stages: int = 1
     waves: int = 0
     registers: int = 0  # a thread, of a kernel of which several programs are to share a multiprocessor
+    again: bool = False  # a row is read again, from a cache, rather than kept in registers: more programs fit
 
     @property
     def persistent(self) -> dict[str, int]:
@@ -72,7 +73,7 @@ class Schedule:
 def as_rows(x: Tensor) -> Tensor:
     """`[rows, cols]` with contiguous columns: a view where one exists."""
     if x.dim() == 0 or x.numel() == 0:
-        return x.reshape(-1, x.shape[-1] if x.dim() else 1)
+        return x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     try:
@@ -184,11 +185,15 @@ def walking_schedule(name: str, x: Tensor, cols: int, sums: bool) -> Schedule:
 
 
 def vocabulary_schedule(name: str, x: Tensor, cols: int) -> Schedule:
-    """For rows that are read twice: as many in flight as leave them in the L2 cache between."""
-    block = min(max(16, power_of_two(cols)), 16384 // x.element_size())
-    in_flight = L2_BYTES // (cols * x.element_size() * launch.device_of(x).sms)
-    guess = Schedule(block, 0, 1, max(1, min(16, block // 256)), stages=3, waves=max(1, min(8, in_flight)))
-    return tabled(name, x, cols, guess)
+    """For rows that are read once: each has a small program, of which many share a multiprocessor."""
+    block = min(max(16, power_of_two(cols)), 4096 // x.element_size())
+    return tabled(name, x, cols, Schedule(block, 0, 1, max(1, min(4, block // 256)), stages=3))
+
+
+def flat_schedule(name: str, x: Tensor, cols: int) -> Schedule:
+    """For blocks of a row that have a program each: a few loads of 16 bytes a thread."""
+    block = min(max(16, power_of_two(cols)), 4096 // x.element_size())
+    return tabled(name, x, cols, Schedule(block, 1, 1, max(1, min(4, block * x.element_size() // 1024))))
 
 
 def kept_schedule(name: str, x: Tensor, cols: int) -> Schedule:

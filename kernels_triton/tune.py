@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,45 +24,23 @@ import yaml
 
 from kernels_triton import rows
 from kernels_triton.registry import TEMPLATES, Template
+from kernels_triton.replays import times
 from kernels_triton.rows import Schedule
 
 ROWS = 8192
 COLS = (1024, 4096, 8192, 12288)
 VOCABULARIES = (50304, 128256)
 FORWARD = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "softmax_backward")
+AGAIN = ("layer_norm", "rms_norm", "softmax_backward")  # may read a row again
 BACKWARD = ("layer_norm_backward", "rms_norm_backward")
 HEADS = ("rope",)
-TILES = ("bias_gelu", "gated", "gated_backward", "bias_dropout_residual")
+TILES = ("bias_gelu", "squared_relu", "gated", "gated_backward", "bias_dropout_residual")
 WALKS = ("bias_gelu_backward", "bias_dropout_residual_backward")
 NAMES = (*FORWARD, *BACKWARD, *HEADS, *TILES, *WALKS, "cross_entropy")
 PAIR = {"rope": 2}  # elements that stand for one of a schedule's
 HEAD = 128  # dims of a head
-GAIN = 0.985  # of the guess's time: what a table entry has to be worth
-
-
-def flushed_time(call: Callable[[], Any], repeats: int = 12, capture: bool = True) -> float:
-    """Median milliseconds of a call, replayed from a CUDA graph, the L2 cache flushed before each replay."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # what is made lazily must be made before the capture, and on its stream
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    replay = call
-    if capture:
-        graph = torch.cuda.CUDAGraph()
-        # Autograd and Inductor have threads of their own, whose allocations are not the captured work's.
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            call()
-        replay = graph.replay
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in pairs:
-        flush.zero_()
-        start.record()
-        replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+GAIN = 0.99  # of the guess's time: what a table entry has to be worth, with two times of a kernel 0.5 % apart
+ROUNDS = 15
 
 
 def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
@@ -73,6 +52,11 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
         options = [{"warps": w, "waves": p, "stages": s} for w in (2, 4, 8, 16) for p, s in shared]
         options += [{"rows": r, "warps": w} for r in (1, 2, 4) for w in (1, 2, 4, 8) if cols * r <= 4096]
         options += [{"block": 2048, "chunks": cols // 2048, "warps": w} for w in (4, 8) if cols >= 4096]
+        options += [{"block": 4096, "chunks": cols // 4096, "warps": w} for w in (8, 16) if cols > 4096]
+        options += [{"block": rows.power_of_two(cols), "chunks": 1, "warps": w} for w in (16, 32) if cols > 4096]
+        if name in AGAIN:
+            options += [{**option, "again": True} for option in options if cols >= 4096 and "chunks" in option]
+            options += [{"warps": w, "again": True} for w in (8, 16) if cols >= 4096]
     elif name in BACKWARD:
         shared = ((4, 2), (4, 4), (8, 1), (8, 2), (8, 3), (16, 1))
         heights = sorted({1, guess.rows})
@@ -83,7 +67,7 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
         options = [{"rows": r, "warps": w} for r in (4, 8, 16, 32, 64) for w in (1, 2, 4, 8) if r <= cols // 128]
     elif name in TILES:
         sizes = (512, 1024, 2048)
-        options = [{"rows": max(1, n // guess.block), "warps": w} for n in sizes for w in (2, 4, 8)]
+        options = [{"rows": max(1, n // guess.block), "warps": w} for n in sizes for w in (1, 2, 4, 8)]
         options += [{"block": 512, "rows": 1, "warps": w} for w in (1, 2)]
     elif name in WALKS:
         tiles = ((512, 4, 4), (512, 2, 4), (512, 8, 4), (1024, 2, 4), (1024, 1, 4), (1024, 4, 8), (256, 8, 4))
@@ -95,10 +79,10 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
         ]
     else:
         kept = (
-            (4096, 16, 1, (8, 10, 11, 12)),
+            (4096, 16, 1, (8, 10, 11, 12, 13)),
             (4096, 16, 2, (2, 3, 4)),
             (2048, 8, 2, (6, 9, 11)),
-            (2048, 8, 1, (20, 24)),
+            (2048, 8, 1, (20, 24, 25)),
         )
         options = [
             {"block": b, "warps": w, "chunks": k, "waves": p, "stages": s, "registers": 65536 // (32 * w * p)}
@@ -153,34 +137,31 @@ def call_of(template: Template, cols: int, count: int) -> Callable[[], Any]:
 
 
 def tune(only: list[str] | None, seconds: float, verbose: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The table: by op, entries of a range of widths."""
+    """The table: by op, entries of a range of widths. An op's schedules at a width are timed side by side."""
     deadline = time.monotonic() + seconds
-    times: dict[tuple[str, int], list[tuple[float, Schedule]]] = {}
-    calls: dict[tuple[str, int], Callable[[], Any]] = {}  # of one op and width at a time: their tensors are large
-    for template, cols, schedule in jobs(only):
+    table: dict[str, list[dict[str, Any]]] = {}
+    for (name, cols), group in groupby(jobs(only), key=lambda job: (job[0].name, job[1])):
         if time.monotonic() > deadline:
             break
-        count = ROWS if cols < 1 << 14 else 4096
-        key = (template.name, cols)
-        if key not in calls:
-            calls = {key: call_of(template, cols, count)}
-        try:
-            with rows.trying(template.name, schedule):
-                spent = flushed_time(calls[key])
-        except Exception as refused:  # a schedule that needs more shared memory than there is
-            print(f"# {template.name} {cols} {schedule}: {refused!r}"[:200], file=sys.stderr)
-            continue
-        times.setdefault(key, []).append((spent, schedule))
+        call = call_of(TEMPLATES[name], cols, ROWS if cols < 1 << 14 else 4096)
+        schedules = [schedule for *_, schedule in group]
+        found, refused = times({one: partial(tried, name, one, call) for one in schedules}, ROUNDS)
+        for schedule, why in refused.items():  # it needs more shared memory than there is
+            print(f"# {name} {cols} {schedule}: {why!r}"[:200], file=sys.stderr)
         if verbose:
-            print(json.dumps({"op": template.name, "cols": cols, "us": round(spent * 1e3, 2), **asdict(schedule)}))
-    table: dict[str, list[dict[str, Any]]] = {}
-    for (name, cols), found in times.items():
-        guess, (best, schedule) = found[0][0], min(found, key=lambda pair: pair[0])
-        print(f"# {name} {cols}: guess {guess * 1e3:.1f} us, best {best * 1e3:.1f} us, {schedule}", file=sys.stderr)
-        if best < GAIN * guess:
-            entry = {"cols": _range(cols), "bytes": 2, "schedule": asdict(schedule)}
-            table.setdefault(name, []).append(entry)
+            for schedule, spent in found.items():
+                print(json.dumps({"op": name, "cols": cols, "us": round(spent * 1e3, 2), **asdict(schedule)}))
+        guess, best = schedules[0], min(found, key=found.__getitem__)
+        told = f"guess {found[guess] * 1e3:.1f} us, best {found[best] * 1e3:.1f} us, {best}"
+        print(f"# {name} {cols}: {told}", file=sys.stderr)
+        if found[best] < GAIN * found[guess]:
+            table.setdefault(name, []).append({"cols": _range(cols), "bytes": 2, "schedule": asdict(best)})
     return table
+
+
+def tried(name: str, schedule: Schedule, call: Callable[[], Any]) -> None:
+    with rows.trying(name, schedule):
+        call()
 
 
 def _range(cols: int) -> list[int]:

@@ -34,8 +34,8 @@ from shardc.binding import (
 from shardc.compiler import Options, Watch
 from shardc.cost.flops import Flops, flops
 from shardc.cost.memory import MemoryReport, memory
-from shardc.explain import Explanation, explain
-from shardc.explain_transfers import TransferExplanation, cause_of, explain_step
+from shardc.explain_kernels import Explained, explain_value
+from shardc.explain_transfers import cause_of
 from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
@@ -343,10 +343,10 @@ class Program(data.Program):
         """What the stages of a pipeline send each other of a microbatch; without one there is nothing."""
         return [] if self.pipelined is None else transfers(self.pipelined, cause_of(self.plan))
 
-    def explain(self, value: str | int) -> Explanation | TransferExplanation:
+    def explain(self, value: str | int) -> Explained:
         """Why a collective or a transfer exists, and what would remove it: of `[*collectives(), *transfers()]`, that of
-        this index or name."""
-        return explain(self, value) if self.pipelined is None else explain_step(self, self.pipelined, value)
+        this index or name. By its name also a kernel, and what became of a call under `fuse`."""
+        return explain_value(self, value, self.pipelined)
 
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""

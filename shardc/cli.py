@@ -26,6 +26,7 @@ from kernels_triton import tuning
 from shardc import api
 from shardc.api import Program
 from shardc.cli_printer import Printer, keep_only
+from shardc.explain_list import kernel_list
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.dot import emit_dot
 from shardc.ir.files import check_suffix, write_text
@@ -162,16 +163,17 @@ def explain(
     target: TargetText,
     value: Annotated[
         str | None,
-        typer.Argument(metavar="[VALUE]", help="A collective or a transfer: its name or number. Without: list them."),
+        typer.Argument(metavar="[VALUE]", help="A collective's or transfer's name or number, or a kernel's or call's."),
     ] = None,
     plan: PlanPath = None,
     mesh: MeshText = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Without VALUE: list kernels, not communication.")] = False,
     strict: Strict = False,
 ) -> None:
-    """Say why a collective or a transfer exists, what it costs, and the cheapest change that removes it."""
+    """Say why a collective exists and the cheapest change that removes it; or what a kernel fuses and what it saves."""
     program, _ = _program(target, plan, mesh, strict, meta=True)
     if value is None:
-        for part in communication_list(program):
+        for part in kernel_list(program) if kernels else communication_list(program):
             _out().print(part)
         return
     with _progress("trying changes of the plan"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -39,6 +39,14 @@ class Fusing(BaseModel):
             raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
         return {"enabled": True, **cast(Mapping[str, object], said)}
 
+    @field_validator("enabled", mode="before")
+    @classmethod
+    def _read_enabled(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            hint = "write enabled: true, or enabled: false"
+            raise error("SC208", f"'fuse.enabled' should be true or false, not {value!r}", hint=hint)
+        return value
+
     @field_validator("exclude", mode="before")
     @classmethod
     def _read_exclude(cls, value: Any, info: ValidationInfo) -> Any:
@@ -57,12 +65,13 @@ class Fusing(BaseModel):
     @field_validator("templates", mode="before")
     @classmethod
     def _read_templates(cls, value: Any) -> Any:
-        names = (value,) if isinstance(value, str) else value
-        if isinstance(names, (list, tuple)):
-            unknown = [str(name) for name in cast(Sequence[object], names) if name not in NAMES]
-            if unknown:
-                hint = f"known are {', '.join(NAMES)}"
-                raise error("SC208", f"'fuse' knows no template '{unknown[0]}'", hint=hint)
+        names: object = (value,) if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)):
+            hint = "write templates: [gated, cross_entropy], or templates: [] for none"
+            raise error("SC208", f"'fuse.templates' should be a list of names, not {value!r}", hint=hint)
+        for name in cast(tuple[object, ...], names):
+            if name not in NAMES:
+                raise error("SC208", f"'fuse' knows no template '{name}'", hint=_instead(name))
         return names
 
     def dumped(self) -> object:
@@ -70,3 +79,14 @@ class Fusing(BaseModel):
         said: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
         said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
         return {"enabled": self.enabled, **said} if said else self.enabled
+
+
+def _instead(name: object) -> str:
+    """What to write in the place of a name that is no template's."""
+    from kernels_triton import ops  # which imports shardc.ir: not while shardc is
+
+    known = f"known are {', '.join(NAMES)}"
+    if name in ops.__all__:
+        plain = f"kernels_triton.ops.{name} is a plain function; in a graph the generator writes what it computes"
+        return f"leave it out: {plain}, with what is around it, as one kernel; {known}"
+    return f"{known}; templates: [] for none"

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, so that runs repeat; hypothesis profiles; golden files."""
+"""What all tests share: one thread, so that runs repeat; hypothesis profiles; long tests first; golden files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +17,12 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files with what the code says now")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with slow tests come first, whole, for what their tests share: no core ends with a long test alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture

@@ -166,6 +166,16 @@ def test_explain(golden: Golden) -> None:
     golden("cli/explain.txt", ran.out)
 
 
+def test_explain_lists_kernels(golden: Golden, tmp_path: Path) -> None:
+    """And where there are none, what to write."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text((ROOT / PLAN[1]).read_text() + "fuse: {exclude: [gelu_backward]}\n")
+    ran = shardc_cli("explain", MODEL, "--plan", str(plan), "--kernels")
+    assert ran.code == 0
+    golden("cli/explain_kernels.txt", ran.out)
+    assert shardc_cli("explain", MODEL, *PLAN, "--kernels").out == "no call is fused: write fuse: true in the plan"
+
+
 def test_cost(golden: Golden) -> None:
     ran = shardc_cli("cost", MODEL, *PLAN, "--memory", "--top", "3")
     assert (ran.code, ran.err) == (0, "")

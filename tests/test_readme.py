@@ -113,6 +113,7 @@ def compare(shown: str, printed: str, request: pytest.FixtureRequest) -> None:
         assert _rounded(printed) == _rounded(shown.strip())
 
 
+@pytest.mark.slow
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -4,7 +4,9 @@
     for t in ...:                                    # tiles of rows
         r = t * ROWS + tl.arange(0, ROWS)[:, None]
         loads; steps in order; stores; sums over rows into accumulators
-    accumulators to this program's line of partial sums
+    accumulators to this program's line of partial sums, or what follows from them where no other program has any
+
+What has nothing in common is apart (`apart.py`): each part of it is in an `if` of its own, by `tl.program_id(1)`.
 
 An output may lie over an input where each element that is stored is computed from the very element that it replaces
 (`schedules.in_place`): whatever the order of the lines, its load comes first.
@@ -13,9 +15,11 @@ An output may lie over an input where each element that is stored is computed fr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kernels_triton.fused import addresses, finish, loops, resident
+from kernels_triton.fused.apart import apart
 from kernels_triton.fused.expressions import functions
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.schedules import Plan, column_sums, needed
@@ -25,10 +29,10 @@ from kernels_triton.rows import Schedule
 
 @dataclass(frozen=True)
 class Source:
-    """The functions `NAME` and, with sums over rows, `NAME_finish`, and what each is called with.
+    """The functions `NAME` and, with sums over rows that programs share, `NAME_finish`, and what each is called with.
 
     Arguments: inputs `X0`.., outputs `Y0`.., and `P7`, the lines of partial sums of value %7. `partials` says of each
-    such value how many columns a line has.
+    such value how many columns a program's lines have, those of all points of the batch dims together.
     """
 
     text: str
@@ -48,25 +52,27 @@ def generate(kernel: Kernel, plan: Plan) -> Source:
     blocks = -(-kernel.cols // block) if late_columns else 1
     second = Writer(kernel, Plan("tiles", Schedule(block), blocks), finishing=True)
     body = main.function(kernel.name, _docstring(kernel, plan))
-    if sums:
-        finish.write(second, plan.programs)
+    two = bool(sums) and not plan.alone
+    if two:
+        finish.write(second, plan.programs, blocks)
         about = f"The {plan.programs} lines of partial sums, added in order, and what follows from the sums."
         body += ["", "", *second.function(f"{kernel.name}_finish", about)]
     title = f"{kernel.name} over {' x '.join(map(str, kernel.space))}: {kernel.bytes_moved:,} bytes at least."
-    lines = [f'"""{title}"""', "", "import triton", "import triton.language as tl", ""]
+    head = [f'"""{title}"""', "", "import triton", "import triton.language as tl", ""]
     if called := sorted(functions(kernel) | main.called):
-        lines += [f"from kernels_triton.kernels.functions import {', '.join(called)}", ""]
-    whole = "\n".join([*lines, "", *body, ""])
+        head += [f"from kernels_triton.kernels.functions import {', '.join(called)}", ""]
+    whole = "\n".join([*head, "", *body, ""])
     digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
-    partials = tuple((v, kernel.cols if kernel.varies[v][-1] else 1) for v in sums)
-    return Source(whole, digest, main.arguments, second.arguments if sums else (), blocks, partials)
+    lines = [(v, kernel.batches * (kernel.cols if kernel.varies[v][-1] else 1)) for v in sums if two]
+    return Source(whole, digest, main.arguments, second.arguments if two else (), blocks * kernel.batches, tuple(lines))
 
 
 def _docstring(kernel: Kernel, plan: Plan) -> str:
     s = plan.schedule
     if plan.style == "loops":
         return f"{plan.style}: tiles of {s.rows} x {kernel.cols}, {s.block} columns at a time, {s.warps} warps."
-    return f"{plan.style}: tiles of {s.rows} x {s.block * max(1, s.chunks)}, {s.warps} warps."
+    parts = f"{plan.parts} parts, " if plan.parts > 1 else ""
+    return f"{plan.style}: {parts}tiles of {s.rows} x {s.block * max(1, s.chunks)}, {s.warps} warps."
 
 
 def write(w: Writer) -> None:
@@ -74,25 +80,26 @@ def write(w: Writer) -> None:
     kernel, plan, s = w.kernel, w.plan, w.plan.schedule
     tiles = -(-kernel.rows // s.rows)
     wide = ".to(tl.int64)" if kernel.cols > addresses.LIMIT else ""
+    w.put_batch(plan.blocks if plan.style == "walk" else plan.blocks * plan.programs)
     if plan.style == "tiles":
         blocks = plan.blocks
         if blocks > 1:
-            block = "tl.program_id(0)" if tiles == 1 else f"(tl.program_id(0) % {blocks})"
+            block = w.first if tiles == 1 else f"({w.first} % {blocks})"
             w.put_columns(f"{block}{wide} * {s.block}")
         else:
             w.put_columns("")
-        tile = "0" if tiles == 1 else f"tl.program_id(0) // {blocks}" if blocks > 1 else "tl.program_id(0)"
+        tile = "0" if tiles == 1 else f"{w.first} // {blocks}" if blocks > 1 else w.first
         w.put(f"t = {tile}")
         row_body(w)
         return
     if plan.style == "walk":
-        w.put_columns(f"tl.program_id(0){wide} * {s.block}" if plan.blocks > 1 else "")
+        w.put_columns(f"{w.first}{wide} * {s.block}" if plan.blocks > 1 else "")
     elif plan.style == "rows":
         w.put_columns("")
     sums = column_sums(kernel)
     if plan.style != "loops":
         if plan.style != "rows" or resident.columns_held(w):
-            w.load(v for v in range(len(kernel.inputs)) if not any(kernel.varies[v][:-1]))
+            w.load(v for v in range(len(kernel.inputs)) if not kernel.of_rows(v))
         for value in sums:
             rows, block = s.rows, s.block if kernel.varies[value][-1] else 1
             for chunk in w.chunks_of(value):
@@ -105,7 +112,9 @@ def write(w: Writer) -> None:
         stages = f", num_stages={s.stages}" if s.stages > 1 and plan.style != "loops" else ""
         with w.block(f"for t in tl.range({w.program}, {tiles}, {plan.programs}{stages}):"):
             row_body(w)
-    if plan.style != "loops":
+    if sums and plan.alone:
+        put_results(w)
+    elif plan.style != "loops":
         for value in sums:
             put_partials(w, value)
 
@@ -120,19 +129,29 @@ def row_body(w: Writer) -> None:
     w.put(f"r = {first} + {rows}" if kernel.rows > 1 else f"r = {rows}")
     if w.rows_masked:
         w.put(f"rm = r < {kernel.rows}")
-    for term in addresses.indices(kernel):
-        w.put(f"{term.name} = {term.definition}")
+    w.put_indices("r")
     if w.plan.style == "loops":
         loops.passes(w)
     elif w.plan.style == "rows":
         resident.phases(w)
+    elif w.plan.parts > 1:
+        before = dict(w.scope)
+        for number, part in enumerate(apart(kernel)):
+            with w.block(f"if tl.program_id(1) == {number}:"):
+                straight(w, part)
+            w.scope = dict(before)
     else:
-        alive = sorted(v for v in needed(kernel) if not kernel.late[v] or w.is_sum(v))
-        w.load(v for v in alive if v < len(kernel.inputs))
-        for value in alive:
-            w.compute(value)
-            w.store(value)
+        straight(w, needed(kernel))
     w.scope = outer
+
+
+def straight(w: Writer, values: Collection[int]) -> None:
+    """Loads; steps in order, and what is stored of them."""
+    alive = sorted(v for v in values if not w.kernel.late[v] or w.is_sum(v))
+    w.load(v for v in alive if v < len(w.kernel.inputs))
+    for value in alive:
+        w.compute(value)
+        w.store(value)
 
 
 def put_partials(w: Writer, value: int) -> None:
@@ -143,5 +162,15 @@ def put_partials(w: Writer, value: int) -> None:
         column = w.column_names(chunk)[0] if varies else "tl.zeros((1, 1), tl.int32)"
         mask = w.mask((False, varies), chunk)
         total = f"tl.sum(total_{value}{w.suffix(chunk)}, 0, keep_dims=True)"
-        at = f"{w.pointer(f'P{value}')} + {w.program} * {cols} + {column}"
+        at = f"{w.pointer(f'P{value}')} + {w.line} * {cols} + {column}"
         w.put(f"tl.store({at}, {total}{f', mask={mask}' if mask else ''})")
+
+
+def put_results(w: Writer) -> None:
+    """The sums themselves, where no other program has a part of them, and what follows from them."""
+    w.finishing = True
+    for value in column_sums(w.kernel):
+        for chunk in w.chunks_of(value):
+            w.name(value, chunk, f"tl.sum(total_{value}{w.suffix(chunk)}, 0, keep_dims=True)", "f32")
+        w.store(value)
+    finish.follow(w)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels_triton.fused.kernel import Input, Kernel, Operand, Output, Ref, Step, Store, Walk, broadcast
+from kernels_triton.fused.behind import end
+from kernels_triton.fused.kernel import Input, Kernel, Operand, Output, Ref, Step, Store, Walk, broadcast, whole
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Draft:
     inputs: list[Input] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    batch: int = 0
 
     def input(self, dtype: torch.dtype, shape: Sequence[int], walk: Walk | None = None) -> Ref:
         assert not self.steps, "inputs come before steps"
@@ -44,6 +46,11 @@ class Draft:
 
     def scalar(self, dtype: torch.dtype = torch.float32) -> Ref:
         return self.input(dtype, ())
+
+    def in_wide_rows(self, dtype: torch.dtype) -> Ref:
+        """Over the whole space, in rows that go on behind the columns to the end of 16 bytes."""
+        shape = (*self.space[:-1], end(self.space[-1]))
+        return self.input(dtype, shape, Walk(0, whole(shape).strides))
 
     def __call__(
         self, op: str, *operands: Operand, attributes: Sequence[int] = (), dtype: torch.dtype | None = None
@@ -63,6 +70,11 @@ class Draft:
     def out_col(self, value: Ref, dtype: torch.dtype) -> None:
         self.out(value, dtype, self.space[-1:])
 
+    def out_before_zeros(self, value: Ref, dtype: torch.dtype) -> None:
+        """Over the whole space, in such rows with zeros at their ends."""
+        shape = (*self.space[:-1], end(self.space[-1]))
+        self.outputs.append(Output(dtype, shape, (Store(value, Walk(0, whole(shape).strides)),), shape != self.space))
+
     def joined(self, dtype: torch.dtype, shape: Sequence[int], *stores: tuple[Ref, Walk]) -> None:
         self.outputs.append(Output(dtype, tuple(shape), tuple(Store(v, w) for v, w in stores)))
 
@@ -70,7 +82,7 @@ class Draft:
         return self("mul", self("rsum", value), 1.0 / self.space[-1])
 
     def kernel(self, name: str) -> Kernel:
-        return Kernel(name, self.space, tuple(self.inputs), tuple(self.steps), tuple(self.outputs))
+        return Kernel(name, self.space, tuple(self.inputs), tuple(self.steps), tuple(self.outputs), self.batch)
 
 
 def add_layer_norm(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
@@ -138,6 +150,15 @@ def softmax_backward(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
     return k.kernel("fused_softmax_backward")
 
 
+def uneven_softmax(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """Rows of one column more, which products want padded to 16 bytes: read and written where they lie."""
+    k = Draft((rows, cols + 1 + 8 * (cols < 8)))
+    x = k.in_wide_rows(dtype)
+    e = k("exp", k("sub", x, k("rmax", x)))
+    k.out_before_zeros(k("div", e, k("rsum", e)), dtype)
+    return k.kernel("fused_uneven_softmax")
+
+
 ROOT = math.sqrt(2.0 / math.pi)
 
 
@@ -181,9 +202,9 @@ def swiglu_backward(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
     return k.kernel("fused_swiglu_backward")
 
 
-def rope(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+def rope(rows: int, cols: int, dtype: torch.dtype, heads: int = 0) -> Kernel:
     """Rows are (position, head) of 2 x cols numbers, rotated in halves."""
-    heads = math.gcd(rows, 8)
+    heads = heads or math.gcd(rows, 8)
     k = Draft((rows // heads, heads, cols))
     step = (2 * cols * heads, 2 * cols, 1)
     low, high = Walk(0, step), Walk(cols, step)
@@ -276,11 +297,47 @@ def accumulated_bias(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
     return k.kernel("fused_accumulated_bias")
 
 
+def channel_sums(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """What batch norm's backward sums over images and positions, with the gradient through the activation."""
+    images = max(1, rows // 64)
+    channels = rows // images
+    k = Draft((channels, images, cols), batch=1)
+    shape, walk = (images, channels, cols), Walk(0, (cols, channels * cols, 1))
+    of_channels = Walk(0, (1, 0, 0))
+    dy, y, x = (k.input(dtype, shape, walk) for _ in range(3))
+    mean, rstd = (k.input(torch.float32, (channels,), of_channels) for _ in range(2))
+    g = k("where", k("le", y, 0.0), 0.0, dy)
+    k.joined(dtype, shape, (g, walk))
+    for value in (g, k("mul", g, k("mul", k("sub", x, mean), rstd))):
+        k.joined(torch.float32, (channels,), (k("csum", k("rsum", value)), of_channels))
+    return k.kernel("fused_channel_sums")
+
+
+def pooled(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """The mean of each sequence's positions."""
+    batch = math.gcd(rows, 16)
+    k = Draft((batch, rows // batch, cols), batch=1)
+    x = k.full(dtype)
+    mean = k("mul", k("csum", x), float(batch) / rows)
+    k.joined(dtype, (batch, cols), (mean, Walk(0, (cols, 0, 1))))
+    return k.kernel("fused_pooled")
+
+
+def angles(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """A rotary embedding's table."""
+    k = Draft((rows, cols))
+    x = k.full(torch.float32)
+    for op in ("cos", "sin"):
+        k.out(k(op, x), dtype)
+    return k.kernel("fused_angles")
+
+
 CORPUS: dict[str, Callable[[int, int, torch.dtype], Kernel]] = {
     build.__name__: build
     for build in (
         *(add_layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, causal_softmax, softmax_backward),
+        uneven_softmax,
         *(bias_gelu, bias_gelu_backward, swiglu_backward, rope, dropout_add, adamw, square_sum, transposed_add),
-        *(accumulated_bias, dropout_add_layer_norm, dropped_softmax),
+        *(accumulated_bias, dropout_add_layer_norm, dropped_softmax, channel_sums, pooled, angles),
     )
 }

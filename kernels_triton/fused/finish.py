@@ -15,10 +15,11 @@ def block(lines: int, cols: int) -> int:
     return min(power_of_two(cols), max(8, min(64, TILE // min(MOST, power_of_two(lines)))))
 
 
-def write(w: Writer, lines: int) -> None:
+def write(w: Writer, lines: int, blocks: int) -> None:
     """Blocks of columns; each sums the programs' lines in a fixed order and computes what is late."""
     kernel, width = w.kernel, w.plan.schedule.block
-    w.put_columns(f"tl.program_id(0) * {width}")
+    w.put_batch(blocks)
+    w.put_columns(f"{w.first} * {width}")
     for value in column_sums(kernel):
         varies = kernel.varies[value][-1]
         pointer = w.pointer(f"P{value}")
@@ -32,11 +33,18 @@ def write(w: Writer, lines: int) -> None:
                 *(["cm"] if varies and w.columns_masked(0) else []),
             ]
             mask = " & ".join(f"({m})" if " " in m else m for m in masks)
-            at = f"p * {kernel.cols} + c" if varies else "p"
+            line = f"(b * {lines} + p)" if kernel.batch else "p"
+            at = f"{line} * {kernel.cols} + c" if varies else line
             other = f", mask={mask}, other=0.0" if mask else ""
             w.put(f"total_{value} += tl.load({pointer} + {at}{other})")
         w.name(value, 0, f"tl.sum(total_{value}, 0, keep_dims=True)", "f32")
         w.store(value)
+    follow(w)
+
+
+def follow(w: Writer) -> None:
+    """What is computed from sums, and stored."""
+    kernel = w.kernel
     late = [v for v in needed(kernel) if kernel.late[v] and not w.is_sum(v)]
     for value in w.closure(late):
         w.load([value] if value < len(kernel.inputs) else [])

@@ -1,8 +1,9 @@
 """A kernel is a small program over one index space of rows and columns, and says how it walks each tensor's memory.
 
-The space is a few row dims and one column dim, sizes static. A tensor, contiguous in its own shape, is walked by an
-offset and one stride a dim of the space; stride 0 means that the value is the same along it. So a bias, a transposed
-operand, one half of a packed one, or positions that repeat for each batch are numbers, and not cases:
+The space is a few batch dims, often none, a few row dims and one column dim, sizes static. A tensor, contiguous in its
+own shape, is walked by an offset and one stride a dim of the space; stride 0 means that the value is the same along it.
+So a bias, a transposed operand, one half of a packed one, or positions that repeat for each batch are numbers, and not
+cases:
 
     space (4, 128 | 64):  x f32[4, 128, 64]            offset 0,  strides (8192, 64, 1)
                           bias f32[64]                 offset 0,  strides (0, 0, 1)
@@ -14,8 +15,11 @@ rounded where an output is stored, and by `cast`, and nowhere else: who wants ea
 the cast. (A value that is stored and used again is used as it was before rounding. Where backward reads what was
 stored, cast it, so that both see the same. A kernel whose floats are all float64, numbers of an optimizer's step, is
 computed in float64.) `rsum`, `rmax`, `rmin` reduce the columns of a row; `csum` sums a value
-over all rows, leaving a value of the columns, or a scalar of a row value. What is computed from a `csum` is `late`: it
-may use values of columns and scalars, never of rows.
+over all rows, leaving a value of the columns, or a scalar of a row value; with batch dims, one for each point of these.
+What is computed from a `csum` is `late`: it may use values of batch dims, columns and scalars, never of rows.
+
+    sums over (0, 2, 3) of NCHW        space (C; N | H W)       csum(rsum(x))       strides of x (HW; CHW | 1)
+    sum over 1 of [B, S, H]            space (B; S | H)         csum(x)
 
 Integers are computed in int64, and wrap where they are stored and by `cast`: who wants those of a narrower dtype to
 wrap between two ops writes the cast. So the fusion pass does, and it has what jumps (a comparison, a floor) see a
@@ -35,6 +39,7 @@ from typing import Literal
 
 import torch
 
+from kernels_triton.fused.behind import padded
 from kernels_triton.fused.table import OPS, Class, call_class, class_of, literal_class
 from shardc.ir.diagnostic import ShardcError, error
 
@@ -114,27 +119,33 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A fresh contiguous tensor, each element of which exactly one store writes: several for a concatenation."""
+    """A fresh contiguous tensor, each element of which exactly one store writes: several for a concatenation. `padded`:
+    its rows go on with zeros behind the columns, as `behind` says."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stores: tuple[Store, ...]
+    padded: bool = False
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`space`: the row dims, then the columns; a kernel of one dim is flat. `name` is for humans, an identifier."""
+    """`space`: `batch` dims, the row dims, then the columns; a kernel of one dim is flat. `name` is for humans, an
+    identifier."""
 
     name: str
     space: tuple[int, ...]
     inputs: tuple[Input, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Output, ...]
+    batch: int = 0
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _settle(self)
-        object.__setattr__(self, "_hash", hash((self.name, self.space, self.inputs, self.steps, self.outputs)))
+        object.__setattr__(
+            self, "_hash", hash((self.name, self.space, self.inputs, self.steps, self.outputs, self.batch))
+        )
         _check(self)
 
     def __hash__(self) -> int:
@@ -142,7 +153,12 @@ class Kernel:
 
     @property
     def rows(self) -> int:
-        return math.prod(self.space[:-1])
+        """Of each point of the batch dims."""
+        return math.prod(self.space[self.batch : -1])
+
+    @property
+    def batches(self) -> int:
+        return math.prod(self.space[: self.batch])
 
     @cached_property
     def double(self) -> bool:
@@ -181,9 +197,13 @@ class Kernel:
             elif OPS[step.op].reduces == "row":
                 along[-1] = False
             elif OPS[step.op].reduces == "col":
-                along = [False] * (len(along) - 1) + along[-1:]
+                along[self.batch : -1] = [False] * (len(along) - 1 - self.batch)
             found.append(tuple(a and n > 1 for a, n in zip(along, self.space, strict=True)))
         return tuple(found)
+
+    def of_rows(self, value: int) -> bool:
+        """May it change from row to row of a point of the batch dims?"""
+        return any(self.varies[value][self.batch : -1])
 
     def kind(self, value: int) -> Kind:
         *rows, col = self.varies[value]
@@ -263,6 +283,7 @@ def _check(kernel: Kernel) -> None:
 
     expect(kernel.name.isidentifier(), "its name is no identifier")
     expect(bool(kernel.space) and all(n > 0 for n in kernel.space), f"space {list(kernel.space)} is empty")
+    expect(0 <= kernel.batch < len(kernel.space), f"{kernel.batch} batch dims of {len(kernel.space)}")
     expect(bool(kernel.inputs), "it has no inputs: nothing says on which device it runs")
     expect(bool(kernel.outputs), "it has no outputs")
     dims = len(kernel.space)
@@ -292,7 +313,7 @@ def _check(kernel: Kernel) -> None:
             for value in (*reads(step), at):
                 level = 0 if kernel.late[value] else kernel.level[value]
                 expect(level == 0, f"%{at}: a sum over rows meets a reduction of a row")
-                expect(not any(kernel.varies[value][:-1]), f"%{at}: a sum over rows meets a value of rows")
+                expect(not kernel.of_rows(value), f"%{at}: a sum over rows meets a value of rows")
         if step.op == "uniform":
             expect(all(kernel.kind(v) == "scalar" for v in reads(step)), f"%{at}: a seed that varies")
         for operand, letter in zip(step.operands, OPS[step.op].operands, strict=True):
@@ -307,7 +328,7 @@ def _check(kernel: Kernel) -> None:
             _check_walk(kernel, f"output {at}", store.walk, math.prod(made.shape))
             for along, stride in zip(kernel.varies[store.value.index], store.walk.strides, strict=True):
                 expect(stride != 0 or not along, f"output {at} has one place for several values")
-            in_rows = any(s for s in store.walk.strides[:-1])
+            in_rows = any(s for s in store.walk.strides[kernel.batch : -1])
             expect(not (in_rows and kernel.late[store.value.index]), f"output {at} has a sum over rows in every row")
             reach = 1
             sizes = [(abs(s), n) for s, n in zip(store.walk.strides, kernel.space, strict=True) if s]
@@ -315,6 +336,11 @@ def _check(kernel: Kernel) -> None:
                 expect(stride >= reach, f"output {at} is written twice")
                 reach = stride * (size - 1) + reach
             covered += _touched(store.walk, kernel.space)
+        if made.padded:
+            (store, *others) = made.stores
+            whole = not others and padded(store.walk, made.shape, kernel.space)
+            expect(whole, f"output {at} has no rows that end with zeros")
+            covered = math.prod(made.shape)
         expect(covered == math.prod(made.shape), f"output {at} is written in part: {covered} elements")
 
 

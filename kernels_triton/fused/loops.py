@@ -96,7 +96,7 @@ def accumulator(w: Writer, value: int) -> str:
     word = WORDS[w.type_of(value)]
     neutral = OPS[step.op].neutral
     start = "0" if neutral == 0 else f'float("{neutral}")'
-    rows = w.plan.schedule.rows if any(w.kernel.varies[value]) else 1  # as many as the reduction's operand has
+    rows = w.plan.schedule.rows if w.kernel.of_rows(value) else 1  # as many as the reduction's operand has
     return f"sum_{value} = tl.full(({rows}, {w.plan.schedule.block}), {start}, {word})"
 
 
@@ -148,10 +148,10 @@ def add_partials(w: Writer, value: int) -> None:
     spread = f"tl.zeros(({w.plan.schedule.rows}, {w.plan.schedule.block if varies else 1}), tl.float32)"
     w.put(f"part_{value} = tl.sum({spread} + {term}, 0, keep_dims=True)")
     column = "c" if varies else "tl.zeros((1, 1), tl.int32)"
-    w.put(f"line_{value} = {w.pointer(f'P{value}')} + tl.program_id(0) * {cols} + {column}")
+    w.put(f"line_{value} = {w.pointer(f'P{value}')} + {w.line} * {cols} + {column}")
     mask = w.mask((False, varies), 0)
     if w.plan.programs < -(-w.kernel.rows // w.plan.schedule.rows):
-        later = "(tl.zeros((1, 1), tl.int32) + t != tl.program_id(0))"  # the first turn finds no sums yet
+        later = f"(tl.zeros((1, 1), tl.int32) + t != {w.program})"  # the first turn finds no sums yet
         loaded = " & ".join([later, *([mask] if mask else [])])
         w.put(f"part_{value} += tl.load(line_{value}, mask={loaded}, other=0.0)")
         w.put("tl.debug_barrier()")

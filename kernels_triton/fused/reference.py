@@ -48,6 +48,8 @@ def run(kernel: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
         out = torch.empty(made.shape, dtype=dtype, device=device)
         if len(made.stores) > 1 and dtype.is_floating_point:
             out.fill_(float("nan"))  # what no store writes shall be seen
+        if made.padded:
+            out.zero_()
         for store in made.stores:
             walked(out, store.walk, kernel.space).copy_(values[store.value.index])
         outputs.append(out)
@@ -96,6 +98,6 @@ def _compute(
     value: Tensor = args[0]
     if op.reduces == "row":
         return op.torch(value.expand(*value.shape[:-1], space[-1]), -1, keepdim=True)
-    rows = list(range(len(space) - 1))
-    value = value.expand(*space[:-1], value.shape[-1])
+    rows = list(range(kernel.batch, len(space) - 1))
+    value = value.expand(*value.shape[: kernel.batch], *space[kernel.batch : -1], value.shape[-1])
     return op.torch(value, rows, keepdim=True) if rows else value

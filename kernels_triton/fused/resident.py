@@ -49,7 +49,7 @@ def phases(w: Writer) -> None:
         put_reduced(w, ending)
         if persistent and not columns_held(w):
             for value in loaded:
-                if not any(kernel.varies[value][:-1]) and kernel.varies[value][-1]:
+                if not kernel.of_rows(value) and kernel.varies[value][-1]:
                     for chunk in range(w.chunks):
                         w.scope.pop((value, chunk), None)
 
@@ -126,5 +126,5 @@ def _wide(kernel: Kernel, value: int) -> bool:
 
 def _sums_rows(kernel: Kernel, value: int) -> bool:
     """Is it a sum of floats that differ from row to row?"""
-    of_rows = any(kernel.varies[kernel.values_read(value)[0]][:-1])
+    of_rows = kernel.of_rows(kernel.values_read(value)[0])
     return _op(kernel, value) == "rsum" and kernel.classes[value] == "f" and of_rows

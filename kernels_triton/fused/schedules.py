@@ -6,7 +6,8 @@
     loops  rows too long for that: read once for each reduction that waits for another, and once more
 
 With sums over rows, programs share the rows and write one line of partial sums each; a second kernel adds the lines,
-in order. What decides between rows and loops is `pressure`, the values of a row that are alive at once.
+in order. One program alone, as where batch dims have work for all, needs no second. What decides between rows and
+loops is `pressure`, the values of a row that are alive at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cache
 from typing import Literal
 
 from kernels_triton import launch, rows
+from kernels_triton.fused.apart import apart, shared
 from kernels_triton.fused.kernel import Kernel, Ref
 from kernels_triton.fused.table import OPS
 from kernels_triton.launch import Device
@@ -34,16 +36,27 @@ Style = Literal["tiles", "walk", "rows", "loops"]
 
 @dataclass(frozen=True)
 class Plan:
-    """`programs` share the rows (with sums over rows, or `waves`), else each tile of rows has its own."""
+    """`programs` share the rows (with sums over rows, or `waves`), else each tile of rows has its own. All is of one
+    point of the batch dims, of which there are `batches`. Tiles of `parts` that have nothing in common are apart."""
 
     style: Style
     schedule: Schedule
     programs: int
     blocks: int = 1  # of columns, for tiles and walk
+    batches: int = 1
+    parts: int = 1
 
     @property
     def grid(self) -> tuple[int, ...]:
-        return (self.blocks, self.programs) if self.style == "walk" else (self.programs * self.blocks,)
+        first = self.batches * self.blocks
+        if self.style == "walk":
+            return first, self.programs
+        return (self.programs * first, self.parts) if self.parts > 1 else (self.programs * first,)
+
+    @property
+    def alone(self) -> bool:
+        """Does a program see all rows of what it sums?"""
+        return self.programs == 1 and self.style != "loops"
 
 
 def choose(kernel: Kernel, device: Device) -> Plan:
@@ -65,7 +78,8 @@ def entry(kernel: Kernel) -> str:
     """The name of the kernel's kind in the table of measured schedules: what it does, and how much of it is alive."""
     name = "transposed" if transposed(kernel) else style_of(kernel)
     sums = "_sums" if name == "rows" and column_sums(kernel) else ""
-    return f"fused_{name}{sums}_{math.ceil(pressure(kernel))}"
+    batched = "batched_" if kernel.batch else ""
+    return f"fused_{batched}{name}{sums}_{math.ceil(pressure(kernel))}"
 
 
 def planned(kernel: Kernel, style: Style, schedule: Schedule, device: Device) -> Plan:
@@ -77,12 +91,15 @@ def planned(kernel: Kernel, style: Style, schedule: Schedule, device: Device) ->
     tiles, blocks = -(-kernel.rows // schedule.rows), 1
     if style in ("tiles", "walk"):
         blocks = -(-kernel.cols // schedule.block)
-    if style == "tiles" or not (schedule.waves or column_sums(kernel)):
-        return Plan(style, schedule, tiles, blocks)
-    shared = max(1, max(1, schedule.waves) * device.sms // blocks)
+    if style == "tiles":
+        return Plan(style, schedule, tiles, blocks, kernel.batches, len(apart(kernel)))
+    if not (schedule.waves or column_sums(kernel)):
+        return Plan(style, schedule, tiles, blocks, kernel.batches)
+    shared = max(1, max(1, schedule.waves) * device.sms // (blocks * kernel.batches))
     if sums := len(column_sums(kernel)):  # their lines are written and read again: no more of them than worth while
-        shared = min(shared, max(device.sms, kernel.bytes_moved // (32 * kernel.cols * sums)))
-    return Plan(style, schedule, min(tiles, shared), blocks)
+        lines = max(device.sms, kernel.bytes_moved // (32 * kernel.cols * sums))
+        shared = min(shared, max(1, lines // kernel.batches))
+    return Plan(style, schedule, min(tiles, shared), blocks, kernel.batches)
 
 
 def column_sums(kernel: Kernel) -> tuple[int, ...]:
@@ -143,7 +160,7 @@ def pressure(kernel: Kernel) -> float:
 def transposed(kernel: Kernel) -> bool:
     """Whether some tensor is contiguous along rows and not along columns."""
     walks = [i.walk for i in kernel.inputs] + [s.walk for o in kernel.outputs for s in o.stores]
-    return any(w.strides[-1] not in (0, 1) and 1 in w.strides[:-1] for w in walks)
+    return any(w.strides[-1] not in (0, 1) and 1 in w.strides[kernel.batch : -1] for w in walks)
 
 
 def guessed(kernel: Kernel, device: Device) -> Schedule:
@@ -153,11 +170,15 @@ def guessed(kernel: Kernel, device: Device) -> Schedule:
         if transposed(kernel):
             return Schedule(min(64, power_of_two(cols)), 1, min(64, power_of_two(kernel.rows)), 4)
         block = min(power_of_two(cols), 1024)
-        return Schedule(block, 1, max(1, min(1024 // block, power_of_two(kernel.rows))), 4)
+        # An output that is stored in parts has a tile of each.
+        tile = 1024 // min(4, power_of_two(max(len(made.stores) for made in kernel.outputs)))
+        return Schedule(block, 1, max(1, min(tile // block, power_of_two(kernel.rows))), 4)
     if style == "walk":
         block = min(power_of_two(cols), 1024)
         tile = 2048 if live <= 6 else 1024
-        return Schedule(block, 1, max(1, min(tile // block, power_of_two(kernel.rows))), 4, 3, 6)
+        high = max(1, min(tile // block, power_of_two(kernel.rows)))
+        # A program of a point of the batch dims may have few elements: then it has few threads.
+        return Schedule(block, 1, high, max(1, min(4, block * high // 512)) if kernel.batch else 4, 3, 6)
     block, chunks = cut(cols, 16384, 4)
     width = block * chunks
     if not chunks or width * live > (RESIDENT_SUMS if sums else RESIDENT):
@@ -166,6 +187,9 @@ def guessed(kernel: Kernel, device: Device) -> Schedule:
         return Schedule(2048, 0, 1, 8)
     most = RESIDENT_SUMS if sums else RESIDENT
     tile = max(1, min(max(16, 256 // width), (2048 if sums else 1024) // width))
+    light = bool(kernel.batch) and live <= 2.5  # programs are many and short, and wait for little
+    if light:
+        tile = max(1, (2048 if width <= 64 else 4096) // width)
     while transposed(kernel) and tile < 16 and width * tile * 2 * live <= most:  # 16 elements in a row are 32 bytes
         tile *= 2
     tile = min(tile, power_of_two(kernel.rows))
@@ -183,6 +207,8 @@ def guessed(kernel: Kernel, device: Device) -> Schedule:
         two = 64 if warps == 16 and 32 < elements // (32 * warps) * live <= 48 else 0
         return Schedule(block, chunks, tile, warps, registers=two)
     waves = max(1, 16 // warps)
+    if light or (kernel.batch and width <= 256):
+        return Schedule(block, chunks, tile, warps, 1, max(8, waves))
     # Rows ahead are fetched into shared memory while these are summed.
     a_row = sum(i.dtype.itemsize for at, i in enumerate(kernel.inputs) if kernel.kind(at) == "full") * elements
     stages = max(1, min(3, (device.shared_bytes - rows.RESERVED) // (waves * max(1, a_row))))
@@ -204,7 +230,7 @@ def in_place(kernel: Kernel) -> frozenset[tuple[int, int]]:
             used = _pointwise(kernel, store.value)
             for source, given in enumerate(kernel.inputs):
                 same = given.walk == store.walk and given.dtype == made.dtype and given.shape == made.shape
-                if same and source in used:
+                if same and source in used and source not in shared(kernel):
                     found.add((at, source))
     return frozenset(found)
 

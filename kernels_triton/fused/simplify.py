@@ -1,9 +1,9 @@
 """The same kernel over other dims: as few as will do, and in the order that suits memory.
 
 Fewer dims are fewer divisions of a row's number, and one kernel for more shapes.
-Adjacent dims become one where every tensor walks them as one (its outer stride is its inner stride times the inner
-size). Without reductions the columns may join too: then `x + bias` over (8, 128 | 64) is (1024 | 64), and a sum of two
-whole tensors is flat, (| 65536).
+Adjacent dims, of the batch or of the rows, become one where every tensor walks them as one (its outer stride is its
+inner stride times the inner size). Without reductions the columns may join too: then `x + bias` over (8, 128 | 64) is
+(1024 | 64), and a sum of two whole tensors is flat, (| 65536).
 
 The order of the row dims is free. A tensor that is contiguous along one of them, and not along the columns, is read in
 tiles of rows and columns: `arranged` puts that dim last among the rows, so that a tile has many of its elements.
@@ -32,6 +32,7 @@ def simplified(kernel: Kernel) -> Kernel:
     while at >= 0:
         outer, inner = groups[at], groups[at + 1]
         fixed = at + 1 == len(groups) - 1 and reduces  # the columns stay themselves
+        fixed = fixed or (outer[-1] < kernel.batch <= inner[0])
         if not fixed and _join(outer, inner, space, walks, indexed):
             groups[at : at + 2] = [outer + inner]
         at -= 1
@@ -46,16 +47,17 @@ def simplified(kernel: Kernel) -> Kernel:
     def dim(of: int) -> int:
         return next(g for g, group in enumerate(groups) if of in group)
 
-    return _over(kernel, [math.prod(space[d] for d in group) for group in groups], strides, dim)
+    batch = sum(group[0] < kernel.batch for group in groups)
+    return _over(kernel, [math.prod(space[d] for d in group) for group in groups], strides, dim, batch)
 
 
 def arranged(kernel: Kernel) -> Kernel:
     """The dim that most of the transposed tensors are contiguous along, last among the rows."""
-    last = len(kernel.space) - 2
+    last, batch = len(kernel.space) - 2, kernel.batch
     found: Counter[int] = Counter()
     for strides in _strides(kernel):
-        if strides[-1] not in (0, 1) and 1 in strides[:-1]:
-            found[strides.index(1)] += 1
+        if strides[-1] not in (0, 1) and 1 in strides[batch:-1]:
+            found[strides.index(1, batch)] += 1
     best = max(found, key=lambda d: (found[d], kernel.space[d]), default=last)
     if best == last:
         return kernel
@@ -65,11 +67,16 @@ def arranged(kernel: Kernel) -> Kernel:
         [kernel.space[d] for d in order],
         lambda of: tuple(tuple(of)[d] for d in order),
         lambda d: order.index(d),
+        batch,
     )
 
 
 def _over(
-    kernel: Kernel, space: list[int], strides: Callable[[Iterable[int]], tuple[int, ...]], dim: Callable[[int], int]
+    kernel: Kernel,
+    space: list[int],
+    strides: Callable[[Iterable[int]], tuple[int, ...]],
+    dim: Callable[[int], int],
+    batch: int,
 ) -> Kernel:
     """The kernel over another space: `strides` says what becomes of a walk's strides, `dim` of a dim's number."""
 
@@ -92,6 +99,7 @@ def _over(
         tuple(
             replace(made, stores=tuple(replace(s, walk=walk(s.walk)) for s in made.stores)) for made in kernel.outputs
         ),
+        batch,
     )
 
 

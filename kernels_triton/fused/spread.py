@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kernels_triton.fused.kernel import Kernel, Output, Ref, Step, Store
+from kernels_triton.fused.kernel import Kernel, Ref, Step, Store
 
 
 def spread(kernel: Kernel) -> Kernel:
@@ -28,5 +28,5 @@ def spread(kernel: Kernel) -> Kernel:
             steps.append(step)
         return replace(store, value=known[step])
 
-    outputs = tuple(Output(made.dtype, made.shape, tuple(map(stored, made.stores))) for made in kernel.outputs)
+    outputs = tuple(replace(made, stores=tuple(map(stored, made.stores))) for made in kernel.outputs)
     return replace(kernel, steps=tuple(steps), outputs=outputs) if known else kernel

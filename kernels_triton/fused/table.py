@@ -41,6 +41,10 @@ def _compare(sign: str, twin: Callable[..., Tensor]) -> Op:
     return Op("nn", "b", f"{{0}} {sign} {{1}}", twin)
 
 
+def _bits(triton: str, twin: Callable[..., Tensor]) -> Op:
+    return Op("ii", "i", triton, twin)
+
+
 def _special(operands: str, result: str) -> Op:
     """What `reference` and `codegen` treat by name."""
     return Op(operands, result, "", _never)
@@ -56,7 +60,7 @@ OPS: dict[str, Op] = {
     "add": Op("nn", "n", "{0} + {1}", torch.add),
     "sub": Op("nn", "n", "{0} - {1}", torch.sub),
     "mul": Op("nn", "n", "{0} * {1}", torch.mul),
-    "neg": Op("n", "n", "-{0}", torch.neg),
+    "neg": Op("n", "n", "{0} * -1", torch.neg),  # 0 - x, which Triton makes of -x, is 0 of 0
     "abs": Op("n", "n", "tl.abs({0})", torch.abs),
     "square": Op("n", "n", "{0} * {0}", torch.square),
     "maximum": Op("nn", "n", f"tl.maximum({{0}}, {{1}}, {NAN})", torch.maximum),
@@ -76,6 +80,7 @@ OPS: dict[str, Op] = {
     "cos": _float("cosine({0})", torch.cos, function="cosine"),
     "tanh": _float("tanh({0})", torch.tanh, function="tanh"),
     "sigmoid": _float("logistic({0})", torch.sigmoid, function="logistic"),
+    "atan": _float("arctan({0})", torch.atan, function="arctan"),
     "erf": _float("tl.erf({0})", torch.erf),
     # The normal distribution function, to 16 bits: `shorter` writes it where these are enough.
     "normal": _float("normal({0})", torch.special.ndtr, function="normal"),
@@ -94,6 +99,12 @@ OPS: dict[str, Op] = {
     "or": Op("bb", "b", "{0} | {1}", torch.logical_or),
     "xor": Op("bb", "b", "{0} ^ {1}", torch.logical_xor),
     "not": Op("b", "b", "~{0}", torch.logical_not),
+    "bitand": _bits("{0} & {1}", torch.bitwise_and),
+    "bitor": _bits("{0} | {1}", torch.bitwise_or),
+    "bitxor": _bits("{0} ^ {1}", torch.bitwise_xor),
+    "bitnot": Op("i", "i", "~{0}", torch.bitwise_not),
+    "shl": _bits("{0} << {1}", torch.bitwise_left_shift),
+    "shr": _bits("{0} >> {1}", torch.bitwise_right_shift),
     "floordiv": Op("ii", "i", "floor_divide({0}, {1})", torch.floor_divide, function="floor_divide"),
     "remainder": Op("ii", "i", "floor_remainder({0}, {1})", torch.remainder, function="floor_remainder"),
     "where": Op("baa", "a", "tl.where({0}, {1}, {2})", torch.where),

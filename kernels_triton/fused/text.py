@@ -3,9 +3,10 @@
     add_rms[8,128|64](bf16[8,128,64], bf16[64]@0:0,0,1){%2=square(%0); %3=rsum(%2); %4=mul(%3, 0.015625); ...}
     ->bf16[8,128,64]=%9, f32[8,128]=%5@0:128,1,0
 
-(on one line). After a tensor comes its walk, `@offset:strides`, left out for a tensor that has one element a point of
-the space, in order. A step is `%n=op(operands)`; a cast names its dtype, `cast.bf16(%3)`; attributes stand in braces,
-`iota{2}()`. An output of several stores joins them by `+`.
+(on one line). Batch dims come before a semicolon, `sums[64;8|1024]`. After a tensor comes its walk, `@offset:strides`,
+left out for a tensor that has one element a point of the space, in order. A step is `%n=op(operands)`; a
+cast names its dtype, `cast.bf16(%3)`; attributes stand in braces, `iota{2}()`. An output of several stores joins them
+by `+`; `+0` says that its rows end with zeros.
 """
 
 from __future__ import annotations
@@ -28,20 +29,24 @@ def text(kernel: Kernel) -> str:
     steps = "; ".join(f"%{at}={_step(step)}" for at, step in enumerate(kernel.steps, count))
     outputs = ", ".join(
         f"{_tensor(o.dtype, o.shape)}={'+'.join(f'%{s.value.index}{_walk(s.walk, o.shape, space)}' for s in o.stores)}"
+        + "+0" * o.padded
         for o in kernel.outputs
     )
-    sizes = ",".join(map(str, space[:-1])) + f"|{space[-1]}"
+    sizes = ",".join(map(str, space[kernel.batch : -1])) + f"|{space[-1]}"
+    if kernel.batch:
+        sizes = ",".join(map(str, space[: kernel.batch])) + f";{sizes}"
     return f"{kernel.name}[{sizes}]({inputs}){{{steps}}}->{outputs}"
 
 
 @lru_cache(maxsize=4096)
 def parse(line: str) -> Kernel:
     """Read what `text` writes. SC531 on anything else."""
-    match = re.fullmatch(r"(\w+)\[([\d,]*)\|(\d+)\]\((.*?)\)\{(.*)\}->(.*)", line)
+    match = re.fullmatch(r"(\w+)\[(?:([\d,]+);)?([\d,]*)\|(\d+)\]\((.*?)\)\{(.*)\}->(.*)", line)
     if match is None:
         raise malformed(f"{line[:80]!r} is not the text of a kernel")
-    name, rows, cols, inputs, steps, outputs = match.groups()
-    space = (*_numbers(rows), int(cols))
+    name, batch, rows, cols, inputs, steps, outputs = match.groups()
+    outer = _numbers(batch or "")
+    space = (*outer, *_numbers(rows), int(cols))
     try:
         return Kernel(
             name,
@@ -49,6 +54,7 @@ def parse(line: str) -> Kernel:
             tuple(_parse_input(part, space) for part in _parts(inputs, r", (?=[a-z])")),
             tuple(_parse_step(part) for part in _parts(steps, "; ")),
             tuple(_parse_output(part, space) for part in _parts(outputs, r", (?=[a-z])")),
+            len(outer),
         )
     except ShardcError:
         raise
@@ -122,9 +128,10 @@ def _parse_output(part: str, space: Sequence[int]) -> Output:
     if match is None:
         raise ValueError(f"output {part!r}")
     stores: list[Store] = []
-    for piece in match[3].split("+"):
+    written = match[3].removesuffix("+0")
+    for piece in written.split("+"):
         found = re.fullmatch(r"%(\d+)" + WALK, piece)
         if found is None:
             raise ValueError(f"store {piece!r}")
         stores.append(Store(Ref(int(found[1])), _parse_walk(found[2], found[3], space)))
-    return Output(DTYPES[match[1]], _numbers(match[2]), tuple(stores))
+    return Output(DTYPES[match[1]], _numbers(match[2]), tuple(stores), written != match[3])

@@ -29,12 +29,13 @@ from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.launcher import Ready, program
 from kernels_triton.fused.schedules import column_sums, entry, guessed, planned, style_of, transposed, widest
 from kernels_triton.launch import Device
+from kernels_triton.replays import times
 from kernels_triton.rows import Schedule, power_of_two
-from kernels_triton.tune import flushed_time
 
 ROWS = 8192
 WIDTHS = {1024: 513, 4096: 3073, 8192: 7169, 12288: 11265}  # to the least that runs as it does
 GAIN = 0.985  # of the guess's time: what an entry has to be worth
+ROUNDS = 12
 Timer = Callable[[Kernel, Schedule], float]
 
 
@@ -91,7 +92,10 @@ def once(kernel: Kernel, schedule: Schedule) -> None:
 def timed(kernel: Kernel, schedule: Schedule) -> float:
     """Milliseconds on the current GPU, the L2 cache flushed before."""
     ready, inputs, outputs = _ready(kernel, schedule)
-    return flushed_time(lambda: ready.run(inputs, outputs))
+    found, refused = times({schedule: lambda: ready.run(inputs, outputs)}, ROUNDS)
+    for why in refused.values():
+        raise why
+    return found[schedule]
 
 
 def _ready(kernel: Kernel, schedule: Schedule) -> tuple[Ready, list[Tensor], list[Tensor]]:

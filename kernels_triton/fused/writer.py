@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kernels_triton.fused import addresses
+from kernels_triton.fused.behind import end, readable
 from kernels_triton.fused.expressions import TYPES, WORD, Variable, converted, expression, operand, word
 from kernels_triton.fused.kernel import Kernel, Ref, Step, Store, Walk, reads
 from kernels_triton.fused.schedules import Plan, needed
@@ -63,9 +64,31 @@ class Writer:
         return name
 
     @property
+    def first(self) -> str:
+        """The number of a program along the first axis, among those of its point of the batch dims."""
+        return "i" if self.kernel.batch else "tl.program_id(0)"
+
+    @property
     def program(self) -> str:
         """The number of a program among those that share the rows; of walks, neighbours are neighbours in memory."""
-        return "tl.program_id(1)" if self.plan.style == "walk" else "tl.program_id(0)"
+        return "tl.program_id(1)" if self.plan.style == "walk" else self.first
+
+    @property
+    def line(self) -> str:
+        """The line of its partial sums."""
+        return f"(b * {self.plan.programs} + {self.program})" if self.kernel.batch else self.program
+
+    def put_batch(self, programs: int) -> None:
+        """The point of the batch dims, for each of which there are so many programs along the first axis."""
+        if self.kernel.batch:
+            self.put(f"b = tl.program_id(0) // {programs}")
+            self.put(f"i = tl.program_id(0) % {programs}")
+            self.put_indices("b")
+
+    def put_indices(self, of: str) -> None:
+        for term in addresses.indices(self.kernel):
+            if term.of == of:
+                self.put(f"{term.name} = {term.definition}")
 
     @property
     def chunks(self) -> int:
@@ -88,13 +111,19 @@ class Writer:
     def rows_masked(self) -> bool:
         return self.kernel.rows % self.plan.schedule.rows != 0
 
-    def mask(self, varies: Sequence[bool], chunk: int, *more: str) -> str:
+    @property
+    def beyond(self) -> bool:
+        """Are columns read or written behind a row's end?"""
+        kernel = self.kernel
+        return any(readable(given, kernel.space) for given in kernel.inputs) or any(o.padded for o in kernel.outputs)
+
+    def mask(self, varies: Sequence[bool], chunk: int, *more: str, beyond: bool = False) -> str:
         """`, mask=...` for a tile, of rows or columns or both."""
         parts = list(more)
-        if any(varies[:-1]) and self.rows_masked:
+        if any(varies[self.kernel.batch : -1]) and self.rows_masked:
             parts.append("rm")
         if varies[-1] and self.columns_masked(chunk):
-            parts.append(f"cm{self.suffix(chunk)}")
+            parts.append(f"{'ce' if beyond else 'cm'}{self.suffix(chunk)}")
         return " & ".join(parts)
 
     def column_names(self, chunk: int) -> tuple[str, str]:
@@ -110,6 +139,8 @@ class Writer:
             self.put(f"{name} = {first} + {span}" if first else f"{name} = {span}")
             if self.columns_masked(chunk):
                 self.put(f"{mask} = {name} < {self.kernel.cols}")
+                if self.beyond:
+                    self.put(f"ce{self.suffix(chunk)} = {name} < {end(self.kernel.cols)}")
 
     def is_sum(self, value: int) -> bool:
         step = self.kernel.step(value)
@@ -152,13 +183,13 @@ class Writer:
                 if (value, chunk) in self.scope:
                     continue
                 at = self.address(f"X{value}", given.walk, chunk)
-                mask = self.mask(kernel.varies[value], chunk)
+                mask = self.mask(kernel.varies[value], chunk, beyond=readable(given, kernel.space))
                 other = f", mask={mask}, other=0{'.0' if given.dtype.is_floating_point else ''}" if mask else ""
                 size = kind + "[" + ", ".join(map(str, given.shape)) + "]"
                 self.name(value, chunk, f"tl.load({at}{other})", kind, size if chunk == 0 else "")
 
     def address(self, pointer: str, walk: Walk, chunk: int) -> str:
-        text = addresses.offset(self.kernel.space, walk, self.column_names(chunk)[0])
+        text = addresses.offset(self.kernel, walk, self.column_names(chunk)[0])
         return f"{self.pointer(pointer)} + {text}" if text else self.pointer(pointer)
 
     def compute(self, value: int, of: int | None = None) -> None:
@@ -188,9 +219,9 @@ class Writer:
                 return "tl.zeros((1, 1), tl.int32)", "i32"
             if dim == len(kernel.space) - 1:
                 return column, "i64" if kernel.cols > addresses.LIMIT else "i32"
-            term = addresses.along(kernel.space, dim)
+            term = addresses.along(kernel.space, dim, kernel.batch)
             assert term is not None
-            return term.name, "i64" if kernel.rows > addresses.LIMIT else "i32"
+            return term.name, "i64" if kernel.rows > addresses.LIMIT and term.of == "r" else "i32"
         if step.op == "uniform":
             return self.random_word(step, chunk), WORD
         if (least := self.least_kept(step, chunk)) is not None:
@@ -204,7 +235,9 @@ class Writer:
         seed, offset = (operand(kernel, o, "i", lambda v: self.find(v, 0)) for o in step.operands)
         if not isinstance(step.operands[1], Ref):
             offset = f"tl.full((), {offset}, tl.int64)"
-        row = addresses.offset(kernel.space, Walk(0, (*strides[:-1], 0)), "", wide=True)
+        row = addresses.offset(kernel, Walk(0, (*strides[:-1], 0)), "", wide=True)
+        if row and not any(strides[kernel.batch : -1]):
+            row += " + tl.zeros((1, 1), tl.int64)"
         across = strides[-1] if kernel.cols > 1 else 0
         start, block = (self.starts[chunk], self.plan.schedule.block) if across else ("0", 1)
         like = self.loaded_like(strides, chunk) if across == 1 else None
@@ -215,9 +248,11 @@ class Writer:
     def loaded_like(self, strides: Sequence[int], chunk: int) -> str | None:
         """A loaded tile of as many elements as these strides make, contiguous along columns."""
         kernel = self.kernel
-        rows = any(s and n > 1 for s, n in zip(strides[:-1], kernel.space[:-1], strict=True))
+        inner = slice(kernel.batch, len(kernel.space) - 1)
+        rows = any(s and n > 1 for s, n in zip(strides[inner], kernel.space[inner], strict=True))
         for value in range(len(kernel.inputs)):
-            alike = kernel.kind(value) == ("full" if rows else "col") and kernel.inputs[value].walk.strides[-1] == 1
+            alike = kernel.of_rows(value) == rows and kernel.varies[value][-1]
+            alike = alike and kernel.inputs[value].walk.strides[-1] == 1
             if alike and value in needed(kernel) and not self.finishing:
                 self.load([value], chunk)
                 return self.find(value, chunk).name
@@ -289,17 +324,19 @@ class Writer:
         assert varies == tuple(s != 0 for s in store.walk.strides), "a value is stored where it does not vary"
         once: list[str] = []
         # A value of columns is stored by the first tile of rows alone, one of rows by the first block of columns.
-        if not any(varies[:-1]) and not self.finishing and kernel.rows > plan.schedule.rows:
+        if not any(varies[kernel.batch : -1]) and not self.finishing and kernel.rows > plan.schedule.rows:
             once.append("(tl.zeros((1, 1), tl.int32) + t == 0)")
         if not varies[-1] and (plan.blocks > 1 or self.finishing):
-            block = f"tl.program_id(0) % {plan.blocks}" if plan.style == "tiles" else "tl.program_id(0)"
-            if self.finishing:
-                block = "tl.program_id(0)"
+            block = f"{self.first} % {plan.blocks}" if plan.style == "tiles" and not self.finishing else self.first
             once.append(f"(tl.zeros((1, 1), tl.int32) + {block} == 0)")
+        if kernel.batch and not any(varies[: kernel.batch]):
+            once.append("(tl.zeros((1, 1), tl.int32) + b == 0)")
         at = self.address(f"Y{output}", store.walk, chunk)
-        if not any(varies):
+        if not any(varies[kernel.batch :]):
             at += " + tl.zeros((1, 1), tl.int32)"
         found = self.find(value, chunk)
         right = found.name if found.type == TYPES[made.dtype] else converted(found, TYPES[made.dtype])
-        mask = self.mask(varies, chunk, *once)
+        if made.padded and self.columns_masked(chunk):
+            right = f"tl.where({self.column_names(chunk)[1]}, {right}, 0)"
+        mask = self.mask(varies, chunk, *once, beyond=made.padded)
         self.put(f"tl.store({at}, {right}{f', mask={mask}' if mask else ''})")

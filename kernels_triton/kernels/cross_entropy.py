@@ -1,12 +1,17 @@
 """Cross-entropy: a row's logits are read once, kept in registers, and become their gradient.
 
-A program is most of a multiprocessor: a row of 50,304 bfloat16 logits is 28 registers a thread. It walks down the rows;
-as the gradient of a block of columns goes out, the same block of the next row comes in, so that loads, the pass for
-maximum and sum, and stores overlap. Of longer rows the rest is read twice, the second time from the L2 cache. What is
-kept is kept in pairs, as 32-bit words: single 16-bit numbers would each take a register from one row to the next.
+A program is most of a multiprocessor: a row of 50,304 bfloat16 logits is 100 registers of each of 256 threads. It walks
+down the rows; as the gradient of a block of columns goes out, the same block of the next row comes in, so that loads,
+the pass for maximum and sum, and stores overlap. Of longer rows the rest is read twice, the second time from the L2
+cache. What is kept is kept in pairs, as 32-bit words: single 16-bit numbers would each take a register from one row to
+the next.
 
 The online pass keeps a maximum and a sum per group of GROUP neighbouring columns that one thread loads as 16 bytes, so
 it needs no exchange between threads until the row ends, and one exponential an element.
+
+COLS need not be whole groups. Where rows begin with 16 bytes all the same, the last group is read to its end, READ, and
+what lies behind the row is made minus infinity; and the gradient is written to WRITE, with zeros there. Strides come in
+units of X_UNIT and DX_UNIT elements, so that the compiler knows rows to be aligned.
 """
 
 import triton
@@ -21,27 +26,59 @@ def _columns(BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _behind(start, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Of a row's last group, the columns behind its end: one comparison a group, which those of `c < COLS` are not."""
+    group = start // GROUP + tl.arange(0, BLOCK // GROUP)[:, None]
+    return (group == COLS // GROUP) & (tl.arange(0, GROUP)[None, :] >= COLS % GROUP)
+
+
+@triton.jit
 def _keep(
-    row, START: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    row, START: tl.constexpr, READ: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A block of a row as it stays in registers. It leaves the L2 cache to the rest of the row, if that is long."""
-    policy: tl.constexpr = "evict_first" if COLS > 2 * CHUNKS * BLOCK else ""
+    policy: tl.constexpr = "evict_first" if READ > 2 * CHUNKS * BLOCK else ""
     kind: tl.constexpr = row.dtype.element_ty
     if PAIRS:
         w = START // 2 + _columns(BLOCK // 2, GROUP // 2)
         void: tl.constexpr = -8323200 if kind == tl.bfloat16 else -67044352  # twice minus infinity
         words = row.to(tl.pointer_type(tl.int32), bitcast=True)
-        block = tl.load(words + w, mask=w < COLS // 2, other=void, eviction_policy=policy)
+        block = tl.load(words + w, mask=w < READ // 2, other=void, eviction_policy=policy)
     else:
         c = START + _columns(BLOCK, GROUP)
-        block = tl.load(row + c, mask=c < COLS, other=float("-inf"), eviction_policy=policy)
+        block = tl.load(row + c, mask=c < READ, other=float("-inf"), eviction_policy=policy)
     return block
 
 
 @triton.jit
-def _kept(block, kind: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr):
+def _ended(
+    block, kind: tl.constexpr, START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The block that a row ends in, with minus infinity behind the end."""
+    if PAIRS:
+        high: tl.constexpr = -8388608 if kind == tl.bfloat16 else -67108864
+        void: tl.constexpr = -8323200 if kind == tl.bfloat16 else -67044352
+        rest: tl.constexpr = COLS % GROUP
+        word = tl.arange(0, GROUP // 2)[None, :]
+        last = START // GROUP + tl.arange(0, BLOCK // GROUP)[:, None] == COLS // GROUP
+        block = tl.where(last & (2 * word >= rest), void, block)
+        if rest % 2:
+            block = tl.where(last & (word == rest // 2), (block & 65535) | high, block)
+    else:
+        block = tl.where(_behind(START, COLS, BLOCK, GROUP), float("-inf"), block)
+    return block
+
+
+@triton.jit
+def _kept(
+    block, kind: tl.constexpr, START: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     """Its numbers in float32."""
+    if READ > COLS and START + BLOCK > COLS:
+        block = _ended(block, kind, START, COLS, BLOCK, GROUP, PAIRS)
     x = block
     if PAIRS:
         if kind == tl.bfloat16:
@@ -72,14 +109,16 @@ def _merge(x, top, total):
 
 @triton.jit
 def _stream(
-    row, BIAS, top, total,
-    START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    row, BIAS, top, total, START: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merges the columns from START on, STAGES blocks on their way at once. They are to stay in the cache, which is why
     everything else here is to leave it first."""
     for start in tl.range(START, COLS, BLOCK, num_stages=STAGES):
         c = start + _columns(BLOCK, GROUP)
-        x = tl.load(row + c, mask=c < COLS, other=float("-inf"))
+        x = tl.load(row + c, mask=c < READ, other=float("-inf"))
+        if READ > COLS:
+            x = tl.where(_behind(start, COLS, BLOCK, GROUP), float("-inf"), x.to(tl.float32))
         top, total = _merge(_biased(x, BIAS, c, COLS), top, total)
     return top, total
 
@@ -105,16 +144,25 @@ def _slope(x, lse2, factor):
 
 
 @triton.jit
+def _store(target, g, start, COLS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """A block of a row's gradient. What is written behind the row's end is 0."""
+    c = start + _columns(BLOCK, GROUP)
+    if WRITE > COLS:
+        g = tl.where(_behind(start, COLS, BLOCK, GROUP), 0.0, g)
+    tl.store(target + c, g.to(target.dtype.element_ty), mask=c < WRITE, eviction_policy="evict_first")
+
+
+@triton.jit
 def _slopes(
-    source, BIAS, target, lse2, factor,
-    START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    source, BIAS, target, lse2, factor, START: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr,
+    WRITE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the columns from START on, which are read for the last time."""
     for start in tl.range(START, COLS, BLOCK, num_stages=STAGES):
         c = start + _columns(BLOCK, GROUP)
-        x = tl.load(source + c, mask=c < COLS, other=0.0, eviction_policy="evict_first")
-        g = _slope(_biased(x, BIAS, c, COLS), lse2, factor).to(target.dtype.element_ty)
-        tl.store(target + c, g, mask=c < COLS, eviction_policy="evict_first")
+        x = tl.load(source + c, mask=c < READ, other=0.0, eviction_policy="evict_first")
+        g = _slope(_biased(x, BIAS, c, COLS), lse2, factor)
+        _store(target, g, start, COLS, WRITE, BLOCK, GROUP)
 
 
 @triton.jit
@@ -139,6 +187,14 @@ def _factor(SCALE, target, ignore, classes, INVERSE: tl.constexpr = False):
 
 
 @triton.jit
+def _column(TARGET, r, ignore, COLS: tl.constexpr):
+    """A row's target, in few registers: its column; -1 if there is none, -2 if it is ignored."""
+    target = tl.load(TARGET + r)
+    column = tl.where((target >= 0) & (target < COLS), target, -1)
+    return tl.where(target == ignore, -2, column).to(tl.int32)
+
+
+@triton.jit
 def _logit(row, BIAS, column, COLS: tl.constexpr):
     there = (column >= 0) & (column < COLS)
     logit = tl.load(row + column, mask=there, other=0.0).to(tl.float32)
@@ -150,7 +206,8 @@ def _logit(row, BIAS, column, COLS: tl.constexpr):
 @triton.jit
 def cross_entropy_rows(
     X, BIAS, TARGET, SCALE, LOSS, LSE, DX, rows, x_stride, dx_stride, ignore,
-    COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    COLS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, X_UNIT: tl.constexpr, DX_UNIT: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, PARTS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS blocks of a row are kept. DX may be X: a row's target logit is read before the row is overwritten.
@@ -160,45 +217,44 @@ def cross_entropy_rows(
     kind: tl.constexpr = X.dtype.element_ty
     c = _columns(BLOCK, GROUP)
     start = tl.zeros((), tl.int64) + tl.program_id(0)
-    first = X + start * x_stride
-    target = tl.load(TARGET + start)
+    first = X + start * x_stride * X_UNIT
+    target = _column(TARGET, start, ignore, COLS)
     logit = _logit(first, BIAS, target, COLS)
     kept = ()
     for i in tl.static_range(CHUNKS):
-        kept = kept + (_keep(first, i * BLOCK, COLS, CHUNKS, BLOCK, GROUP, PAIRS),)
+        kept = kept + (_keep(first, i * BLOCK, READ, CHUNKS, BLOCK, GROUP, PAIRS),)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         r = tl.zeros((), tl.int64) + row
-        source = X + r * x_stride
-        grad = DX + r * dx_stride
-        factor = _factor(SCALE, target, ignore, COLS, INVERSE)
+        source = X + r * x_stride * X_UNIT
+        grad = DX + r * dx_stride * DX_UNIT
+        factor = _factor(SCALE, target, -2, COLS, INVERSE)
         top = tl.full((BLOCK // GROUP, 1), -1e38, tl.float32)
         total = tl.zeros((BLOCK // GROUP, 1), tl.float32)
         if COLS > CHUNKS * BLOCK:
-            top, total = _stream(source, BIAS, top, total, CHUNKS * BLOCK, COLS, BLOCK, GROUP, STAGES)
+            top, total = _stream(source, BIAS, top, total, CHUNKS * BLOCK, COLS, READ, BLOCK, GROUP, STAGES)
         for i in tl.static_range(CHUNKS):
-            x = _kept(kept[i], kind, BLOCK, GROUP, PAIRS)
+            x = _kept(kept[i], kind, i * BLOCK, COLS, READ, BLOCK, GROUP, PAIRS)
             top, total = _merge(_biased(x, BIAS, i * BLOCK + c, COLS), top, total)
         top, total = _whole(top, total)
         lse = top * LN2 + tl.log(total)
-        there = (target >= 0) & (target < COLS)
         if PARTS:
-            tl.store(LOSS + r, tl.where(there, logit - top * LN2, 0.0))
+            tl.store(LOSS + r, tl.where(target >= 0, logit - top * LN2, 0.0))
             tl.store(LSE + r, total)
         else:
-            tl.store(LOSS + r, tl.where(target == ignore, 0.0, tl.where(there, lse - logit, float("nan"))))
+            tl.store(LOSS + r, tl.where(target == -2, 0.0, tl.where(target == -1, float("nan"), lse - logit)))
             tl.store(LSE + r, lse)
         # The last turn asks for its own row again, and does not use it.
         after = tl.where(row + tl.num_programs(0) < rows, r + tl.num_programs(0), r)
-        following = X + after * x_stride
-        next_target = tl.load(TARGET + after)
+        following = X + after * x_stride * X_UNIT
+        next_target = _column(TARGET, after, ignore, COLS)
         coming = ()
         for i in tl.static_range(CHUNKS):
-            x = _biased(_kept(kept[i], kind, BLOCK, GROUP, PAIRS), BIAS, i * BLOCK + c, COLS)
-            g = _slope(x, lse * LOG2E, factor).to(DX.dtype.element_ty)
-            coming = coming + (_keep(following, i * BLOCK, COLS, CHUNKS, BLOCK, GROUP, PAIRS),)
-            tl.store(grad + i * BLOCK + c, g, mask=i * BLOCK + c < COLS, eviction_policy="evict_first")
+            x = _kept(kept[i], kind, i * BLOCK, COLS, READ, BLOCK, GROUP, PAIRS)
+            g = _slope(_biased(x, BIAS, i * BLOCK + c, COLS), lse * LOG2E, factor)
+            coming = coming + (_keep(following, i * BLOCK, READ, CHUNKS, BLOCK, GROUP, PAIRS),)
+            _store(grad, g, i * BLOCK, COLS if i * BLOCK + BLOCK > COLS else WRITE, WRITE, BLOCK, GROUP)
         if COLS > CHUNKS * BLOCK:
-            _slopes(source, BIAS, grad, lse * LOG2E, factor, CHUNKS * BLOCK, COLS, BLOCK, GROUP, STAGES)
+            _slopes(source, BIAS, grad, lse * LOG2E, factor, CHUNKS * BLOCK, COLS, READ, WRITE, BLOCK, GROUP, STAGES)
         next_logit = _logit(following, BIAS, next_target, COLS)
         _hit(grad, target, logit, lse * LOG2E, factor, COLS)
         kept = coming
@@ -209,15 +265,17 @@ def cross_entropy_rows(
 @triton.jit
 def cross_entropy_stats(
     X, TARGET, STATS, rows, x_stride, first,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    COLS: tl.constexpr, READ: tl.constexpr, X_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         r = tl.zeros((), tl.int64) + row
         target = tl.load(TARGET + r) - first
-        logit = _logit(X + r * x_stride, None, target, COLS)
+        logit = _logit(X + r * x_stride * X_UNIT, None, target, COLS)
         top = tl.full((BLOCK // GROUP, 1), -1e38, tl.float32)
         total = tl.zeros((BLOCK // GROUP, 1), tl.float32)
-        top, total = _stream(X + r * x_stride, None, top, total, 0, COLS, BLOCK, GROUP, STAGES)
+        source = X + r * x_stride * X_UNIT
+        top, total = _stream(source, None, top, total, 0, COLS, READ, BLOCK, GROUP, STAGES)
         top, total = _whole(top, total)
         tl.store(STATS + r * 3, top * LN2)
         tl.store(STATS + r * 3 + 1, total)
@@ -227,30 +285,31 @@ def cross_entropy_stats(
 @triton.jit
 def cross_entropy_finish(
     X, TARGET, STATS, SCALE, LOSS, LSE, DX, rows, x_stride, dx_stride, ignore, classes, first, shards,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    COLS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, X_UNIT: tl.constexpr, DX_UNIT: tl.constexpr,
+    SHARDS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        r = tl.zeros((), tl.int64) + row
-        target = tl.load(TARGET + r)
-        top = float("-inf")
-        for shard in tl.range(0, shards):
-            top = tl.maximum(top, tl.load(STATS + (tl.zeros((), tl.int64) + shard) * rows * 3 + r * 3))
-        total = 0.0
-        logit = 0.0
-        for shard in tl.range(0, shards):
-            at = STATS + (tl.zeros((), tl.int64) + shard) * rows * 3 + r * 3
-            total += tl.load(at + 1) * tl.exp(tl.load(at) - top)
-            logit += tl.load(at + 2)
-        lse = top + tl.log(total)
-        factor = _factor(SCALE, target, ignore, classes)
+    """A program has a block of one row, the rows' first ones also what belongs to the row. SHARDS is a power of two."""
+    PARTS: tl.constexpr = (WRITE + BLOCK - 1) // BLOCK
+    r = tl.zeros((), tl.int64) + tl.program_id(0) // PARTS
+    start = tl.program_id(0) % PARTS * BLOCK
+    c = start + _columns(BLOCK, GROUP)
+    x = tl.load(X + r * x_stride * X_UNIT + c, mask=c < READ, other=0.0, eviction_policy="evict_first")
+    target = tl.load(TARGET + r)
+    shard = tl.arange(0, SHARDS)
+    there = shard < shards
+    at = STATS + (shard.to(tl.int64) * rows + r) * 3
+    tops = tl.load(at, mask=there, other=float("-inf"))
+    top = tl.max(tops, 0)
+    total = tl.sum(tl.load(at + 1, mask=there, other=0.0) * tl.exp(tops - top), 0)
+    lse = top + tl.log(total)
+    factor = _factor(SCALE, target, ignore, classes)
+    if start == 0:
+        logit = tl.sum(tl.load(at + 2, mask=there, other=0.0), 0)
         wrong = (target < 0) | (target >= classes)
         loss = tl.where(target == ignore, 0.0, tl.where(wrong, float("nan"), lse - logit))
         tl.store(LOSS + r, loss)
         tl.store(LSE + r, lse)
-        # Where the target lies here, every thread has read its logit before any overwrites it.
-        here = target - first
-        own = _logit(X + r * x_stride, None, here, COLS)
-        tl.debug_barrier()
-        grad = DX + r * dx_stride
-        _slopes(X + r * x_stride, None, grad, lse * LOG2E, factor, 0, COLS, BLOCK, GROUP, STAGES)
-        _hit(grad, here, own, lse * LOG2E, factor, COLS)
+    p = tl.exp2(x.to(tl.float32) * LOG2E - lse * LOG2E)
+    p = tl.where(c == (target - first).to(tl.int32), p - 1.0, p)
+    g = tl.where(factor == 0.0, 0.0, p * factor)
+    _store(DX + r * dx_stride * DX_UNIT, g, start, COLS, WRITE, BLOCK, GROUP)

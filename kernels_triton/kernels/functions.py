@@ -23,6 +23,7 @@ def tanh(x):
     p = (((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1) * s
     near = (p - 3.33332819422e-1) * s * x + x
     far = 1.0 - quotient(2.0, tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    near = tl.where(s == 0.0, x, near)  # a sum would make 0 of -0
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -far, far))
 
 
@@ -37,19 +38,61 @@ def expm1(x):
 @triton.jit
 def log1p(x):
     u = x + 1.0
-    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(u) * x / (u - 1.0)))
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(u) * (x / (u - 1.0))))
+
+
+SMALL = tl.constexpr(2.0**25)  # angles of which float64 holds what is subtracted
 
 
 @triton.jit
 def _quadrant(x):
-    """x less k * pi / 2, and k modulo 4: in float64, where it is exact for angles of any size that positions have.
+    """x less k * pi / 2, and k modulo 4, in float64: pi / 2 in two parts, of which k times the first is exact.
 
-    libdevice's reduction of large angles goes through local memory.
+    Where a tile has angles of 2^25 and more, which positions have not, these go another way. (libdevice's goes through
+    local memory.)
     """
     wide = x.to(tl.float64)
-    k = tl.floor(wide * 0.6366197723675814 + 0.5)
-    rest = (wide - k * 1.5707963267948966) - k * 6.123233995736766e-17
-    return rest.to(tl.float32), k.to(tl.int64).to(tl.int32) & 3
+    turns = tl.floor(wide * 0.6366197723675814 + 0.5)
+    rest = ((wide - turns * 1.570796325802803) - turns * 9.920935796805404e-10).to(tl.float32)
+    k = turns.to(tl.int32) & 3
+    size = tl.abs(x) + tl.zeros((1,), tl.float32)  # of a scalar there is no maximum
+    if tl.max(size) >= SMALL:
+        far, quarter = _quadrant_far_out(wide)
+        near = tl.abs(x) < SMALL
+        rest, k = tl.where(near, rest, far), tl.where(near, k, quarter)
+    return rest, k
+
+
+@triton.jit
+def _by_size(size, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr):
+    """One of four float64 constants: for sizes below 2^51, below 2^77, below 2^103, and above."""
+    high = tl.where(size < 2.0**103, tl.full((), c, tl.float64), tl.full((), d, tl.float64))
+    return tl.where(
+        size < 2.0**51, tl.full((), a, tl.float64), tl.where(size < 2.0**77, tl.full((), b, tl.float64), high)
+    )
+
+
+@triton.jit
+def _quadrant_far_out(x):
+    """Payne and Hanek's: of 2 / pi only the bits count that times x make less than 4, and as many below.
+
+    x = y * 2^(26 n), y below 2^51, of 24 bits and a multiple of 4. Of `2^(26 n) * 2 / pi` its integer part makes whole
+    turns; the fraction comes in two parts of 29 bits, whose products with y are exact, and a rest.
+    """
+    size = tl.abs(x)
+    y = x * _by_size(size, 1.0, 2.0**-26, 2.0**-52, 2.0**-78)
+    first = y * _by_size(size, 0.636619770899415, 0.7235269732773304, 0.322750236839056, 0.8357618618756533)
+    second = y * _by_size(
+        size, 1.4681663246252086e-09, 1.0840630233766024e-09, 1.277951345440842e-09, 1.2145740906077673e-09
+    )
+    third = y * _by_size(
+        size, 2.276010073078396e-18, 1.6957242477360877e-18, 7.513295661581536e-19, 1.3360673439552855e-18
+    )
+    first -= 4.0 * tl.floor(first * 0.25)
+    second -= 4.0 * tl.floor(second * 0.25)
+    turns = tl.floor(first + second + third + 0.5)
+    rest = ((first - turns) + second) + third
+    return (rest * 1.5707963267948966).to(tl.float32), turns.to(tl.int32) & 3
 
 
 @triton.jit
@@ -68,7 +111,7 @@ def _cosine_near_0(x):
 def sine(x):
     rest, k = _quadrant(x)
     y = tl.where((k & 1) == 0, _sine_near_0(rest), _cosine_near_0(rest))
-    return tl.where(k < 2, y, -y)
+    return tl.where(x == 0.0, x, tl.where(k < 2, y, -y))
 
 
 @triton.jit
@@ -76,6 +119,18 @@ def cosine(x):
     rest, k = _quadrant(x)
     y = tl.where((k & 1) == 0, _cosine_near_0(rest), _sine_near_0(rest))
     return tl.where((k == 0) | (k == 3), y, -y)
+
+
+@triton.jit
+def arctan(x):
+    """A polynomial (Cephes') on [0, tan(pi / 8)], to which the rest is turned."""
+    a = tl.abs(x)
+    high, middle = a > 2.414213562373095, a > 0.4142135623730950
+    z = tl.where(high, -1.0, tl.where(middle, a - 1.0, a)) / tl.where(high, a, tl.where(middle, a + 1.0, 1.0))
+    s = z * z
+    p = (((8.05374449538e-2 * s - 1.38776856032e-1) * s + 1.99777106478e-1) * s - 3.33329491539e-1) * s * z + z
+    y = p + tl.where(high, 1.5707963267948966, tl.where(middle, 0.7853981633974483, 0.0))
+    return tl.where(x == 0.0, x, tl.where(x < 0.0, -y, y))
 
 
 @triton.jit

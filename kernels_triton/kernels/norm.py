@@ -1,15 +1,16 @@
 """LayerNorm and RMSNorm, with the residual added before, forward and backward.
 
-A tile is `ROWS` rows of `CHUNKS x BLOCK` columns; GROUP neighbours are a thread's. Forward: `h = x + residual`, rounded
-to its dtype (backward will read it so), statistics of h without cancellation, `y = (h - mean) * rstd * w + b`.
+A tile is `ROWS` rows of `CHUNKS x BLOCK` columns. Forward: `h = x + residual`, rounded to its dtype (backward will read
+it so), statistics of h without cancellation, `y = (h - mean) * rstd * w + b`.
 Backward, with `xhat = (h - mean) * rstd`, `g = dy * w` and means over the row:
 
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + the gradient that reaches h beside the norm
     dw = sum over rows of dy * xhat,   db = sum over rows of dy,   dbefore = sum over rows of dx
 
-The sums over rows stay in the registers of a few persistent programs, which write one partial row each; `column_sums`
-adds those in a fixed order. RMSNorm is the same without the mean (`MEAN` is None). What is None is not there: BEFORE,
-a bias of x; RES; SUM; MORE, added to dy. SQUARES: RSTD holds the sum of squares of a row instead.
+The sums over rows stay in the registers of a few persistent programs, where GROUP neighbouring columns are a thread's;
+they write one partial row each, and `column_sums` adds those in a fixed order. RMSNorm is the same without the mean
+(`MEAN` is None). What is None is not there: BEFORE, a bias of x; RES; SUM; MORE, added to dy. SQUARES: RSTD holds the
+sum of squares of a row instead.
 """
 
 import triton
@@ -49,31 +50,50 @@ def _neighbours(x, START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 
 
 @triton.jit
-def _moments(xs, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """(mean, variance) of rows: of neighbours first, then pooled in one exchange between threads."""
-    pooled = _neighbours(xs[0], 0, COLS, BLOCK, GROUP)
+def _moments(xs, c, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr):
+    """(mean, variance) of rows, the latter of distances from the mean. Rows of one number have the variance 0: if they
+    are SHORT numbers, of 16 bits, their sum is exact, and so is the mean; else it is corrected by what the distances
+    say of its rounding, which costs 3 % of a row's time."""
+    total = xs[0]
     for i in tl.static_range(1, CHUNKS):
-        more = _neighbours(xs[i], i * BLOCK, COLS, BLOCK, GROUP)
-        pooled = _pool(pooled[0], pooled[1], pooled[2], more[0], more[1], more[2])
-    _, mean, squares = tl.reduce(pooled, 1, _pool)
-    return mean, squares / COLS
+        total += xs[i]
+    mean = tl.div_rn(tl.sum(total, 1, keep_dims=True), tl.full((1, 1), COLS, tl.float32))
+    for i in tl.static_range(CHUNKS):
+        d = xs[i] - mean
+        if i * BLOCK + BLOCK > COLS:
+            d = tl.where(i * BLOCK + c < COLS, d, 0.0)
+        if i == 0:
+            apart = d
+            squares = d * d
+        else:
+            apart += d
+            squares += d * d
+    if SHORT:
+        variance = tl.sum(squares, 1, keep_dims=True) / COLS
+    else:
+        apart, squares = tl.reduce((apart, squares), 1, _add)  # one exchange between threads for both
+        apart = apart[:, None] / COLS
+        mean += apart
+        variance = tl.maximum(squares[:, None] / COLS - apart * apart, 0.0)
+    return mean, variance
 
 
 @triton.jit
 def _norm_tile(
     t, ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr,
+    HOLD: tl.constexpr, SQUARES: tl.constexpr, ONCE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """The t-th ROWS rows; `ws` and `bs` are weight and bias where they are held."""
-    c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-    r = t * ROWS + tl.arange(0, ROWS)[:, None, None]
+    """The t-th ROWS rows; `ws` and `bs` are weight and bias, unless ONCE. AGAIN: rows are read again, from a cache."""
+    kept: tl.constexpr = "evict_last" if AGAIN else ""
+    c = tl.arange(0, BLOCK)[None, :]
+    r = t * ROWS + tl.arange(0, ROWS)[:, None]
     rm = r < rows
     r = r.to(tl.int64)
     xs = ()
     for i in tl.static_range(CHUNKS):
         m = rm & (i * BLOCK + c < COLS)
-        x = tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
+        x = tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0, eviction_policy=kept).to(tl.float32)
         if BEFORE is not None:
             x += tl.load(BEFORE + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
         if RES is not None:
@@ -83,56 +103,71 @@ def _norm_tile(
             tl.store(SUM + r * COLS + i * BLOCK + c, h, mask=m)
             x = h.to(tl.float32)
         xs = xs + (x,)
+    if ONCE and HOLD:  # they are on their way while the row is summed
+        ws, bs = _weights(W, B, c, COLS, CHUNKS, BLOCK)
     if MEAN is not None:
-        mean, variance = _moments(xs, COLS, CHUNKS, BLOCK, GROUP)
-        mean = mean[:, None, None]
+        short: tl.constexpr = X.dtype.element_ty != tl.float32 and BEFORE is None and (RES is None or SUM is not None)
+        mean, variance = _moments(xs, c, COLS, CHUNKS, BLOCK, short)
         tl.store(MEAN + r, mean, mask=rm)
     else:
-        squares = tl.sum(xs[0] * xs[0], 2)
+        squares = xs[0] * xs[0]
         for i in tl.static_range(1, CHUNKS):
-            squares += tl.sum(xs[i] * xs[i], 2)
-        variance = tl.sum(squares, 1) / COLS
-    rstd = tl.rsqrt(variance + eps)[:, None, None]
-    tl.store(RSTD + r, (variance * COLS)[:, None, None] if SQUARES else rstd, mask=rm)
+            squares += xs[i] * xs[i]
+        variance = tl.sum(squares, 1, keep_dims=True) / COLS
+    rstd = tl.rsqrt(variance + eps)
+    tl.store(RSTD + r, variance * COLS if SQUARES else rstd, mask=rm)
     for i in tl.static_range(CHUNKS):
         cm = i * BLOCK + c < COLS
-        y = xs[i]
+        if AGAIN:
+            y = tl.load(X + r * x_stride + i * BLOCK + c, mask=rm & cm, other=0.0, eviction_policy="evict_first")
+            y = y.to(tl.float32)
+        else:
+            y = xs[i]
         if MEAN is not None:
             y -= mean
         y *= rstd
         if W is not None:
-            y *= (ws[i] if HOLD else tl.load(W + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
+            w = ws[i] if HOLD else tl.load(W + i * BLOCK + c, mask=cm, other=0.0, eviction_policy="evict_last")
+            y *= w.to(tl.float32)
         if B is not None:
-            y += (bs[i] if HOLD else tl.load(B + i * BLOCK + c, mask=cm, other=0.0)).to(tl.float32)
+            b = bs[i] if HOLD else tl.load(B + i * BLOCK + c, mask=cm, other=0.0, eviction_policy="evict_last")
+            y += b.to(tl.float32)
         tl.store(Y + r * COLS + i * BLOCK + c, y.to(Y.dtype.element_ty), mask=rm & cm)
+
+
+@triton.jit
+def _weights(W, B, c, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Weight and bias, which every program reads: to stay in the L2 cache."""
+    ws = ()
+    bs = ()
+    for i in tl.static_range(CHUNKS):
+        m = i * BLOCK + c < COLS
+        if W is not None:
+            ws = ws + (tl.load(W + i * BLOCK + c, mask=m, other=0.0, eviction_policy="evict_last"),)
+        if B is not None:
+            bs = bs + (tl.load(B + i * BLOCK + c, mask=m, other=0.0, eviction_policy="evict_last"),)
+    return ws, bs
 
 
 @triton.jit
 def norm_forward(
     X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr, ONCE: tl.constexpr,
+    HOLD: tl.constexpr, SQUARES: tl.constexpr, ONCE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """HOLD: weight and bias stay in registers from row to row; else they are read, from the L1 cache, for each.
+    """HOLD: weight and bias are read before they are needed, and stay in registers; else where they are, in the end.
     ONCE: a program has one tile. A loop of one turn costs up to 5 % of a short row's time."""
-    c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-    ws = ()
-    bs = ()
-    for i in tl.static_range(CHUNKS):
-        if W is not None and HOLD:
-            ws = ws + (tl.load(W + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0),)
-        if B is not None and HOLD:
-            bs = bs + (tl.load(B + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0),)
     if ONCE:
         _norm_tile(
-            tl.program_id(0), ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
-            COLS, CHUNKS, BLOCK, ROWS, GROUP, HOLD, SQUARES,
+            tl.program_id(0), (), (), X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
+            COLS, CHUNKS, BLOCK, ROWS, HOLD, SQUARES, True, AGAIN,
         )  # fmt: skip
     else:
+        ws, bs = _weights(W, B, tl.arange(0, BLOCK)[None, :], COLS, CHUNKS, BLOCK)
         for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
             _norm_tile(
                 t, ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
-                COLS, CHUNKS, BLOCK, ROWS, GROUP, HOLD, SQUARES,
+                COLS, CHUNKS, BLOCK, ROWS, True, SQUARES, False, AGAIN,
             )  # fmt: skip
 
 

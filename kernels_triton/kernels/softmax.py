@@ -41,47 +41,69 @@ def _mask_row(r, QUERIES: tl.constexpr, HEADS: tl.constexpr, batch_stride, head_
 
 
 @triton.jit
+def _forward_tile(
+    t, X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
+    COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr, FILL: tl.constexpr, HIDES: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The t-th ROWS rows."""
+    c = tl.arange(0, BLOCK)[None, :]
+    r = t * ROWS + tl.arange(0, ROWS)[:, None]
+    rm = r < rows
+    edge = r % QUERIES + (COLS - QUERIES)
+    r = r.to(tl.int64)
+    mask_row = r * 0
+    if MASK is not None:
+        mask_row = _mask_row(r, QUERIES, HEADS, batch_stride, head_stride, query_stride)
+    xs = ()
+    for i in tl.static_range(CHUNKS):
+        m = rm & (i * BLOCK + c < COLS)
+        x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
+        xs = xs + (x,)
+    tops = xs[0]
+    for i in tl.static_range(1, CHUNKS):
+        tops = tl.maximum(tops, xs[i])
+    top = tl.max(tops, 1, keep_dims=True)
+    if not EXACT:
+        top = tl.where(top == float("-inf"), 0.0, top)
+    es = ()
+    for i in tl.static_range(CHUNKS):
+        e = tl.exp(xs[i] - top)
+        es = es + (e,)
+        if i == 0:
+            totals = e
+        else:
+            totals += e
+    total = tl.sum(totals, 1, keep_dims=True)
+    inverse = 1.0 / total
+    if not EXACT:
+        inverse = tl.where(total == 0.0, 0.0, inverse)
+    for i in tl.static_range(CHUNKS):
+        m = rm & (i * BLOCK + c < COLS)
+        tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=m)
+
+
+@triton.jit
 def softmax_forward(
     X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
     COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
     EXACT: tl.constexpr, FILL: tl.constexpr, HIDES: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
-    c = tl.arange(0, BLOCK)[None, :]
-    for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        r = t * ROWS + tl.arange(0, ROWS)[:, None]
-        rm = r < rows
-        edge = r % QUERIES + (COLS - QUERIES)
-        r = r.to(tl.int64)
-        mask_row = r * 0
-        if MASK is not None:
-            mask_row = _mask_row(r, QUERIES, HEADS, batch_stride, head_stride, query_stride)
-        xs = ()
-        for i in tl.static_range(CHUNKS):
-            m = rm & (i * BLOCK + c < COLS)
-            x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
-            xs = xs + (x,)
-        tops = xs[0]
-        for i in tl.static_range(1, CHUNKS):
-            tops = tl.maximum(tops, xs[i])
-        top = tl.max(tops, 1, keep_dims=True)
-        if not EXACT:
-            top = tl.where(top == float("-inf"), 0.0, top)
-        es = ()
-        for i in tl.static_range(CHUNKS):
-            e = tl.exp(xs[i] - top)
-            es = es + (e,)
-            if i == 0:
-                totals = e
-            else:
-                totals += e
-        total = tl.sum(totals, 1, keep_dims=True)
-        inverse = 1.0 / total
-        if not EXACT:
-            inverse = tl.where(total == 0.0, 0.0, inverse)
-        for i in tl.static_range(CHUNKS):
-            m = rm & (i * BLOCK + c < COLS)
-            tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=m)
+    """ONCE: a program has one tile, and no loop."""
+    if ONCE:
+        _forward_tile(
+            tl.program_id(0), X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
+            COLS, QUERIES, HEADS, CAUSAL, EXACT, FILL, HIDES, CHUNKS, BLOCK, ROWS,
+        )  # fmt: skip
+    else:
+        for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+            _forward_tile(
+                t, X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
+                COLS, QUERIES, HEADS, CAUSAL, EXACT, FILL, HIDES, CHUNKS, BLOCK, ROWS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -178,39 +200,65 @@ def softmax_forward_looped(
 
 
 @triton.jit
+def _backward_tile(
+    t, DY, Y, DX, rows, dy_stride, y_stride, scale, COLS: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """The t-th ROWS rows. AGAIN: they are read again for the gradient, from a cache."""
+    kept: tl.constexpr = "evict_last" if AGAIN else ""
+    c = tl.arange(0, BLOCK)[None, :]
+    r = t * ROWS + tl.arange(0, ROWS)[:, None]
+    rm = r < rows
+    edge = r % QUERIES + (COLS - QUERIES)
+    r = r.to(tl.int64)
+    ys = ()
+    gs = ()
+    for i in tl.static_range(CHUNKS):
+        m = rm & (i * BLOCK + c < COLS)
+        if CAUSAL:
+            m = m & (i * BLOCK + c < (edge // 16 + 1) * 16)
+        y = tl.load(Y + r * y_stride + i * BLOCK + c, mask=m, other=0.0, eviction_policy=kept)
+        g = tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0, eviction_policy=kept)
+        if CAUSAL:
+            g = tl.where(i * BLOCK + c <= edge, g, 0.0)
+            y = tl.where(i * BLOCK + c <= edge, y, 0.0)
+        ys = ys + (y,)
+        gs = gs + (g,)
+        if i == 0:
+            dots = y.to(tl.float32) * g.to(tl.float32)
+        else:
+            dots += y.to(tl.float32) * g.to(tl.float32)
+    dot = tl.sum(dots, 1, keep_dims=True)
+    for i in tl.static_range(CHUNKS):
+        if AGAIN:
+            m = rm & (i * BLOCK + c < COLS)
+            y = tl.load(Y + r * y_stride + i * BLOCK + c, mask=m, other=0.0, eviction_policy="evict_first")
+            g = tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0, eviction_policy="evict_first")
+        else:
+            y = ys[i]
+            g = gs[i]
+        dx = scale * y.to(tl.float32) * (g.to(tl.float32) - dot)
+        tl.store(
+            DX + r * COLS + i * BLOCK + c, dx.to(DX.dtype.element_ty), mask=rm & (i * BLOCK + c < COLS)
+        )  # fmt: skip
+
+
+@triton.jit
 def softmax_backward(
     DY, Y, DX, rows, dy_stride, y_stride, scale, COLS: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    ONCE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    c = tl.arange(0, BLOCK)[None, :]
-    for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        r = t * ROWS + tl.arange(0, ROWS)[:, None]
-        rm = r < rows
-        edge = r % QUERIES + (COLS - QUERIES)
-        r = r.to(tl.int64)
-        ys = ()
-        gs = ()
-        for i in tl.static_range(CHUNKS):
-            m = rm & (i * BLOCK + c < COLS)
-            if CAUSAL:
-                m = m & (i * BLOCK + c < (edge // 16 + 1) * 16)
-            y = tl.load(Y + r * y_stride + i * BLOCK + c, mask=m, other=0.0)
-            g = tl.load(DY + r * dy_stride + i * BLOCK + c, mask=m, other=0.0)
-            if CAUSAL:
-                g = tl.where(i * BLOCK + c <= edge, g, 0.0)
-                y = tl.where(i * BLOCK + c <= edge, y, 0.0)
-            ys = ys + (y,)
-            gs = gs + (g,)
-            if i == 0:
-                dots = y.to(tl.float32) * g.to(tl.float32)
-            else:
-                dots += y.to(tl.float32) * g.to(tl.float32)
-        dot = tl.sum(dots, 1, keep_dims=True)
-        for i in tl.static_range(CHUNKS):
-            dx = scale * ys[i].to(tl.float32) * (gs[i].to(tl.float32) - dot)
-            tl.store(
-                DX + r * COLS + i * BLOCK + c, dx.to(DX.dtype.element_ty), mask=rm & (i * BLOCK + c < COLS)
-            )  # fmt: skip
+    if ONCE:
+        _backward_tile(
+            tl.program_id(0), DY, Y, DX, rows, dy_stride, y_stride, scale,
+            COLS, QUERIES, CAUSAL, CHUNKS, BLOCK, ROWS, AGAIN,
+        )  # fmt: skip
+    else:
+        for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+            _backward_tile(
+                t, DY, Y, DX, rows, dy_stride, y_stride, scale, COLS, QUERIES, CAUSAL, CHUNKS, BLOCK, ROWS, AGAIN
+            )
 
 
 @triton.jit

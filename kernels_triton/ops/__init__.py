@@ -11,8 +11,10 @@ float16 or float32; weights and biases may be of another of these than x, and th
 new and contiguous (but for `in_place`), statistics and scratch are float32, sums are taken in float32 and rounded once,
 and two runs are bitwise equal.
 
-An operand of a shape, dtype or device that an op does not take is a `ShardcError` SC530, which names it and says what
-was expected, before anything is launched. Kernels are in `kernels_triton/kernels`, in files named as those here.
+An operand of a shape, dtype or device that an op does not take, one that is no tensor, and one that overlaps itself and
+is to be written in place, is a `ShardcError` SC530, which names it and says what was expected, before anything is
+launched. Of no rows or no columns the results are as empty. Kernels are in `kernels_triton/kernels`, in files named as
+those here.
 """
 
 from kernels_triton.ops.activation import (

@@ -5,28 +5,32 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, floats, same_dtype, shaped
+from kernels_triton.checks import checked, expect, floats, rowed, same_dtype, shaped
 from kernels_triton.ops.sums import partials, sum_into
 from kernels_triton.reference.activation import ACTIVATIONS
 
 
+@checked
 def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
     """act(x + bias) for x [..., columns] and bias [columns] or None; `act` is `gelu_tanh`, `gelu` (erf), `silu` or
     `relu2`."""
     _known("bias_gelu", act)
     floats("bias_gelu", x, x=x, bias=bias)
+    rowed("bias_gelu", x=x)
     shaped("bias_gelu", "bias", bias, x.shape[-1:], x)
     if not launch.on_triton(x):
         return reference.bias_gelu(x, bias, act)
     return _forward("bias_gelu", x, bias, act)
 
 
+@checked
 def bias_gelu_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, act: str = "gelu_tanh"
 ) -> tuple[Tensor, Tensor | None]:
     """(dx, dbias); the latter, summed over rows, is None where there is no bias."""
     _known("bias_gelu_backward", act)
     floats("bias_gelu_backward", x, x=x, dy=dy, bias=bias)
+    rowed("bias_gelu_backward", x=x)
     shaped("bias_gelu_backward", "dy", dy, x.shape, x)
     shaped("bias_gelu_backward", "bias", bias, x.shape[-1:], x)
     if not launch.on_triton(x):
@@ -34,21 +38,26 @@ def bias_gelu_backward(
     return _backward("bias_gelu_backward", dy, x, bias, act)
 
 
+@checked
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0) squared."""
     floats("squared_relu", x, x=x)
+    rowed("squared_relu", x=x)
     return _forward("squared_relu", x, None, "relu2") if launch.on_triton(x) else reference.squared_relu(x)
 
 
+@checked
 def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """dx."""
     floats("squared_relu_backward", x, x=x, dy=dy)
+    rowed("squared_relu_backward", x=x)
     shaped("squared_relu_backward", "dy", dy, x.shape, x)
     if not launch.on_triton(x):
         return reference.squared_relu_backward(dy, x)
     return _backward("squared_relu_backward", dy, x, None, "relu2")[0]
 
 
+@checked
 def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
     """act(gate) * up; without `up`, `gate` is both, packed along the last dim."""
     _known("gated", act)
@@ -77,6 +86,7 @@ def gated_into(first: Tensor, second: Tensor, y: Tensor, act: str) -> None:
     )
 
 
+@checked
 def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None = None, act: str = "silu"
 ) -> tuple[Tensor, Tensor | None]:
@@ -119,6 +129,7 @@ def _known(op: str, act: str) -> None:
 
 def _pair(op: str, gate: Tensor, up: Tensor | None) -> None:
     floats(op, gate, gate=gate, up=up)
+    rowed(op, gate=gate)
     if up is None:
         expect(gate.shape[-1] % 2 == 0, op, f"a packed gate and up is {list(gate.shape)}: odd columns")
     else:

@@ -7,11 +7,12 @@ import math
 from torch import Tensor
 
 from kernels_triton import launch, reference
-from kernels_triton.checks import expect, floats, scalars, shaped
+from kernels_triton.checks import checked, expect, floats, scalars, shaped
 
 BLOCK = 1024
 
 
+@checked
 def adamw(
     param: Tensor,
     grad: Tensor,
@@ -39,7 +40,8 @@ def adamw(
         expect(value is None or value.is_contiguous(), "adamw", f"{name} is not contiguous")
     shaped("adamw", "param", param, (param.numel(),), param)
     expect(param.is_contiguous(), "adamw", "param is not contiguous")
-    expect(all(0.0 < beta < 1.0 for beta in betas), "adamw", f"betas are {betas}, expected 0 to 1")
+    fits = len(betas) == 2 and all(0.0 < beta < 1.0 for beta in betas)
+    expect(fits, "adamw", f"betas are {betas}, expected two between 0 and 1", "0.9 and 0.999 are usual")
     if not launch.on_triton(param):
         reference.adamw(param, grad, exp_avg, exp_avg_sq, lr, step, betas, eps, weight_decay, grad_scale, skip, copy)
         return

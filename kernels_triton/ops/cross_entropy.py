@@ -11,23 +11,31 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, floats, scalars, shaped, typed
+from kernels_triton.checks import apart, checked, expect, floats, scalars, shaped, typed
 
 BIASED = 3  # blocks of a longer row that registers hold beside what is added to them
 
 
+@checked
 def cross_entropy(
-    logits: Tensor, target: Tensor, grad_scale: Tensor | None = None, ignore: int = -100, in_place: bool = False
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor | None = None,
+    ignore: int = -100,
+    in_place: bool = False,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, dlogits), a row of `logits` [tokens, vocabulary] each. `dlogits` is the gradient of the sum of
-    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN."""
-    _check("cross_entropy", logits, target, in_place, grad_scale)
+    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN.
+
+    `padded`: the rows of `dlogits` are whole 16 bytes apart, as products want them, and zeros are between them."""
+    _check("cross_entropy", logits, target, in_place, grad_scale, padded)
     if not launch.on_triton(logits):
-        return reference.cross_entropy(logits, target, grad_scale, ignore, in_place)
+        return reference.cross_entropy(logits, target, grad_scale, ignore, in_place, padded)
     flat = rows.as_rows(logits)
     loss, lse = (launch.empty((flat.shape[0],), torch.float32, logits) for _ in range(2))
-    grad = flat if in_place else launch.empty(logits.shape, logits.dtype, logits)
-    cross_entropy_into(flat, target, grad_scale, ignore, loss, lse, grad)
+    grad = flat if in_place else _gradient(flat, padded)
+    cross_entropy_into(flat, target, grad_scale, ignore, loss, lse, grad, padded=padded)
     return loss, lse, logits if in_place else grad
 
 
@@ -42,22 +50,34 @@ def cross_entropy_into(
     parts: bool = False,
     inverse: bool = False,
     bias: Tensor | None = None,
+    padded: bool = False,
 ) -> None:
     """Of rows, `bias` added to each. `parts`: `loss` gets the target's logit less the row's maximum, or 0 without one;
-    `lse`, the sum of exp(x - maximum). `inverse`: `grad_scale` is one over the scale."""
+    `lse`, the sum of exp(x - maximum). `inverse`: `grad_scale` is one over the scale. `padded`: what lies between the
+    rows of `grad` becomes 0."""
     logits, (count, cols) = flat, flat.shape
-    schedule = rows.kept_schedule("cross_entropy", logits, cols)
-    pairs = _pairs(flat)
-    # Singly, 16-bit numbers take twice the registers.
-    chunks = schedule.chunks if pairs or logits.element_size() == 4 else min(schedule.chunks, 4)
+    # What is added takes registers, which the measured schedules have for the logits alone.
+    schedule = rows.kept_schedule("cross_entropy" if bias is None else "cross_entropy_biased", logits, cols)
+    read, write = _readable(flat), grad.stride(0) if padded else cols
+    pairs = _pairs(flat, read)
+    # Singly, 16-bit numbers take twice the registers, and so does a store of single ones.
+    singly = logits.element_size() == 2 and (not pairs or write % 2)
+    chunks = min(schedule.chunks, 4) if singly else schedule.chunks
     if bias is not None and chunks * schedule.block < cols:
         chunks = min(chunks, BIASED)
+    if read > cols > chunks * schedule.block:  # where a row ends is seen to in the loops over its rest
+        chunks = max(1, chunks - 1)
+    (x_stride, x_unit), (dx_stride, dx_unit) = _strides(flat), _strides(grad)
     launch.run(
         "cross_entropy.cross_entropy_rows",
         (schedule.programs(count, logits),),
         *(flat, None if bias is None else bias.contiguous(), target.contiguous(), grad_scale, loss, lse, grad, count),
-        *(rows.row_stride(flat), rows.row_stride(grad), ignore),
+        *(x_stride, dx_stride, ignore),
         COLS=cols,
+        READ=read,
+        WRITE=write,
+        X_UNIT=x_unit,
+        DX_UNIT=dx_unit,
         CHUNKS=chunks,
         BLOCK=schedule.block,
         GROUP=16 // logits.element_size(),
@@ -70,12 +90,36 @@ def cross_entropy_into(
     )
 
 
-def _pairs(x: Tensor) -> bool:
-    """Whether rows are whole 32-bit words of 16-bit numbers."""
+def _gradient(flat: Tensor, padded: bool) -> Tensor:
+    """Rows for a result; `padded` ones begin with 16 bytes."""
+    unit = 16 // flat.element_size() if padded else 1
+    wide = -(-flat.shape[1] // unit) * unit
+    return launch.empty((flat.shape[0], wide), flat.dtype, flat)[:, : flat.shape[1]]
+
+
+def _pairs(x: Tensor, read: int) -> bool:
+    """Whether what is read of a row are whole 32-bit words of 16-bit numbers."""
     starts = x.storage_offset() % 2 == 0 and (x.is_meta or x.data_ptr() % 4 == 0)
-    return x.element_size() == 2 and x.shape[1] % 2 == 0 and rows.row_stride(x) % 2 == 0 and starts
+    return x.element_size() == 2 and read % 2 == 0 and rows.row_stride(x) % 2 == 0 and starts
 
 
+def _strides(x: Tensor) -> tuple[int, int]:
+    """The distance between rows in units of as many elements as a load has, if they are so many apart: then what a
+    thread loads is known to be aligned. (Triton itself tells multiples of 16 from others, and 50264 is none.)"""
+    stride, unit = rows.row_stride(x), 16 // x.element_size()
+    return (stride, 1) if stride % unit else (stride // unit, unit)
+
+
+def _readable(x: Tensor) -> int:
+    """How many columns may be read: a row to the end of its last 16 bytes, where its storage goes on so far."""
+    unit = 16 // x.element_size()
+    end = -(-x.shape[1] // unit) * unit
+    reach = x.storage_offset() + (x.shape[0] - 1) * rows.row_stride(x) + end
+    there = rows.row_stride(x) >= end and reach * x.element_size() <= x.untyped_storage().nbytes()
+    return end if there and rows.row_stride(x) % unit == 0 else x.shape[1]
+
+
+@checked
 def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tensor:
     """[tokens, 3] of a shard whose first class is `start`: maximum, sum of exp(x - maximum), target's logit or 0."""
     _check("cross_entropy_stats", logits, target, False)
@@ -85,11 +129,14 @@ def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tenso
     count, cols = flat.shape
     stats = launch.empty((count, 3), torch.float32, logits)
     schedule = rows.vocabulary_schedule("cross_entropy_stats", logits, cols)
+    x_stride, x_unit = _strides(flat)
     launch.run(
         "cross_entropy.cross_entropy_stats",
         (schedule.programs(count, logits),),
-        *(flat, target.contiguous(), stats, count, rows.row_stride(flat), start),
+        *(flat, target.contiguous(), stats, count, x_stride, start),
         COLS=cols,
+        READ=_readable(flat),
+        X_UNIT=x_unit,
         BLOCK=schedule.block,
         GROUP=16 // logits.element_size(),
         STAGES=schedule.stages,
@@ -98,6 +145,7 @@ def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tenso
     return stats
 
 
+@checked
 def cross_entropy_finish(
     logits: Tensor,
     target: Tensor,
@@ -107,39 +155,54 @@ def cross_entropy_finish(
     grad_scale: Tensor | None = None,
     ignore: int = -100,
     in_place: bool = False,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, this shard's dlogits), given every shard's `stats` [shards, tokens, 3]; `classes` in all."""
     op = "cross_entropy_finish"
-    _check(op, logits, target, in_place, grad_scale)
-    shaped(op, "stats", stats, (*stats.shape[:1], logits.shape[0], 3), logits)
+    _check(op, logits, target, in_place, grad_scale, padded)
+    shards = stats.shape[0] if stats.dim() else 0
+    shaped(op, "stats", stats, (max(1, shards), logits.shape[0], 3), logits)
     floats(op, logits, stats=stats)
     if not launch.on_triton(logits):
-        return reference.cross_entropy_finish(logits, target, stats, classes, start, grad_scale, ignore, in_place)
+        given = (logits, target, stats, classes, start, grad_scale, ignore)
+        return reference.cross_entropy_finish(*given, in_place, padded)
     flat = rows.as_rows(logits)
     count, cols = flat.shape
     loss, lse = (launch.empty((count,), torch.float32, logits) for _ in range(2))
-    grad = flat if in_place else launch.empty(logits.shape, logits.dtype, logits)
-    schedule = rows.vocabulary_schedule(op, logits, cols)
+    grad = flat if in_place else _gradient(flat, padded)
+    schedule = rows.flat_schedule(op, logits, cols)
+    (x_stride, x_unit), (dx_stride, dx_unit) = _strides(flat), _strides(grad)
+    write = grad.stride(0) if padded else cols
     launch.run(
         "cross_entropy.cross_entropy_finish",
-        (schedule.programs(count, logits),),
+        (count * -(-write // schedule.block),),
         *(flat, target.contiguous(), stats.contiguous(), grad_scale, loss, lse, grad, count),
-        *(rows.row_stride(flat), rows.row_stride(grad), ignore, classes, start, stats.shape[0]),
+        *(x_stride, dx_stride, ignore, classes, start, stats.shape[0]),
         COLS=cols,
+        READ=_readable(flat),
+        WRITE=write,
+        X_UNIT=x_unit,
+        DX_UNIT=dx_unit,
+        SHARDS=rows.power_of_two(stats.shape[0]),
         BLOCK=schedule.block,
-        GROUP=16 // logits.element_size(),
-        STAGES=schedule.stages,
+        GROUP=min(schedule.block, 16 // logits.element_size()),
         warps=schedule.warps,
     )
     return loss, lse, logits if in_place else grad
 
 
-def _check(op: str, logits: Tensor, target: Tensor, in_place: bool, grad_scale: Tensor | None = None) -> None:
+def _check(
+    op: str, logits: Tensor, target: Tensor, in_place: bool, grad_scale: Tensor | None = None, padded: bool = False
+) -> None:
     expect(logits.dim() == 2, op, f"logits are {list(logits.shape)}", hint="reshape them to [tokens, vocabulary]")
     floats(op, logits, logits=logits, grad_scale=grad_scale)
     typed(op, "target", target, torch.int64)
     scalars(op, logits, grad_scale=grad_scale)
     shaped(op, "target", target, logits.shape[:1], logits)
+    expect(logits.shape[1] > 0, op, f"logits are {list(logits.shape)}: no classes", hint="leave a rank without any out")
+    if in_place:
+        apart(op, "logits", logits)
     # A copy would take the gradient in the caller's place.
     wide = not in_place or logits.shape[-1] <= 1 or logits.stride(-1) == 1
+    expect(not (in_place and padded), op, "in_place leaves the rows where they are", hint="pass padded=False")
     expect(wide, op, "in_place needs logits with contiguous columns", hint="pass in_place=False")

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, floats, same_dtype, scalars, shaped, typed
+from kernels_triton.checks import checked, expect, floats, rowed, same_dtype, scalars, shaped, typed
 from kernels_triton.ops.sums import partials, summed
 from kernels_triton.reference.dropout import scale_of, whole_strides
 from shardc.ir.ops.random import least_word
 
 
+@checked
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,
@@ -32,8 +33,11 @@ def bias_dropout_residual(
     op = "bias_dropout_residual"
     expect(0.0 <= p <= 1.0, op, f"p is {p}, expected 0 to 1")
     floats(op, x, x=x, bias=bias, residual=residual)
+    rowed(op, x=x)
     scalars(op, x, seed=seed, offset=offset)
-    typed(op, "seed", seed, torch.int64)
+    for name, value in (("seed", seed), ("offset", offset)):
+        if value is not None:
+            typed(op, name, value, torch.int64)
     shaped(op, "bias", bias, x.shape[-1:], x)
     shaped(op, "residual", residual, x.shape, x)
     same_dtype(op, "residual", residual, x)
@@ -83,12 +87,14 @@ def forward_into(
     )
 
 
+@checked
 def bias_dropout_residual_backward(
     dy: Tensor, keep: Tensor, p: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(dx, dbias); the residual's gradient is dy. `bias` is read for its dtype alone."""
     op = "bias_dropout_residual_backward"
     floats(op, dy, dy=dy, bias=bias)
+    rowed(op, dy=dy)
     typed(op, "keep", keep, torch.uint8)
     shaped(op, "keep", keep, (*dy.shape[:-1], -(-dy.shape[-1] // 8)), dy)
     shaped(op, "bias", bias, dy.shape[-1:], dy)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, floats, shaped
+from kernels_triton.checks import checked, expect, floats, shaped
 from kernels_triton.ops.sums import partials, summed
 
 TILE = {"group_norm": 8192, "group_norm_backward": 4096}  # elements
@@ -16,6 +16,7 @@ WARPS = 16  # a program, at most: with many small programs their groups would no
 HELD = 64  # bytes of x that a thread keeps at most
 
 
+@checked
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,6 +39,7 @@ def group_norm(
     return y, mean, rstd
 
 
+@checked
 def group_norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -91,6 +93,7 @@ def _tile(op: str, x: Tensor, groups: int) -> tuple[str, dict[str, int]]:
 def _check(op: str, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> None:
     floats(op, x, x=x, weight=weight, bias=bias)
     expect(x.dim() >= 2, op, f"x is {list(x.shape)}, expected [batch, channels, ...]")
-    expect(x.shape[1] % groups == 0, op, f"{x.shape[1]} channels in {groups} groups")
+    fits = groups > 0 and x.shape[1] % groups == 0
+    expect(fits, op, f"{x.shape[1]} channels in {groups} groups", "groups have as many channels each")
     for name, value in (("weight", weight), ("bias", bias)):
         shaped(op, name, value, (x.shape[1],), x)

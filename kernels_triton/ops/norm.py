@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import floats, same_dtype, shaped
+from kernels_triton.checks import checked, floats, rowed, same_dtype, shaped
 from kernels_triton.ops.sums import partials, sum_into
 
+HELD_COLS = 4096  # up to which forward always has registers for weight and bias
 HELD = 16  # numbers of the weight that a thread of backward has registers for
 
 
+@checked
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,6 +31,7 @@ def layer_norm(
     return y, mean, rstd
 
 
+@checked
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """(y, rstd) of rows: `y = x * rstd * weight`, `rstd = 1 / sqrt(mean of squares + eps)`; else as `layer_norm`."""
     _check("rms_norm", x, weight=weight)
@@ -38,6 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tenso
     return y, rstd
 
 
+@checked
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,6 +54,7 @@ def add_layer_norm(
     return y, total, mean, rstd
 
 
+@checked
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,6 +66,7 @@ def add_rms_norm(
     return y, total, rstd
 
 
+@checked
 def layer_norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -78,6 +84,7 @@ def layer_norm_backward(
     return _backward("layer_norm_backward", dy, x, weight, mean, rstd, residual_grad, with_bias)
 
 
+@checked
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -92,6 +99,7 @@ def _check(op: str, x: Tensor, **others: Tensor | None) -> None:
     """Weights and biases have a number a column, statistics one a row, everything else the shape of x."""
     shapes = {"weight": x.shape[-1:], "bias": x.shape[-1:], "mean": x.shape[:-1], "rstd": x.shape[:-1]}
     floats(op, x, x=x, **others)
+    rowed(op, x=x)
     for name, value in others.items():
         shaped(op, name, value, shapes.get(name, x.shape), x)
     same_dtype(op, "residual", others.get("residual"), x)
@@ -135,11 +143,11 @@ def forward_into(
         *(rows.row_stride(flat), rows.row_stride(added), eps),
     )
     if schedule.chunks:
-        # For one row alone, two of them or a wide one cost other rows their registers.
-        held = schedule.waves > 0 or (bias is None and schedule.chunks == 1)
-        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held, "SQUARES": squares}
-        programs, once = schedule.programs(count, x), schedule.waves == 0
-        launch.run("norm.norm_forward", (programs,), *args, **tile, ONCE=once)
+        once, again = schedule.waves == 0, schedule.again and before is None and residual is None
+        # For one wide row, weight and bias in registers would cost others theirs.
+        held = not again and (not once or schedule.chunks == 1 or cols <= HELD_COLS)
+        tile = {"COLS": cols, **schedule.persistent, "HOLD": held, "SQUARES": squares, "ONCE": once, "AGAIN": again}
+        launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile)
     else:
         tile = {"COLS": cols, "BLOCK": schedule.block, "SQUARES": squares}
         launch.run("norm.norm_forward_looped", (count,), *args, **tile, warps=schedule.warps)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import LISTED, expect, floats
+from kernels_triton.checks import LISTED, apart, checked, expect, floats
 
 
+@checked
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, interleaved: bool = False, in_place: bool = False
 ) -> Tensor:
@@ -19,11 +20,13 @@ def rope(
     floats("rope", x, x=x, cos=cos, sin=sin)
     expect(x.dim() == 4, "rope", f"x is {list(x.shape)}, expected [batch, sequence, heads, dim]")
     batch, sequence, heads, dim = x.shape
-    half = cos.shape[-1]
-    fits = tuple(cos.shape) in ((sequence, half), (batch, sequence, half), (1, sequence, half))
+    half = cos.shape[-1] if cos.dim() else 0
+    fits = half > 0 and tuple(cos.shape) in ((sequence, half), (batch, sequence, half), (1, sequence, half))
     told = f"cos {list(cos.shape)}, sin {list(sin.shape)}, x {list(x.shape)}"
     expect(fits and cos.shape == sin.shape, "rope", told, LISTED)
     expect(2 * half <= dim, "rope", f"{half} angles turn {2 * half} dims; a head has {dim}")
+    if in_place:
+        apart("rope", "x", x)
     if not launch.on_triton(x):
         return reference.rope(x, cos, sin, inverse, interleaved, in_place)
     if x.stride(-1) != 1:

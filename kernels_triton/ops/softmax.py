@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import expect, floats, placed, shaped
+from kernels_triton.checks import checked, expect, floats, placed, rowed, shaped
 
 KEPT = {"EXACT": False, "FILL": -math.inf, "HIDES": False}  # what a mask does not keep is not there
 CUT = 1024  # columns, from which on causal rows are computed by blocks
 
 
+@checked
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """Of rows of x [..., columns], times `scale`. `mask` broadcasts against x: boolean, True where a column counts, or
     added. `causal` keeps column c of query q where c <= q + columns - queries. A row with nothing left is zeros."""
     floats("softmax", x, x=x)
+    rowed("softmax", x=x)
     expect(not causal or x.dim() > 1, "softmax", "causal needs [..., queries, columns]")
     if mask is not None:
         _maskable(x, mask)
@@ -39,7 +41,8 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
         args, shape = (flat, mask, y, *args[4:]), {"COLS": cols, "QUERIES": queries, "HEADS": heads}
         launch.run("softmax.causal_forward", (count,), *args, **shape, **tile)
     elif schedule.chunks:
-        launch.run("softmax.softmax_forward", (schedule.programs(count, x),), *args, **shape, **schedule.persistent)
+        tile, programs = {**schedule.persistent, "ONCE": schedule.waves == 0}, schedule.programs(count, x)
+        launch.run("softmax.softmax_forward", (programs,), *args, **shape, **tile)
     else:
         tile = {"BLOCK": schedule.block, "warps": schedule.warps}
         launch.run("softmax.softmax_forward_looped", (count,), *args, **shape, **tile)
@@ -61,15 +64,18 @@ def softmax_into(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, fill: 
     shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": False}
     shape |= {"EXACT": True, "FILL": fill, "HIDES": hides}
     if schedule.chunks:
-        launch.run("softmax.softmax_forward", (schedule.programs(count, x),), *args, **shape, **schedule.persistent)
+        tile, programs = {**schedule.persistent, "ONCE": schedule.waves == 0}, schedule.programs(count, x)
+        launch.run("softmax.softmax_forward", (programs,), *args, **shape, **tile)
     else:
         tile = {"BLOCK": schedule.block, "warps": schedule.warps}
         launch.run("softmax.softmax_forward_looped", (count,), *args, **shape, **tile)
 
 
+@checked
 def softmax_backward(dy: Tensor, y: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
     """dx; `dy` past the causal edge is not read."""
     floats("softmax_backward", y, y=y, dy=dy)
+    rowed("softmax_backward", y=y)
     shaped("softmax_backward", "dy", dy, y.shape, y)
     if not launch.on_triton(y):
         return reference.softmax_backward(dy, y, scale, causal)
@@ -92,8 +98,8 @@ def softmax_backward_into(
         args = (grad, flat, dx, *args[4:])
         launch.run("softmax.causal_backward", (count,), *args, COLS=cols, QUERIES=queries, **tile)
     elif schedule.chunks:
-        programs = schedule.programs(count, flat)
-        launch.run("softmax.softmax_backward", (programs,), *args, **shape, **schedule.persistent)
+        tile = {**schedule.persistent, "ONCE": schedule.waves == 0, "AGAIN": schedule.again and not causal}
+        launch.run("softmax.softmax_backward", (schedule.programs(count, flat),), *args, **shape, **tile)
     else:
         tile = {"BLOCK": schedule.block, "warps": schedule.warps}
         launch.run("softmax.softmax_backward_looped", (count,), *args, **shape, **tile)

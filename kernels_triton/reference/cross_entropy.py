@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels_triton.reference.wide import wide
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, grad_scale: Tensor | None = None, ignore: int = -100, in_place: bool = False
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor | None = None,
+    ignore: int = -100,
+    in_place: bool = False,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, dlogits), a row of `logits` [tokens, vocabulary] each. `dlogits` is the gradient of the sum of
-    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN."""
-    stats = cross_entropy_stats(logits, target)
-    return cross_entropy_finish(logits, target, stats.unsqueeze(0), logits.shape[-1], 0, grad_scale, ignore, in_place)
+    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN.
+
+    `padded`: the rows of `dlogits` are whole 16 bytes apart, as products want them, and zeros are between them."""
+    stats, classes = cross_entropy_stats(logits, target).unsqueeze(0), logits.shape[-1]
+    return cross_entropy_finish(logits, target, stats, classes, 0, grad_scale, ignore, in_place, padded)
 
 
 def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tensor:
@@ -43,6 +51,7 @@ def cross_entropy_finish(
     grad_scale: Tensor | None = None,
     ignore: int = -100,
     in_place: bool = False,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, this shard's dlogits), given every shard's `stats` [shards, tokens, 3]; `classes` in all."""
     top = stats[..., 0].amax(0)
@@ -56,4 +65,7 @@ def cross_entropy_finish(
     if grad_scale is not None:
         grad = grad * wide(grad_scale)
     grad = torch.where(ignored.unsqueeze(-1), 0.0, torch.where(wrong.unsqueeze(-1), torch.nan, grad)).to(logits.dtype)
+    if padded:
+        more = -grad.shape[-1] % (16 // grad.element_size())
+        grad = pad(grad, (0, more))[:, : grad.shape[-1]]
     return loss, lse, logits.copy_(grad) if in_place else grad

@@ -61,9 +61,9 @@ def packed(keep: Tensor) -> Tensor:
     cols = keep.shape[-1]
     bits = torch.nn.functional.pad(keep.to(torch.uint8), (0, -cols % 8))
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=keep.device)
-    return (bits.view(*keep.shape[:-1], -1, 8) * weights).sum(-1, dtype=torch.uint8)
+    return (bits.unflatten(-1, (-(-cols // 8), 8)) * weights).sum(-1, dtype=torch.uint8)
 
 
 def unpacked(keep: Tensor, cols: int) -> Tensor:
     bits = keep.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=keep.device)
-    return (bits & 1).bool().view(*keep.shape[:-1], -1)[..., :cols]
+    return (bits & 1).bool().flatten(-2)[..., :cols]

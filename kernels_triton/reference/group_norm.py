@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,12 @@ def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd), statistics [batch, groups]."""
-    h = wide(x).reshape(x.shape[0], groups, -1)
+    channel, group = _shapes(x, groups)
+    h = wide(x).reshape(group)
     mean = h.mean(-1)
     d = h - mean.unsqueeze(-1)
     rstd = torch.rsqrt(d.square().mean(-1) + eps)
-    y = (d * rstd.unsqueeze(-1)).reshape(x.shape[0], x.shape[1], -1)
+    y = (d * rstd.unsqueeze(-1)).reshape(channel)
     if weight is not None:
         y = y * wide(weight).unsqueeze(-1)
     if bias is not None:
@@ -33,15 +36,14 @@ def group_norm_backward(
     rstd: Tensor,
     with_bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    batch, channels = x.shape[:2]
-    grouped = (batch, groups, -1)
-    xhat = (wide(x).reshape(grouped) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    g = wide(dy).reshape(batch, channels, -1)
+    channel, group = _shapes(x, groups)
+    xhat = (wide(x).reshape(group) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    g = wide(dy).reshape(channel)
     dweight = (g * xhat.reshape(g.shape)).sum((0, 2))
     dbias = g.sum((0, 2))
     if weight is not None:
         g = g * wide(weight).unsqueeze(-1)
-    g = g.reshape(grouped)
+    g = g.reshape(group)
     dx = rstd.unsqueeze(-1) * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     dtype = x.dtype if weight is None else weight.dtype
     return (
@@ -49,3 +51,10 @@ def group_norm_backward(
         None if weight is None else dweight.to(dtype),
         dbias.to(dtype) if with_bias else None,
     )
+
+
+def _shapes(x: Tensor, groups: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """[batch, channels, positions] and [batch, groups, what a group has], any of which may be 0."""
+    batch, channels = x.shape[:2]
+    space = math.prod(x.shape[2:])
+    return (batch, channels, space), (batch, groups, channels // groups * space)

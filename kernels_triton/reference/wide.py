@@ -10,4 +10,4 @@ def wide(x: Tensor) -> Tensor:
 
 def rows_sum(x: Tensor) -> Tensor:
     """Over all dims but the last."""
-    return x.reshape(-1, x.shape[-1]).sum(0)
+    return x.unsqueeze(0).flatten(0, -2).sum(0)

@@ -97,7 +97,7 @@ class Launcher:
         results: dict[str, Tensor] = {}
         for name, made, y in zip(match.results, self.kernel.outputs, outputs, strict=True):
             full = kind_of(self.kernel, made.stores[0].value.index) == "full"
-            results[name] = y.view(match.rows, match.cols) if full else y.view(-1)
+            results[name] = y.view(match.rows, -1)[:, : match.cols] if full else y.view(-1)
         RUN[match.template.name](match.template.name, Operands(self.kernel, match, tensors, numbers), results)
 
     def _laid(self, x: Tensor, at: int, kind: str) -> Tensor:

@@ -15,6 +15,7 @@ from kernels_triton.templates.pattern import Bound, Search
 from kernels_triton.templates.table import TEMPLATES, Template
 
 MOST_STEPS = 48  # a template has fewer
+PADDED = {"dlogits"}  # results whose rows may go on with zeros
 HELD = {"before", "more", "dbefore"}  # a norm's, which registers have room for on rows up to
 WIDEST = 8192  # columns
 
@@ -33,7 +34,7 @@ class Match:
 @lru_cache(maxsize=4096)
 def found(kernel: Kernel) -> Match | None:
     """The template that computes just what a kernel does, if there is one."""
-    if len(kernel.steps) > MOST_STEPS:
+    if len(kernel.steps) > MOST_STEPS or kernel.batch:
         return None
     tensors = (*kernel.inputs, *kernel.outputs)
     if any(one.dtype.is_floating_point and one.dtype not in DTYPES for one in tensors):
@@ -90,8 +91,11 @@ def _lies_well(kernel: Kernel, match: Match) -> bool:
             kind = match.template.operands[name].removesuffix("?")
             if not _well(kernel, kernel.inputs[at].walk, kind, inside=True):
                 return False
-    for made in kernel.outputs:
-        if not _well(kernel, made.stores[0].walk, kind_of(kernel, made.stores[0].value.index), inside=False):
+    for result, made in zip(match.results, kernel.outputs, strict=True):
+        kind = kind_of(kernel, made.stores[0].value.index)
+        if not made.padded and not _well(kernel, made.stores[0].walk, kind, inside=False):
+            return False
+        if made.padded and (result not in PADDED or row_stride(kernel, made.stores[0].walk) is None):
             return False
     drawn = [step for step in kernel.steps if step.op == "uniform"]
     return all(place(match, kernel, step.attributes[1:]) is not None for step in drawn)

@@ -86,6 +86,7 @@ def _cross_entropy(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
         parts=True,
         inverse=count is not None,
         bias=o.get("bias"),
+        padded=any(made.padded for made in o.kernel.outputs),
     )
 
 

@@ -11,12 +11,15 @@ microseconds on an H200 at 8192 rows of 1024 in bfloat16, against the template a
     dropout's backward with a bias's sum   the mask is made again, not kept: no bytes; 35 us, 19 from a kept mask
     a norm's backward for a sum of three   no sum is written and read before
     logits with a bias, up to 16384        the sum of the bias's gradient in the same pass: 15 us instead of 29 at 1000
-    GroupNorm                              its statistics where x is made, its value where it is read, with SiLU: see
-                                           shardc/passes/fuse/group_norms.py
-    AdamW                                  several parameters in one launch, in place, with clipping and low precision
-    rotary embedding                       a kernel reads its operand as three inputs, which nothing says are one tensor
+    GroupNorm                              its statistics where x is made, its value where it is read, with SiLU: 24 us
+                                           instead of 34 at [16, 640, 1024] of bfloat16, its backward 38 instead of 55;
+                                           alone it would take 24 instead of the template's 19, and 36 instead of 34
+    AdamW                                  parameters and moments are tensors of their own, many a launch: GPT-2's 148
+                                           in float32 take 902 us, torch's fused AdamW 1030; one flat tensor would 824
 
-and because other formulas have no template: cross-entropy with label smoothing or weights of classes.
+and because nothing is left to gain: a rotary embedding, each half of which `fused/unrolled.py` reads and writes once,
+takes 38.9 us for 8192 positions of 32 heads of 128 and 38.2 in backward, the template 37.6 and 38.1, a copy 37.2; and
+because other formulas have no template: cross-entropy with label smoothing or weights of classes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 Matrix units are fed 16 bytes at a time, and libraries' kernels for other dims are 2 to 8 times slower; padded strides
 alone do not help. What is added is 0, adds 0 to every sum, and is cut off the result, which is a view: kernels read it
 where it lies. Only of a dim that lies along rows somewhere is it known to matter: of `linear` those are its features.
+What kernels make, `fuse` has them write with its padding (see fuse/padding.py): the gradient of the logits above is
+copied by nobody.
 
 The rule: such a product takes SLOWER times as long at the least, and padding is worth what a GPU copies in the time
 that is saved, FLOPS_A_BYTE; products too short to notice stay. A

@@ -20,6 +20,7 @@ CASES: dict[str, Callable[[], object]] = {
     "logits": lambda: ops.cross_entropy(torch.zeros(2, 4, 6), TARGET),
     "target": lambda: ops.cross_entropy(X, TARGET.int()),
     "in_place": lambda: ops.cross_entropy(torch.zeros(6, 4).T, TARGET, in_place=True),
+    "padded": lambda: ops.cross_entropy(X, TARGET, in_place=True, padded=True),
     "angles": lambda: ops.rope(torch.zeros(1, 2, 3, 8), torch.zeros(5, 4), torch.zeros(5, 4)),
     "contiguous": lambda: ops.adamw(X[:, 0], *[torch.zeros(4)] * 3, torch.tensor(0.1), torch.tensor(1)),
     "groups": lambda: ops.group_norm(torch.zeros(2, 10, 3), 4, None, None),

@@ -1,7 +1,8 @@
 """What one rank of `test_bucket.py` does: train GPT-2 with buckets and without, and compare all that it then holds.
 
-Writes `FOLDER/RANK.json`: for each case, the names of tensors that differ in some bit, the losses of both, and the
-number of collectives of both.
+Programs come from the folder, compiled by the test: `prepare` leaves them there, with weights and a batch. Writes
+`FOLDER/RANK.json`: for each case, the names of tensors that differ in some bit, the losses of both, and the number of
+collectives of both.
 """
 
 import json
@@ -14,6 +15,7 @@ import torch
 
 import shardc
 from examples.gpt2 import gpt2
+from tests.replanned import replanned
 
 SMALL = 30_000  # bytes, so that there are several buckets
 CASES: dict[str, dict[str, Any]] = {
@@ -32,17 +34,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def program_of(case: str, bucket: bool) -> tuple[shardc.Program, dict[str, torch.Tensor]]:
+def program_of(case: str) -> tuple[shardc.Program, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model, batch = gpt2(batch=4, seq=8, layers=2, vocab=64, heads=4, width=32)
-    plan = {"inputs": dict.fromkeys(batch, "dp, -"), "bucket": SMALL if bucket else False, **CASES[case]}
+    plan = {"inputs": dict.fromkeys(batch, "dp, -"), **CASES[case]}
     mine = torch.optim.AdamW(model.parameters(), lr=1e-3) if plan.pop("optimizer", False) else None
     return shardc.compile(model, batch, mesh="dp=2", plan=plan, optimizer=mine), batch
 
 
-def run(case: str, bucket: bool) -> tuple[dict[str, torch.Tensor], list[float], int]:
-    program, batch = program_of(case, bucket)
-    with program.launch(timeout=60) as trainer:
+def prepare(folder: Path) -> None:
+    for case in CASES:
+        program, batch = program_of(case)
+        program.save(folder / f"{case} False.json")
+        replanned(program, bucket=SMALL).save(folder / f"{case} True.json")
+    assert program.model is not None
+    torch.save((program.model.state_dict(), dict(batch)), folder / "given.pt")
+
+
+def run(folder: Path, case: str, bucket: bool) -> tuple[dict[str, torch.Tensor], list[float], int]:
+    program = shardc.Program.load(folder / f"{case} {bucket}.json")
+    state, batch = torch.load(folder / "given.pt")
+    with program.launch(state=state, timeout=60) as trainer:
         results = [trainer.step(batch) for _ in range(2)]
         held = {name: x.clone() for name, x in trainer.state.items()}
         held |= {f"d.{name}": x for name, x in results[-1].grads.items()}
@@ -54,9 +66,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     found: dict[str, dict[str, Any]] = {}
+    folder = Path(sys.argv[2])
     for case in CASES:
-        plain, losses, count = run(case, False)
-        held, bucketed, fewer = run(case, True)
+        plain, losses, count = run(folder, case, False)
+        held, bucketed, fewer = run(folder, case, True)
         assert plain.keys() == held.keys()
         assert plain
         found[case] = {
@@ -64,7 +77,7 @@ def main() -> None:
             "losses": [losses, bucketed],
             "collectives": [count, fewer],
         }
-    (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """What one rank of `test_real_bytes.py` does: train GPT-2 under each ZeRO stage, and count what it really holds.
 
-Writes `FOLDER/RANK.json`: for each case, bytes of the storages that the trainer's tensors lie in, by role, before the
+Programs come from the folder, compiled by the test: `prepare` leaves them there, with weights and a batch. Writes
+`FOLDER/RANK.json`: for each case, bytes of the storages that the trainer's tensors lie in, by role, before the
 first step and after each.
 """
 
@@ -37,6 +38,14 @@ def program_of(case: str) -> tuple[shardc.Program, Mapping[str, Any]]:
     return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer), batch
 
 
+def prepare(folder: Path) -> None:
+    for case in CASES:
+        program, batch = program_of(case)
+        program.save(folder / f"{case}.json")
+    assert program.model is not None
+    torch.save((program.model.state_dict(), dict(batch)), folder / "given.pt")
+
+
 def held(trainer: Trainer) -> dict[str, int]:
     """Each storage once, by the role of the tensors in it."""
     roles = {port.name: port.role for port in trainer.body.inputs}
@@ -54,14 +63,16 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     found: dict[str, list[dict[str, int]]] = {}
+    folder = Path(sys.argv[2])
+    state, batch = torch.load(folder / "given.pt", mmap=True)
     for case in CASES:
-        program, batch = program_of(case)
-        with program.launch(timeout=60) as trainer:
+        program = shardc.Program.load(folder / f"{case}.json")
+        with program.launch(state=state, timeout=60) as trainer:
             found[case] = [held(trainer)]
             for _ in range(STEPS):
                 trainer.step(batch)
                 found[case].append(held(trainer))
-    (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 

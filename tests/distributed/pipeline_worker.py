@@ -24,7 +24,7 @@ from shardc.stages.instructions import Backward, Forward
 
 RANK = int(os.environ["RANK"])
 FOLDER = Path(sys.argv[2])
-STEPS = 10
+STEPS = 5
 LIMIT = 8.0
 ALL = ("param", "buffer", "state")
 

@@ -17,7 +17,7 @@ from shardc.plan import Plan
 from shardc.runtime.checkpoint import load_state_dict
 from shardc.runtime.checkpoint_folder import Manifest
 from shardc.runtime.launch import launch
-from tests.distributed.test_gloo import start
+from tests.distributed.ranks import start
 from tests.handmade import mlp, mlp_inputs
 
 PARAMS = {"**.wte.weight": "tp, -", "**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}
@@ -25,6 +25,7 @@ PLANS = {"zero3": ("dp=2,tp=2", {"zero": 3, "axes": ["dp"]}), "tp4": ("tp=4", {}
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_simulation_and_jobs(tmp_path: Path) -> None:
     for name, (mesh, storage) in PLANS.items():
         network, batch = gpt2(layers=1, batch=4, vocab=255, seq=8)  # a vocabulary that does not divide

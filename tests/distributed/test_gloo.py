@@ -1,14 +1,7 @@
 """Real processes over gloo: collectives equal the simulation's, training does, and a dead rank is named in time."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,51 +9,10 @@ from safetensors.torch import save_file
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.launch import launch
+from tests.distributed.ranks import start
 from tests.handmade import mlp, mlp_inputs
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parent / "worker.py"
 LIMIT = 8.0  # as in worker.py
-
-
-def start(
-    scenario: str, ranks: int, folder: Path, limit: float = 90.0, worker: Path = WORKER
-) -> list[dict[str, Any] | None]:
-    """Run a scenario in `ranks` processes; what each wrote, None for one that died before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-    }
-    command = [sys.executable, str(worker), scenario, str(folder)]
-    output = [(folder / f"{rank}.log").open("w") for rank in range(ranks)]
-    processes = [
-        subprocess.Popen(
-            command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=output[r], stderr=output[r], cwd=ROOT
-        )
-        for r in range(ranks)
-    ]
-    deadline = time.monotonic() + limit
-    try:
-        # A stuck rank would sleep on; it is killed with the rest.
-        for process in processes[:-1] if scenario == "stuck" else processes:
-            process.wait(max(0.1, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for file in output:
-            file.close()
-    logs = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(ranks))
-    results = [folder / f"{rank}.json" for rank in range(ranks)]
-    assert any(path.exists() for path in results), logs
-    assert scenario in ("dead", "stuck", "own") or all(path.exists() for path in results), logs
-    return [json.loads(path.read_text()) if path.exists() else None for path in results]
 
 
 def test_collectives_equal_the_simulation(tmp_path: Path) -> None:

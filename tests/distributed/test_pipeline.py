@@ -15,11 +15,11 @@ import shardc
 from examples.gpt2 import gpt2
 from shardc.runtime.checkpoint import load_state_dict
 from shardc.stages.instructions import Instruction
-from tests.distributed.test_gloo import start
+from tests.distributed.ranks import start
 from tests.stages.whole import SCHEDULES
 
 WORKER = Path(__file__).parent / "pipeline_worker.py"
-LIMIT, STEPS = 8.0, 10  # as in pipeline_worker.py
+LIMIT, STEPS = 8.0, 5  # as in pipeline_worker.py
 TP = {"**.wte.weight": "tp, -", "**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}
 SIZE = {"layers": 4, "batch": 8, "vocab": 63, "seq": 8, "width": 32}
 
@@ -139,6 +139,7 @@ def check_training(program: shardc.Program, folder: Path, name: str, found: list
         torch.testing.assert_close(whole[key], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
     programs = {
         "pp4": prepare(tmp_path, "pp4", "pp=4", **pipeline("zb-h1")),
@@ -222,6 +223,7 @@ def check_schedules(programs: dict[str, shardc.Program], found: list[dict[str, A
             assert one[f"by {name}"]["sum"] == pytest.approx(total, rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_eight_ranks_train_as_one_device(tmp_path: Path) -> None:
     inputs = dict.fromkeys(("input_ids", "labels"), "dp, -")
     program = prepare(tmp_path, "pp2dp2tp2", "dp=2,pp=2,tp=2", params=TP, inputs=inputs, **pipeline("zb-v"))
@@ -229,6 +231,7 @@ def test_eight_ranks_train_as_one_device(tmp_path: Path) -> None:
     check_training(program, tmp_path, "pp2dp2tp2", [one["pp2dp2tp2"] for one in ranks])
 
 
+@pytest.mark.slow
 def test_stored_parameters_are_gathered_for_stages(tmp_path: Path) -> None:
     """ZeRO-3 within the stages of a pipeline: gathers of the instruction lists, in processes and in the simulation."""
     zero: dict[str, Any] = {"storage": {"zero": 3, "axes": ["dp"]}}

@@ -10,7 +10,7 @@ import shardc
 from examples.mlp import mlp, reconstruction
 from shardc.plan import Plan
 from shardc.runtime.launch import Trainer
-from tests.distributed.test_gloo import start
+from tests.distributed.ranks import start
 
 PLAN = Path(__file__).parents[2] / "configs/plans/mlp.yaml"
 WORKER = Path(__file__).parent / "precision_worker.py"

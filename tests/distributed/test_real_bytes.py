@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed import bytes_worker
 from tests.distributed.bytes_worker import CASES, STEPS, program_of
-from tests.distributed.test_gloo import start
+from tests.distributed.ranks import start
 
 Held = dict[str, list[dict[str, int]]]
 ROLES = {"param": "parameters", "state": "optimizer state", "buffer": "buffers"}
@@ -16,11 +16,14 @@ ROLES = {"param": "parameters", "state": "optimizer state", "buffer": "buffers"}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Held]:
-    found = start("bytes", 4, tmp_path_factory.mktemp("bytes"), limit=300, worker=Path(bytes_worker.__file__))
+    folder = tmp_path_factory.mktemp("bytes")
+    bytes_worker.prepare(folder)
+    found = start("bytes", 4, folder, limit=300, worker=Path(bytes_worker.__file__))
     assert all(one is not None for one in found)
     return [one for one in found if one is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_what_is_allocated(case: str, ranks: list[Held]) -> None:
     program, _ = program_of(case)

@@ -32,12 +32,13 @@ def end_of(job: subprocess.Popen[str], folder: Path) -> tuple[str, float]:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    job = torchrun("dead", 4, tmp_path)
+    """How ranks that were not waiting for it learn of it, `test_gloo.py` shows on four."""
+    job = torchrun("dead", 2, tmp_path)
     said, seconds = end_of(job, tmp_path)
     assert job.returncode != 0
-    assert said.count("error[SC502 dead-rank]: rank 3 died, without an error of its own") == 3, said
-    assert "rank 2 was waiting for it in instruction %proj.all_reduce" in said
-    assert "rank 3 last said that it was at instruction %fc.mm (mlp.py:5) of step 1" in said
+    assert said.count("error[SC502 dead-rank]: rank 1 died, without an error of its own") == 1, said
+    assert "rank 0 was waiting for it in instruction %proj.all_reduce" in said
+    assert "rank 1 last said that it was at instruction %fc.mm (mlp.py:5) of step 1" in said
     assert seconds < LIMIT + ENDING, said
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from test_functions import SMALLEST, ULPS, grid, judged
+from test_functions import kernel as of_functions
 from torch import Tensor
 
 from kernels_triton.fused import into, reference
@@ -79,3 +81,12 @@ def test_a_prepared_call_is_the_launchers(name: str) -> None:
         for mine, theirs, told in zip(results, expected, here, strict=True):
             assert mine is told
             assert torch.equal(mine, theirs)
+
+
+def test_functions() -> None:
+    """Over the whole range but denormal numbers, which a GPU's roots take for 0: within the interpreter's bounds twice
+    over and a unit, for quotients and roots that are approximate."""
+    x = grid()
+    x = x[(x.abs() >= SMALLEST) | (x == 0) | x.isnan()]
+    found = launcher(of_functions(ULPS, x.numel()))([x.cuda()])
+    judged({name: 2 * most + 1 for name, most in ULPS.items()}, [y.cpu() for y in found], x)

@@ -1,16 +1,17 @@
-"""The templates on a GPU: against float64 references, twice bitwise the same, and past 2^31 elements."""
+"""The templates on a GPU: each element against float64 references, twice bitwise the same, and past 2^31 elements."""
 
 from typing import Any
 
 import pytest
 import torch
+from closeness import by_rows
 from torch import Tensor
 
 from kernels_triton import launch
 from kernels_triton.registry import TEMPLATES
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 4e-6}  # of the largest element of its row
 SHAPES = ((1, 1), (70, 513), (300, 4096), (64, 12288), (5, 131072))
 WHOLE = {"batch": 2, "heads": 5, "dim": 64, "half": 24, "channels": 64, "groups": 32, "space": 77}
 
@@ -23,7 +24,7 @@ def sane(name: str, arguments: list[Any], like: torch.dtype) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_against_float64(name: str, dtype: torch.dtype) -> None:
     template = TEMPLATES[name]
     for rows, cols in SHAPES:
@@ -41,8 +42,8 @@ def test_against_float64(name: str, dtype: torch.dtype) -> None:
                 found, second, expected = arguments[:4], again[:4], wide[:4]
             for mine, repeated, theirs in zip(tensors(found), tensors(second), tensors(expected), strict=True):
                 assert torch.equal(mine, repeated), f"{name} {variant} {rows}x{cols} is not deterministic"
-                error = (mine.double() - theirs).norm() / theirs.double().norm().clamp(min=1e-30)
-                assert error < TOLERANCE[dtype], f"{name} {variant} {rows}x{cols}: relative error {error:.1e}"
+                error = by_rows(mine, theirs)
+                assert error < TOLERANCE[dtype], f"{name} {variant} {rows}x{cols}: an element is off by {error:.1e}"
 
 
 def tensors(value: Any) -> list[Tensor]:

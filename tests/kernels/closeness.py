@@ -31,5 +31,12 @@ def relative(found: Tensor, exact: Tensor, terms: Tensor | None = None) -> float
     return float((error / scale.clamp(min=1e-30)).max()) if error.numel() else 0.0
 
 
+def by_rows(found: Tensor, exact: Tensor) -> float:
+    """The largest error of an element, relative to the largest element of its row, or to the smallest normal number:
+    no row hides another's error, and no number of right elements a wrong one."""
+    largest = exact.abs().amax(-1, keepdim=True) if exact.dim() else exact.abs()
+    return relative(found, exact, largest.clamp(min=FORMATS[found.dtype][1] if found.dtype in FORMATS else 1))
+
+
 def wide(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x

@@ -37,6 +37,12 @@ def template(line: str, *inputs: Tensor, looped: int = 0) -> tuple[Tensor, ...]:
         return tuple(made(inputs))
 
 
+def in_wide_rows(op: str, *args: Any) -> tuple[Tensor, ...]:
+    """An op with `padded`, and of its last result the whole rows."""
+    *rest, made = getattr(ops, op)(*args, padded=True)
+    return *rest, made.as_strided((made.shape[0], made.stride(0)), (made.stride(0), 1))
+
+
 def scheduled(op: str, name: str, schedule: Schedule, *args: Any) -> Any:
     """An op, with this schedule where it asks for that of `name`."""
     with trying(name, schedule):

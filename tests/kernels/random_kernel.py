@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels_triton.fused.behind import UNIT
 from kernels_triton.fused.corpus import Draft
 from kernels_triton.fused.kernel import Kernel, Output, Ref, Step, Store, Walk, broadcast, whole
 from kernels_triton.rows import Schedule, power_of_two
@@ -41,7 +42,7 @@ class Grower:
     def input(self) -> None:
         space = self.k.space
         dtype = self.draw(st.sampled_from(FLOATS + FLOATS + INTS + NARROW))
-        kind = self.draw(st.sampled_from(("full", "full", "half", "strided", "row", "col", "scalar", "some")))
+        kind = self.draw(st.sampled_from(("full", "full", "half", "strided", "wide", "row", "col", "scalar", "some")))
         if kind == "half":  # of a packed tensor
             shape = (*space[:-1], 2 * space[-1])
             offset = self.draw(st.sampled_from((0, space[-1])))
@@ -50,6 +51,8 @@ class Grower:
             order = self.draw(st.permutations(range(len(space))))
             shape, walk = permuted(space, order)
             made = self.k.input(dtype, shape, walk)
+        elif kind == "wide":
+            made = self.k.in_wide_rows(dtype)
         else:
             shape = {
                 "full": space, "half": space, "strided": space, "row": (*space[:-1], 1), "col": space[-1:], "scalar": ()
@@ -143,7 +146,7 @@ def permuted(space: tuple[int, ...], order: list[int]) -> tuple[tuple[int, ...],
 @st.composite
 def kernels(draw: st.DrawFn) -> Kernel:
     rows = draw(st.lists(st.integers(1, 6), min_size=0, max_size=2))
-    k = Draft((*rows, draw(st.sampled_from((1, 3, 8, 16, 33, 70)))))
+    k = Draft((*rows, draw(st.sampled_from((1, 3, 8, 16, 33, 70)))), batch=draw(st.integers(0, len(rows))))
     grower = Grower(k, draw)
     for _ in range(draw(st.integers(1, 4))):
         grower.input()
@@ -168,11 +171,13 @@ def kernels(draw: st.DrawFn) -> Kernel:
         # As large as the value, or larger.
         larger = [draw(st.booleans()) and draw(st.booleans()) for _ in k.space]
         if probed.late[value.index]:
-            larger[:-1] = [False] * (len(larger) - 1)
+            larger[k.batch : -1] = [False] * (len(larger) - 1 - k.batch)
         along = [a or b for a, b in zip(probed.varies[value.index], larger, strict=True)]
         shape = tuple(n if a else 1 for n, a in zip(k.space, along, strict=True))
         dtype = draw(st.sampled_from((*NARROW, *INTS) if value in counted else FLOATS))
-        if shape == k.space and draw(st.booleans()):
+        if shape == k.space and k.space[-1] > UNIT and draw(st.booleans()):
+            k.out_before_zeros(value, dtype)
+        elif shape == k.space and draw(st.booleans()):
             shape, walk = permuted(shape, draw(st.permutations(range(len(shape)))))
             k.joined(dtype, shape, (value, walk))
         else:
@@ -184,9 +189,9 @@ def _probed(k: Draft) -> Kernel:
     """The kernel, before it has outputs: with one that stores a sum of everything."""
     last = len(k.inputs) + len(k.steps)
     total = (Step("rsum", (Ref(0),)), Step("cast", (Ref(last),), dtype=torch.float32), Step("csum", (Ref(last + 1),)))
-    walk = Walk(0, (0,) * len(k.space))
-    stored = Output(torch.float32, (), (Store(Ref(last + 2), walk),))
-    return Kernel("probe", k.space, tuple(k.inputs), (*k.steps, *total), (stored,))
+    walk = Walk(0, (*whole(k.space[: k.batch]).strides, *[0] * (len(k.space) - k.batch)))
+    stored = Output(torch.float32, k.space[: k.batch], (Store(Ref(last + 2), walk),))
+    return Kernel("probe", k.space, tuple(k.inputs), (*k.steps, *total), (stored,), k.batch)
 
 
 def arguments(kernel: Kernel, seed: int) -> list[Tensor]:

@@ -1,12 +1,14 @@
 """The end of benchmarks/kernels.py: runs put together, goals counted, and a reason for every line that misses one."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import kernel_summary
-from benchmarks.kernel_summary import TIE, UNKNOWN, results, summary, table
+from benchmarks import kernel_summary, kernels
+from benchmarks.kernel_cases import COLS, ROWS
+from benchmarks.kernel_summary import UNKNOWN, Reason, results, summary, table
 
 
 def line(op: str, cols: int, provider: str, us: float, of_copy: float = 0.95) -> dict[str, object]:
@@ -14,11 +16,13 @@ def line(op: str, cols: int, provider: str, us: float, of_copy: float = 0.95) ->
 
 
 def test_runs_are_put_together_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_summary, "REASONS", (("soft*", "copy", range(2000), "few columns"),))
+    reasons = (Reason("soft*", "copy", 0.75, "few columns", range(2000)), Reason("soft*", "copy", 0.85, "many"))
+    monkeypatch.setattr(kernel_summary, "REASONS", reasons)
     first = [
         line("softmax", 1024, "ours", 99.0),
         line("softmax", 1024, "eager", 30.0),
         line("rope", 4096, "ours", 10.0),
+        line("rope", 4096, "again", 9.8),  # no peer
     ]
     second = [
         line("softmax", 1024, "ours", 20.0, 0.8),
@@ -33,8 +37,8 @@ def test_runs_are_put_together_and_counted(tmp_path: Path, monkeypatch: pytest.M
     *short, goals = summary(found)
     assert [(one["op"], one["shape"], one["why"]) for one in short] == [
         ("softmax", (8192, 1024), {"copy": "few columns"}),
-        ("rope", (8192, 4096), {"peer": TIE}),
         ("softmax", (8192, 4096), {"copy": UNKNOWN}),
+        ("rope", (8192, 4096), {"peer": "within the 2.0% that two times of the same kernel differ by"}),
     ]
     assert goals == {
         "summary": "goals",
@@ -42,7 +46,8 @@ def test_runs_are_put_together_and_counted(tmp_path: Path, monkeypatch: pytest.M
         "copy >= 0.9": 1,
         "with peers": 2,
         "peer >= 1.0": 1,
-        "peer >= 0.98": 2,
+        "the same kernel twice, 95 % within": 0.02,
+        "peer >= 1.0 but for that": 2,
         "geometric mean": 1.219,  # the root of 1.5 * 0.99
         "unexplained": 1,
     }
@@ -50,3 +55,14 @@ def test_runs_are_put_together_and_counted(tmp_path: Path, monkeypatch: pytest.M
         "| softmax | 20.0 |  |  |  | 0.80 | 1.50 | 1.50 |",
         "| rope | 10.0 | 40.0 | 9.9 |  | 0.95 | 0.99 | 0.99 |",
     ]
+
+
+def test_processes_share_the_work_and_leave_none(tmp_path: Path) -> None:
+    """Each piece is one process's, whoever comes first; the pieces of a group hold each of its cases once."""
+    options = argparse.Namespace(rows=ROWS, cols=COLS, part="1/1", only=None)
+    work = kernels.pieces(options)
+    first, second = kernels.taken(work, tmp_path), kernels.taken(work, tmp_path)
+    shared = [next(second), *(next(first) for _ in range(5)), *second, *first]
+    assert sorted(shared) == sorted(work)
+    shapes = {name: 1 if name == "adamw" else 2 if name == "cross_entropy" else 12 for name in kernels.PIECES}
+    assert len(set(work)) == sum(shapes[name] * count for name, count in kernels.PIECES.items())

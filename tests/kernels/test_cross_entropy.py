@@ -28,10 +28,18 @@ def exactly(x: Tensor, target: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return loss.detach(), grad
 
 
+def in_wide_rows(x: Tensor) -> Tensor:
+    """Rows that begin with 16 bytes; who reads what lies between them and uses it gets NaN."""
+    wide = torch.full((x.shape[0], -(-x.shape[1] // 8) * 8), torch.nan, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
 @FEW
-@given(x=rows(9000), in_place=st.booleans())
-def test_whole(interpreted: Interpreter, x: Tensor, in_place: bool) -> None:
+@given(x=rows(9000), in_place=st.booleans(), wide=st.booleans())
+def test_whole(interpreted: Interpreter, x: Tensor, in_place: bool, wide: bool) -> None:
     target, scale = targets(x), torch.tensor(0.5)
+    x = in_wide_rows(x) if wide else x
     (loss, lse, grad), after = interpreted("cross_entropy", x, target, scale, -100, in_place, changed=True)
     exact, exact_grad = exactly(x, target, 0.5)
     size = x.double().abs().max().clamp(min=1.0)
@@ -40,6 +48,23 @@ def test_whole(interpreted: Interpreter, x: Tensor, in_place: bool) -> None:
     # A logit's rounding, of its own size, passes into the exponential.
     assert relative(grad, exact_grad, torch.tensor(0.5)) < LOOSE[x.dtype] + 2e-7 * float(size)
     assert torch.equal(after[0], grad if in_place else x)
+
+
+@FEW
+@given(x=rows(9001), wide=st.booleans(), shard=st.booleans())
+def test_padded(interpreted: Interpreter, x: Tensor, wide: bool, shard: bool) -> None:
+    """The same gradient in rows of whole 16 bytes, zeros between them, also where it is NaN."""
+    target = targets(x)
+    target[-1] = x.shape[1]
+    op, args = "cross_entropy", (in_wide_rows(x) if wide else x, target, torch.tensor(0.5))
+    if shard:
+        stats = interpreted("cross_entropy_stats", *args[:2]).unsqueeze(0)
+        op, args = "cross_entropy_finish", (*args[:2], stats, x.shape[1], 0, args[2])
+    *_, plain = interpreted(op, *args)
+    *_, whole = interpreted("in_wide_rows", op, *args)
+    assert whole.shape[1] % (16 // x.element_size()) == 0
+    assert torch.equal(whole[:, : x.shape[1]].nan_to_num(7.0), plain.nan_to_num(7.0))
+    assert not whole[:, x.shape[1] :].any()
 
 
 @FEW
@@ -71,6 +96,19 @@ def test_a_target_that_is_no_class_is_loud(interpreted: Interpreter, op: str) ->
     assert grad.isnan().all(-1).tolist() == [False, True, True, False]
     assert loss[3] == 0.0
     assert not grad[3].any()
+
+
+@pytest.mark.parametrize("cols", [10, 9000])
+def test_an_ignored_row_has_no_gradient_whatever_its_logits(interpreted: Interpreter, cols: int) -> None:
+    x = torch.randn(4, cols)
+    x[0, 3], x[1, 5], x[2, cols - 1], x[3] = torch.nan, torch.inf, torch.nan, -torch.inf
+    target = torch.tensor([-100, -100, 1, -100])
+    *_, grad = interpreted("cross_entropy", x, target)
+    assert not grad[[0, 1, 3]].any()
+    assert grad[2].isnan().all()
+    *_, whole = interpreted("in_wide_rows", "cross_entropy", x.bfloat16(), target)
+    assert not whole[[0, 1, 3]].any()
+    assert not whole[:, cols:].any()
 
 
 def test_masked_and_huge_logits(interpreted: Interpreter) -> None:

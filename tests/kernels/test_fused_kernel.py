@@ -207,6 +207,9 @@ def test_what_makes_no_sense_is_refused() -> None:
     assert "written in part" in wrong(partly)
     assert "written twice" in wrong(twice)
     assert "walked out of its 32 elements" in wrong(out_of)
+    for lines in ("[4,48]=%0@0:48,1+0", "[4,40]=%0@0:33,1+0", "[4,33]=%0+0", "[8,40]=%0@0:40,1+0"):
+        with pytest.raises(ShardcError, match="no rows that end with zeros"):
+            parse(f"fused_wrong[4|33](f32[4,33]){{}}->f32{lines}")
     assert "no inputs" in wrong(lambda k: k.out(k("iota", attributes=(0,)), f32))
     assert "of class f" in wrong(lambda k: k.out(k("and", k.full(f32), True), f32))
     for line in ("", "x[2|3](f32[2,3]){}->f32[2,3]=%0 ", "x[2|3](f32[2,3]){%1=no(%0)}->f32[2,3]=%1"):

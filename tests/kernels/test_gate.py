@@ -26,6 +26,7 @@ def quick(arch: int) -> list[gate.Source]:
     return list(gate.sources(arch, quick=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("arch", [90, 80])
 def test_kernels_pass(arch: int, part: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels_triton import launch
 from kernels_triton.fused import reference
+from kernels_triton.fused.behind import end
 from kernels_triton.fused.text import parse
 from kernels_triton.gate import measure, source_of
 from kernels_triton.templates.match import found
@@ -75,6 +76,15 @@ KERNELS = {
         ),
         "f32[5,1]=%6@0:1,0, f32[5,1]=%10@0:1,0, {t}[5,{c}]=%17",
     ),
+    "cross_entropy, uneven": (  # of rows that `align` has padded, into rows that are padded
+        "{t}[5,{w}]@0:{w},1, i64[5]@0:1,0, f32[]@0:0,0",
+        (
+            "%3=rmax(%0); %4=sub(%0, %3); %5=exp(%4); %6=rsum(%5); %7=iota{{1}}(); %8=eq(%7, %1); "
+            "%9=ne(%1, -100); %10=where(%9, %2, 0.0); %11=div(%10, %6); %12=mul(%5, %11); %13=where(%8, %10, 0.0); "
+            "%14=sub(%12, %13)"
+        ),
+        "{t}[5,{w}]=%14@0:{w},1{z}",
+    ),
     "cross_entropy, biased": (
         "{t}[5,{c}], i64[5]@0:1,0, f32[]@0:0,0, f32[{c}]@0:0,1",
         (
@@ -123,7 +133,8 @@ KERNELS = {
 
 
 def line(name: str, dtype: str, cols: int) -> str:
-    inputs, steps, outputs = (part.format(t=dtype, c=cols, rows3=3 * cols) for part in KERNELS[name])
+    w, z = end(cols), "+0" if end(cols) > cols else ""
+    inputs, steps, outputs = (part.format(t=dtype, c=cols, rows3=3 * cols, w=w, z=z) for part in KERNELS[name])
     return f"k[{ROWS}|{cols}]({inputs}){{{steps}}}->{outputs}"
 
 
@@ -196,6 +207,9 @@ def test_long_rows_with_much_to_hold_are_the_generators(name: str) -> None:
         ("layer_norm_backward", "f32", 8192),
         ("rms_norm_backward", "bf16", 1024),
         ("rms_norm_backward", "bf16", 8192),
+        ("cross_entropy, uneven", "bf16", 50257),
+        ("cross_entropy, uneven", "f32", 50257),
+        ("cross_entropy, uneven", "bf16", 128255),
         ("cross_entropy, biased", "bf16", 32000),
         ("cross_entropy, biased", "bf16", 50304),
     ],

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost.memory import memory
-from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
 from shardc.passes import align as module
 from shardc.passes.align import FORMS, align, worth
+from shardc.passes.fuse import fuse
+from shardc.passes.fuse.traffic import traffic
 
 aten = torch.ops.aten
 
@@ -133,15 +135,35 @@ def big(**plan: Any) -> shardc.Program:
 
 
 def test_what_is_worth_it_is_padded() -> None:
-    """The head's three products, and no copy of the logits for it: kernels read them where they lie."""
+    """The head's three products, and no copy of the logits or their gradient for it: kernels read the ones where they
+    lie, and write the other in rows that are padded already."""
     before, after = big(fuse=True, align=False), big(fuse=True)
     assert rows(before.body) == {256, 1024, 5001}
     assert rows(after.body) == {256, 1024, 5008}
     pads = [node for node in after.body.calls() if node.target is aten.constant_pad_nd.default]
-    assert {info(operands(node)[0]).name for node in pads} >= {"embed.weight"}
+    assert {info(operands(node)[0]).name for node in pads} == {"embed.weight"}
     assert after.memory().peak <= before.memory().peak * module.SLACK
     (loss,) = (node for node in after.body.calls() if "cross_entropy" in str(node.target))
     assert info(operands(loss)[0]).name == "head.linear.even"
+    readers = {op_name(user.target) for value in results(loss) if value is not None for user in value.users}
+    assert readers >= {"shardc.linear_dgrad", "shardc.linear_wgrad"}
+    calls = big().body
+    saved = traffic(fuse(calls, exclude=("constant_pad_nd",))).bytes - traffic(fuse(calls)).bytes
+    assert saved == 2 * 8 * 1024 * 5001 * 2, "the copy read all of it, and so wrote it once more"
+
+
+def test_a_shard_of_the_vocabulary_has_one_gradient() -> None:
+    """Both products read it, padded and with the vocabulary's padding made 0, as one kernel makes it."""
+    with torch.device("meta"):
+        model = Model(vocab=5001, width=256, hidden=1024)
+        tokens = torch.empty(8, 1024, dtype=torch.int64)
+    plan = {"params": {"embed.weight": "tp, -"}, "fuse": True}
+    body = compiled(model, {"tokens": tokens, "labels": tokens}, "tp=2", plan).body
+    assert rows(body) == {256, 1024, 2504}
+    made = [value for value in body.values() if type_of(value).local_shape(body.mesh) == (8, 1024, 2504)]
+    assert [op_name(producer(value)[0].target) for value in made] == ["shardc.linear", "shardc.fused"]
+    pads = [node for node in body.calls() if node.target is aten.constant_pad_nd.default]
+    assert {info(operands(node)[0]).name for node in pads} == {"embed.weight"}
 
 
 def test_what_is_not_worth_it_stays() -> None:

@@ -20,6 +20,7 @@ from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
 from shardc.passes.bucket import SIZE, block_of, bucket
 from shardc.passes.verify import ENSURES
+from tests.replanned import replanned
 
 SMALL = 60_000  # bytes: a layer of the model below takes about two
 TP = {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"}
@@ -73,10 +74,10 @@ def test_fewer_collectives_of_the_same_bytes(case: str) -> None:
     plan, before, large, small = CASES[case]
     plain = compiled(plan)
     # Kernels may hold as much as the body that they are made of, buckets and all.
-    allowed = (compiled({**plan, "fuse": False}) if "fuse" in plan else plain).memory().peak
+    allowed = (replanned(plain, fuse=False) if "fuse" in plan else plain).memory().peak
     counts: list[int] = []
     for size in (SIZE, SMALL):
-        program = compiled(plan, size)
+        program = replanned(plain, bucket=size)
         counts.append(len(program.collectives()))
         assert sent(program.body) == sent(plain.body)
         assert program.memory().peak <= allowed + size

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shardc
 from kernels_triton.fused import text
+from kernels_triton.fused.apart import apart
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.op import FUSED
 from kernels_triton.templates.op import KERNELS
@@ -228,6 +229,7 @@ def test_float64_is_computed_in_float64() -> None:
     for kernel in found:
         assert kernel.double or torch.float64 not in {one.dtype for one in kernel.outputs}
         assert kernel.double or "pow" not in {step.op for step in kernel.steps}
+        assert kernel.double or len(apart(kernel)) == len(kernel.outputs) // 3  # a parameter and its two moments each
 
 
 def test_a_graph_of_three_thousand_calls() -> None:

@@ -148,9 +148,51 @@ def test_a_kernel_too_many_at_the_peak_is_not_made_and_others_are() -> None:
     assert not any(found.code == "SC217" for found in program.diagnostics)
 
 
+class Scaled(nn.Module):
+    """Tokens whose channels are scaled: what backward sums of them can all be one kernel, and is then held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.up = nn.Embedding(30, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.scale, self.head = nn.Parameter(torch.rand(16, 1)), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.table(x))
+        h = h.transpose(1, 2) + self.scale * self.up(h).transpose(1, 2)
+        return self.head(nn.functional.gelu(h).mean(2)).square().mean()
+
+
 def test_where_nothing_is_fused_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardc.passes.fuse.TRIES", 3)
-    program = shardc.compile(Distances(), (torch.randn(8, 8, 16),), mesh="dp=1", plan={"fuse": True})
+    plan = {"fuse": True, "inputs": {"x": "dp"}}
+    program = shardc.compile(Scaled(), (torch.randint(30, (4, 8)),), mesh="dp=2", plan=plan)
     (found,) = (one for one in program.diagnostics if one.code == "SC217")
     assert found.severity == "warning"
     assert "after 3 tries" in found.message
+
+
+class Beside(nn.Module):
+    """What `w` takes has to be gathered first; what becomes of `z` is not asked for so soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(8, 64, bias=False)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        scale, other = torch.sigmoid(x) * x, torch.tanh(z) * z
+        return (self.w(scale).square().mean() + self.w(other).square().mean()) * 2
+
+
+@pytest.mark.parametrize(("launch", "kernels"), [(0, [1, 1]), (1 << 20, [2])])
+def test_an_urgent_collective_does_not_wait_for_what_it_does_not_need(
+    launch: int, kernels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kernels of one shape may run at one time; together, where that is no later than a launch is."""
+    plan = {"inputs": {"x": "-, tp, -", "z": "-, tp, -"}, "params": {"w.weight": "tp, -"}}
+    batch = {"x": torch.randn(2, 4, 8), "z": torch.randn(2, 4, 8)}
+    body = shardc.compile(Beside(), batch, mesh="tp=2", plan=plan).body
+    monkeypatch.setattr("shardc.passes.fuse.clusters.LAUNCH", launch)
+    made = fuse(body)
+    gathered = [n for n in made.calls() if op_name(n.target) == "shardc.all_gather" and info(n).phase == "fwd"]
+    sources = dict.fromkeys(producer(n.all_input_nodes[0])[0] for n in gathered)
+    assert [len(list(results(n))) for n in sources if n.target in KERNELS] == kernels

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import shardc
 from benchmarks.fusion_census import MODELS
+from kernels_triton import ops
 from kernels_triton.fused import reference
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.text import parse
@@ -307,8 +308,30 @@ def test_a_plan_chooses() -> None:
     assert names({"templates": "bias_gelu"}) == {"bias_gelu"}
     assert not names({"templates": []})
     assert names({"exclude": ["shardc.bias_gelu", "add_layer_norm"]}) == every - {"bias_gelu", "add_layer_norm"}
-    with pytest.raises(ShardcError, match="SC208"):
-        names({"templates": ["layernorm"]})
+
+
+@pytest.mark.parametrize(
+    ("fuse", "told", "hint"),
+    [
+        ({"templates": ["layernorm"]}, "no template 'layernorm'", "known are add_layer_norm"),
+        ({"templates": "None"}, "no template 'None'", "templates: [] for none"),
+        ({"templates": [3]}, "no template '3'", "known are add_layer_norm"),
+        ({"templates": {"gated": 1}}, "should be a list of names, not {'gated': 1}", "write templates: [gated"),
+        ({"templates": None}, "should be a list of names, not None", "templates: [] for none"),
+        ({"enabled": "maybe"}, "'fuse.enabled' should be true or false, not 'maybe'", "write enabled: true"),
+        ({"enabled": None}, "'fuse.enabled' should be true or false, not None", "write enabled: true"),
+        *(
+            ({"templates": [name]}, f"no template '{name}'", f"kernels_triton.ops.{name} is a plain function")
+            for name in ops.__all__
+            if name not in NAMES
+        ),
+    ],
+)
+def test_a_plan_that_makes_no_sense(fuse: Any, told: str, hint: str) -> None:
+    with pytest.raises(ShardcError, match="SC208") as refused:
+        shardc.Plan.of(fuse=fuse)
+    assert told in str(refused.value)
+    assert hint in str(refused.value.diagnostics[0].hint)
 
 
 def test_a_plan_with_templates_is_written_back() -> None:

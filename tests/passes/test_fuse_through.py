@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardc
+from kernels_triton.templates.op import kernel_of
 from shardc.ir.graph import Graph, info, op_name
 from shardc.passes.fuse.spaces import Blocks
 from shardc.passes.fuse.through import composed
@@ -85,6 +87,24 @@ def test_halves_are_made_where_they_are_read(forward: Any, whole: bool) -> None:
     assert made.verify().ok, str(made.verify())
 
 
+@pytest.mark.parametrize("dims", [8, 4, 2])
+def test_some_dims_of_a_head_turn(dims: int) -> None:
+    """All of 8, half of them, a quarter: by halves where the dims that turn are, and the others as they come."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        heads = model.up(x).view(6, 4, 4, 8).transpose(1, 2)
+        turned, rest = heads[..., :dims], heads[..., dims:]
+        angles = torch.arange(4.0)[:, None] * torch.arange(1.0, 1 + dims // 2)
+        cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
+        a, b = turned[..., : dims // 2], turned[..., dims // 2 :]
+        turned = turned * cos + torch.cat((-b, a), -1) * sin
+        return model.down(torch.cat((turned, rest), -1).transpose(1, 2).reshape(6, 8, 16))
+
+    made = program(forward, 6, 4)
+    assert "neg" not in calls(made.body)
+    assert made.verify().ok, str(made.verify())
+
+
 def test_a_transposed_value_is_not_copied() -> None:
     """Heads that are put together again: a kernel makes what would be a copy of another's result."""
     made = program(lambda m, x: m.down(torch.tanh(m.up(x)[..., :16]).transpose(0, 1).reshape(4, 6, 16)), 6, 4)
@@ -113,4 +133,14 @@ def test_rotary_embeddings_go_back_in_one_kernel_each(mesh: str) -> None:
     assert "mul.Tensor" not in names
     between = names[names.index("shardc.sdpa_bwd") + 1 :]
     assert sum(name == "shardc.fused" for name in between[: between.index("embedding_dense_backward")]) <= 4
+    kernels = [k for node in made.body.calls() if (k := kernel_of(node.target, node.args))]
+    (sines,) = (k for k in kernels if any(step.op == "sin" for step in k.steps))
+    assert math.prod(sines.space) <= 8 * 8  # of a head: no other computes them again
+    turned = [k for k in kernels if len(k.outputs[-1].stores) == 2]
+    assert len(turned) == 4
+    for kernel in turned:  # queries and keys, there and back: of each pair both are read once and written once
+        pairs, stores = math.prod(kernel.space), kernel.outputs[-1].stores
+        read = [one.walk for one in kernel.inputs if math.prod(one.shape) == 2 * pairs]
+        assert sorted(walk.offset for walk in read) == sorted(store.walk.offset for store in stores) == [0, 4]
+        assert all(n == 1 or stride for walk in read for n, stride in zip(kernel.space, walk.strides, strict=True))
     assert made.verify().ok, str(made.verify())

@@ -157,3 +157,25 @@ def test_results_of_one_call_are_all_pending_or_none() -> None:
     """Resolving the small gradient before `narrow`'s backward spares its weight's, which is large."""
     plan = {"params": {"left.weight": "tp, -, -, -", "right.weight": "tp, -, -, -"}}
     check(Fork(), torch.randn(1, 2, 2, 2), "tp=2", plan)
+
+
+def test_what_is_smaller_than_its_kernel_stays_when_its_reader_goes() -> None:
+    """`u` is a quarter of a row of the kernel that broadcasts it; backward then makes that again for itself."""
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        v = F.gelu(F.linear(x, m.a))
+        u = F.gelu(F.gelu(x + F.linear(v, m.b)).unsqueeze(0).expand(2, 2))
+        loss = 0.0 + (F.gelu(v) * torch.arange(2).cos()).sum()
+        return loss + F.mse_loss(u, torch.arange(4).view(2, 2).cos())
+
+    check(Model(step, a=(2, 2), b=(2, 2)), torch.randn(2), "dp=2", {"params": {"a": "dp, -"}, "fuse": True})
+
+
+def test_the_sum_of_a_vector_is_no_sum_over_rows() -> None:
+    """Both are numbers, and no kernel has them at one time: the one is there before the rows, the other after them."""
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        return (x * m.a).square().sum() + m.a.square().sum()
+
+    plan = {"precision": "bf16", "fuse": True}
+    check(Model(step, a=(8,)), torch.randn(6, 5, 8), "dp=1", plan)

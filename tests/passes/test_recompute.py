@@ -23,6 +23,7 @@ from shardc.passes.recompute_choice import Call, Storage, Tradeoff, cheapest, fe
 from shardc.runtime.simulate import simulate
 from tests.handmade import mlp, mlp_inputs
 from tests.models.zoo import PLANS, make
+from tests.replanned import replanned
 
 COLLECTIVE = {"mode": "full", "collectives": True}
 DROPOUT = (("dropout", 0.1),)
@@ -91,7 +92,7 @@ def crossing(body: Graph) -> set[fx.Node]:
 @pytest.mark.parametrize(("name", "arguments"), CASES, ids=lambda v: v if isinstance(v, str) else dict(v).get("batch"))
 def test_same_numbers_in_less_memory(name: str, arguments: tuple[tuple[str, Any], ...], mode: Any) -> None:
     before, expected, held = plain(name, arguments)
-    program = compiled(name, mode, arguments)
+    program = replanned(before, recompute=mode)
     found, most, activations = run(program)
     assert all(torch.equal(found[port], value) for port, value in expected.items())
     assert activations < 0.9 * held
@@ -105,10 +106,11 @@ def test_same_numbers_in_less_memory(name: str, arguments: tuple[tuple[str, Any]
         assert not ops & (set(COUNTS) - {"bmm", "shardc.sdpa"})
 
 
+@pytest.mark.slow
 def test_full_recompute_of_24_layers() -> None:
     arguments = (("layers", 24), ("batch", 4), *DROPOUT)
-    _, expected, held = plain("gpt2", arguments)
-    found, most, activations = run(program := compiled("gpt2", "full", arguments))
+    before, expected, held = plain("gpt2", arguments)
+    found, most, activations = run(program := replanned(before, recompute="full"))
     assert held >= 5 * activations
     assert max(program.memory().timeline) == pytest.approx(most, rel=0.05)
     assert all(torch.equal(found[port], value) for port, value in expected.items())
@@ -156,7 +158,7 @@ def test_gathers_of_backward_serve_what_runs_again(name: str) -> None:
     """ZeRO-3 gathers weights anew in backward, sequence parallelism activations: no gather more, none kept."""
     storage = {"zero": 3, "axes": ["dp"]}
     before = compiled(name, "none", DROPOUT, storage=storage)
-    program = compiled(name, "full", DROPOUT, storage=storage)
+    program = replanned(before, recompute="full")
     assert len(program.collectives()) == len(before.collectives())
     expected = simulate(before.body, before.inputs())
     assert all(torch.equal(v, expected[port]) for port, v in simulate(program.body, program.inputs()).items())
@@ -183,7 +185,7 @@ def test_a_budget_is_kept_with_few_flops() -> None:
     none, expected, held = plain("gpt2", arguments)
     spent: list[int] = []
     for share in (1.0, 0.8, 0.6, 0.45):
-        program = compiled("gpt2", {"budget": int(share * held)}, arguments)
+        program = replanned(none, recompute={"budget": int(share * held)})
         found, _, activations = run(program)
         assert activations <= share * held
         assert not [d for d in program.diagnostics if d.code == "SC214"]
@@ -191,7 +193,7 @@ def test_a_budget_is_kept_with_few_flops() -> None:
         spent.append(flops(program.body).total)
     assert spent == sorted(spent)
     assert spent[0] == flops(none.body).total
-    full = compiled("gpt2", "full", arguments)
+    full = replanned(none, recompute="full")
     assert spent[-2] < flops(full.body).total
 
 
@@ -201,7 +203,7 @@ def test_an_impossible_budget() -> None:
     assert len(said) == 1
     assert said[0].severity == "warning"
     assert "the budget is 1 KiB" in said[0].message
-    assert run(program)[2] <= run(compiled("gpt2", "full"))[2]
+    assert run(program)[2] <= run(replanned(program, recompute="full"))[2]
     with pytest.raises(shardc.ShardcError, match="SC214"):
         compiled("gpt2", {"budget": "1 KiB"}, strict=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
@@ -41,6 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[Program, Mesh, Placed]:
     return program, mesh, draw(plans(program.shapes(), mesh))
 
 
+@pytest.mark.slow
 @given(
     cases(),
     st.sampled_from((2, 3)),

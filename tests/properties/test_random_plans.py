@@ -114,6 +114,7 @@ def cases(draw: st.DrawFn) -> Case:
     return name, mesh, draw(plans(prepared(name).shapes, mesh))
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(
     max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], deadline=None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def cases(draw: st.DrawFn) -> tuple[Program, Mesh, dict[str, dict[str, str]]]:
     return program, mesh, draw(plans(program.shapes(), mesh))
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
 def test_a_random_program_equals_the_single_device(case: tuple[Program, Mesh, dict[str, dict[str, str]]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @given(
     parts=st.lists(st.tuples(st.sampled_from(sorted(PARTS)), st.booleans(), st.booleans()), min_size=1, max_size=3),
     plan=st.sampled_from(PLANS),

@@ -87,6 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str, int]:
     return name, mesh, plan, draw(st.sampled_from(list(OPTIMIZERS))), widest
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(
     max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], deadline=None

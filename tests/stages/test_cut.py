@@ -26,6 +26,7 @@ from shardc.stages.pipeline import Pipeline
 from shardc.stages.program import pipelined
 from shardc.stages.prove import prove
 from tests.models.zoo import make
+from tests.replanned import replanned
 from tests.stages.whole import agree, compiled, staged, step
 
 
@@ -115,16 +116,16 @@ def test_recomputation_sends_nothing_gpt2(mode: Any, mesh: str) -> None:
 )
 def test_recomputation_sends_nothing(model: str, split: list[str], sizes: dict[str, int]) -> None:
     module, batch, loss = make(model, batch=4, **sizes)
-    plain = cut(step(module, batch, 2, loss=loss).body, split=split)
+    traced = step(module, batch, 2, loss=loss)
+    plain, inputs = cut(traced.body, split=split), traced.inputs()
+    expected = run_reference(traced.reference, inputs, dtype=torch.float64)
     for mode in RECOMPUTE:
-        program = step(module, batch, 2, "", loss, recompute=mode)
+        program = replanned(traced, recompute=mode)
         found = cut(program.body, split=split)
         assert crossing(found) == crossing(plain), mode
         again = sum(info(call).name.startswith("r.") for stage in found.stages for call in stage.backward.calls())
         assert again or mode == RECOMPUTE[2]
         for schedule in ("1f1b", "zb-h1"):
-            inputs = program.inputs()
-            expected = run_reference(program.reference, inputs, dtype=torch.float64)
             agree(pipelined(found, schedule), inputs, expected, seed=len(schedule))
 
 
@@ -133,8 +134,9 @@ def test_recomputation_holds_less() -> None:
     module, batch, loss = make("t5", batch=4, layers=2)
     split = ["encoder.block.0.layer.1", "decoder.block.0.layer.1", "decoder.block.1.layer.2"]
     kept: dict[str, list[float]] = {}
+    traced = step(module, batch, 2, "", loss)
     for mode in ("none", "full"):
-        staged = cut(step(module, batch, 2, "", loss, recompute=mode).body, split=split)
+        staged = cut(replanned(traced, recompute=mode).body, split=split)
         kept[mode] = [stage.activation for stage in staged.costs.stages]
     assert all(less < more for less, more in zip(kept["full"], kept["none"], strict=True))
 

@@ -45,6 +45,7 @@ def test_every_schedule(schedule: str) -> None:
     check(Case("gpt2", "zero1", 8, 4, schedule), seed=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=2000 if FUZZ else 25)
 @given(
     st.sampled_from(PROGRAMS[2:] + PLANS),

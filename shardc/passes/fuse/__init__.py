@@ -19,7 +19,7 @@ collectives and products in the order that they had.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,10 +28,13 @@ from shardc.cost.memory import memory
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info
 from shardc.passes.base import Pass
+from shardc.passes.fuse import functions as _functions
+from shardc.passes.fuse import integers as _integers
 from shardc.passes.fuse import lowerings as _lowerings
+from shardc.passes.fuse import parts as _parts
 from shardc.passes.fuse import pointwise as _pointwise
 from shardc.passes.fuse.again import Part, parts
-from shardc.passes.fuse.clusters import Freedom, cluster
+from shardc.passes.fuse.clusters import Clustering, Freedom, cluster
 from shardc.passes.fuse.emit import emit, worth
 from shardc.passes.fuse.excluded import check_excluded, excluded
 from shardc.passes.fuse.group_norms import split_group_norms
@@ -40,9 +43,10 @@ from shardc.passes.fuse.room import Room
 from shardc.passes.fuse.scene import Scene, scene
 from shardc.passes.fuse.softmaxes import with_statistics, without_statistics
 
-__all__ = ["Fuse", "check_excluded", "fuse"]
-_ = _lowerings, _pointwise
+__all__ = ["Fuse", "Watch", "check_excluded", "fuse"]
+_ = _functions, _integers, _lowerings, _parts, _pointwise
 TRIES = 16
+Watch = Callable[[Clustering, list[Part]], None]  # what is merged, and the kernels to be made, before they are
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,13 @@ def _nothing_collected() -> Generator[None]:
 
 
 @_nothing_collected()
-def fuse(graph: Graph, exclude: Collection[str] = (), templates: Collection[str] | None = None) -> Graph:
-    """A body with its kernels. The graph that is given is left as it is.
+def fuse(
+    graph: Graph,
+    exclude: Collection[str] = (),
+    templates: Collection[str] | None = None,
+    watch: Watch | None = None,
+) -> Graph:
+    """A body with its kernels. The graph that is given is left as it is. `watch` sees every try, the last one last.
 
     Where kernels hold more at the peak than the calls did, fewer are made; where that does not help, none are, and a
     warning says so (SC217).
@@ -91,7 +100,10 @@ def fuse(graph: Graph, exclude: Collection[str] = (), templates: Collection[str]
         with_statistics(made, exclude)
         split_group_norms(made, exclude)
         seen = scene(made, exclude | free.excluded, free.again)
-        todo = worth(parts(cluster(seen, free, Room.of(graph, before, seen)), free.again))
+        merged = cluster(seen, free, Room.of(graph, before, seen))
+        todo = worth(parts(merged, free.again))
+        if watch is not None:
+            watch(merged, todo)
         touched = [{info(value).name for value in (*plan.outputs, *plan.reads)} for plan in todo]
         named = [info(node).name for node in seen.calls]
         calls = emit(seen, todo, hand_tuned)

@@ -3,9 +3,9 @@
     forward     x = mm;  u = x + b;  t = tanh(u);  y = u * t              stores u, t and y
     backward    reads g, u and t            ->   reads g and x, and makes u and t again: they are stored nowhere
 
-Pointwise chains only, and few operations. At the same cost, what a parameter gives is made again: there is less to
-hold. Several values that come from one are weighed together. What is then stored
-no more, and what is then computed for nobody, goes.
+Pointwise chains only, few operations, and none that is dear for each of many that share it. At the same cost, what a
+parameter gives is made again: there is less to hold. Several values that come from one are weighed together. What is
+then stored no more, and what is then computed for nobody, goes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.ir.graph import results
-from shardc.passes.fuse.clusters import MOST_PRIMS, Clustering
+from shardc.passes.fuse.clusters import MOST_PRIMS, Clustering, repeats_dear
 from shardc.passes.fuse.scene import Scene
 from shardc.passes.fuse.spaces import Demand, Prim, Value, demand, space
 from shardc.passes.fuse.units import Unit
@@ -70,13 +70,22 @@ def _needed(scene: Scene, found: list[Part]) -> list[Part]:
             if prim.out in needed:
                 prims.append(prim)
                 needed.update(read.value for read in prim.reads)
-        part = replace(part, prims=tuple(reversed(prims)), outputs=outputs)
         if not outputs:
             continue
+        part = replace(_without(part, tuple(reversed(prims))), outputs=outputs)
         for value in part.reads:
             readers.setdefault(value, set()).add(part.calls[0])
         kept.append(part)
     return kept[::-1]
+
+
+def _without(part: Part, prims: tuple[Prim, ...]) -> Part:
+    """A part with some of its operations only. What is left may be smaller than what is gone, by which it had its place
+    in the space: then its space is its own, and where it has none, all stay."""
+    for wanted in (part.demand, demand(prims)):
+        if wanted is not None and space(prims, wanted) is not None:
+            return replace(part, prims=prims, demand=wanted)
+    return part
 
 
 class _Again:
@@ -107,7 +116,7 @@ class _Again:
                 prims: dict[Value, Prim] = {}
                 leaves: set[fx.Node] = set()
                 self._unfold(value, own.reads, prims, leaves, self.scene.bytes[value] // FREE)
-                if len(prims) <= MOST:
+                if len(prims) <= MOST and not repeats_dear(prims.values(), own.demand.size):
                     choices[value] = (list(prims.values()), frozenset(leaves - own.reads))
         groups: dict[frozenset[fx.Node], list[fx.Node]] = {}
         for value, (_, new) in choices.items():

@@ -4,7 +4,7 @@ A merge saves the bytes of values that then stay in registers (written once, rea
 read, and a launch. It is refused where the two have no space in common, need too many tensors at once, run a different
 number of times a step, or where order forbids it (see `order`). Where one of them would have to run earlier than it
 does, what it makes is held for longer, and where later, what it reads: then that must be small, or there must be room
-for it (see `room`).
+for it (see `room`). What a collective waits for, and a product for that, gets no work to do beside (see `delays`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from itertools import pairwise
 
 from torch import fx
 
-from shardc.ir.graph import info, results, type_of
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import info, op_name, producer, results, type_of
+from shardc.ir.ops.buckets import UNPACK
+from shardc.passes.fuse.delays import LAUNCH, Urgent
 from shardc.passes.fuse.order import Clusters
 from shardc.passes.fuse.room import Room
 from shardc.passes.fuse.scene import Scene, reads
@@ -29,10 +32,12 @@ ROOMY = 4  # or this many times more, where there is room for it
 MOST_TENSORS = 40
 MOST_PRIMS = 192
 EXACT = {"same", "cast", "where", "sum", "rsum", "csum", "neg", "uniform"}  # of integers and bools, in float32
-UPDATES = 3  # times as many where small parameters are updated, whose time is that of launches; of large ones, whose
-FEW = 65536  # elements are more, so many would not fit into registers
+UPDATES = 8  # times as many where parameters are updated, each by programs of its own (kernels_triton/fused/apart.py),
+FEW = 65536  # elements at most where they wait for collectives: large updates begin when their gradients are there
 MOST_ROWS = 12  # full tensors of a kernel that holds a row at a time
 LONG = 16384  # columns of a row that is held; longer ones are looped over
+APART = "no rows and columns are common to both"
+DEAR = {"sin", "cos", "pow"}  # operations of dozens of instructions
 
 
 @dataclass
@@ -51,21 +56,6 @@ class Group:
     version: int = 0
 
 
-@dataclass
-class Clustering:
-    scene: Scene
-    order: Clusters
-    groups: dict[int, Group] = field(default_factory=dict[int, Group])
-
-    def prims(self, calls: Iterable[int]) -> list[Prim]:
-        return [prim for i in sorted(calls) for prim in self.scene.units[i].prims]
-
-    def space(self, group: Group) -> Space:
-        found = space(self.prims(group.calls), group.demand)
-        assert found is not None, "a cluster was made without a space"
-        return found
-
-
 @dataclass(frozen=True)
 class Freedom:
     """What may be merged: also calls that share no value; none of those `apart`; those `still` run when they did. The
@@ -79,11 +69,29 @@ class Freedom:
     excluded: frozenset[str] = frozenset()
 
 
+@dataclass
+class Clustering:
+    scene: Scene
+    order: Clusters
+    free: Freedom
+    room: Room
+    urgent: Urgent
+    groups: dict[int, Group] = field(default_factory=dict[int, Group])
+
+    def prims(self, calls: Iterable[int]) -> list[Prim]:
+        return [prim for i in sorted(calls) for prim in self.scene.units[i].prims]
+
+    def space(self, group: Group) -> Space:
+        found = space(self.prims(group.calls), group.demand)
+        assert found is not None, "a cluster was made without a space"
+        return found
+
+
 def cluster(scene: Scene, free: Freedom | None = None, room: Room | None = None) -> Clustering:
     """Merge what is worth it."""
     free = free or Freedom()
     room = room if room is not None and free.longer else Room.none()
-    found = Clustering(scene, Clusters(scene.end, scene.edges, scene.barriers))
+    found = Clustering(scene, Clusters(scene.end, scene.edges, scene.barriers), free, room, Urgent.of(scene))
     for i, one in scene.units.items():
         makes = {value for value in results(one.node) if value is not None}
         over: frozenset[Over] = frozenset(prim.over for prim in one.prims)
@@ -91,7 +99,7 @@ def cluster(scene: Scene, free: Freedom | None = None, room: Room | None = None)
             found.groups[i] = Group(
                 [i], one.demand, reads(one), makes, scene.home[i], len(one.prims), over, one.double, _apart(one)
             )
-    merge = _Merging(found, free, room)
+    merge = _Merging(found)
     merge.run(_neighbours(scene, found.groups))
     if free.sideways:
         merge.run(_alike(found))
@@ -132,10 +140,27 @@ def saved(scene: Scene, a: Group, b: Group) -> int:
     return total + sum(scene.bytes[value] for value in a.reads & b.reads)
 
 
+def apart(found: Clustering, a: int, b: int) -> str:
+    """Why two of what was clustered are not one kernel; "" where only order can forbid it."""
+    order, scene = found.order, found.scene
+    if not order.fits(a, b):
+        first, second = (a, b) if order.early[a] > order.early[b] else (b, a)
+        begin, end = (info(scene.calls[scene.barriers[at]]).name for at in (order.late[second], order.early[first]))
+        return f"%{begin} runs between them" if begin == end else f"%{begin} to %{end} run between them"
+    joined = _Merging(found).joined(a, b)
+    return joined if isinstance(joined, str) else ""
+
+
+def repeats_dear(prims: Iterable[Prim], size: int) -> bool:
+    """Would a kernel of so many elements compute what is dear for each of many that share it? As the angles of a rotary
+    embedding for every head: that takes 2.4 times as long as reading them."""
+    return any(prim.op in DEAR and 1 < prim.size < size for prim in prims)
+
+
 class _Merging:
-    def __init__(self, found: Clustering, free: Freedom, room: Room) -> None:
+    def __init__(self, found: Clustering) -> None:
         self.found, self.scene, self.order, self.groups = found, found.scene, found.order, found.groups
-        self.free, self.room = free, room
+        self.free, self.room = found.free, found.room
         self.heap: list[tuple[bool, int, int, int, int, int]] = []
         self.pushed: set[tuple[int, int, int, int]] = set()
 
@@ -170,25 +195,46 @@ class _Merging:
             heapq.heappush(self.heap, (late, -saved(self.scene, one, other), *entry))
 
     def merge(self, a: int, b: int) -> None:
-        one, other = self.groups[a], self.groups[b]
-        home = max(min(one.home, other.home), self.order.early[a] + 1, self.order.early[b] + 1)
-        made = self._joined(one, other, home)
-        if made is None:
-            return
-        held = self._held(one, other, made)
-        first, last = min(one.home, other.home, home), max(one.home, other.home, home)
-        if held is None or not self._may_hold(held, saved(self.scene, one, other), first, last):
-            return
-        if made.apart is None and space(self.found.prims(made.calls), made.demand) is None:
+        joined = self.joined(a, b)
+        if isinstance(joined, str):
             return
         kept = self.order.merge(a, b)
         if kept is None:
             return
+        made, held, first, last = joined
         self.room.take(max(held, 0), first, last)
         del self.groups[a], self.groups[b]
         self.groups[kept] = made
         for near in self._near(made, kept):
             self.push(kept, near)
+
+    def joined(self, a: int, b: int) -> tuple[Group, int, int, int] | str:
+        """The two as one, the bytes that are then held for longer, and from when to when; or why they may not be."""
+        one, other = self.groups[a], self.groups[b]
+        home = max(min(one.home, other.home), self.order.early[a] + 1, self.order.early[b] + 1)
+        made = self._joined(one, other, home)
+        if isinstance(made, str):
+            return made
+        held = self._held(one, other, made)
+        if isinstance(held, str):
+            return held
+        first, last = min(one.home, other.home, home), max(one.home, other.home, home)
+        if self._delays(one, other, home) or self._delays(other, one, home):
+            return "a collective that the next product waits for would begin later"
+        if not self._may_hold(held, saving := saved(self.scene, one, other), first, last):
+            return f"{held} bytes would be held for longer to save {saving}, and the peak of memory leaves no room"
+        if made.apart is None and space(self.found.prims(made.calls), made.demand) is None:
+            return APART
+        return made, held, first, last
+
+    def _delays(self, one: Group, other: Group, home: int) -> bool:
+        """Would an urgent collective, of what the one makes, wait for the other, which it does not need?"""
+        soon = self.found.urgent.soon(one.makes, home)
+        if soon <= self.found.urgent.soon(other.makes, home) or not other.makes.isdisjoint(one.reads):
+            return False
+        inside = {*one.calls, *other.calls}
+        stays = {v for v in other.makes if not self.scene.readers.get(v, set()) <= inside}
+        return sum(self.scene.bytes[v] for v in (other.reads - one.reads - one.makes) | stays) > LAUNCH
 
     def _may_hold(self, held: int, saving: int, first: int, last: int) -> bool:
         if held <= TINY or held * SMALL <= saving:
@@ -203,18 +249,22 @@ class _Merging:
                 near |= {self.order.of(i) for i in readers if i < self.scene.end}
         return near - {kept}
 
-    def _joined(self, a: Group, b: Group, home: int) -> Group | None:
+    def _joined(self, a: Group, b: Group, home: int) -> Group | str:
         scene = self.scene
         first, second = scene.calls[a.calls[0]], scene.calls[b.calls[0]]
         if scene.inside[a.calls[0]] != scene.inside[b.calls[0]]:
-            return None
-        if (info(first).phase == "opt") != (info(second).phase == "opt") or a.double != b.double:
-            return None
+            return "one runs once a microbatch, the other once a step"
+        if (info(first).phase == "opt") != (info(second).phase == "opt"):
+            return "one is the optimizer's, the other is not"
+        if a.double != b.double:
+            return "one computes in float64, the other does not"
         if not self.free.apart.isdisjoint(a.calls) or not self.free.apart.isdisjoint(b.calls):
-            return None
+            return "merged, they held more at the peak of memory"
         wanted = a.demand.with_(b.demand)
         if wanted is None:
-            return None
+            return APART
+        if a.demand.size != b.demand.size and repeats_dear(self.found.prims((*a.calls, *b.calls)), wanted.size):
+            return "sines that many elements share would be computed for each of them"
         calls = sorted([*a.calls, *b.calls])
         inside = set(calls)
         makes = {v for v in a.makes | b.makes if not scene.readers.get(v, set()) <= inside}
@@ -230,18 +280,24 @@ class _Merging:
             self._flat(a, b),
             1 + max(a.version, b.version),
         )
-        more = UPDATES if info(first).phase == "opt" and wanted.size <= FEW else 1
+        small = wanted.size <= FEW or not self._waits(made)
+        more = UPDATES if info(first).phase == "opt" and small else 1
         if made.prims > more * MOST_PRIMS or len(made.reads) + len(makes) > more * MOST_TENSORS:
-            return None
+            return "one kernel would have too many operations or tensors"
         if wanted.cols:
             large = sum(1 for v in (*made.reads, *makes) if scene.bytes[v] * 4 >= wanted.size)
             if large > MOST_ROWS and large > max(len(a.reads | a.makes), len(b.reads | b.makes)):
-                return None
+                return "a kernel that holds rows would hold too many tensors"
         if self._rounds_integers(made):
-            return None
+            return "of integers alone it would make floats that are not exact"
         if long_sums(made) and not (long_sums(a) or long_sums(b)):
-            return None
+            return "rows this long cannot be held: sums over them are a kernel of their own"
         return made
+
+    def _waits(self, made: Group) -> bool:
+        """Does it read what a collective brings?"""
+        sources = [producer(value)[0].target for value in made.reads if value.op != "placeholder"]
+        return any(op_name(target) in KINDS or target is UNPACK for target in sources)
 
     def _rounds_integers(self, made: Group) -> bool:
         """Are floats made of integers alone, and not exactly? Nothing would tell such a kernel to compute in float64,
@@ -259,8 +315,8 @@ class _Merging:
             return None
         return a.apart | b.apart
 
-    def _held(self, a: Group, b: Group, made: Group) -> int | None:
-        """Bytes that are held for longer where two run at one time; None where they may not.
+    def _held(self, a: Group, b: Group, made: Group) -> int | str:
+        """Bytes that are held for longer where two run at one time; why, where they may not.
 
         Run earlier, what it makes is held for longer; run later, what it alone reads, and what it makes for a shorter
         time. What no longer is stored is not held at all. Forward stays in forward.
@@ -270,12 +326,12 @@ class _Merging:
             return 0
         scene, inside, held = self.scene, set(made.calls), 0
         if {"fwd", "bwd"} <= {info(scene.calls[i]).phase for i in made.calls}:
-            return None
+            return "one is forward's, the other backward's"
         for one, other in ((a, b), (b, a)):
             stays = {v for v in one.makes if not scene.readers.get(v, set()) <= inside}
             held -= sum(scene.bytes[v] for v in one.makes & other.reads if v not in stays)
             if one.home != home and not self.free.still.isdisjoint(one.calls):
-                return None
+                return "run at another time, it held more at the peak of memory"
             if one.home > home:
                 held += sum(scene.bytes[v] for v in stays)
             elif one.home < home:

@@ -89,11 +89,12 @@ def _call(scene: Scene, part: Part, made: Made, replaced: dict[fx.Node, fx.Node]
     first = info(nodes[0])
     phase = PHASES[max(PHASES.index(info(node).phase) for node in nodes)]
     with graph.fx.inserting_before(graph.output_node):
-        inputs = [_contiguous(scene, replaced.get(value, value), value) for value in made.inputs]
+        lying = {value: _contiguous(scene, replaced.get(value, value), value) for value in dict.fromkeys(made.inputs)}
+        inputs = [lying[value] for value in made.inputs]
         call = graph.fx.call_function(OPS.get(made.kernel.name, FUSED), (inputs, text(made.kernel)))
         about = info(max(nodes, key=lambda node: PHASES.index(info(node).phase)))
         prefix = f"d.{about.fqn}" if phase == "bwd" and about.fqn else "d" if phase == "bwd" else about.fqn
-        prefix = f"opt.{first.fqn}" if phase == "opt" else prefix
+        prefix = ".".join(filter(None, ("opt", first.fqn))) if phase == "opt" else prefix
         name = graph.unique(".".join(filter(None, (prefix, made.kernel.name))))
         types = tuple(type_of(value) for value in made.outputs)
         constant = all(info(producer(value)[0]).constant for value in made.outputs)

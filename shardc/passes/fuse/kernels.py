@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from kernels_triton.fused.behind import padded
 from kernels_triton.fused.kernel import Input, Kernel, Output, Ref, Step, Store, Walk
 from kernels_triton.fused.kernel import Operand as Argument
 from kernels_triton.fused.naming import named
 from kernels_triton.fused.simplify import simplified
+from kernels_triton.fused.unrolled import unrolled
 from shardc.ir.graph import Graph, op_name, producer, type_of
 from shardc.passes.fuse.memory_of import Memories
 from shardc.passes.fuse.spaces import Demand, Prim, Read, Space, Strides, Value, along, space
 
-WRAPS = {"add", "sub", "mul", "neg", "abs", "square", "floordiv"}
+WRAPS = {"add", "sub", "mul", "neg", "abs", "square", "floordiv", "bitnot", "shl"}
 JUMPS = {"eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil"}
 
 
@@ -94,10 +96,10 @@ class _Writer:
                 assert strides is not None
                 return self.step("uniform", *args, more=(prim.seed, *strides))
             case "sum":
-                value = args[0]
-                if own[-1]:
+                value, made, batch = args[0], self.space.walks[prim.out], self.space.batch
+                if own[-1] and not made[-1]:
                     value = self.step("rsum", value)
-                return self.step("csum", value) if any(own[:-1]) else value
+                return self.step("csum", value) if any(own[batch:-1]) else value
             case _:
                 made = self.step(prim.op, *args)
                 narrow = not prim.dtype.is_floating_point and prim.dtype != torch.int64
@@ -149,10 +151,13 @@ def kernel(graph: Graph, memories: Memories, prims: Sequence[Prim], wanted: Dema
     stores: list[Output] = []
     for value, parts in zip(outputs, stored, strict=True):
         each = tuple(Store(ref, walk) for a, walk in parts if isinstance(ref := final(a), Ref))
-        stores.append(Output(type_of(value).dtype, type_of(value).local_shape(graph.mesh), each))
+        shape = type_of(value).local_shape(graph.mesh)
+        behind = len(each) == 1 and padded(each[0].walk, shape, found.dims)
+        stores.append(Output(type_of(value).dtype, shape, each, behind))
     steps = tuple(Step(one.op, tuple(map(final, one.operands)), one.attributes, one.dtype) for one in writer.steps)
-    made = Kernel(_name(prims), found.dims, tuple(writer.inputs.values()), steps, tuple(stores))
-    return Made(simplified(made), tuple(node for node, _, _ in writer.inputs), tuple(outputs))
+    made = Kernel(_name(prims), found.dims, tuple(writer.inputs.values()), steps, tuple(stores), found.batch)
+    made, sources = unrolled(made, [node for node, _, _ in writer.inputs])
+    return Made(simplified(made), sources, tuple(outputs))
 
 
 def _name(prims: Iterable[Prim]) -> str:

@@ -1,4 +1,4 @@
-"""Which calls a kernel can do, and how: pointwise ops, casts, reductions over trailing or leading dims, norms.
+"""Which calls a kernel can do, and how: pointwise ops, casts, reductions of a row, sums over any dims, norms.
 
 In the kernels' terms floats are float32 until they are stored, whatever the dtype of the graph's values in between.
 """
@@ -123,12 +123,6 @@ def power(m: Make, base: Operand, exponent: Operand) -> Operand:
     return m("pow", base, exponent)
 
 
-@lower(aten.lerp.Scalar)
-def lerp(m: Make, a: Operand, b: Operand, weight: float) -> Operand:
-    across = m.sub(b, a)
-    return m.add(a, m.mul(across, weight)) if abs(weight) < 0.5 else m.sub(b, m.mul(across, 1 - weight))
-
-
 @lower(aten.addcmul.default)
 def addcmul(m: Make, x: Operand, a: Operand, b: Operand, value: float = 1) -> Operand:
     product = m.mul(a, b)
@@ -141,26 +135,12 @@ def addcdiv(m: Make, x: Operand, a: Operand, b: Operand, value: float = 1) -> Op
     return m.add(x, m.div(a if value == 1 else m.mul(a, value), b))
 
 
-# ---------------------------------------------------------------------- choice and bits
+# ---------------------------------------------------------------------- choice
 @lower(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def where(m: Make, condition: Operand, a: Operand, b: Operand) -> Operand:
     if m.dtype.is_floating_point:
         a, b = (float(x) if isinstance(x, int) else x for x in (a, b))
     return m("where", condition, *m.alike(a, b))
-
-
-def _bits(op: str, *ops: Any) -> None:
-    @lower(*ops)
-    def bits(m: Make, *args: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
-        if any(m.dtype_of(arg) != torch.bool for arg in args):
-            raise Unfit
-        return m(op, *args)
-
-
-_bits("and", aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_and.Scalar)
-_bits("or", aten.bitwise_or.Tensor, aten.logical_or.default, aten.bitwise_or.Scalar)
-_bits("xor", aten.bitwise_xor.Tensor, aten.logical_xor.default, aten.bitwise_xor.Scalar)
-_bits("not", aten.bitwise_not.default, aten.logical_not.default)
 
 
 @lower(aten._to_copy.default)
@@ -188,39 +168,6 @@ def arange(m: Make, *args: float, **_: Any) -> Operand:
     found = m.numbered((count,), blocks((count,), (1,)))
     found = found if step == 1 else m.mul(found, step)
     return found if start == 0 else m.add(found, start)
-
-
-# ---------------------------------------------------------------------- parts of a dim
-def _part(m: Make, shape: Shape, dim: int, parts: int) -> Inner:
-    """For each element of a tensor, in which of the equal parts of a dim it lies."""
-    inner = shape[dim] // parts * math.prod(shape[dim + 1 :])
-    number = blocks((math.prod(shape[:dim]), parts, inner), (0, 1, 0))
-    return m.numbered(shape, number)
-
-
-@lower(aten.cat.default)
-def cat(m: Make, tensors: Sequence[Operand], dim: int = 0) -> Operand:
-    """Halves are chosen between, as rotary embeddings do; more parts are stored one by one."""
-    shape, dim = m.shape, dim % len(m.shape)
-    if len({m.shape_of(x) for x in tensors}) != 1 or len(tensors) < 2 or shape[dim] % len(tensors):
-        raise Unfit
-    if len(tensors) > 2:
-        return m.side_by_side(tensors, dim)
-    first = m("eq", _part(m, shape, dim, 2), 0, dtype=torch.bool)
-    return m("where", first, *[m.spread(x, dim, 2) for x in tensors])
-
-
-@lower(aten.slice_backward.default)
-def slice_backward(m: Make, g: Operand, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Operand:
-    """The gradient in its part of the dim, zero in the others."""
-    shape = m.shape
-    dim %= len(shape)
-    part = m.shape_of(g)[dim]
-    start = start + shape[dim] if start < 0 else start
-    if step != 1 or not part or shape[dim] % part or start % part:
-        raise Unfit
-    mine = m("eq", _part(m, shape, dim, shape[dim] // part), start // part, dtype=torch.bool)
-    return m("where", mine, m.spread(g, dim, shape[dim] // part), 0.0)
 
 
 # ---------------------------------------------------------------------- activations
@@ -319,23 +266,27 @@ def amin(m: Make, x: Operand, dim: Sequence[int] = (), keepdim: bool = False) ->
 
 
 def _reduced(m: Make, op: str, x: Operand, dims: Sequence[int] | None) -> Operand:
-    """Over trailing dims a row's, over leading dims a column's; a sum over all of them in two steps."""
+    """Of x as it lies in memory: over its last dims a row's, over its first ones a column's; a sum over others, or over
+    all, in two steps."""
     shape = m.shape_of(x)
     gone = {d % len(shape) for d in dims or range(len(shape))} if shape else set[int]()
-    real = [d for d, n in enumerate(shape) if n > 1]
-    over = [d for d in real if d in gone]
+    order = m.order(x)
+    real = [d for d in order if shape[d] > 1]
+    over, kept = [d for d in real if d in gone], [d for d in real if d not in gone]
     if not over:
         return m("same", x, shape=shape)
     size = math.prod(shape[d] for d in over)
-    if over == real and (op == "sum" or len(real) > 1):
-        if op != "sum":
-            raise Unfit
-        return m.reduce("sum", x, "all", m.shape)
-    if over == real[len(real) - len(over) :]:
-        return m.reduce(f"r{op}", x, "row", m.shape, size)
-    if op == "sum" and over == real[: len(over)]:
-        return m.reduce("csum", x, "col", m.shape, math.prod(shape) // size)
-    raise Unfit
+    if over == real and op == "sum":
+        return m.reduce("sum", x, "all", m.shape, order=order)
+    if over == real[len(kept) :] and kept == sorted(kept) and (kept or len(real) == 1):
+        return m.reduce(f"r{op}", x, "row", m.shape, size, order)
+    if op != "sum":
+        raise Unfit
+    if over == real[: len(over)] and kept == sorted(kept):
+        return m.reduce("csum", x, "col", m.shape, math.prod(shape) // size, order)
+    places = {d: math.prod(shape[e] for e in kept if e > d) for d in kept}
+    index = blocks(tuple(shape[d] for d in order), tuple(places.get(d, 0) for d in order))
+    return m.reduce("sum", x, "all", m.shape, order=order, index=index)
 
 
 # ---------------------------------------------------------------------- norms

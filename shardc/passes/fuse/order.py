@@ -55,14 +55,23 @@ class Clusters:
             return None
         if self.place[a] > self.place[b]:
             a, b = b, a
-        low, high = self.place[a], self.place[b]
-        down = self._reached(self.after[a] - {b}, self.after, low, high)
-        up = self._reached(self.before[b] - {a}, self.before, low, high)
+        up, down = self._between(a, b)
         if not down.isdisjoint(up):
             return None
         self._reorder(a, b, up, down)
         self._contract(a, b)
         return a
+
+    def cycles(self, a: int, b: int) -> bool:
+        """Would the two as one make a cycle?"""
+        up, down = self._between(*sorted((a, b), key=self.place.__getitem__))
+        return not down.isdisjoint(up)
+
+    def _between(self, a: int, b: int) -> tuple[set[int], set[int]]:
+        """What b needs and what needs a, of that which lies between them."""
+        low, high = self.place[a], self.place[b]
+        down = self._reached(self.after[a] - {b}, self.after, low, high)
+        return self._reached(self.before[b] - {a}, self.before, low, high), down
 
     def _reached(self, start: set[int], step: list[set[int]], low: int, high: int) -> set[int]:
         place = self.place

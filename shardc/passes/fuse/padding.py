@@ -1,19 +1,25 @@
-"""Padding cleared by a choice that a kernel can make: an op of its own would read and write the whole value.
+"""Padding that kernels see to as they go: an op of its own would read and write the whole value.
 
-    mask_pad(x, fill)      ->      where(column < size - r * local, x, fill)
+    mask_pad(x, fill)              ->      where(column < size - r * local, x, fill)
+    constant_pad_nd(x, [0, 7])     ->      x is stored in rows that are 7 longer, with zeros there
 
 Of a dim that one axis cuts unevenly, rank r holds elements r * local, r * local + 1, ...; those from `size` on are
-padding. Nested cuts and parts of a dim stay as they are.
+padding. Nested cuts and parts of a dim stay as they are. Rows go on to the end of their last 16 bytes, as `align` has
+them, if a kernel makes them: nobody then reads them to write them anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
+from kernels_triton.fused.behind import UNIT, end
 from shardc.ir.graph import Graph, info, set_info, type_of
 from shardc.ir.ops import local
 from shardc.ir.types import TensorType
+from shardc.passes.fuse.units import Make, Operand, Unfit, lower
 
 aten = torch.ops.aten
 
@@ -32,6 +38,18 @@ def choose_padding(graph: Graph) -> None:
                 user.replace_input_with(x, node)
         with graph.fx.inserting_before(node):
             _rewrite(graph, node, dim, known)
+    _pad_once(graph)
+
+
+def _pad_once(graph: Graph) -> None:
+    """Products that read one value with and without its padding made 0 now read the same."""
+    known: dict[object, fx.Node] = {}
+    for node in list(graph.calls()):
+        if node.target is aten.constant_pad_nd.default:
+            first = known.setdefault((info(node).phase, node.args, str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.fx.erase_node(node)
 
 
 def _dim(node: fx.Node) -> int | None:
@@ -72,3 +90,11 @@ def _rewrite(graph: Graph, node: fx.Node, dim: int, known: dict[object, fx.Node]
     graph.activations = {name: chosen if value is node else value for name, value in graph.activations.items()}
     graph.fx.erase_node(node)
     set_info(chosen, about)
+
+
+@lower(aten.constant_pad_nd.default)
+def rows_before_zeros(m: Make, x: Operand, pad: Sequence[int], value: float = 0) -> Operand:
+    before, after = m.shape_of(x)[-1:], m.shape[-1:]
+    if value or pad[0] or any(pad[2:]) or not before or not UNIT < before[0] < after[0] == end(before[0]):
+        raise Unfit
+    return m.before_zeros(x)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -71,6 +71,13 @@ def without_statistics(graph: Graph) -> None:
             graph.fx.erase_node(node)
 
 
+def _inner_dim(m: Make, x: Operand, dim: int) -> list[int] | None:
+    """The dims of x with `dim` last; None where it is last among those of more than one element."""
+    shape = m.shape_of(x)
+    dim %= max(1, len(shape))
+    return None if math.prod(shape[dim + 1 :]) == 1 else [*(d for d in range(len(shape)) if d != dim), dim]
+
+
 def _columns(m: Make, x: Operand, dim: int) -> tuple[tuple[int, ...], int]:
     """The shape of a row's statistics, and how long rows are."""
     shape = m.shape_of(x)
@@ -82,6 +89,11 @@ def _columns(m: Make, x: Operand, dim: int) -> tuple[tuple[int, ...], int]:
 
 @lower(SOFTMAX_PARTS)
 def softmax_parts(m: Make, x: Operand, dim: int, dtype: torch.dtype) -> tuple[Inner, Inner, Inner]:
+    return _softmax(m, x, dim)
+
+
+def _softmax(m: Make, x: Operand, dim: int) -> tuple[Inner, Inner, Inner]:
+    """The softmax, its maxima and sums."""
     rows, cols = _columns(m, x, dim)
     m.shape = m.shape_of(x)
     top = m.reduce("rmax", x, "row", rows, cols)
@@ -90,7 +102,43 @@ def softmax_parts(m: Make, x: Operand, dim: int, dtype: torch.dtype) -> tuple[In
     return m.div(exp, total), top, total
 
 
+def _turned(m: Make, order: list[int], made: Callable[..., Inner], *given: Operand) -> Inner:
+    """What is made of rows along an inner dim: read with that dim last, stored where the result has it."""
+    shape = m.shape
+    m.shape = tuple(shape[d] for d in order)
+    y = made(m, *[m("same", m.ordered(x, order)) for x in given], -1)
+    m.shape = shape
+    return m.placed(y, order)
+
+
+@lower(aten._softmax.default)
+def softmax(m: Make, x: Operand, dim: int, half_to_float: bool) -> Operand:
+    """Along an inner dim; of rows, `with_statistics` has made another op."""
+    order = _inner_dim(m, x, dim)
+    if order is None:
+        raise Unfit
+    return _turned(m, order, lambda *args: _softmax(*args)[0], x)
+
+
+@lower(aten._safe_softmax.default)
+def safe_softmax(m: Make, x: Operand, dim: int, dtype: torch.dtype | None = None) -> Operand:
+    """Zeros where a row is -inf throughout."""
+    if m.dtype_of(x) not in NARROW:
+        raise Unfit
+
+    def made(m: Make, x: Operand, dim: int) -> Inner:
+        y, top, _ = _softmax(m, x, dim)
+        return m("where", m("eq", top, float("-inf"), shape=m.shapes[top], dtype=torch.bool), 0.0, y)
+
+    order = _inner_dim(m, x, dim)
+    return made(m, x, dim) if order is None else _turned(m, order, made, x)
+
+
 @lower(aten._softmax_backward_data.default)
 def softmax_backward(m: Make, g: Operand, y: Operand, dim: int, dtype: torch.dtype) -> Operand:
-    rows, cols = _columns(m, y, dim)
-    return m.mul(y, m.sub(g, m.reduce("rsum", m.mul(g, y), "row", rows, cols)))
+    def made(m: Make, g: Operand, y: Operand, dim: int) -> Inner:
+        rows, cols = _columns(m, y, dim)
+        return m.mul(y, m.sub(g, m.reduce("rsum", m.mul(g, y), "row", rows, cols)))
+
+    order = _inner_dim(m, y, dim)
+    return made(m, g, y, dim) if order is None else _turned(m, order, made, g, y)

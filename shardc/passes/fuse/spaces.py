@@ -11,7 +11,9 @@ in order, and reads an operand by *blocks* of that order, (size, stride) from ma
 
 Where blocks end, a dim of the space must end, and a reduction says what the columns are: the last dim. Calls agree on a
 space if all their edges divide one another. A value made in the kernel has one walk through the space, and every call
-there must read it so.
+there must read it so. A sum over some of the dims says where in the result each element goes, by blocks too:
+
+    sum(x, (0, 2, 3))   x f32[8, 64, 32, 32]      (8, 0) (64, 1) (1024, 0)       64 are the batch dims of the kernel
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prim:
-    """One operation of a kernel on `size` elements. `over` says what it reduces: its columns, its rows, or all."""
+    """One operation of a kernel on `size` elements. `over` says what it reduces: its columns, its rows, or all, which
+    is all that comes to one place of the result."""
 
     out: Value
     op: str
@@ -55,7 +58,7 @@ class Prim:
     over: Over = "point"
     cols: int = 0  # of a reduction over rows or columns
     seed: int = 0  # of `uniform`: the id of its op; of `cat`: how far its parts are apart
-    index: Blocks = ()  # a number for each element: that of `iota`, the global one of `uniform`, its place for `cat`
+    index: Blocks = ()  # of each element: the number that `iota` is, the global one of `uniform`, its place in a result
 
     reads: tuple[Read, ...] = field(init=False, compare=False, repr=False)
 
@@ -64,11 +67,13 @@ class Prim:
 
 
 class Space(NamedTuple):
-    """The dims, the last one the columns; and the strides along them of each value made there, and of its call."""
+    """The dims, `batch` of them first, the last one the columns; and the strides along them of each value made there,
+    and of its call."""
 
     dims: Shape
     walks: Mapping[Value, Strides]
     runs: Mapping[Value, Strides]
+    batch: int = 0
 
 
 class Demand(NamedTuple):
@@ -180,6 +185,9 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
     walks: dict[Value, Strides] = {}
     runs: dict[Value, Strides] = {}
     late: set[Value] = set()
+    summed: set[Value] = set()  # of those, what comes of a sum over rows
+    reduced: set[Value] = set()  # what comes of a reduction of a row, and of no sum over rows
+    batch: frozenset[int] | None = None  # the row dims that sums over rows leave, all of them the same ones
     for prim in prims:
         own = _iteration(prim, wanted, dims, walks, needs)
         if own is None:
@@ -193,16 +201,50 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
                 return None
             from_sums |= read.value in late
         made = _result(prim, dims, own)
-        if prim.index and along(prim.index, dims, own) is None:
+        if made is None or (prim.index and along(prim.index, dims, own) is None):
             return None
-        if made is None or (from_sums and (prim.over != "point" or any(made[:-1]))):
-            return None
-        if from_sums and any(any(along(r.blocks, dims, own)[:-1]) for r in prim.reads):  # type: ignore[index]
-            return None
-        if from_sums or prim.over in ("col", "all"):
+        if from_sums:
+            touched = [made, *(along(r.blocks, dims, own) or () for r in prim.reads)]
+            if prim.over != "point" or any(_rows_of(walk) - (batch or frozenset()) for walk in touched):
+                return None
+            late.add(prim.out)
+        over_rows = prim.over in ("col", "all") and bool(_rows_of(own))
+        read_values = {read.value for read in prim.reads}
+        if over_rows or not read_values.isdisjoint(summed):
+            if not over_rows and not read_values.isdisjoint(reduced):
+                return None  # the one is there when the rows are gone
+            summed.add(prim.out)
+        elif prim.over != "point" or not read_values.isdisjoint(reduced):
+            reduced.add(prim.out)
+        if over_rows:
+            left = _rows_of(made)
+            if not left <= _rows_of(own) or batch not in (None, left):
+                return None
+            if _rows_of(own) != _rows_of(all_of_it):  # a sum over some of the rows' dims is none that a kernel has
+                return None
+            batch = left
+        if prim.over in ("col", "all"):
             late.add(prim.out)
         walks[prim.out], runs[prim.out] = made, own
-    return Space(dims, walks, runs)
+    return _first(Space(dims, walks, runs), sorted(batch or ()))
+
+
+def _rows_of(walk: Strides) -> frozenset[int]:
+    """The row dims that a walk moves along."""
+    return frozenset(d for d, step in enumerate(walk[:-1]) if step)
+
+
+def _first(found: Space, batch: Sequence[int]) -> Space:
+    """The space with its batch dims in front."""
+    if not batch:
+        return found
+    order = [*batch, *(d for d in range(len(found.dims)) if d not in batch)]
+
+    def arranged(walks: Mapping[Value, Strides]) -> dict[Value, Strides]:
+        return {value: walk if walk is NOWHERE else tuple(walk[d] for d in order) for value, walk in walks.items()}
+
+    dims = tuple(found.dims[d] for d in order)
+    return Space(dims, arranged(found.walks), arranged(found.runs), len(batch))
 
 
 def _cut(prims: Sequence[Prim], wanted: Demand) -> Demand:
@@ -265,7 +307,4 @@ def _result(prim: Prim, dims: Shape, own: Strides) -> Strides | None:
         return (*contiguous(dims[:-1]), 0) if own == contiguous(dims) else None
     if prim.over == "col":
         return (*(0 for _ in dims[:-1]), own[-1]) if own == contiguous(dims) else None
-    # Over all rows, over a row, or both: a sum over some of the rows' dims is none that a kernel has.
-    every = contiguous(dims)
-    some = any(own[:-1]) and tuple(map(bool, own[:-1])) != tuple(map(bool, every[:-1]))
-    return None if some else (0,) * len(dims)
+    return along(prim.index, dims, own) if prim.index else (0,) * len(dims)

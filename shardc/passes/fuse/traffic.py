@@ -37,17 +37,22 @@ class Traffic(NamedTuple):
 
 def traffic(graph: Graph) -> Traffic:
     """Count a localized body."""
+    sizes = moved(graph).values()
+    return Traffic(len(sizes), sum(sizes))
+
+
+def moved(graph: Graph) -> dict[fx.Node, int]:
+    """The calls of a localized body that are counted, and the bytes of each."""
     of = storages(graph)
-    kernels = total = 0
+    found: dict[fx.Node, int] = {}
     for node in graph.calls():
         name = op_name(node.target)
         if name in PRODUCTS or name in KINDS or node.target is local.axis_offset:
             continue
         made = [value for value, _ in yields(node) if of[value].value is value]
         if made:
-            kernels += 1
-            total += node_bytes(graph, node, made)
-    return Traffic(kernels, total)
+            found[node] = node_bytes(graph, node, made)
+    return found
 
 
 def node_bytes(graph: Graph, node: fx.Node, made: list[fx.Node]) -> int:

@@ -74,7 +74,7 @@ class Make:
         self.shapes: dict[Inner, Shape] = {}
         self.dtypes: dict[Inner, torch.dtype] = {}
         found = next((value for value in results(node) if value is not None), None)
-        self.shape = memories.of[found].shape if found is not None else ()
+        self.shape: Shape = memories.of[found].shape if found is not None else ()
         self.dtype = type_of(found).dtype if found is not None else torch.float32
 
     def __call__(
@@ -88,10 +88,39 @@ class Make:
         shape = self.shape if shape is None else shape
         return self._put(op, tuple(self.read(arg, shape) for arg in args), shape, math.prod(shape), dtype, **fields)
 
-    def reduce(self, op: str, x: Operand, over: Over, shape: Shape, cols: int = 0) -> Inner:
-        """A reduction of x, whose result has `shape`."""
+    def reduce(
+        self,
+        op: str,
+        x: Operand,
+        over: Over,
+        shape: Shape,
+        cols: int = 0,
+        order: Sequence[int] | None = None,
+        index: Blocks = (),
+    ) -> Inner:
+        """A reduction of x to `shape`, x's dims in some order; `index`: where in the result each element goes."""
         own = self.shape_of(x)
-        return self._put(op, (self.read(x, own),), shape, math.prod(own), None, over=over, cols=cols)
+        read = self.read(x, own) if order is None else self.ordered(x, order)
+        return self._put(op, (read,), shape, math.prod(own), None, over=over, cols=cols, index=index)
+
+    def order(self, x: Operand) -> list[int]:
+        """The dims of x as they lie in memory, the outermost first, if each lies somewhere."""
+        shape = self.shape_of(x)
+        if not isinstance(x, fx.Node) or constant(x) is not None:
+            return list(range(len(shape)))
+        strides = self.memories.of[x].strides
+        if any(n > 1 and not step for n, step in zip(shape, strides, strict=True)):
+            return list(range(len(shape)))
+        return sorted(range(len(shape)), key=lambda d: (-strides[d] if shape[d] > 1 else 0, d))
+
+    def ordered(self, x: Operand, order: Sequence[int]) -> Read | float | int | bool:
+        """The elements of x, its dims in another order than its own."""
+        read = self.read(x, self.shape_of(x))
+        if list(order) == sorted(order) or not isinstance(read, Read):
+            return read
+        memory = self._memory(x)
+        shape, strides = (tuple(each[d] for d in order) for each in (memory.shape, memory.strides))
+        return Read(memory.base, blocks(shape, strides), memory.offset)
 
     def numbered(self, shape: Shape, index: Blocks) -> Inner:
         """Numbers, as a walk through the elements of a tensor counts; not a single one, which would be a literal."""
@@ -101,14 +130,45 @@ class Make:
 
     def spread(self, x: Operand, dim: int, times: int) -> Read:
         """The elements of x over a tensor whose `dim` is so many times as long: the same in each part of it."""
+        memory = self._memory(x)
+        shape = (*memory.shape[:dim], times, *memory.shape[dim:])
+        strides = (*memory.strides[:dim], 0, *memory.strides[dim:])
+        return Read(memory.base, blocks(shape, strides), memory.offset)
+
+    def halves(self, x: Operand, dim: int, times: int = 1) -> tuple[Read, Read]:
+        """Both halves of x along a dim, each `times` times, one after another along it."""
+        memory = self._memory(x)
+        dim %= len(memory.shape)
+        step, half = memory.strides[dim], memory.shape[dim] // 2
+        shape = (*memory.shape[:dim], times, half, *memory.shape[dim + 1 :])
+        own = blocks(shape, (*memory.strides[:dim], 0, *memory.strides[dim:]))
+        return Read(memory.base, own, memory.offset), Read(memory.base, own, memory.offset + half * step)
+
+    def repeated(self, x: Operand, times: Sequence[int]) -> Read:
+        """x repeated along each dim, new ones in front."""
+        memory = self._memory(x)
+        more = len(times) - len(memory.shape)
+        shape, strides = (*[1] * more, *memory.shape), (*[0] * more, *memory.strides)
+        each = [pair for n, own in zip(times, shape, strict=True) for pair in (n, own)]
+        steps = [pair for step in strides for pair in (0, step)]
+        return Read(memory.base, blocks(tuple(each), tuple(steps)), memory.offset)
+
+    def _memory(self, x: Operand) -> Memory:
         if not isinstance(x, fx.Node) or constant(x) is not None or type_of(x).dtype not in DTYPES:
             raise Unfit
         if not self.memories.readable(x):
             raise Unfit
-        memory = self.memories.of[x]
-        shape = (*memory.shape[:dim], times, *memory.shape[dim:])
-        strides = (*memory.strides[:dim], 0, *memory.strides[dim:])
-        return Read(memory.base, blocks(shape, strides), memory.offset)
+        return self.memories.of[x]
+
+    def seen(self, x: Operand) -> Operand:
+        """x as eager torch sees it: a 16-bit value of the graph is rounded."""
+        narrow = isinstance(x, fx.Node) and self.dtype_of(x).is_floating_point and self.dtype_of(x).itemsize == 2
+        return self("cast", x, shape=self.shape_of(x), dtype=self.dtype_of(x)) if narrow else x
+
+    def placed(self, x: Inner, order: Sequence[int]) -> Inner:
+        """x, whose dims are the result's in another order, where the result has them."""
+        own, steps = self.shapes[x], [math.prod(self.shape[d + 1 :]) for d in order]
+        return self._put("cat", (self.read(x, own),), self.shape, math.prod(own), None, index=blocks(own, tuple(steps)))
 
     def spread_over(self, x: Operand, own: Shape, shape: Shape) -> Read | float | int | bool:
         """The elements of x in order, as those of a tensor of the shape `own`, which is broadcast to `shape`."""
@@ -130,6 +190,14 @@ class Make:
         if not all(isinstance(one, Read) for one in reads):
             raise Unfit  # a kernel computes all that it stores
         return self._put("cat", reads, self.shape, math.prod(part), None, index=blocks(part, steps), seed=apart)
+
+    def before_zeros(self, x: Operand) -> Inner:
+        """A tensor whose rows go on with zeros: stored in its place, and nothing in the kernel reads it."""
+        part, steps = self.shape_of(x), tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        read = self.read(x, part)
+        if not isinstance(read, Read):
+            raise Unfit
+        return self._put("cat", (read,), self.shape, math.prod(part), None, index=blocks(part, steps))
 
     def _put(
         self, op: str, args: tuple[Any, ...], shape: Shape, size: int, dtype: torch.dtype | None, **fields: Any
@@ -214,6 +282,21 @@ class Make:
     def div(self, a: Operand, b: Operand) -> Inner:
         return self("div", a, b)
 
+    def less(self, a: Operand, b: Operand) -> Inner:
+        return self("lt", a, b, dtype=torch.bool)
+
+    def more(self, a: Operand, b: Operand) -> Inner:
+        return self("gt", a, b, dtype=torch.bool)
+
+    def at_most(self, a: Operand, b: Operand) -> Inner:
+        return self("le", a, b, dtype=torch.bool)
+
+    def choose(self, condition: Operand, a: Operand, b: Operand) -> Inner:
+        return self("where", condition, a, b)
+
+    def limited(self, x: Operand, low: float, high: float) -> Inner:
+        return self("minimum", self("maximum", x, float(low)), float(high))
+
 
 def constant(node: fx.Node) -> float | int | bool | None:
     """The number that every element of a value is, as far as can be told from the call that makes it."""
@@ -221,6 +304,8 @@ def constant(node: fx.Node) -> float | int | bool | None:
         number = constant(node.args[0])  # type: ignore[arg-type]
     elif node.target is aten.full.default and isinstance(node.args[1], (bool, int, float)):
         number = node.args[1]
+    elif node.target is aten.scalar_tensor.default and isinstance(node.args[0], (bool, int, float)):
+        number = node.args[0]
     else:
         return None
     dtype = type_of(node).dtype

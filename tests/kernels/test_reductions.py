@@ -1,0 +1,109 @@
+"""Sums over any dims, softmax along any dim and ops that tell places apart: one kernel each, as eager torch computes.
+
+A sum over some of the dims has the others as batch dims, unless it is one of columns in memory; whoever has few rows a
+point sums them in one program, without a second kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels_triton.fused import reference
+from kernels_triton.fused.launcher import program
+from kernels_triton.fused.schedules import choose
+from kernels_triton.fused.text import parse, text
+from kernels_triton.launch import H200
+from tests.kernels.interpreter import Interpreter
+from tests.kernels.traced import kernel_of
+
+aten = torch.ops.aten
+BF, F32 = torch.bfloat16, torch.float32
+INF = float("inf")
+
+
+def channels(g: Tensor, y: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What batch norm's backward sums, with the gradient through a relu, and what follows from a sum."""
+    g = torch.where(y <= 0, 0.0, g)
+    total = torch.sum(g.float(), (0, 2, 3))
+    return g, total / 7.0, torch.sum(g.float() * (x.float() - mean.view(1, -1, 1, 1)), (0, 2, 3))
+
+
+def safe(x: Tensor) -> Tensor:
+    return torch._safe_softmax(torch.where(x > 0.7, x, -INF) * 2.0, -1)
+
+
+def wide(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape)
+
+
+def narrow(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape).to(BF)
+
+
+IMAGE = (4, 6, 3, 5)
+Case = tuple[Callable[..., Any], tuple[Callable[[], Tensor], ...], str]
+CASES: dict[str, Case] = {
+    "channels": (channels, (narrow(*IMAGE), narrow(*IMAGE), narrow(*IMAGE), wide(6)), "[6;4|15]"),
+    "channels last in memory": (
+        lambda x: torch.sum(x.permute(0, 3, 1, 2), (0, 2, 3)) * 2.0,
+        (wide(4, 3, 5, 6),),
+        "[60|6]",
+    ),
+    "pooled": (lambda x: (torch.sum(x.float(), (1,)) / 70).to(BF), (narrow(3, 70, 16),), "[3;70|16]"),
+    "pooled to images": (lambda x: torch.sum(x * 0.5, (2, 3)), (wide(*IMAGE),), "[24|15]"),
+    "every other dim": (lambda x: torch.sum(x * x, (1, 3)), (wide(2, 3, 4, 5, 6),), "[2,4;3,5|6]"),
+    "experts": (lambda x, w: torch.sum(x * w.unsqueeze(2), (1,)), (wide(40, 2, 8), wide(40, 2)), "[40;2|8]"),
+    "softmax along channels": (lambda x: torch.softmax(x, 1), (narrow(2, 6, 3, 5),), "[2,15|6]"),
+    "its gradient": (
+        lambda g, y: aten._softmax_backward_data(g, y, 1, F32),
+        (wide(2, 6, 15), wide(2, 6, 15)),
+        "[2,15|6]",
+    ),
+    "safe softmax": (safe, (wide(12, 8),), "[12|8]"),
+    "glu": (lambda x: functional.glu(x, 1), (wide(3, 8, 5),), "[3|20]"),
+    "its gradient, too": (lambda g, x: aten.glu_backward(g, x, 1), (wide(3, 4, 5), wide(3, 8, 5)), "[3|20]"),
+    "above": (lambda x: torch.triu(x * 2.0, 1), (wide(2, 4, 6),), "[2,4|6]"),
+    "above, of bools": (lambda x: torch.triu(x > 0, 1), (wide(5, 6),), "[5|6]"),
+    "above, of bytes": (lambda x: torch.triu((x > 0).to(torch.int8), 2) + 100, (wide(5, 6),), "[5|6]"),
+    "below": (lambda x: torch.tril(x, -1) + 1.0, (narrow(5, 5),), "[5|5]"),
+    "repeated": (lambda x: x.repeat(2, 3, 1) * 2.0, (wide(4, 5),), "[6|20]"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_kernel(name: str, interpreted: Interpreter) -> None:
+    function, inputs, space = CASES[name]
+    torch.manual_seed(0)
+    given = [make() for make in inputs]
+    kernel, reads = kernel_of(function, given)
+    line = text(kernel)
+    assert line[line.index("[") : line.index("(")] == space
+    assert parse(line) == kernel
+    exact = function(*[x.double() for x in given])
+    for found in (reference.run(kernel, reads), interpreted("fused", line, None, None, *reads)):
+        for mine, theirs in zip(found, exact if isinstance(exact, tuple) else (exact,), strict=True):
+            close = 1e-2 if mine.dtype == BF else 2e-5
+            torch.testing.assert_close(mine.double(), theirs.double(), rtol=close, atol=close, equal_nan=True)
+
+
+def test_a_row_that_is_masked_throughout_has_no_weights() -> None:
+    x = torch.tensor([[-INF, -INF, -INF], [0.0, 1.0, -INF]])
+    kernel, reads = kernel_of(lambda x: torch._safe_softmax(x * 1.0, -1), [x])
+    (y,) = reference.run(kernel, reads)
+    assert torch.equal(y[0], torch.zeros(3))
+    torch.testing.assert_close(y[1], torch.softmax(x[1], 0))
+
+
+@pytest.mark.parametrize(("shape", "launches"), [((64, 64, 4096), 2), ((4096, 64, 64), 1)])
+def test_few_programs_share_sums_and_one_has_its_own(shape: tuple[int, int, int], launches: int) -> None:
+    kernel, _ = kernel_of(lambda x: torch.sum(x * x, (1,)), [torch.empty(shape, dtype=BF, device="meta")])
+    plan = choose(kernel, H200)
+    assert plan.batches == shape[0]
+    assert 1 + bool(program(kernel, plan).finish) == launches
+    assert plan.alone == (launches == 1)
