@@ -6,11 +6,15 @@
 A program that does all has the tensors of all in its registers, and few programs then fit on a multiprocessor: while
 they compute, too little is loaded. Updates of four large parameters at once took 1.7 times as long as a copy of as many
 bytes. Parts may share numbers, which each loads; an output may not lie over such a number (`schedules.in_place`).
+
+A part is a set of outputs: these stay what they are however a kernel is rewritten before it is written, and what parts
+have in common may not. So it is the kernel of the graph that says what its parts are, to the grid and to the source.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 
 from kernels_triton.fused.kernel import Kernel
@@ -18,21 +22,26 @@ from kernels_triton.fused.table import OPS
 
 
 @cache
-def apart(kernel: Kernel) -> tuple[frozenset[int], ...]:
-    """The values of each part: one of all, where rows or columns are reduced."""
-    found: list[frozenset[int]] = []
+def apart(kernel: Kernel) -> tuple[tuple[int, ...], ...]:
+    """The outputs of each part: one of all, where rows or columns are reduced."""
+    found: list[tuple[int, ...]] = []
     reduces = any(OPS[step.op].reduces for step in kernel.steps)
-    for made in kernel.outputs:
-        own = _closure(kernel, [store.value.index for store in made.stores])
-        joined = [one for one in found if reduces or not (own & one) <= _numbers(kernel)]
-        found = [one for one in found if one not in joined] + [own.union(*joined)]
+    for at in range(len(kernel.outputs)):
+        own = values(kernel, [at])
+        joined = [one for one in found if reduces or not (own & values(kernel, one)) <= _numbers(kernel)]
+        found = [one for one in found if one not in joined] + [tuple(sorted([at, *(n for one in joined for n in one)]))]
     return tuple(found)
+
+
+def values(kernel: Kernel, outputs: Iterable[int]) -> frozenset[int]:
+    """What some outputs are computed from, and themselves."""
+    return closure(kernel, (store.value.index for at in outputs for store in kernel.outputs[at].stores))
 
 
 @cache
 def shared(kernel: Kernel) -> frozenset[int]:
     """The inputs that several parts read."""
-    count = Counter(value for part in apart(kernel) for value in part)
+    count = Counter(value for part in apart(kernel) for value in values(kernel, part))
     return frozenset(value for value, times in count.items() if times > 1)
 
 
@@ -43,8 +52,9 @@ def _numbers(kernel: Kernel) -> frozenset[int]:
     return frozenset(v for v in range(len(kernel.inputs)) if kernel.kind(v) == "scalar" and v not in stored)
 
 
-def _closure(kernel: Kernel, roots: list[int]) -> frozenset[int]:
-    found, todo = set[int](), roots
+def closure(kernel: Kernel, roots: Iterable[int]) -> frozenset[int]:
+    """All values that some depend on, these among them."""
+    found, todo = set[int](), list(roots)
     while todo:
         value = todo.pop()
         if value not in found:

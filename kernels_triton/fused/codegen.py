@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kernels_triton.fused import addresses, finish, loops, resident
-from kernels_triton.fused.apart import apart
+from kernels_triton.fused.apart import values
 from kernels_triton.fused.expressions import functions
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.schedules import Plan, column_sums, needed
@@ -71,7 +71,7 @@ def _docstring(kernel: Kernel, plan: Plan) -> str:
     s = plan.schedule
     if plan.style == "loops":
         return f"{plan.style}: tiles of {s.rows} x {kernel.cols}, {s.block} columns at a time, {s.warps} warps."
-    parts = f"{plan.parts} parts, " if plan.parts > 1 else ""
+    parts = f"{len(plan.parts)} parts, " if len(plan.parts) > 1 else ""
     return f"{plan.style}: {parts}tiles of {s.rows} x {s.block * max(1, s.chunks)}, {s.warps} warps."
 
 
@@ -134,24 +134,24 @@ def row_body(w: Writer) -> None:
         loops.passes(w)
     elif w.plan.style == "rows":
         resident.phases(w)
-    elif w.plan.parts > 1:
+    elif len(w.plan.parts) > 1:
         before = dict(w.scope)
-        for number, part in enumerate(apart(kernel)):
+        for number, outputs in enumerate(w.plan.parts):
             with w.block(f"if tl.program_id(1) == {number}:"):
-                straight(w, part)
+                straight(w, values(kernel, outputs), outputs)
             w.scope = dict(before)
     else:
         straight(w, needed(kernel))
     w.scope = outer
 
 
-def straight(w: Writer, values: Collection[int]) -> None:
-    """Loads; steps in order, and what is stored of them."""
-    alive = sorted(v for v in values if not w.kernel.late[v] or w.is_sum(v))
+def straight(w: Writer, wanted: Collection[int], outputs: Collection[int] | None = None) -> None:
+    """Loads; steps in order, and what is stored of them, in some outputs or in all."""
+    alive = sorted(v for v in wanted if not w.kernel.late[v] or w.is_sum(v))
     w.load(v for v in alive if v < len(w.kernel.inputs))
     for value in alive:
         w.compute(value)
-        w.store(value)
+        w.store(value, outputs=outputs)
 
 
 def put_partials(w: Writer, value: int) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Literal
 
 from kernels_triton import launch, rows
-from kernels_triton.fused.apart import apart, shared
+from kernels_triton.fused.apart import apart, closure, shared
 from kernels_triton.fused.kernel import Kernel, Ref
 from kernels_triton.fused.table import OPS
 from kernels_triton.launch import Device
@@ -44,14 +44,14 @@ class Plan:
     programs: int
     blocks: int = 1  # of columns, for tiles and walk
     batches: int = 1
-    parts: int = 1
+    parts: tuple[tuple[int, ...], ...] = ()  # their outputs
 
     @property
     def grid(self) -> tuple[int, ...]:
         first = self.batches * self.blocks
         if self.style == "walk":
             return first, self.programs
-        return (self.programs * first, self.parts) if self.parts > 1 else (self.programs * first,)
+        return (self.programs * first, len(self.parts)) if len(self.parts) > 1 else (self.programs * first,)
 
     @property
     def alone(self) -> bool:
@@ -92,7 +92,7 @@ def planned(kernel: Kernel, style: Style, schedule: Schedule, device: Device) ->
     if style in ("tiles", "walk"):
         blocks = -(-kernel.cols // schedule.block)
     if style == "tiles":
-        return Plan(style, schedule, tiles, blocks, kernel.batches, len(apart(kernel)))
+        return Plan(style, schedule, tiles, blocks, kernel.batches, apart(kernel))
     if not (schedule.waves or column_sums(kernel)):
         return Plan(style, schedule, tiles, blocks, kernel.batches)
     shared = max(1, max(1, schedule.waves) * device.sms // (blocks * kernel.batches))
@@ -111,14 +111,7 @@ def column_sums(kernel: Kernel) -> tuple[int, ...]:
 @cache
 def needed(kernel: Kernel) -> frozenset[int]:
     """The values that some output depends on."""
-    found: set[int] = set()
-    todo = [store.value.index for made in kernel.outputs for store in made.stores]
-    while todo:
-        value = todo.pop()
-        if value not in found:
-            found.add(value)
-            todo += kernel.values_read(value)
-    return frozenset(found)
+    return closure(kernel, (store.value.index for made in kernel.outputs for store in made.stores))
 
 
 def widest(kernel: Kernel) -> int:

@@ -6,7 +6,7 @@ of columns, `mul_7_0`, `mul_7_1`. Before every reduction, elements past the end 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -310,9 +310,9 @@ class Writer:
         return op.triton.format(whole if step.op != "rmin" else f"({whole})")
 
     # ----------------------------------------------------------------------------------------------------- stores
-    def store(self, value: int, of: int | None = None) -> None:
-        for at, made in enumerate(self.kernel.outputs):
-            for store in made.stores:
+    def store(self, value: int, of: int | None = None, outputs: Collection[int] | None = None) -> None:
+        for at in range(len(self.kernel.outputs)) if outputs is None else outputs:
+            for store in self.kernel.outputs[at].stores:
                 if store.value.index == value and self.kernel.late[value] == self.finishing:
                     for chunk in self.only(value, of):
                         self.put_store(at, store, chunk)

@@ -145,9 +145,11 @@ def _slope(x, lse2, factor):
 
 @triton.jit
 def _store(target, g, start, COLS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """A block of a row's gradient. What is written behind the row's end is 0."""
+    """A block of a row's gradient. What is written behind the row's end is 0, be it groups of a narrower dtype's."""
     c = start + _columns(BLOCK, GROUP)
-    if WRITE > COLS:
+    if WRITE > (COLS + GROUP - 1) // GROUP * GROUP:
+        g = tl.where(c >= COLS, 0.0, g)
+    elif WRITE > COLS:
         g = tl.where(_behind(start, COLS, BLOCK, GROUP), 0.0, g)
     tl.store(target + c, g.to(target.dtype.element_ty), mask=c < WRITE, eviction_policy="evict_first")
 

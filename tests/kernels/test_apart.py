@@ -5,7 +5,7 @@ from __future__ import annotations
 from interpreter import Interpreter
 from test_spread import held
 
-from kernels_triton.fused.apart import apart
+from kernels_triton.fused.apart import apart, values
 from kernels_triton.fused.launcher import source
 from kernels_triton.fused.schedules import choose, in_place
 from kernels_triton.fused.text import parse
@@ -24,10 +24,27 @@ STEPS = (
 def test_updates_have_programs_of_their_own(interpreted: Interpreter) -> None:
     """Two, of which one has two results."""
     kernel = parse(UPDATES)
-    assert [sorted(part) for part in apart(kernel)] == [[0, 1, 2, 6, 7], [2, 3, 4, 5, 8, 9, 10]]
+    assert apart(kernel) == ((0,), (1, 2))
+    assert [sorted(values(kernel, part)) for part in apart(kernel)] == [[0, 1, 2, 6, 7], [2, 3, 4, 5, 8, 9, 10]]
     assert choose(kernel, H200).grid == (3, 2)
     assert source(kernel).count("if tl.program_id(1) == ") == 2
     held(interpreted, UPDATES, None, None)
+
+
+def test_parts_stay_what_they_are_however_a_kernel_is_rewritten(interpreted: Interpreter) -> None:
+    """A half moves from the number to what it is multiplied by, and a stored number becomes a step: what joined two
+    parts is gone. The grid was made for so many parts as there were."""
+    scaled = (
+        "a[|3000](f32[]@0:0, f32[3000], f32[3000], f32[3000]){%4=mul(%0, 0.5); %5=mul(%1, %4); %6=mul(%2, %4); "
+        "%7=mul(%3, %0)}->f32[3000]=%5, f32[3000]=%6, f32[3000]=%7"
+    )
+    stored = (
+        "a[|3000](f32[]@0:0, f32[3000], f32[3000]){%3=mul(%0, %1); %4=neg(%2)}"
+        "->f32[3000]=%0@0:1, f32[3000]=%3, f32[3000]=%4"
+    )
+    for line in (scaled, stored):
+        assert choose(parse(line), H200).grid == (3, 2)
+        held(interpreted, line, None, None)
 
 
 def test_a_number_that_parts_share_is_not_written_over() -> None:
