@@ -302,7 +302,8 @@ def cross_entropy_finish(
     at = STATS + (shard.to(tl.int64) * rows + r) * 3
     tops = tl.load(at, mask=there, other=float("-inf"))
     top = tl.max(tops, 0)
-    total = tl.sum(tl.load(at + 1, mask=there, other=0.0) * tl.exp(tops - top), 0)
+    # Chosen, or a thread would add its own product unrounded to the rounded ones of others, and each have another sum.
+    total = tl.sum(tl.where(there, tl.load(at + 1, mask=there, other=0.0) * tl.exp(tops - top), 0.0), 0)
     lse = top + tl.log(total)
     factor = _factor(SCALE, target, ignore, classes)
     if start == 0:

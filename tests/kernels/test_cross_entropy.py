@@ -1,5 +1,6 @@
 """Cross-entropy under the interpreter: loss and gradient against float64, whole and over shards of the vocabulary."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,9 @@ from interpreter import Interpreter
 from test_rows import FEW, rows
 from torch import Tensor
 from torch.nn import functional
+
+from kernels_triton import launch, ops
+from kernels_triton.gate import Source, compiled, source_of
 
 LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 
@@ -117,3 +121,22 @@ def test_masked_and_huge_logits(interpreted: Interpreter) -> None:
     assert torch.allclose(loss, torch.tensor([0.0, 0.6931472]), atol=1e-6) or loss[1] == 0.0
     assert lse[0] == pytest.approx(2.0)
     assert torch.allclose(grad[0], torch.zeros(3), atol=1e-6)
+
+
+@pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton compiles it")
+@pytest.mark.parametrize("shards", [2, 5])
+def test_every_thread_has_the_same_sum_over_shards(shards: int) -> None:
+    """A product added unrounded to what another thread rounded is another number in each of the two: gradients would
+    depend on which thread has a column. No fused multiplication takes what comes from another thread."""
+    recorded: list[Source] = []
+    logits = torch.empty(64, 227, dtype=torch.bfloat16, device="meta")
+    target = torch.empty(64, dtype=torch.int64, device="meta")
+    stats = torch.empty(shards, 64, 3, device="meta")
+    with launch.recording(lambda one: recorded.append(source_of("cross_entropy_finish", 227, one))):
+        ops.cross_entropy_finish(logits, target, stats, 1000)
+    (source,) = recorded
+    text = compiled(source, 90).asm["ptx"]
+    exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", text))
+    assert exchanged
+    fused = {one for line in re.findall(r"fma\.rn\.f32\s+(.*);", text) for one in line.split(", ")[1:]}
+    assert exchanged.isdisjoint(fused)
