@@ -16,37 +16,10 @@ sum of squares of a row instead.
 import triton
 import triton.language as tl
 
-from kernels_triton.kernels.arithmetic import quotient
-
 
 @triton.jit
 def _add(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def _pool(count, mean, squares, other_count, other_mean, other_squares):
-    """Of two groups: how many numbers, their mean, and the squares of their distances from it (Chan)."""
-    total = count + other_count
-    share = quotient(other_count, tl.maximum(total, 1.0))
-    apart = other_mean - mean
-    return total, mean + apart * share, squares + other_squares + apart * apart * (count * share)
-
-
-@triton.jit
-def _neighbours(x, START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """What `_pool` takes, of each group of a block that begins at column START."""
-    if START + BLOCK <= COLS:
-        count = tl.full((x.shape[0], BLOCK // GROUP), GROUP, tl.float32)
-        mean = tl.sum(x, 2) / GROUP
-        d = x - mean[:, :, None]
-    else:
-        c = START + tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-        there = (c < COLS) & (tl.zeros(x.shape, tl.int32) == 0)
-        count = tl.sum(there.to(tl.float32), 2)
-        mean = quotient(tl.sum(x, 2), tl.maximum(count, 1.0))
-        d = tl.where(there, x - mean[:, :, None], 0.0)
-    return count, mean, tl.sum(d * d, 2)
 
 
 @triton.jit
