@@ -17,7 +17,9 @@ help:
 	@echo "make demo    compile GPT-2 from its plan, print the program, verify it against the single device"
 	@echo "make test    lint, types, tests"
 	@echo "make fuzz    5,000 random programs and 1,000 random plans of real models, each on a random mesh;"
-	@echo "             models x meshes x microbatches x pipeline schedules, 2,000 random orders of execution"
+	@echo "             models x meshes x microbatches x pipeline schedules, 2,000 random orders of execution;"
+	@echo "             1,250 random kernels in Triton's interpreter, and 100 on a GPU if there is one"
+	@echo "             (FUZZ_EXAMPLES=500 make fuzz: a tenth of all that)"
 	@echo "make gate-kernels  compile every kernel for sm_90 and sm_80 without a GPU: spills and access widths, as JSON"
 	@echo "make format  format and fix what ruff can"
 
@@ -49,7 +51,8 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 fuzz: $(STAMP)
-	$(BIN)/python -m pytest tests/properties tests/stages/test_equivalence.py -n auto --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/properties tests/stages/test_equivalence.py tests/kernels/test_fused.py::test_random_kernels \
+		tests/gpu/test_random_kernels.py -n auto --hypothesis-profile=fuzz
 
 gate-kernels: $(STAMP)
 	$(BIN)/python -m kernels_triton.gate

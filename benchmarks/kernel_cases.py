@@ -244,8 +244,8 @@ def ropes(rows: int, cols: int) -> Iterator[Case]:
     heads = cols // 128
     x, dy = draw(1, rows, heads, 128), draw(1, rows, heads, 128)
     angles = torch.rand(rows, 64, device=DEVICE)
-    cos, sin = angles.cos(), angles.sin()
-    wide = [torch.cat((t, t), -1).to(BF16)[None, :, None] for t in (cos, sin)]
+    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)  # as models give them; plain torch has each twice in a row
+    wide = [torch.cat((t, t), -1)[None, :, None] for t in (cos, sin)]
 
     def rotate(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -256,7 +256,7 @@ def ropes(rows: int, cols: int) -> Iterator[Case]:
         pair, grads = ([draw(1, rows, heads // 2, 128).transpose(1, 2) for _ in range(2)] for _ in range(2))
         turned = lambda q, k: kind.apply(q, k, wide[0][:, :, 0], wide[1][:, :, 0])  # noqa: E731
         fwd["liger"], bwd["liger"] = forward(turned, *pair), backward(turned, grads, *pair)
-    size = 4 * rows * cols
+    size = 4 * rows * cols + 2 * 2 * rows * 64  # the angles, once
     yield Case("rope", (rows, cols), size, lambda: ops.rope(x, cos, sin), fwd)
     yield Case("rope_backward", (rows, cols), size, lambda: ops.rope(dy, cos, sin, True), bwd)
 

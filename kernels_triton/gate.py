@@ -1,16 +1,18 @@
 """The compile gate: every template, and a corpus of generated kernels, compiled for NVIDIA GPUs on a machine without
 one, must not spill and must move its data 16 bytes at a time.
 
-Ops run on `meta` tensors while their launches are recorded; each distinct kernel is then compiled ahead of time, by as
-many processes as there are cores, and its machine code read: local-memory accesses are spills (ptxas' register count
-does not show them), and the width of global accesses is in the instruction. A full-size tensor may have no access
-narrower than 128 bits; what belongs to a row or to a program (statistics, targets, partial sums' neighbours) is counted
-as `narrow` and bounded.
+Ops run on `meta` tensors while their launches are recorded, in every variant of the registry and in those that graphs
+alone launch (`templates/variants.py`); each distinct kernel is then compiled ahead of time, by as many processes as
+there are cores, and its machine code read: local-memory accesses are spills (ptxas' register count does not show them),
+of which none is let pass on either architecture, and the width of global accesses is in the instruction. A full-size
+tensor may have no access narrower than 128 bits; what belongs to a row or to a program (statistics, targets, partial
+sums' neighbours) is counted as `narrow` and bounded.
 
     python -m kernels_triton.gate [--arch 90 --arch 80] [--quick]      # JSON lines, one a kernel; exits 1 on a failure
 
-`--quick` is what CI compiles (tests/kernels/test_gate.py): each template in each dtype, its kernels for long rows, and
-each plan of the generator. All of it goes through every width and variant as well.
+`--quick` is what CI compiles (tests/kernels/test_gate.py): for sm_90 each template in each dtype and variant, its
+kernels for long rows, and each plan of the generator, and one in three of these for sm_80. All of it goes through every
+width, and every combination of operands, as well.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ from kernels_triton.fused.launcher import launcher
 from kernels_triton.fused.schedules import choose, column_sums
 from kernels_triton.machine_code import disassembled, machine_code
 from kernels_triton.registry import TEMPLATES, Template
+from kernels_triton.templates.variants import variants
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -50,9 +55,6 @@ POINTERS = {
     torch.int8: "*i8",
     torch.bool: "*i1",
 }
-# Bytes a thread: for sm_80 ptxas puts a scalar or two of a row's loop aside to fit one more block on a multiprocessor,
-# with 40 to 72 registers of the 128 or 255 it may use. Printed as `spills` all the same; for sm_90 it is refused.
-SCALARS = {80: 16}
 DEVICES = {90: launch.H200, 80: launch.A100}
 ROW_COLS = (64, 1024, 4096, 8192, 12288, 16384, 50304, 131072)
 TILE_COLS = (64, 1024, 4096)
@@ -63,6 +65,9 @@ GENERATED = [
 UNEVEN = [(cols, dtype) for cols in (50257, 128255) for dtype in (torch.bfloat16, torch.float32)]
 SHAPED = ("rope", "adamw")  # ops whose shapes have no columns
 ROW_REDUCTIONS = ("norm", "softmax", "cross_entropy")
+OTHER_COLS = (1024, 8192, 50304)  # of calls with other operands
+NARROW_AND_WIDE = (torch.bfloat16, torch.float32)
+SAMPLE = {80: 3}  # one in so many is compiled quickly
 BATCH = 32  # kernels that are disassembled at once
 SIZES = {"rows": 8192, "batch": 8, "heads": 32, "dim": 128, "half": 64, "channels": 256, "groups": 32}
 
@@ -82,9 +87,14 @@ class Source:
 
 
 def sources(arch: int, quick: bool = False) -> Iterator[Source]:
-    """Every distinct kernel of the registry and of the generator's corpus."""
+    """Every distinct kernel of the registry, of graphs, and of the generator's corpus; quickly, fewer."""
+    found = _distinct(arch, quick)
+    return islice(found, 0, None, SAMPLE.get(arch, 1)) if quick else found
+
+
+def _distinct(arch: int, quick: bool) -> Iterator[Source]:
     seen: set[Source] = set()
-    for source in _templates(arch, quick):
+    for source in _launched(arch, quick):
         anonymous = replace(source, template="", cols=0)
         if anonymous not in seen:
             seen.add(anonymous)
@@ -99,6 +109,24 @@ def sources(arch: int, quick: bool = False) -> Iterator[Source]:
             if wanted or (not quick and (cols in (64, 4096) or plan[0] in ("rows", "loops"))):
                 plans.add(plan)
                 yield from generated(name, cols, dtype, arch)
+
+
+def _launched(arch: int, quick: bool) -> Iterator[Source]:
+    """What templates launch: by plain calls, and by graphs."""
+    yield from _templates(arch, quick)
+    for template in TEMPLATES.values():
+        for other in template.calls[len(template.variants) :]:
+            widths = (512,) if template.name in SHAPED else (1024,) if quick else OTHER_COLS
+            for cols in widths:
+                for dtype in NARROW_AND_WIDE[: 1 if quick else None]:
+                    yield from recorded(template, cols, dtype, other, arch)
+    for one in variants():
+        if one.shown or not quick:
+            for cols in one.widths[: 1 if quick else None]:
+                for dtype in NARROW_AND_WIDE[: 2 if one.shown and not quick else 1]:
+                    with _recording(one.template, cols, arch) as found:
+                        one.launch(cols, dtype)
+                    yield from found
 
 
 def _templates(arch: int, quick: bool) -> Iterator[Source]:
@@ -133,15 +161,22 @@ def recorded(
     template: Template, cols: int, dtype: torch.dtype, variant: Mapping[str, Any], arch: int = 90, wide: bool = False
 ) -> list[Source]:
     """The launches of one call on `meta` tensors. `wide`: its rows begin with 16 bytes."""
-    found: list[Source] = []
-    keep = launch.recording(lambda one: found.append(source_of(template.name, cols, one)))
-    x, *others = template.arguments(sizes(cols), dtype, "meta")
+    call = template.call(variant, sizes(cols), dtype, "meta")
     if wide:
-        x = x.new_empty((x.shape[0], end(cols)))[:, :cols]
-        variant = {**variant, "padded": True} if "padded" in signature(template.op).parameters else variant
-    with launch.assuming(DEVICES[arch]), keep:
-        template.op(x, *others, **variant)
+        logits = call["logits"]
+        call["logits"] = logits.new_empty((logits.shape[0], end(cols)))[:, :cols]
+        call |= {"padded": True} if "padded" in signature(template.op).parameters else {}
+    with _recording(template.name, cols, arch) as found:
+        template.op(**call)
     return found
+
+
+@contextmanager
+def _recording(template: str, cols: int, arch: int) -> Generator[list[Source]]:
+    """The launches of what is called within, as for a GPU of this architecture."""
+    found: list[Source] = []
+    with launch.assuming(DEVICES[arch]), launch.recording(lambda one: found.append(source_of(template, cols, one))):
+        yield found
 
 
 def sizes(cols: int) -> dict[str, int]:
@@ -151,8 +186,7 @@ def sizes(cols: int) -> dict[str, int]:
 
 def generated(name: str, cols: int, dtype: torch.dtype, arch: int = 90) -> list[Source]:
     """The launches of one generated kernel of the corpus."""
-    found: list[Source] = []
-    with launch.assuming(DEVICES[arch]), launch.recording(lambda one: found.append(source_of(name, cols, one))):
+    with _recording(name, cols, arch) as found:
         kernel = CORPUS[name](SIZES["rows"], cols, dtype)
         launcher(kernel)([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in kernel.inputs])
     return found
@@ -181,6 +215,23 @@ def source_of(template: str, cols: int, one: launch.Launch) -> Source:
     return Source(
         template, one.name, cols, ordered, tuple(aligned), tuple(sorted(constants.items())), one.warps, one.registers
     )
+
+
+# Constants that a schedule chooses; other flags and words are of what is computed.
+SCHEDULED = ("AGAIN", "HOLD", "ONCE", "PAIRS")
+Variant = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...]]
+
+
+def variant_of(source: Source) -> Variant:
+    """The kernel less its sizes: which tensors of which dtype there are, and what flags and words its constants are."""
+    tensors = tuple((name, kind) for name, kind in source.signature if kind.startswith("*"))
+    words = [(name, value) for name, value in source.constants if isinstance(value, (bool, str))]
+    return source.kernel, tensors, tuple((name, value) for name, value in words if name not in SCHEDULED)
+
+
+def known(arch: int = 90) -> set[Variant]:
+    """The variants of templates that all of the gate compiles."""
+    return {variant_of(source) for source in _launched(arch, quick=False)}
 
 
 def compiled(source: Source, arch: int) -> Any:
@@ -241,7 +292,7 @@ NARROW = {
 def problems(line: Mapping[str, Any]) -> list[str]:
     """What the gate refuses."""
     out: list[str] = []
-    if (line["spills"] or line["stack"]) and line["stack"] > SCALARS.get(line["arch"], 0):
+    if line["spills"] or line["stack"]:
         out.append(f"{line['spills']} local-memory accesses, {line['stack']} bytes of stack")
     most = DEVICES[line["arch"]].shared_bytes
     if line["shared"] > most:

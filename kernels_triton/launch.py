@@ -146,15 +146,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Device:
-    """What a schedule depends on."""
+    """What a schedule depends on. `name` is CUDA's, by which its table is found."""
 
     name: str
     sms: int
     shared_bytes: int  # that one program may have
 
 
-H200 = Device("h200", 132, 227 << 10)
-A100 = Device("a100", 108, 163 << 10)
+H200 = Device("NVIDIA H200", 132, 227 << 10)
+A100 = Device("NVIDIA A100-SXM4-80GB", 108, 163 << 10)
 _assumed = [H200]
 
 
@@ -171,8 +171,7 @@ def assuming(device: Device) -> Generator[None]:
 @cache
 def _device(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
-    name = next((known.name for known in (H200, A100) if known.name in found.name.lower()), found.name)
-    return Device(name, found.multi_processor_count, found.shared_memory_per_block_optin)
+    return Device(found.name, found.multi_processor_count, found.shared_memory_per_block_optin)
 
 
 def device_of(x: Tensor) -> Device:

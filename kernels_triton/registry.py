@@ -3,11 +3,14 @@
 A signature is text over named sizes. `T` is the dtype of the call, `?` marks an operand that may be None, and a list
 in square brackets is a shape: `x: T[rows, cols], weight: T[cols]? -> y: T[rows, cols], rstd: f32[rows]`. Sizes are
 names, numbers, or products of both. `arguments` makes operands of a signature, on `meta` for the compile gate, filled
-for a benchmark. Options are what a call may choose: one variant of them an entry of `variants`.
+for a benchmark. Options are what a call may choose: one variant of them an entry of `variants`. `others` are calls with
+other operands than the signature's: `{"weight": None, "mask": "bool[rows, cols]"}`; `call` makes the arguments of each.
+What graphs launch beyond that is in `templates/variants.py`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -20,7 +23,7 @@ from torch import Tensor
 from kernels_triton import ops, reference
 from kernels_triton.launch import DTYPES
 
-KINDS = {"f32": torch.float32, "i64": torch.int64, "u8": torch.uint8}
+KINDS = {"f32": torch.float32, "i64": torch.int64, "u8": torch.uint8, "bool": torch.bool}
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Template:
     variants: tuple[Mapping[str, Any], ...] = ({},)
     dtypes: tuple[torch.dtype, ...] = DTYPES
     scalars: tuple[tuple[int, Any], ...] = ()  # (position, value) of arguments that are no tensors
+    others: tuple[Mapping[str, Any], ...] = ()  # operands and options by name; a text with brackets is a tensor
 
     @property
     def op(self) -> Callable[..., Any]:
@@ -71,6 +75,29 @@ class Template:
         for position, value in self.scalars:
             made.insert(position, value)
         return made
+
+    @property
+    def calls(self) -> tuple[Mapping[str, Any], ...]:
+        """Everything that a call may be given: `variants`, and with the options of the first also `others`."""
+        return (*self.variants, *({**self.variants[0], **one} for one in self.others))
+
+    def call(
+        self, given: Mapping[str, Any], sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device | str
+    ) -> dict[str, Any]:
+        """The arguments by name of one of `calls`."""
+        parameters = list(inspect.signature(self.op).parameters)
+        made = dict(zip(parameters, self.arguments(sizes, dtype, device), strict=False))
+        for name, value in given.items():
+            if name in parameters:
+                one = _operands(f"{name}: {value}") if isinstance(value, str) and "[" in value else ()
+                made[name] = _draw(one[0], sizes, dtype, device) if one else value
+        return made
+
+    def results_of(self, given: Mapping[str, Any]) -> tuple[Operand, ...]:
+        """As `results`, where one of `calls` says so of another shape or dtype."""
+        texts = {name: text for name, text in given.items() if isinstance(text, str) and "[" in text}
+        told = {name: _operands(f"{name}: {text}")[0] for name, text in texts.items()}
+        return tuple(told.get(one.name, one) for one in self.results)
 
 
 def _operands(text: str) -> tuple[Operand, ...]:
@@ -97,78 +124,126 @@ def _draw(operand: Operand, sizes: Mapping[str, int], dtype: torch.dtype, device
         return torch.randint(0, sizes["cols"], shape, device=device) if shape else one
     if kind == torch.uint8:
         return torch.randint(0, 256, shape, device=device).to(kind)
+    if kind == torch.bool:
+        return torch.rand(shape, device=device) < 0.7
+    if operand.name in ("skip", "step"):
+        return torch.full(shape, float(operand.name == "step"), dtype=kind, device=device)
     drawn = torch.randn(shape, dtype=torch.float32, device=device)
     return (drawn.abs() + 0.1 if operand.name in POSITIVE else drawn).to(kind)
 
 
 GROUPS = 32
-POSITIVE = ("rstd", "exp_avg_sq", "lr", "stats")
+POSITIVE = ("rstd", "exp_avg_sq", "lr", "stats", "grad_scale")
 X = "x: T[rows, cols]"
 STATS = "mean: f32[rows], rstd: f32[rows]"
 ACTS = tuple({"act": act} for act in ("gelu_tanh", "gelu"))
 GATES = tuple({"act": act} for act in ("silu", "gelu_tanh", "gelu"))
+REST = tuple({"act": act} for act in ("silu", "relu2"))
+BARE = {"weight": None, "bias": None}
+MASTER = {"weight": "f32[cols]", "bias": "f32[cols]"}  # parameters and their gradients, whatever x is in
+MASTER_GRADS = {"weight": "f32[cols]", "dweight": "f32[cols]", "dbias": "f32[cols]"}
 
 TEMPLATES: dict[str, Template] = {
     template.name: template
     for template in (
-        Template("layer_norm", f"{X}, weight: T[cols]?, bias: T[cols]? -> y: T[rows, cols], {STATS}"),
-        Template("rms_norm", f"{X}, weight: T[cols]? -> y: T[rows, cols], rstd: f32[rows]"),
+        Template(
+            "layer_norm",
+            f"{X}, weight: T[cols]?, bias: T[cols]? -> y: T[rows, cols], {STATS}",
+            others=(BARE, MASTER, {"bias": None}),
+        ),
+        Template(
+            "rms_norm",
+            f"{X}, weight: T[cols]? -> y: T[rows, cols], rstd: f32[rows]",
+            others=({"weight": None}, {"weight": "f32[cols]"}),
+        ),
         Template(
             "add_layer_norm",
             f"{X}, residual: T[rows, cols], weight: T[cols]?, bias: T[cols]? -> "
             f"y: T[rows, cols], sum: T[rows, cols], {STATS}",
+            others=(BARE, MASTER, {"bias": None}),
         ),
         Template(
             "add_rms_norm",
             f"{X}, residual: T[rows, cols], weight: T[cols]? -> y: T[rows, cols], sum: T[rows, cols], rstd: f32[rows]",
+            others=({"weight": None}, {"weight": "f32[cols]"}),
         ),
         Template(
             "layer_norm_backward",
             f"dy: T[rows, cols], {X}, weight: T[cols]?, {STATS}, residual_grad: T[rows, cols]? -> "
             "dx: T[rows, cols], dweight: T[cols]?, dbias: T[cols]?",
+            others=(
+                {"residual_grad": None},
+                {"weight": None, "residual_grad": None, "with_bias": False},
+                {"with_bias": False},
+                MASTER_GRADS,
+            ),
         ),
         Template(
             "rms_norm_backward",
             f"dy: T[rows, cols], {X}, weight: T[cols]?, rstd: f32[rows], residual_grad: T[rows, cols]? -> "
             "dx: T[rows, cols], dweight: T[cols]?",
+            others=({"residual_grad": None}, {"weight": None, "residual_grad": None}, MASTER_GRADS),
         ),
         Template(
             "softmax",
             f"{X} -> y: T[rows, cols]",
             variants=({}, {"scale": 0.125}, {"scale": 0.125, "causal": True}),
+            others=(
+                {"scale": 0.125, "mask": "bool[rows, cols]"},
+                {"scale": 0.125, "mask": "T[rows, cols]"},
+                {"scale": 0.125, "mask": "bool[1, cols]", "causal": True},
+                {"scale": 0.125, "mask": "T[cols]", "causal": True},
+            ),
         ),
         Template(
             "softmax_backward",
             "dy: T[rows, cols], y: T[rows, cols] -> dx: T[rows, cols]",
             variants=({"scale": 0.125}, {"scale": 0.125, "causal": True}),
         ),
-        Template("bias_gelu", f"{X}, bias: T[cols]? -> y: T[rows, cols]", ACTS),
         Template(
-            "bias_gelu_backward", f"dy: T[rows, cols], {X}, bias: T[cols]? -> dx: T[rows, cols], dbias: T[cols]?", ACTS
+            "bias_gelu",
+            f"{X}, bias: T[cols]? -> y: T[rows, cols]",
+            ACTS,
+            others=({"bias": None}, {"bias": "f32[cols]"}, *REST),
+        ),
+        Template(
+            "bias_gelu_backward",
+            f"dy: T[rows, cols], {X}, bias: T[cols]? -> dx: T[rows, cols], dbias: T[cols]?",
+            ACTS,
+            others=({"bias": None}, {"bias": "f32[cols]", "dbias": "f32[cols]"}, *REST),
         ),
         Template("squared_relu", f"{X} -> y: T[rows, cols]"),
         Template("squared_relu_backward", f"dy: T[rows, cols], {X} -> dx: T[rows, cols]"),
-        Template("gated", "gate: T[rows, cols], up: T[rows, cols]? -> y: T[rows, cols]", GATES),
+        Template(
+            "gated",
+            "gate: T[rows, cols], up: T[rows, cols]? -> y: T[rows, cols]",
+            GATES,
+            others=({"gate": "T[rows, 2*cols]", "up": None},),
+        ),
         Template(
             "gated_backward",
             "dy: T[rows, cols], gate: T[rows, cols], up: T[rows, cols]? -> dgate: T[rows, cols], dup: T[rows, cols]?",
             GATES,
+            others=({"gate": "T[rows, 2*cols]", "up": None, "dgate": "T[rows, 2*cols]"},),
         ),
         Template(
             "bias_dropout_residual",
             f"{X}, bias: T[cols]?, residual: T[rows, cols]?, seed: i64[] -> y: T[rows, cols], keep: u8[rows, bytes]",
             scalars=((3, 0.1), (5, 7)),
+            others=({"bias": None, "residual": None}, {"bias": "f32[cols]", "offset": "i64[]"}),
         ),
         Template(
             "bias_dropout_residual_backward",
             "dy: T[rows, cols], keep: u8[rows, bytes], bias: T[cols]? -> dx: T[rows, cols], dbias: T[cols]?",
             scalars=((2, 0.1),),
+            others=({"bias": None}, {"bias": "f32[cols]", "dbias": "f32[cols]"}),
         ),
         Template(
             "cross_entropy",
             "logits: T[rows, cols], target: i64[rows], grad_scale: f32[]? -> "
             "loss: f32[rows], lse: f32[rows], dlogits: T[rows, cols]",
             variants=({}, {"in_place": True}),
+            others=({"grad_scale": None},),
         ),
         Template("cross_entropy_stats", "logits: T[rows, cols], target: i64[rows] -> stats: f32[rows, 3]"),
         Template(
@@ -176,23 +251,33 @@ TEMPLATES: dict[str, Template] = {
             "logits: T[rows, cols], target: i64[rows], stats: f32[4, rows, 3] -> "
             "loss: f32[rows], lse: f32[rows], dlogits: T[rows, cols]",
             variants=({"classes": 1 << 18, "start": 0},),
+            others=({"grad_scale": "f32[]"},),
         ),
         Template(
             "rope",
             "x: T[batch, rows, heads, dim], cos: f32[rows, half], sin: f32[rows, half] -> "
             "y: T[batch, rows, heads, dim]",
             variants=({}, {"in_place": True}, {"inverse": True, "in_place": True}, {"interleaved": True}),
+            others=(
+                {"cos": "T[rows, half]", "sin": "T[rows, half]"},
+                {"cos": "f32[batch, rows, half]", "sin": "f32[batch, rows, half]"},
+            ),
         ),
         Template(
             "adamw",
             "param: f32[rows*cols], grad: T[rows*cols], exp_avg: f32[rows*cols], exp_avg_sq: f32[rows*cols], "
             "lr: f32[], step: i64[] ->",
+            others=(
+                {"grad_scale": "f32[]", "skip": "f32[]", "copy": "T[rows*cols]"},
+                {"param": "T[rows*cols]", "exp_avg": "T[rows*cols]", "exp_avg_sq": "T[rows*cols]", "step": "f32[]"},
+            ),
         ),
         Template(
             "group_norm",
             "x: T[batch, channels, space], weight: T[channels]?, bias: T[channels]? -> "
             "y: T[batch, channels, space], mean: f32[batch, groups], rstd: f32[batch, groups]",
             scalars=((1, GROUPS),),
+            others=(BARE, {"weight": "f32[channels]", "bias": "f32[channels]"}),
         ),
         Template(
             "group_norm_backward",
@@ -200,6 +285,10 @@ TEMPLATES: dict[str, Template] = {
             "mean: f32[batch, groups], rstd: f32[batch, groups] -> "
             "dx: T[batch, channels, space], dweight: T[channels]?, dbias: T[channels]?",
             scalars=((2, GROUPS),),
+            others=(
+                {"weight": None, "with_bias": False},
+                {"weight": "f32[channels]", "dweight": "f32[channels]", "dbias": "f32[channels]"},
+            ),
         ),
     )
 }

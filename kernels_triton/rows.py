@@ -3,7 +3,8 @@
 `as_rows` finds that view, and copies only where there is none (columns that are not contiguous, or leading dims that
 do not collapse into one stride). `schedule` cuts the rows into tiles: `chunks` blocks of a power of two of columns,
 held in registers together, so that 12288 columns are 3 x 4096 and not 16384 with a quarter masked off; rows that do
-not fit are looped over. Measured figures come from configs/kernels; sizes decide where there are none.
+not fit are looped over. Measured figures come from a table (kernels_triton.tables); sizes decide
+where there are none.
 """
 
 from __future__ import annotations
@@ -12,20 +13,17 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from kernels_triton import launch
+from kernels_triton import launch, tables
 
 # Columns of a row that one program holds at most, by bytes an element: more would spill (the gate says so).
 FORWARD_COLS = {2: 16384, 4: 12288}
 BACKWARD_COLS = {2: 12288, 4: 8192}
 KEPT_CHUNKS = 12  # of 16 bytes, that a thread of cross-entropy keeps at most
 RESERVED = 5 << 10  # of shared memory, for what threads exchange when they sum
-TABLES = Path(__file__).parent.parent / "configs" / "kernels"
+NEWER = 200 << 10  # of shared memory a program may have on sm_90, and not on sm_80, whose compiler holds less
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def backward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
     waves = max(1, 16 // warps)
     # Rows ahead are fetched into shared memory while this one is summed: x, dy and the residual's gradient.
     shared = launch.device_of(x).shared_bytes - RESERVED
-    deepest = 3 if shared > 200 << 10 else 2
+    deepest = 3 if shared > NEWER else 2
     stages = max(1, min(deepest, shared // (waves * 3 * width * rows * size)))
     if width > 8192 and stages < 3:  # without the full pipeline, rows this wide spill
         return tabled(name, x, cols, looped)
@@ -171,9 +169,10 @@ def tile_schedule(name: str, x: Tensor, cols: int) -> Schedule:
 
 
 def head_schedule(name: str, x: Tensor, heads: int, block: int) -> Schedule:
-    """For kernels that turn some heads of a token, `block` pairs each."""
-    count = max(1, min(power_of_two(heads), 2048 // block))
-    return tabled(name, x, heads * x.shape[-1], Schedule(block, 1, count, max(1, min(8, count * block // 256))))
+    """For kernels that turn heads, `block` pairs each: a thread of 128 loads 16 bytes of either half."""
+    size = x.element_size()
+    count = max(1, min(256, 2048 // size // block))
+    return tabled(name, x, heads * x.shape[-1], Schedule(block, 1, count, max(1, min(8, count * block * size // 512))))
 
 
 def walking_schedule(name: str, x: Tensor, cols: int, sums: bool) -> Schedule:
@@ -211,16 +210,6 @@ def _warps(elements: int, a_thread: int, most: int) -> int:
     return 1 << max(0, min(most, elements // (32 * a_thread)).bit_length() - 1)
 
 
-@cache
-def _table(device: str) -> dict[str, Any]:
-    path = TABLES / f"{device}.yaml"
-    if not path.exists():  # an installation without the repository's configs
-        return {}
-    import yaml
-
-    return yaml.safe_load(path.read_text(encoding="utf-8"))["schedules"] or {}
-
-
 _trial: dict[str, Schedule] = {}
 
 
@@ -243,7 +232,7 @@ def measured(name: str, device: str, cols: int, element: int, guess: Schedule) -
     """As `tabled`, for a device by name and elements of so many bytes."""
     if name in _trial:
         return _trial[name]
-    for entry in _table(device).get(name, ()):
+    for entry in tables.schedules(device).get(name, ()):
         low, high = entry["cols"]
         if low <= cols <= high and entry["bytes"] == element:
             return replace(guess, **entry["schedule"])

@@ -37,7 +37,6 @@ HEADS = ("rope",)
 TILES = ("bias_gelu", "squared_relu", "gated", "gated_backward", "bias_dropout_residual")
 WALKS = ("bias_gelu_backward", "bias_dropout_residual_backward")
 NAMES = (*FORWARD, *BACKWARD, *HEADS, *TILES, *WALKS, "cross_entropy")
-PAIR = {"rope": 2}  # elements that stand for one of a schedule's
 HEAD = 128  # dims of a head
 GAIN = 0.99  # of the guess's time: what a table entry has to be worth, with two times of a kernel 0.5 % apart
 ROUNDS = 15
@@ -64,7 +63,7 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
             {"rows": r, "warps": w, "waves": p, "stages": s} for r in heights for w, p in shared for s in (1, 2, 3, 4)
         ]
     elif name in HEADS:
-        options = [{"rows": r, "warps": w} for r in (4, 8, 16, 32, 64) for w in (1, 2, 4, 8) if r <= cols // 128]
+        options = [{"rows": r, "warps": w} for r in (8, 16, 32, 64, 128) for w in (1, 2, 4, 8, 16)]
     elif name in TILES:
         sizes = (512, 1024, 2048)
         options = [{"rows": max(1, n // guess.block), "warps": w} for n in sizes for w in (1, 2, 4, 8)]
@@ -81,7 +80,7 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
         kept = (
             (4096, 16, 1, (8, 10, 11, 12, 13)),
             (4096, 16, 2, (2, 3, 4)),
-            (2048, 8, 2, (6, 9, 11)),
+            (2048, 8, 2, (6, 9, 11, 25)),
             (2048, 8, 1, (20, 24, 25)),
         )
         options = [
@@ -92,10 +91,10 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
         ]
     for option in options:
         schedule = replace(guess, **option)
-        a_thread = 128 if name == "cross_entropy" else 32 if name in BACKWARD else 64  # elements: more would only spill
+        a_thread = 208 if name == "cross_entropy" else 32 if name in BACKWARD else 64  # elements: more would only spill
         size = schedule.block * max(1, schedule.chunks) * schedule.rows
         # At least 16 bytes a thread, and no more than it has registers for.
-        if 8 * 32 * schedule.warps <= size * PAIR.get(name, 1) <= a_thread * 32 * schedule.warps and schedule != guess:
+        if 8 * 32 * schedule.warps <= size <= a_thread * 32 * schedule.warps and schedule != guess:
             yield schedule
 
 

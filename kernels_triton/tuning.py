@@ -1,4 +1,4 @@
-"""`shardc tune`: the table of kernels_triton.tune for the GPU at hand, as the file that configs/kernels keeps.
+"""`shardc tune`: the table of kernels_triton.tune for the GPU at hand, as a file that kernels_triton.tables finds.
 
 Schedules are compiled by several processes at once before any is timed: compiling takes ten times as long as timing.
 """

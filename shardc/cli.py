@@ -278,7 +278,7 @@ def tune(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the table goes, instead of stdout.")
     ] = None,
 ) -> None:
-    """Measure the kernels' schedules on the GPU at hand; the table belongs in configs/kernels."""
+    """Measure the kernels' schedules on the GPU at hand; kernels find the table if SHARDC_TABLES names its FILE."""
     _write(tuning.table(only, seconds), output)
 
 

@@ -12,6 +12,7 @@ from shardc.passes.fuse.clusters import Clustering, apart, saved
 from shardc.passes.fuse.memory_of import VIEWS
 from shardc.passes.fuse.scene import Scene, reads
 from shardc.passes.fuse.traffic import PRODUCTS
+from shardc.passes.fuse.unfused import UNFUSED
 from shardc.passes.fuse.units import LOWERINGS
 
 SHOWN = 3  # neighbours
@@ -56,7 +57,8 @@ def _alone(found: Clustering, i: int, linked: set[int], by_plan: Mapping[str, st
         return Alone("it is a view: kernels read through it")
     if node.target in LOWERINGS:
         return Alone(f"kernels know {op}, but not on operands of this layout, dtype or size")
-    return Alone(f"kernels do not know {op}")
+    reason = UNFUSED.get(op.partition(".")[0])
+    return Alone(f"kernels do not know {op}" + (f": {reason}" if reason else ""))
 
 
 def _unit_alone(found: Clustering, i: int, linked: set[int]) -> Alone:

@@ -22,7 +22,7 @@ from shardc.explain import PHASES, Explanation, bound_of, explain, field_lines, 
 from shardc.explain_alone import Alone, alone
 from shardc.explain_transfers import TransferExplanation, explain_step
 from shardc.ir.collectives import KINDS, human_bytes
-from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands, results, type_of
 from shardc.ir.program import Program
 from shardc.ir.text import print_graph
@@ -132,6 +132,10 @@ class Fusion:
     gone: dict[str, CallExplanation] = field(default_factory=dict[str, CallExplanation])
     inside: dict[str, str] = field(default_factory=dict[str, str])  # a call, or what it yields -> its kernel
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.kernels, *self.inside, *self.stayed, *self.gone
+
     def of(self, name: str) -> KernelExplanation | CallExplanation | None:
         kernel = self.kernels.get(self.inside.get(name, name))
         return kernel or self.stayed.get(name) or self.gone.get(name)
@@ -147,20 +151,24 @@ def explain_value(program: Program, value: str | int, pipelined: Pipelined | Non
     except ShardcError as unknown:
         if unknown.code != "SC106" or str(value).lstrip("-").isdecimal():
             raise
-        found = explain_kernel(program, str(value).removeprefix("%"), pipelined)
+        name = str(value).removeprefix("%")
+        made = fusions(program, pipelined)
+        found = explain_kernel(made, name)
+        if found is None and made:
+            message = f"'{name}' is no collective, kernel or call of the program"
+            names = [*(one.value for one in program.collectives()), *(known for one in made for known in one.names)]
+            raise error("SC106", message, hint=did_you_mean(name, names, "collectives and kernels")) from unknown
         if found is None:
             raise
         return found
 
 
-def explain_kernel(
-    program: Program, name: str, pipelined: Pipelined | None = None
-) -> KernelExplanation | CallExplanation | None:
+def explain_kernel(made: list[Fusion], name: str) -> KernelExplanation | CallExplanation | None:
     """What became of a kernel or a call of that name; None if there is none. Of a pipeline, `GRAPH:NAME` if need be."""
-    every = [(one, it) for one in fusions(program, pipelined) if (it := one.of(name)) is not None]
+    every = [(one, it) for one in made if (it := one.of(name)) is not None]
     if not every and ":" in name:
         graph, _, name = name.partition(":")
-        every = [(one, it) for one in fusions(program, pipelined) if one.graph == graph and (it := one.of(name))]
+        every = [(one, it) for one in made if one.graph == graph and (it := one.of(name))]
     if len(every) > 1:
         named = " or ".join(f"'{one.graph}:{name}'" for one, _ in every)
         raise error("SC106", f"'{name}' is in {len(every)} graphs of the pipeline", hint=f"write {named}")

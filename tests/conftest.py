@@ -1,5 +1,6 @@
 """What all tests share: one thread, so that runs repeat; hypothesis profiles; long tests first; golden files."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100)
-settings.register_profile("fuzz", deadline=None, max_examples=5000)
+# `make fuzz`: other examples each time, or those of --hypothesis-seed.
+settings.register_profile("fuzz", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5000")))
 settings.load_profile("ci")
 
 

@@ -104,7 +104,7 @@ def write(w: Writer) -> None:
             rows, block = s.rows, s.block if kernel.varies[value][-1] else 1
             for chunk in w.chunks_of(value):
                 name = f"total_{value}{w.suffix(chunk)}"
-                w.put(f"{name} = tl.zeros(({rows}, {block}), tl.float32)")
+                w.put(f"{name} = {w.neutral(w.reduction(value), f'({rows}, {block})')}")
     if plan.programs >= tiles:
         w.put(f"t = {w.program}")
         row_body(w)
@@ -161,7 +161,7 @@ def put_partials(w: Writer, value: int) -> None:
     for chunk in w.chunks_of(value):
         column = w.column_names(chunk)[0] if varies else "tl.zeros((1, 1), tl.int32)"
         mask = w.mask((False, varies), chunk)
-        total = f"tl.sum(total_{value}{w.suffix(chunk)}, 0, keep_dims=True)"
+        total = w.reduction(value).triton.format(f"total_{value}{w.suffix(chunk)}")
         at = f"{w.pointer(f'P{value}')} + {w.line} * {cols} + {column}"
         w.put(f"tl.store({at}, {total}{f', mask={mask}' if mask else ''})")
 
@@ -171,6 +171,6 @@ def put_results(w: Writer) -> None:
     w.finishing = True
     for value in column_sums(w.kernel):
         for chunk in w.chunks_of(value):
-            w.name(value, chunk, f"tl.sum(total_{value}{w.suffix(chunk)}, 0, keep_dims=True)", "f32")
+            w.name(value, chunk, w.reduction(value).triton.format(f"total_{value}{w.suffix(chunk)}"), "f32")
         w.store(value)
     finish.follow(w)

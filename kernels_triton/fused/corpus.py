@@ -332,12 +332,23 @@ def angles(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
     return k.kernel("fused_angles")
 
 
+def extremes(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
+    """The largest, the least and a product of each row and of each column."""
+    k = Draft((rows, cols))
+    x = k.full(dtype)
+    few = k("where", k("gt", x, 3.0), 2.0, 1.0)
+    for op, of in (("max", x), ("min", x), ("prod", few)):
+        k.out_row(k(f"r{op}", of))
+        k.out_col(k(f"c{op}", of), torch.float32)
+    return k.kernel("fused_extremes")
+
+
 CORPUS: dict[str, Callable[[int, int, torch.dtype], Kernel]] = {
     build.__name__: build
     for build in (
         *(add_layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, causal_softmax, softmax_backward),
         uneven_softmax,
         *(bias_gelu, bias_gelu_backward, swiglu_backward, rope, dropout_add, adamw, square_sum, transposed_add),
-        *(accumulated_bias, dropout_add_layer_norm, dropped_softmax, channel_sums, pooled, angles),
+        *(accumulated_bias, dropout_add_layer_norm, dropped_softmax, channel_sums, pooled, angles, extremes),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kernels_triton.fused.schedules import column_sums, needed
+from kernels_triton.fused.table import neutral
 from kernels_triton.fused.writer import Writer
 from kernels_triton.ops.sums import TILE
 from kernels_triton.rows import power_of_two
@@ -25,7 +26,8 @@ def write(w: Writer, lines: int, blocks: int) -> None:
         pointer = w.pointer(f"P{value}")
         columns = width if varies else 1
         rows = min(MOST if varies else 1024, power_of_two(lines))
-        w.put(f"total_{value} = tl.zeros(({rows}, {columns}), tl.float32)")
+        op = w.reduction(value)
+        w.put(f"total_{value} = {w.neutral(op, f'({rows}, {columns})')}")
         with w.block(f"for start in tl.range(0, {lines}, {rows}):"):
             w.put(f"p = start + tl.arange(0, {rows})[:, None]")
             masks = [
@@ -33,11 +35,11 @@ def write(w: Writer, lines: int, blocks: int) -> None:
                 *(["cm"] if varies and w.columns_masked(0) else []),
             ]
             mask = " & ".join(f"({m})" if " " in m else m for m in masks)
-            line = f"(b * {lines} + p)" if kernel.batch else "p"
+            line = (f"(b * {lines} + p)" if kernel.batch else "p") + w.wide(lines)
             at = f"{line} * {kernel.cols} + c" if varies else line
-            other = f", mask={mask}, other=0.0" if mask else ""
-            w.put(f"total_{value} += tl.load({pointer} + {at}{other})")
-        w.name(value, 0, f"tl.sum(total_{value}, 0, keep_dims=True)", "f32")
+            other = f", mask={mask}, other={neutral(op)}" if mask else ""
+            w.add(op, f"total_{value}", f"tl.load({pointer} + {at}{other})")
+        w.name(value, 0, op.triton.format(f"total_{value}"), "f32")
         w.store(value)
     follow(w)
 

@@ -40,7 +40,7 @@ from typing import Literal
 import torch
 
 from kernels_triton.fused.behind import padded
-from kernels_triton.fused.table import OPS, Class, call_class, class_of, literal_class
+from kernels_triton.fused.table import OPS, WIDE, Class, call_class, class_of, literal_class
 from shardc.ir.diagnostic import ShardcError, error
 
 Kind = Literal["full", "row", "col", "scalar"]
@@ -98,12 +98,18 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`attributes` and `dtype` are for `iota`, `uniform`, `spread` and `cast` (see `table`)."""
+    """`attributes` and `dtype` are for `iota`, `uniform`, `spread` and `cast` (see `table`). To Python 1, 1.0 and True
+    are equal, and so are 0.0 and -0.0: steps with such literals are not, for these compute in integers, in floats and
+    with another sign. `literals` tells them apart."""
 
     op: str
     operands: tuple[Operand, ...] = ()
     attributes: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+    literals: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "literals", tuple([repr(o) for o in self.operands if not isinstance(o, Ref)]))
 
 
 def reads(step: Step) -> tuple[int, ...]:
@@ -233,7 +239,7 @@ class Kernel:
         found = [False] * len(self.inputs)
         for at, step in enumerate(self.steps):
             read = self.values_read(at + len(self.inputs))
-            found.append(step.op == "csum" or any(found[v] for v in read))
+            found.append(OPS[step.op].reduces == "col" or any(found[v] for v in read))
         return tuple(found)
 
     @cached_property
@@ -304,7 +310,7 @@ def _check(kernel: Kernel) -> None:
         expect(step.op != "iota" or 0 <= step.attributes[0] < dims, f"%{at}: iota along no dim of the space")
     if kernel.double:
         # What functions.py approximates, it approximates to float32.
-        narrow = [s.op for s in kernel.steps if OPS[s.op].reduces or OPS[s.op].function not in ("", "power")]
+        narrow = [s.op for s in kernel.steps if OPS[s.op].reduces or OPS[s.op].function not in WIDE]
         expect(not narrow, f"{', '.join(narrow)} in float64")
     for at, step in enumerate(kernel.steps, len(kernel.inputs)):
         late = [v for v in reads(step) if kernel.late[v]]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from kernels_triton.fused.expressions import WORDS
 from kernels_triton.fused.kernel import reads
 from kernels_triton.fused.schedules import column_sums, needed
-from kernels_triton.fused.table import NAN, OPS
+from kernels_triton.fused.table import OPS, Op, neutral
 from kernels_triton.fused.writer import Writer
 
 
@@ -94,8 +94,8 @@ def accumulator(w: Writer, value: int) -> str:
     step = w.kernel.step(value)
     assert step is not None
     word = WORDS[w.type_of(value)]
-    neutral = OPS[step.op].neutral
-    start = "0" if neutral == 0 else f'float("{neutral}")'
+    op = OPS[step.op]
+    start = "0" if op.neutral == 0 else neutral(op)
     rows = w.plan.schedule.rows if w.kernel.of_rows(value) else 1  # as many as the reduction's operand has
     return f"sum_{value} = tl.full(({rows}, {w.plan.schedule.block}), {start}, {word})"
 
@@ -104,17 +104,15 @@ def accumulate(w: Writer, value: int, online: int | None) -> None:
     step = w.kernel.step(value)
     assert step is not None
     term = w.masked_term(step, 0, rows=False)
-    if step.op == "rsum":
-        w.put(f"sum_{value} += {term}")
+    if online is None:
+        w.add(OPS[step.op], f"sum_{value}", term)
         return
-    chosen = f"tl.{'maximum' if step.op == 'rmax' else 'minimum'}(sum_{value}, {term}, {NAN})"
-    if online is not None:
-        w.put(f"top_{value} = {chosen}")
-        w.put(f'top_{value}_or_0 = tl.where(top_{value} == float("-inf"), 0.0, top_{value})')
-        before, here = f"tl.exp(sum_{value} - top_{value}_or_0)", f"tl.exp({term} - top_{value}_or_0)"
-        w.put(f"sum_{online} = sum_{online} * {before} + {here}")
-        chosen = f"top_{value}"
-    w.put(f"sum_{value} = {chosen}")
+    chosen = OPS[step.op].both.format(f"sum_{value}", term)
+    w.put(f"top_{value} = {chosen}")
+    w.put(f'top_{value}_or_0 = tl.where(top_{value} == float("-inf"), 0.0, top_{value})')
+    before, here = f"tl.exp(sum_{value} - top_{value}_or_0)", f"tl.exp({term} - top_{value}_or_0)"
+    w.put(f"sum_{online} = sum_{online} * {before} + {here}")
+    w.put(f"sum_{value} = top_{value}")
 
 
 def rescaled_sums(w: Writer, reductions: list[int]) -> dict[int, tuple[int, int]]:
@@ -142,17 +140,17 @@ def add_partials(w: Writer, value: int) -> None:
     """In loops: into this program's line of partial sums, which nobody else touches."""
     step = w.kernel.step(value)
     assert step is not None
-    varies = w.kernel.varies[value][-1]
+    op, varies = OPS[step.op], w.kernel.varies[value][-1]
     cols = w.kernel.cols if varies else 1
     term = w.masked_term(step, 0, columns=False)
     spread = f"tl.zeros(({w.plan.schedule.rows}, {w.plan.schedule.block if varies else 1}), tl.float32)"
-    w.put(f"part_{value} = tl.sum({spread} + {term}, 0, keep_dims=True)")
+    w.put(f"part_{value} = {op.triton.format(f'({spread} + {term})' if op.both != Op.both else f'{spread} + {term}')}")
     column = "c" if varies else "tl.zeros((1, 1), tl.int32)"
     w.put(f"line_{value} = {w.pointer(f'P{value}')} + {w.line} * {cols} + {column}")
     mask = w.mask((False, varies), 0)
     if w.plan.programs < -(-w.kernel.rows // w.plan.schedule.rows):
         later = f"(tl.zeros((1, 1), tl.int32) + t != {w.program})"  # the first turn finds no sums yet
         loaded = " & ".join([later, *([mask] if mask else [])])
-        w.put(f"part_{value} += tl.load(line_{value}, mask={loaded}, other=0.0)")
+        w.add(op, f"part_{value}", f"tl.load(line_{value}, mask={loaded}, other={neutral(op)})")
         w.put("tl.debug_barrier()")
     w.put(f"tl.store(line_{value}, part_{value}{f', mask={mask}' if mask else ''})")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from kernels_triton.fused.kernel import Kernel
 from kernels_triton.fused.schedules import needed
-from kernels_triton.fused.table import NAN, OPS
+from kernels_triton.fused.table import OPS
 from kernels_triton.fused.writer import Writer
 
 HELD = 16  # columns' values of one input that a thread has registers for, from tile to tile
@@ -85,10 +85,8 @@ def add_term(w: Writer, value: int, chunk: int) -> None:
     term, name = w.masked_term(step, chunk, rows=False), f"part_{value}"
     if not chunk:
         w.put(f"{name} = {term}")
-    elif step.op == "rsum":
-        w.put(f"{name} += {term}")
     else:
-        w.put(f"{name} = tl.{'maximum' if step.op == 'rmax' else 'minimum'}({name}, {term}, {NAN})")
+        w.add(OPS[step.op], name, term)
 
 
 def put_reduced(w: Writer, values: list[int]) -> None:

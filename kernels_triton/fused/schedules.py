@@ -105,7 +105,8 @@ def planned(kernel: Kernel, style: Style, schedule: Schedule, device: Device) ->
 def column_sums(kernel: Kernel) -> tuple[int, ...]:
     """The values that are sums over rows, each once."""
     alive = needed(kernel)
-    return tuple(v for v, step in enumerate(kernel.steps, len(kernel.inputs)) if step.op == "csum" and v in alive)
+    steps = enumerate(kernel.steps, len(kernel.inputs))
+    return tuple(v for v, step in steps if OPS[step.op].reduces == "col" and v in alive)
 
 
 @cache

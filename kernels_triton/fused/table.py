@@ -8,6 +8,7 @@ multiplied as int64, and compared as they come.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +23,8 @@ Class = Literal["f", "i", "b"]
 
 @dataclass(frozen=True)
 class Op:
-    """`triton` is a format of the operands' names. `reduces`: over a row ("row"), or over all rows ("col")."""
+    """`triton` is a format of the operands' names. `reduces`: over a row ("row"), or over all rows ("col"); then
+    `triton` is that of a tile's row or column, and `both` of two such results."""
 
     operands: str
     result: str  # f, i, b, or n and a: the call's class
@@ -31,6 +33,7 @@ class Op:
     reduces: Literal["", "row", "col"] = ""
     neutral: float = 0.0
     function: str = ""  # of kernels_triton.kernels.functions, that `triton` calls
+    both: str = "{0} + {1}"
 
 
 def _float(triton: str, twin: Callable[..., Tensor], count: int = 1, function: str = "") -> Op:
@@ -54,7 +57,18 @@ def _never(*_: Any) -> Tensor:
     raise AssertionError("this op has a case of its own")
 
 
+# Functions that are as exact in float64, and none: the others approximate to float32.
+WIDE = {"", "power", "truncated", "nearest", "nearest_quotient", "float_rest", "next_after"}
+
+
+def _product(x: Tensor, dims: int | list[int], keepdim: bool) -> Tensor:
+    for dim in [dims] if isinstance(dims, int) else dims:
+        x = torch.prod(x, dim, keepdim=keepdim)
+    return x
+
+
 NAN = "propagate_nan=tl.PropagateNan.ALL"
+LARGER, SMALLER, INF = f"tl.maximum({{0}}, {{1}}, {NAN})", f"tl.minimum({{0}}, {{1}}, {NAN})", float("inf")
 
 OPS: dict[str, Op] = {
     "add": Op("nn", "n", "{0} + {1}", torch.add),
@@ -63,8 +77,8 @@ OPS: dict[str, Op] = {
     "neg": Op("n", "n", "{0} * -1", torch.neg),  # 0 - x, which Triton makes of -x, is 0 of 0
     "abs": Op("n", "n", "tl.abs({0})", torch.abs),
     "square": Op("n", "n", "{0} * {0}", torch.square),
-    "maximum": Op("nn", "n", f"tl.maximum({{0}}, {{1}}, {NAN})", torch.maximum),
-    "minimum": Op("nn", "n", f"tl.minimum({{0}}, {{1}}, {NAN})", torch.minimum),
+    "maximum": Op("nn", "n", LARGER, torch.maximum),
+    "minimum": Op("nn", "n", SMALLER, torch.minimum),
     "fma": _float("{0} * {1} + {2}", lambda a, b, c: a * b + c, 3),
     "div": _float("{0} / {1}", torch.div, 2),
     "reciprocal": _float("1.0 / {0}", torch.reciprocal),
@@ -86,8 +100,23 @@ OPS: dict[str, Op] = {
     "normal": _float("normal({0})", torch.special.ndtr, function="normal"),
     "floor": _float("tl.floor({0})", torch.floor),
     "ceil": _float("tl.ceil({0})", torch.ceil),
+    "trunc": _float("truncated({0})", torch.trunc, function="truncated"),
+    "round": _float("nearest({0})", torch.round, function="nearest"),
     "pow": _float("power({0}, {1})", torch.pow, 2, function="power"),
     "sign": _float("sign({0})", torch.sign, function="sign"),
+    "erfc": _float("erfc({0})", torch.erfc, function="erfc"),
+    "erfcx": _float("erfcx({0})", torch.special.erfcx, function="erfcx"),
+    "erfinv": _float("erfinv({0})", torch.erfinv, function="erfinv"),
+    "ndtri": _float("ndtri({0})", torch.special.ndtri, function="ndtri"),
+    "lgamma": _float("lgamma({0})", torch.lgamma, function="lgamma"),
+    "digamma": _float("digamma({0})", torch.digamma, function="digamma"),
+    "trigamma": _float("trigamma({0})", lambda x: torch.polygamma(1, x), function="trigamma"),
+    "i0": _float("bessel_i0({0})", torch.i0, function="bessel_i0"),
+    "i1": _float("bessel_i1({0})", torch.special.i1, function="bessel_i1"),
+    "nextafter": _float("next_after({0}, {1})", torch.nextafter, 2, function="next_after"),
+    "fmod": _float("float_rest({0}, {1})", torch.fmod, 2, function="float_rest"),
+    # `div` to the nearest float: a quotient that is cut off next.
+    "div_rn": _float("nearest_quotient({0}, {1})", torch.div, 2, function="nearest_quotient"),
     "eq": _compare("==", torch.eq),
     "ne": _compare("!=", torch.ne),
     "lt": _compare("<", torch.lt),
@@ -118,13 +147,22 @@ OPS: dict[str, Op] = {
     # and offset, attributes the op's id and a stride for each dim of the space.
     "uniform": Op("ii", "f", "", _never, function="philox_word"),
     "rsum": Op("n", "n", "tl.sum({0}, 1, keep_dims=True)", torch.sum, "row"),
-    "rmax": Op("f", "f", "row_max({0})", torch.amax, "row", float("-inf"), "row_max"),
-    "rmin": Op("f", "f", "-row_max(-{0})", torch.amin, "row", float("inf"), "row_max"),
-    "csum": Op("f", "f", "", torch.sum, "col"),
+    "rmax": Op("f", "f", "row_max({0})", torch.amax, "row", -INF, "row_max", LARGER),
+    "rmin": Op("f", "f", "-row_max(-{0})", torch.amin, "row", INF, "row_max", SMALLER),
+    "rprod": Op("f", "f", "row_product({0})", _product, "row", 1.0, "row_product", "{0} * {1}"),
+    "csum": Op("f", "f", "tl.sum({0}, 0, keep_dims=True)", torch.sum, "col"),
+    "cmax": Op("f", "f", "col_max({0})", torch.amax, "col", -INF, "col_max", LARGER),
+    "cmin": Op("f", "f", "-col_max(-{0})", torch.amin, "col", INF, "col_max", SMALLER),
+    "cprod": Op("f", "f", "col_product({0})", _product, "col", 1.0, "col_product", "{0} * {1}"),
 }
 
 RANK: dict[Class, int] = {"b": 0, "i": 1, "f": 2}
 UNIFORM = RANDOM_UNIFORM
+
+
+def neutral(op: Op) -> str:
+    """What a reduction of floats begins with, in Triton."""
+    return repr(op.neutral) if math.isfinite(op.neutral) else f'float("{op.neutral}")'
 
 
 def class_of(dtype: torch.dtype) -> Class:

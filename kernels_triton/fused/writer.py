@@ -15,7 +15,7 @@ from kernels_triton.fused.behind import end, readable
 from kernels_triton.fused.expressions import TYPES, WORD, Variable, converted, expression, operand, word
 from kernels_triton.fused.kernel import Kernel, Ref, Step, Store, Walk, reads
 from kernels_triton.fused.schedules import Plan, needed
-from kernels_triton.fused.table import NAN, OPS
+from kernels_triton.fused.table import OPS, Op, neutral
 from shardc.ir.ops.random import least_word
 
 Scope = dict[tuple[int, int], Variable]
@@ -76,7 +76,12 @@ class Writer:
     @property
     def line(self) -> str:
         """The line of its partial sums."""
-        return f"(b * {self.plan.programs} + {self.program})" if self.kernel.batch else self.program
+        line = f"(b * {self.plan.programs} + {self.program})" if self.kernel.batch else self.program
+        return f"{line}{self.wide(self.plan.programs)}"
+
+    def wide(self, programs: int) -> str:
+        """What makes a line's number one of 64 bits, where the lines of so many programs reach beyond 32."""
+        return ".to(tl.int64)" if self.kernel.batches * programs * self.kernel.cols > addresses.LIMIT else ""
 
     def put_batch(self, programs: int) -> None:
         """The point of the batch dims, for each of which there are so many programs along the first axis."""
@@ -144,7 +149,7 @@ class Writer:
 
     def is_sum(self, value: int) -> bool:
         step = self.kernel.step(value)
-        return step is not None and step.op == "csum"
+        return step is not None and OPS[step.op].reduces == "col"
 
     def closure(self, roots: Iterable[int]) -> list[int]:
         """What must be computed for these, in order; a reduction that is done already needs nothing."""
@@ -202,11 +207,25 @@ class Writer:
             self.name(value, 0, self.reduced(value, self.terms_of(step)), self.type_of(value))
         elif op.reduces == "col":
             for chunk in self.only(value, of):
-                self.put(f"total_{value}{self.suffix(chunk)} += {self.masked_term(step, chunk, columns=False)}")
+                self.add(op, f"total_{value}{self.suffix(chunk)}", self.masked_term(step, chunk, columns=False))
         else:
             for chunk in self.only(value, of):
                 right, kind = self.right_side(step, chunk)
                 self.name(value, chunk, right, kind)
+
+    def add(self, op: Op, name: str, term: str) -> None:
+        """One more term, or tile of them, to what a reduction has so far."""
+        added = op.both == Op.both
+        self.put(f"{name} += {term}" if added else f"{name} = {op.both.format(name, term)}")
+
+    def neutral(self, op: Op, shape: str) -> str:
+        """A tile of what a reduction over rows begins with."""
+        return f"tl.full({shape}, {neutral(op)}, tl.float32)" if op.neutral else f"tl.zeros({shape}, tl.float32)"
+
+    def reduction(self, value: int) -> Op:
+        step = self.kernel.step(value)
+        assert step is not None
+        return OPS[step.op]
 
     def find(self, value: int, chunk: int) -> Variable:
         return self.scope[value, chunk if self.kernel.varies[value][-1] else 0]
@@ -284,8 +303,7 @@ class Writer:
             masks.append(self.column_names(chunk)[1])
         if not masks:
             return read
-        neutral = "0" if integer else "0.0" if op.neutral == 0 else f'float("{op.neutral}")'
-        return f"tl.where({' & '.join(masks)}, {read}, {neutral})"
+        return f"tl.where({' & '.join(masks)}, {read}, {'0' if integer else neutral(op)})"
 
     def terms_of(self, step: Step) -> list[str]:
         (value,) = reads(step)
@@ -300,13 +318,13 @@ class Writer:
         if not parts:  # the same in every column
             (read,) = reads(step)
             same = converted(self.find(read, 0), self.type_of(value))
+            if step.op == "rprod":
+                self.called.add("power")
+                return f"power({same}, {float(self.kernel.cols)})"
             return f"{same} * {self.kernel.cols}" if step.op == "rsum" else same
         whole = parts[0]
         for part in parts[1:]:
-            if step.op == "rsum":
-                whole = f"{whole} + {part}"
-            else:
-                whole = f"tl.{'maximum' if step.op == 'rmax' else 'minimum'}({whole}, {part}, {NAN})"
+            whole = op.both.format(whole, part)
         return op.triton.format(whole if step.op != "rmin" else f"({whole})")
 
     # ----------------------------------------------------------------------------------------------------- stores

@@ -9,6 +9,10 @@ the next.
 The online pass keeps a maximum and a sum per group of GROUP neighbouring columns that one thread loads as 16 bytes, so
 it needs no exchange between threads until the row ends, and one exponential an element.
 
+An exponential is of a difference to the maximum, never of one to lse, their sum with a logarithm: lse is rounded at the
+logits' size, by 0.06 at 1e6, while neighbouring numbers' difference is exact. So a row's maximum and sum stay apart to
+the end, and the sum divides what the exponentials are multiplied by.
+
 COLS need not be whole groups. Where rows begin with 16 bytes all the same, the last group is read to its end, READ, and
 what lies behind the row is made minus infinity; and the gradient is written to WRITE, with zeros there. Strides come in
 units of X_UNIT and DX_UNIT elements, so that the compiler knows rows to be aligned.
@@ -17,7 +21,9 @@ units of X_UNIT and DX_UNIT elements, so that the compiler knows rows to be alig
 import triton
 import triton.language as tl
 
-from kernels_triton.kernels.arithmetic import LN2, LOG2E
+from kernels_triton.kernels.arithmetic import LOG2E
+
+LEAST = tl.constexpr(-3.4028234663852886e38)  # what maxima begin with: minus infinity less itself is no number
 
 
 @triton.jit
@@ -100,11 +106,15 @@ def _biased(x, BIAS, c, COLS: tl.constexpr):
 
 
 @triton.jit
+def _exponential(x, top):
+    return tl.exp2((x.to(tl.float32) - top) * LOG2E)
+
+
+@triton.jit
 def _merge(x, top, total):
-    """(maximum, sum of 2^(x log2(e) - maximum)) by group, the maximum in units of log 2."""
-    x = x.to(tl.float32)
-    now = tl.maximum(top, tl.max(x, 1, keep_dims=True) * LOG2E)
-    return now, total * tl.exp2(top - now) + tl.sum(tl.exp2(x * LOG2E - now), 1, keep_dims=True)
+    """(maximum, sum of exp(x - maximum)) by group."""
+    now = tl.maximum(top, tl.max(x.to(tl.float32), 1, keep_dims=True))
+    return now, total * _exponential(top, now) + tl.sum(_exponential(x, now), 1, keep_dims=True)
 
 
 @triton.jit
@@ -126,7 +136,7 @@ def _stream(
 @triton.jit
 def _larger(top, total, other_top, other_total):
     now = tl.maximum(top, other_top)
-    return now, total * tl.exp2(top - now) + other_total * tl.exp2(other_top - now)
+    return now, total * _exponential(top, now) + other_total * _exponential(other_top, now)
 
 
 @triton.jit
@@ -137,10 +147,9 @@ def _whole(top, total):
 
 
 @triton.jit
-def _slope(x, lse2, factor):
-    """factor * exp(x - lse); 0 where the factor is, whatever the logits."""
-    g = tl.exp2(x.to(tl.float32) * LOG2E - lse2) * factor
-    return tl.where(factor == 0.0, 0.0, g)
+def _slope(x, top, share):
+    """share * exp(x - top); 0 where the share is, whatever the logits."""
+    return tl.where(share == 0.0, 0.0, _exponential(x, top) * share)
 
 
 @triton.jit
@@ -156,23 +165,26 @@ def _store(target, g, start, COLS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _slopes(
-    source, BIAS, target, lse2, factor, START: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr,
+    source, BIAS, target, top, share, START: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the columns from START on, which are read for the last time."""
+    """The gradient of the columns from START on, which are read for the last time: if there is one, or else they are 0
+    for one selection fewer an element. What is added to them is any number."""
+    shift = tl.where(share == 0.0, 0.0, top)
     for start in tl.range(START, COLS, BLOCK, num_stages=STAGES):
         c = start + _columns(BLOCK, GROUP)
-        x = tl.load(source + c, mask=c < READ, other=0.0, eviction_policy="evict_first")
-        g = _slope(_biased(x, BIAS, c, COLS), lse2, factor)
+        x = tl.load(source + c, mask=(c < READ) & (share != 0.0), other=0.0, eviction_policy="evict_first")
+        biased = _biased(x, BIAS, c, COLS)
+        g = _exponential(x, shift) * share if BIAS is None else _slope(biased, top, share)
         _store(target, g, start, COLS, WRITE, BLOCK, GROUP)
 
 
 @triton.jit
-def _hit(target, column, logit, lse2, factor, COLS: tl.constexpr):
+def _hit(target, column, logit, top, share, factor, COLS: tl.constexpr):
     """The row is stored; one element of it is put right."""
     if (column >= 0) & (column < COLS) & (factor != 0.0):
         tl.debug_barrier()
-        g = (tl.exp2(logit * LOG2E - lse2) - 1.0) * factor
+        g = _exponential(logit, top) * share - factor
         tl.store(target + column, g.to(target.dtype.element_ty))
 
 
@@ -210,9 +222,12 @@ def cross_entropy_rows(
     X, BIAS, TARGET, SCALE, LOSS, LSE, DX, rows, x_stride, dx_stride, ignore,
     COLS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, X_UNIT: tl.constexpr, DX_UNIT: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    PAIRS: tl.constexpr, PARTS: tl.constexpr, INVERSE: tl.constexpr,
+    PAIRS: tl.constexpr, PARTS: tl.constexpr, INVERSE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS blocks of a row are kept. DX may be X: a row's target logit is read before the row is overwritten.
+
+    AGAIN: kept pairs are unpacked for the sum and again for the gradient, as registers hold no more than the pairs. The
+    compiler would unpack them once; what is selected in between is another number to it.
 
     PARTS: LOSS gets the target's logit less the row's maximum, 0 without a target, and LSE the sum of exp(x - maximum).
     INVERSE: SCALE holds one over the scale. BIAS, of the columns, is added to the logits: DX is that of the sum."""
@@ -230,7 +245,7 @@ def cross_entropy_rows(
         source = X + r * x_stride * X_UNIT
         grad = DX + r * dx_stride * DX_UNIT
         factor = _factor(SCALE, target, -2, COLS, INVERSE)
-        top = tl.full((BLOCK // GROUP, 1), -1e38, tl.float32)
+        top = tl.full((BLOCK // GROUP, 1), LEAST, tl.float32)
         total = tl.zeros((BLOCK // GROUP, 1), tl.float32)
         if COLS > CHUNKS * BLOCK:
             top, total = _stream(source, BIAS, top, total, CHUNKS * BLOCK, COLS, READ, BLOCK, GROUP, STAGES)
@@ -238,27 +253,31 @@ def cross_entropy_rows(
             x = _kept(kept[i], kind, i * BLOCK, COLS, READ, BLOCK, GROUP, PAIRS)
             top, total = _merge(_biased(x, BIAS, i * BLOCK + c, COLS), top, total)
         top, total = _whole(top, total)
-        lse = top * LN2 + tl.log(total)
         if PARTS:
-            tl.store(LOSS + r, tl.where(target >= 0, logit - top * LN2, 0.0))
-            tl.store(LSE + r, total)
+            tl.store(LOSS + r, tl.where(target >= 0, logit - top, 0.0))
+            tl.store(LSE + r, tl.where(total == 0.0, float("nan"), total))
         else:
-            tl.store(LOSS + r, tl.where(target == -2, 0.0, tl.where(target == -1, float("nan"), lse - logit)))
-            tl.store(LSE + r, lse)
+            loss = tl.log(total) - (logit - top)
+            tl.store(LOSS + r, tl.where(target == -2, 0.0, tl.where(target == -1, float("nan"), loss)))
+            tl.store(LSE + r, top + tl.log(total))
+        share = tl.where(factor == 0.0, 0.0, factor / total)
+        shift = tl.where(share == 0.0, 0.0, top)
         # The last turn asks for its own row again, and does not use it.
         after = tl.where(row + tl.num_programs(0) < rows, r + tl.num_programs(0), r)
         following = X + after * x_stride * X_UNIT
         next_target = _column(TARGET, after, ignore, COLS)
         coming = ()
         for i in tl.static_range(CHUNKS):
-            x = _kept(kept[i], kind, i * BLOCK, COLS, READ, BLOCK, GROUP, PAIRS)
-            g = _slope(_biased(x, BIAS, i * BLOCK + c, COLS), lse * LOG2E, factor)
+            block = tl.where(share == 0.0, 0, kept[i]) if AGAIN else kept[i]
+            x = _kept(block, kind, i * BLOCK, COLS, READ, BLOCK, GROUP, PAIRS)
+            x = _biased(x, BIAS, i * BLOCK + c, COLS)
+            g = _exponential(x, shift) * share if AGAIN else _slope(x, top, share)
             coming = coming + (_keep(following, i * BLOCK, READ, CHUNKS, BLOCK, GROUP, PAIRS),)
             _store(grad, g, i * BLOCK, COLS if i * BLOCK + BLOCK > COLS else WRITE, WRITE, BLOCK, GROUP)
         if COLS > CHUNKS * BLOCK:
-            _slopes(source, BIAS, grad, lse * LOG2E, factor, CHUNKS * BLOCK, COLS, READ, WRITE, BLOCK, GROUP, STAGES)
+            _slopes(source, BIAS, grad, top, share, CHUNKS * BLOCK, COLS, READ, WRITE, BLOCK, GROUP, STAGES)
         next_logit = _logit(following, BIAS, next_target, COLS)
-        _hit(grad, target, logit, lse * LOG2E, factor, COLS)
+        _hit(grad, target, logit, top, share, factor, COLS)
         kept = coming
         target = next_target
         logit = next_logit
@@ -274,12 +293,12 @@ def cross_entropy_stats(
         r = tl.zeros((), tl.int64) + row
         target = tl.load(TARGET + r) - first
         logit = _logit(X + r * x_stride * X_UNIT, None, target, COLS)
-        top = tl.full((BLOCK // GROUP, 1), -1e38, tl.float32)
+        top = tl.full((BLOCK // GROUP, 1), LEAST, tl.float32)
         total = tl.zeros((BLOCK // GROUP, 1), tl.float32)
         source = X + r * x_stride * X_UNIT
         top, total = _stream(source, None, top, total, 0, COLS, READ, BLOCK, GROUP, STAGES)
         top, total = _whole(top, total)
-        tl.store(STATS + r * 3, top * LN2)
+        tl.store(STATS + r * 3, top)
         tl.store(STATS + r * 3 + 1, total)
         tl.store(STATS + r * 3 + 2, logit)
 
@@ -304,15 +323,14 @@ def cross_entropy_finish(
     top = tl.max(tops, 0)
     # Chosen, or a thread would add its own product unrounded to the rounded ones of others, and each have another sum.
     total = tl.sum(tl.where(there, tl.load(at + 1, mask=there, other=0.0) * tl.exp(tops - top), 0.0), 0)
-    lse = top + tl.log(total)
     factor = _factor(SCALE, target, ignore, classes)
     if start == 0:
         logit = tl.sum(tl.load(at + 2, mask=there, other=0.0), 0)
         wrong = (target < 0) | (target >= classes)
-        loss = tl.where(target == ignore, 0.0, tl.where(wrong, float("nan"), lse - logit))
+        loss = tl.where(target == ignore, 0.0, tl.where(wrong, float("nan"), tl.log(total) - (logit - top)))
         tl.store(LOSS + r, loss)
-        tl.store(LSE + r, lse)
-    p = tl.exp2(x.to(tl.float32) * LOG2E - lse * LOG2E)
-    p = tl.where(c == (target - first).to(tl.int32), p - 1.0, p)
-    g = tl.where(factor == 0.0, 0.0, p * factor)
+        tl.store(LSE + r, top + tl.log(total))
+    g = _exponential(x, top) * (factor / total)
+    g = tl.where(c == (target - first).to(tl.int32), g - factor, g)
+    g = tl.where(factor == 0.0, 0.0, g)
     _store(DX + r * dx_stride * DX_UNIT, g, start, COLS, WRITE, BLOCK, GROUP)

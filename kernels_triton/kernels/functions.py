@@ -8,6 +8,22 @@ from triton.language.extra import libdevice
 
 from kernels_triton.kernels.arithmetic import LOG2E, logistic, normal, quotient  # noqa: F401
 from kernels_triton.kernels.philox import at_least, philox_word  # noqa: F401
+from kernels_triton.kernels.special import (  # noqa: F401
+    bessel_i0,
+    bessel_i1,
+    digamma,
+    erfc,
+    erfcx,
+    erfinv,
+    float_rest,
+    lgamma,
+    ndtri,
+    nearest,
+    nearest_quotient,
+    next_after,
+    trigamma,
+    truncated,
+)
 
 
 @triton.jit
@@ -165,12 +181,25 @@ def _add(a, b, c, d):
     return a + c, b + d
 
 
+@triton.jit
+def _times(a, b):
+    return a * b
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":  # its tl.max skips NaN, as numpy's nanmax; its tl.reduce takes seconds
 
     @triton.jit
+    def _top(x, axis: tl.constexpr):
+        nans = tl.sum((x != x).to(tl.int32), axis, keep_dims=True)
+        return tl.where(nans > 0, float("nan"), tl.max(x, axis, keep_dims=True))
+
+    @triton.jit
     def row_max(x):
-        nans = tl.sum((x != x).to(tl.int32), 1, keep_dims=True)
-        return tl.where(nans > 0, float("nan"), tl.max(x, 1, keep_dims=True))
+        return _top(x, 1)
+
+    @triton.jit
+    def col_max(x):
+        return _top(x, 0)
 
     @triton.jit
     def row_sums(a, b):
@@ -183,7 +212,21 @@ else:
         return tl.reduce(x, 1, larger, keep_dims=True)
 
     @triton.jit
+    def col_max(x):
+        return tl.reduce(x, 0, larger, keep_dims=True)
+
+    @triton.jit
     def row_sums(a, b):
         """The sums of two tiles' rows, in one exchange between threads."""
         first, second = tl.reduce((a, b), 1, _add)
         return first[:, None], second[:, None]
+
+
+@triton.jit
+def row_product(x):
+    return tl.reduce(x, 1, _times, keep_dims=True)
+
+
+@triton.jit
+def col_product(x):
+    return tl.reduce(x, 0, _times, keep_dims=True)

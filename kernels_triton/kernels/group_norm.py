@@ -1,15 +1,21 @@
-"""GroupNorm: one group of one sample a program, in tiles of CHANNELS channels x BLOCK positions. A warp has a channel
-of a tile to itself, so that sums over positions are exchanged between its threads alone.
+"""GroupNorm: one group of one sample a program, or some of its channels, in tiles of CHANNELS channels x BLOCK
+positions. A warp has a channel of a tile to itself: sums over positions are exchanged between its threads alone.
 
-A group is contiguous. One that fits stays in registers, as it was loaded; a longer one is read twice, and meant to stay
-in the L2 cache between. Backward's first pass leaves each channel's sums (of dy * xhat and dy) for one sample, which
-`column_sums` adds over the samples.
+A group is contiguous. What fits stays in registers, as it was loaded: a group, or one of PARTS of a longer one, each of
+which has a program; those leave their sums for each other, and wait. What is longer yet is read twice, and meant to
+stay in the L2 cache between. Backward's first pass leaves each channel's sums (of dy * xhat and dy) for one sample,
+which `column_sums` adds over the samples.
+
+A program waits for its neighbours, which start before any later group's: PARTS programs have to fit on the GPU at once,
+no more. That programs start in the order of their numbers is how GPUs are built, and what CUB's scans rely on, too; the
+CUDA programming model does not promise it. Where programs run one after the other (Triton's interpreter) none can wait:
+there STEP 1 ends where they meet, and STEP 2, a launch of its own, goes on from there.
 """
 
 import triton
 import triton.language as tl
 
-from kernels_triton.kernels.arithmetic import quotient
+from kernels_triton.kernels.arithmetic import INTERPRETED, quotient
 
 
 @triton.jit
@@ -94,49 +100,106 @@ def group_norm_forward(
 
 
 @triton.jit
+def _meet(SIGNAL, arrives, PARTS: tl.constexpr):
+    """Until all PARTS programs of a group are here; `arrives` is True in one of them. The last turns the sign of the
+    signal, whose other bits are then 0 again: a launch leaves it as good as new."""
+    tl.debug_barrier()  # all threads have stored what others will read
+    step = tl.where(arrives, 2147483648 - (PARTS - 1), 1).to(tl.int32)
+    before = tl.atomic_add(SIGNAL, step, sem="acq_rel")
+    now = before + step
+    while (before ^ now) >= 0:
+        now = tl.atomic_add(SIGNAL, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _as_loaded(x, PARTS: tl.constexpr):
+    """A part, of 16 bits, unknown to the compiler as what it has converted before: while programs wait, it would keep
+    that, in twice the registers."""
+    if not (INTERPRETED or PARTS == 1 or x.dtype == tl.float32):
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def _channels(part, OF_GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """How many a part has: the last may have fewer."""
+    of_part: tl.constexpr = (OF_GROUP + PARTS - 1) // PARTS
+    count = tl.minimum(of_part, OF_GROUP - part * of_part)
+    if OF_GROUP % of_part == 0:
+        count = of_part
+    return count
+
+
+@triton.jit
+def _together(SHARED, group, SPACE: tl.constexpr, OF_GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """(mean, squares of the distances from it) of a group, from its parts'."""
+    most: tl.constexpr = triton.next_power_of_2(PARTS)
+    part = tl.arange(0, most)
+    at = SHARED + (group * PARTS + part) * 2
+    counts = tl.where(part < PARTS, _channels(part, OF_GROUP, PARTS) * SPACE, 0).to(tl.float32)
+    means = tl.load(at, mask=part < PARTS, other=0.0, cache_modifier=".cg")
+    squares = tl.load(at + 1, mask=part < PARTS, other=0.0, cache_modifier=".cg")
+    mean = tl.sum(means * counts, 0) / (OF_GROUP * SPACE)
+    apart = means - mean
+    return mean, tl.sum(squares + counts * apart * apart, 0)
+
+
+@triton.jit
 def group_norm_forward_held(
-    X, W, B, Y, MEAN, RSTD, eps, groups, OF_GROUP: tl.constexpr, SPACE: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    X, W, B, Y, MEAN, RSTD, SHARED, SIGNAL, eps, groups, OF_GROUP: tl.constexpr, SPACE: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The group stays in registers, as it was loaded."""
-    pid = tl.program_id(0)
-    base = pid.to(tl.int64) * (OF_GROUP * SPACE)
+    pid = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    of_part: tl.constexpr = (OF_GROUP + PARTS - 1) // PARTS
+    across: tl.constexpr = (SPACE + BLOCK - 1) // BLOCK
+    down: tl.constexpr = (of_part + CHANNELS - 1) // CHANNELS
+    base = pid.to(tl.int64) * (OF_GROUP * SPACE) + part * (of_part * SPACE)
+    count = _channels(part, OF_GROUP, PARTS)
     k = tl.arange(0, CHANNELS)[:, None]
     s = tl.arange(0, BLOCK)[None, :]
-    across: tl.constexpr = (SPACE + BLOCK - 1) // BLOCK
-    down: tl.constexpr = (OF_GROUP + CHANNELS - 1) // CHANNELS
     xs = ()
     total = tl.zeros((CHANNELS, BLOCK), tl.float32)
     for i in tl.static_range(down * across):
         channel = i // across * CHANNELS + k
         at = i % across * BLOCK + s
-        m = (channel < OF_GROUP) & (at < SPACE)
+        m = (channel < count) & (at < SPACE)
         x = tl.load(X + base + channel * SPACE + at, mask=m, other=0.0)
         total += x.to(tl.float32)
         xs = xs + (x,)
-    mean = tl.sum(tl.sum(total, 1), 0) / (OF_GROUP * SPACE)
+    mean = tl.sum(tl.sum(total, 1), 0) / (count * SPACE)
     squares = tl.zeros((CHANNELS, BLOCK), tl.float32)
     for i in tl.static_range(down * across):
-        m = (i // across * CHANNELS + k < OF_GROUP) & (i % across * BLOCK + s < SPACE)
-        d = tl.where(m, xs[i].to(tl.float32) - mean, 0.0)
+        m = (i // across * CHANNELS + k < count) & (i % across * BLOCK + s < SPACE)
+        d = tl.where(m, _as_loaded(xs[i], PARTS).to(tl.float32) - mean, 0.0)
         squares += d * d
-    rstd = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (OF_GROUP * SPACE) + eps)
-    tl.store(MEAN + pid, mean)
-    tl.store(RSTD + pid, rstd)
-    first = (pid % groups) * OF_GROUP
-    for j in tl.static_range(down):
-        channel = j * CHANNELS + k
-        km = channel < OF_GROUP
-        w = tl.full((CHANNELS, 1), 1.0, tl.float32)
-        b = tl.zeros((CHANNELS, 1), tl.float32)
-        if W is not None:
-            w = tl.load(W + first + channel, mask=km, other=0.0).to(tl.float32)
-        if B is not None:
-            b = tl.load(B + first + channel, mask=km, other=0.0).to(tl.float32)
-        for i in tl.static_range(across):
-            at = i * BLOCK + s
-            y = (xs[j * across + i].to(tl.float32) - mean) * rstd * w + b
-            tl.store(Y + base + channel * SPACE + at, y.to(Y.dtype.element_ty), mask=km & (at < SPACE))
+    square = tl.sum(tl.sum(squares, 1), 0)
+    if PARTS > 1:
+        tl.store(SHARED + tl.program_id(0) * 2, mean)
+        tl.store(SHARED + tl.program_id(0) * 2 + 1, square)
+        if STEP == 0:
+            _meet(SIGNAL + pid, part == 0, PARTS)
+        if STEP != 1:
+            mean, square = _together(SHARED, pid, SPACE, OF_GROUP, PARTS)
+    if STEP != 1:
+        rstd = tl.rsqrt(square / (OF_GROUP * SPACE) + eps)
+        tl.store(MEAN + pid, mean, mask=part == 0)
+        tl.store(RSTD + pid, rstd, mask=part == 0)
+        first = (pid % groups) * OF_GROUP + part * of_part
+        for j in tl.static_range(down):
+            channel = j * CHANNELS + k
+            km = channel < count
+            w = tl.full((CHANNELS, 1), 1.0, tl.float32)
+            b = tl.zeros((CHANNELS, 1), tl.float32)
+            if W is not None:
+                w = tl.load(W + first + channel, mask=km, other=0.0).to(tl.float32)
+            if B is not None:
+                b = tl.load(B + first + channel, mask=km, other=0.0).to(tl.float32)
+            for i in tl.static_range(across):
+                at = i * BLOCK + s
+                y = (_as_loaded(xs[j * across + i], PARTS).to(tl.float32) - mean) * rstd * w + b
+                tl.store(Y + base + channel * SPACE + at, y.to(Y.dtype.element_ty), mask=km & (at < SPACE))
 
 
 @triton.jit
@@ -194,17 +257,20 @@ def group_norm_backward(
 
 @triton.jit
 def group_norm_backward_held(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, groups, OF_GROUP: tl.constexpr, SPACE: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    DY, X, W, MEAN, RSTD, DX, DW, DB, SHARED, SIGNAL, groups, OF_GROUP: tl.constexpr, SPACE: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `group_norm_backward`, its group in registers."""
-    pid = tl.program_id(0)
-    base = pid.to(tl.int64) * (OF_GROUP * SPACE)
-    first = (pid % groups) * OF_GROUP
+    """As `group_norm_backward`."""
+    pid = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    of_part: tl.constexpr = (OF_GROUP + PARTS - 1) // PARTS
+    across: tl.constexpr = (SPACE + BLOCK - 1) // BLOCK
+    down: tl.constexpr = (of_part + CHANNELS - 1) // CHANNELS
+    base = pid.to(tl.int64) * (OF_GROUP * SPACE) + part * (of_part * SPACE)
+    first = (pid % groups) * OF_GROUP + part * of_part
+    count = _channels(part, OF_GROUP, PARTS)
     k = tl.arange(0, CHANNELS)[:, None]
     s = tl.arange(0, BLOCK)[None, :]
-    across: tl.constexpr = (SPACE + BLOCK - 1) // BLOCK
-    down: tl.constexpr = (OF_GROUP + CHANNELS - 1) // CHANNELS
     mean = tl.load(MEAN + pid)
     rstd = tl.load(RSTD + pid)
     xs = ()
@@ -212,14 +278,18 @@ def group_norm_backward_held(
     for i in tl.static_range(down * across):
         channel = i // across * CHANNELS + k
         at = i % across * BLOCK + s
-        m = (channel < OF_GROUP) & (at < SPACE)
+        m = (channel < count) & (at < SPACE)
         xs = xs + (tl.load(X + base + channel * SPACE + at, mask=m, other=0.0),)
         gs = gs + (tl.load(DY + base + channel * SPACE + at, mask=m, other=0.0),)
     ws = ()
-    mean_g = tl.zeros((CHANNELS, 1), tl.float32)
-    mean_gx = tl.zeros((CHANNELS, 1), tl.float32)
+    if W is not None:
+        for j in tl.static_range(down):  # they are on their way while the part is
+            km = j * CHANNELS + k < count
+            ws = ws + (tl.load(W + first + j * CHANNELS + k, mask=km, other=0.0).to(tl.float32),)
+    sum_g = tl.zeros((CHANNELS, 1), tl.float32)
+    sum_gx = tl.zeros((CHANNELS, 1), tl.float32)
     for j in tl.static_range(down):
-        km = j * CHANNELS + k < OF_GROUP
+        km = j * CHANNELS + k < count
         sum_w = tl.zeros((CHANNELS, BLOCK), tl.float32)
         sum_b = tl.zeros((CHANNELS, BLOCK), tl.float32)
         for i in tl.static_range(across):
@@ -232,21 +302,34 @@ def group_norm_backward_held(
         tl.store(DW + at, dw, mask=km)
         tl.store(DB + at, db, mask=km)
         if W is not None:
-            w = tl.load(W + first + j * CHANNELS + k, mask=km, other=0.0).to(tl.float32)
-            ws = ws + (w,)
-            mean_g += w * db
-            mean_gx += w * dw
+            sum_g += ws[j] * db
+            sum_gx += ws[j] * dw
         else:
-            mean_g += db
-            mean_gx += dw
-    mean_of_g = tl.sum(tl.sum(mean_g, 1), 0) / (OF_GROUP * SPACE)
-    mean_of_gx = tl.sum(tl.sum(mean_gx, 1), 0) / (OF_GROUP * SPACE)
-    for i in tl.static_range(down * across):
-        channel = i // across * CHANNELS + k
-        at = i % across * BLOCK + s
-        xhat = (xs[i].to(tl.float32) - mean) * rstd
-        g = gs[i].to(tl.float32)
-        if W is not None:
-            g *= ws[i // across]
-        dx = (g - mean_of_g - xhat * mean_of_gx) * rstd
-        tl.store(DX + base + channel * SPACE + at, dx.to(DX.dtype.element_ty), mask=(channel < OF_GROUP) & (at < SPACE))
+            sum_g += db
+            sum_gx += dw
+    mean_g = tl.sum(tl.sum(sum_g, 1), 0)
+    mean_gx = tl.sum(tl.sum(sum_gx, 1), 0)
+    if PARTS > 1:
+        tl.store(SHARED + tl.program_id(0) * 2, mean_g)
+        tl.store(SHARED + tl.program_id(0) * 2 + 1, mean_gx)
+        if STEP == 0:
+            _meet(SIGNAL + pid, part == 0, PARTS)
+        if STEP != 1:
+            most: tl.constexpr = triton.next_power_of_2(PARTS)
+            other = tl.arange(0, most)
+            sums = SHARED + (pid * PARTS + other) * 2
+            mean_g = tl.sum(tl.load(sums, mask=other < PARTS, other=0.0, cache_modifier=".cg"), 0)
+            mean_gx = tl.sum(tl.load(sums + 1, mask=other < PARTS, other=0.0, cache_modifier=".cg"), 0)
+    mean_g /= OF_GROUP * SPACE
+    mean_gx /= OF_GROUP * SPACE
+    if STEP != 1:
+        for i in tl.static_range(down * across):
+            channel = i // across * CHANNELS + k
+            at = i % across * BLOCK + s
+            xhat = (_as_loaded(xs[i], PARTS).to(tl.float32) - mean) * rstd
+            g = _as_loaded(gs[i], PARTS).to(tl.float32)
+            if W is not None:
+                g *= ws[i // across]
+            dx = (g - mean_g - xhat * mean_gx) * rstd
+            m = (channel < count) & (at < SPACE)
+            tl.store(DX + base + channel * SPACE + at, dx.to(DX.dtype.element_ty), mask=m)

@@ -41,6 +41,30 @@ def _mask_row(r, QUERIES: tl.constexpr, HEADS: tl.constexpr, batch_stride, head_
 
 
 @triton.jit
+def _exponentials(xs, CHUNKS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constexpr):
+    """exp(x - maximum) of all chunks of a row, which lies along DIM, and one over their sum."""
+    tops = xs[0]
+    for i in tl.static_range(1, CHUNKS):
+        tops = tl.maximum(tops, xs[i])
+    top = tl.max(tops, DIM, keep_dims=True)
+    if not EXACT:
+        top = tl.where(top == float("-inf"), 0.0, top)
+    es = ()
+    for i in tl.static_range(CHUNKS):
+        e = tl.exp(xs[i] - top)
+        es = es + (e,)
+        if i == 0:
+            totals = e
+        else:
+            totals += e
+    total = tl.sum(totals, DIM, keep_dims=True)
+    inverse = 1.0 / total
+    if not EXACT:
+        inverse = tl.where(total == 0.0, 0.0, inverse)
+    return es, inverse
+
+
+@triton.jit
 def _forward_tile(
     t, X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
     COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -61,24 +85,7 @@ def _forward_tile(
         m = rm & (i * BLOCK + c < COLS)
         x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
         xs = xs + (x,)
-    tops = xs[0]
-    for i in tl.static_range(1, CHUNKS):
-        tops = tl.maximum(tops, xs[i])
-    top = tl.max(tops, 1, keep_dims=True)
-    if not EXACT:
-        top = tl.where(top == float("-inf"), 0.0, top)
-    es = ()
-    for i in tl.static_range(CHUNKS):
-        e = tl.exp(xs[i] - top)
-        es = es + (e,)
-        if i == 0:
-            totals = e
-        else:
-            totals += e
-    total = tl.sum(totals, 1, keep_dims=True)
-    inverse = 1.0 / total
-    if not EXACT:
-        inverse = tl.where(total == 0.0, 0.0, inverse)
+    es, inverse = _exponentials(xs, CHUNKS, 1, EXACT)
     for i in tl.static_range(CHUNKS):
         m = rm & (i * BLOCK + c < COLS)
         tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=m)
@@ -124,21 +131,7 @@ def _seen_forward(
     for i in tl.static_range(SEEN):
         x = _read(X, r, x_stride, i * BLOCK + c, i * BLOCK + c < COLS, scale, MASK, mask_row, edge, i == SEEN - 1)
         xs = xs + (x,)
-    tops = xs[0]
-    for i in tl.static_range(1, SEEN):
-        tops = tl.maximum(tops, xs[i])
-    top = tl.max(tops, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    es = ()
-    for i in tl.static_range(SEEN):
-        e = tl.exp(xs[i] - top)
-        es = es + (e,)
-        if i == 0:
-            totals = e
-        else:
-            totals += e
-    total = tl.sum(totals, 0)
-    inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
+    es, inverse = _exponentials(xs, SEEN, 0, False)
     for i in tl.static_range(SEEN):
         tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=i * BLOCK + c < COLS)
 

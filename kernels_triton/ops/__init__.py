@@ -2,8 +2,9 @@
 
 A tensor on a GPU goes to Triton; on a CPU, in float64, or without Triton, the call runs `kernels_triton.reference`.
 
-    y, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5)
-    dx, dweight, dbias = ops.layer_norm_backward(dy, x, weight, mean, rstd)
+    with torch.no_grad():
+        y, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5)
+        dx, dweight, dbias = ops.layer_norm_backward(dy, x, weight, mean, rstd)
 
 Shapes and dtypes of every operand and result are `kernels_triton.registry.TEMPLATES[name].signature`. `rows` there may
 be any number of leading dims, of any strides; columns should be contiguous: what is not is copied. Data is bfloat16,
@@ -11,10 +12,13 @@ float16 or float32; weights and biases may be of another of these than x, and th
 new and contiguous (but for `in_place`), statistics and scratch are float32, sums are taken in float32 and rounded once,
 and two runs are bitwise equal.
 
-An operand of a shape, dtype or device that an op does not take, one that is no tensor, and one that overlaps itself and
-is to be written in place, is a `ShardcError` SC530, which names it and says what was expected, before anything is
-launched. Of no rows or no columns the results are as empty. Kernels are in `kernels_triton/kernels`, in files named as
-those here.
+Every op raises `ShardcError` SC530, before anything is launched, for an operand of a shape, dtype, layout or device
+that it does not take, for an argument of another kind (no tensor, no finite number, no whole number of 64 bits), for
+one that is to be written in place and cannot be, and, where autograd is on, for one that requires a gradient: an op is
+a forward or a backward, which autograd does not see, and its result would be a constant. The error names the op, the
+operand, what was expected, and the line of the call. Autograd is told of what is written in place.
+
+Of no rows or no columns the results are as empty. Kernels are in `kernels_triton/kernels`, in files named as here.
 """
 
 from kernels_triton.ops.activation import (

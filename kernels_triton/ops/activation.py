@@ -12,8 +12,13 @@ from kernels_triton.reference.activation import ACTIVATIONS
 
 @checked
 def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
-    """act(x + bias) for x [..., columns] and bias [columns] or None; `act` is `gelu_tanh`, `gelu` (erf), `silu` or
-    `relu2`."""
+    """act(x + bias) of x [..., columns] and bias [columns] or None: [..., columns], of x's dtype.
+
+    `act` is `gelu`, x times the normal distribution's function, by erf, or its approximation `gelu_tanh` (Hendrycks &
+    Gimpel 2016, section 2); `silu`, x * sigmoid(x) (theirs too); `relu2`, as `squared_relu`.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), and for another `act`.
+    """
     _known("bias_gelu", act)
     floats("bias_gelu", x, x=x, bias=bias)
     rowed("bias_gelu", x=x)
@@ -27,7 +32,13 @@ def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
 def bias_gelu_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, act: str = "gelu_tanh"
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx, dbias); the latter, summed over rows, is None where there is no bias."""
+    """(dx, dbias) of `bias_gelu`, from dy [..., columns], x [..., columns] and bias [columns] or None.
+
+    dx [..., columns] is `dy * act'(x + bias)`, in x's dtype; dbias [columns], its sum over rows, is None where there is
+    no bias. Each program sums its rows in float32, before dx is rounded; the programs' sums are added in a fixed order.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), and for another `act`.
+    """
     _known("bias_gelu_backward", act)
     floats("bias_gelu_backward", x, x=x, dy=dy, bias=bias)
     rowed("bias_gelu_backward", x=x)
@@ -40,7 +51,10 @@ def bias_gelu_backward(
 
 @checked
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0) squared."""
+    """max(x, 0) ** 2 of x [..., columns]: [..., columns], of x's dtype (So et al. 2021, "Primer").
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
+    """
     floats("squared_relu", x, x=x)
     rowed("squared_relu", x=x)
     return _forward("squared_relu", x, None, "relu2") if launch.on_triton(x) else reference.squared_relu(x)
@@ -48,7 +62,10 @@ def squared_relu(x: Tensor) -> Tensor:
 
 @checked
 def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """dx."""
+    """dx [..., columns] of `squared_relu`, `2 * max(x, 0) * dy`, from dy and x [..., columns]; of x's dtype.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
+    """
     floats("squared_relu_backward", x, x=x, dy=dy)
     rowed("squared_relu_backward", x=x)
     shaped("squared_relu_backward", "dy", dy, x.shape, x)
@@ -59,7 +76,14 @@ def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 @checked
 def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
-    """act(gate) * up; without `up`, `gate` is both, packed along the last dim."""
+    """act(gate) * up, of gate and up [..., columns]: [..., columns], of their one dtype.
+
+    Shazeer 2020, "GLU variants improve Transformer", section 2: `silu` makes it SwiGLU, `gelu` and `gelu_tanh` GeGLU.
+    Without `up`, gate [..., 2 * columns] is both, one behind the other in each row.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), for another `act`, and for a packed gate of an odd
+    number of columns.
+    """
     _known("gated", act)
     _pair("gated", gate, up)
     if not launch.on_triton(gate):
@@ -90,7 +114,13 @@ def gated_into(first: Tensor, second: Tensor, y: Tensor, act: str) -> None:
 def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None = None, act: str = "silu"
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `gate` and `up`; one, packed, where they were."""
+    """(dgate, dup) of `gated`, from dy [..., columns] and gate and up [..., columns]; shapes and dtypes are theirs.
+
+    dgate is `dy * up * act'(gate)`, dup `dy * act(gate)`. Without `up`, gate and dgate are packed, [..., 2 * columns],
+    and dup is None.
+
+    Raises SC530 as `gated`.
+    """
     _known("gated_backward", act)
     _pair("gated_backward", gate, up)
     floats("gated_backward", gate, dy=dy)
@@ -124,14 +154,15 @@ def gated_backward_into(
 
 
 def _known(op: str, act: str) -> None:
-    expect(act in ACTIVATIONS, op, f"no activation {act!r}", hint=f"one of {', '.join(ACTIVATIONS)}")
+    expect(act in ACTIVATIONS, op, f"act is {act!r}, which is no activation", hint=f"one of {', '.join(ACTIVATIONS)}")
 
 
 def _pair(op: str, gate: Tensor, up: Tensor | None) -> None:
     floats(op, gate, gate=gate, up=up)
     rowed(op, gate=gate)
     if up is None:
-        expect(gate.shape[-1] % 2 == 0, op, f"a packed gate and up is {list(gate.shape)}: odd columns")
+        told = f"gate is {list(gate.shape)}, gate and up in one: its columns are odd"
+        expect(gate.shape[-1] % 2 == 0, op, told, "pass both halves, of as many columns each, or gate and up apart")
     else:
         shaped(op, "up", up, gate.shape, gate)
         same_dtype(op, "up", up, gate)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 from torch import Tensor
 
 from kernels_triton import launch, reference
-from kernels_triton.checks import checked, expect, floats, scalars, shaped
+from kernels_triton.checks import checked, expect, floats, scalars, shaped, writable, written
 
 BLOCK = 1024
 
@@ -27,20 +28,34 @@ def adamw(
     skip: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> None:
-    """In place on `param` and both moments, each flat and contiguous.
+    """A step of AdamW (Loshchilov & Hutter 2019, algorithm 2), as torch.optim.AdamW takes it, in place.
 
-    `lr`, `step` (1 in the first), `grad_scale` (1 / loss scale times the clipping coefficient) and `skip` (nothing
-    happens where it is not 0) are 0-dim tensors: a CUDA graph replays with new values. `copy` gets the new parameters
-    in its own dtype.
+        g = grad * grad_scale
+        exp_avg += (g - exp_avg) * (1 - beta1),   exp_avg_sq = exp_avg_sq * beta2 + g * g * (1 - beta2)
+        m = exp_avg / (1 - beta1 ** step),        v = exp_avg_sq / (1 - beta2 ** step)
+        param = param * (1 - lr * weight_decay) - lr * m / (sqrt(v) + eps)
+
+    param, grad, exp_avg and exp_avg_sq [numbers] are flat, contiguous, of floating point each; copy [numbers], if
+    given, gets the new parameters in its own dtype. An nn.Parameter is one: under torch.no_grad(), as everything that
+    updates parameters, and by a view if it is not flat, `param.view(-1)`. lr [], step [] (1 in the first), grad_scale
+    [] (1 / loss scale times the clipping coefficient) and skip [] (nothing happens where it is not 0) are 0-dim tensors
+    on param's device: a CUDA graph replays with new values.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), for tensors that are not flat or not contiguous, and
+    for betas that are not between 0 and 1.
     """
-    floats("adamw", param, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, copy=copy, lr=lr)
+    flat = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
+    floats("adamw", param, **flat, lr=lr, grad_scale=grad_scale)
     scalars("adamw", param, lr=lr, step=step, grad_scale=grad_scale, skip=skip)
-    for name, value in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("copy", copy)):
-        shaped("adamw", name, value, (param.numel(),), param)
-        expect(value is None or value.is_contiguous(), "adamw", f"{name} is not contiguous")
-    shaped("adamw", "param", param, (param.numel(),), param)
-    expect(param.is_contiguous(), "adamw", "param is not contiguous")
-    fits = len(betas) == 2 and all(0.0 < beta < 1.0 for beta in betas)
+    for name, value in flat.items():
+        shaped("adamw", name, value, (param.numel(),), param, f"pass {name}.view(-1)")
+        if value is not None and not value.is_contiguous():
+            hint = (
+                "pass grad.contiguous()" if name == "grad" else f"{name} is written: make it contiguous, and keep that"
+            )
+            expect(False, "adamw", f"{name} is of stride {value.stride(0)}, expected 1", hint)
+    writable("adamw", param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, copy=copy)
+    fits = len(betas) == 2 and all(isinstance(beta, Real) and 0.0 < beta < 1.0 for beta in betas)
     expect(fits, "adamw", f"betas are {betas}, expected two between 0 and 1", "0.9 and 0.999 are usual")
     if not launch.on_triton(param):
         reference.adamw(param, grad, exp_avg, exp_avg_sq, lr, step, betas, eps, weight_decay, grad_scale, skip, copy)
@@ -54,3 +69,4 @@ def adamw(
         BLOCK=BLOCK,
         warps=4,
     )
+    written(param, exp_avg, exp_avg_sq, copy)

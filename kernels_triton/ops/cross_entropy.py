@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import apart, checked, expect, floats, scalars, shaped, typed
+from kernels_triton.checks import apart, checked, expect, floats, scalars, shaped, statistics, typed, whole, written
 
 BIASED = 3  # blocks of a longer row that registers hold beside what is added to them
 
@@ -25,10 +25,19 @@ def cross_entropy(
     in_place: bool = False,
     padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, dlogits), a row of `logits` [tokens, vocabulary] each. `dlogits` is the gradient of the sum of
-    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN.
+    """(loss, lse, dlogits) of logits [tokens, vocabulary] against target, int64 [tokens].
 
-    `padded`: the rows of `dlogits` are whole 16 bytes apart, as products want them, and zeros are between them."""
+    loss and lse, the log-sum-exp, are float32 [tokens]. dlogits, of the logits' shape and dtype, is the gradient of the
+    sum of losses, times grad_scale [] or None. A target that is `ignore` has loss and gradient 0; one out of range,
+    NaN. Maximum and sum are taken in one pass, the sum rescaled as the maximum grows (Milakov & Gimelshein 2018,
+    algorithm 3).
+
+    `in_place`: dlogits is logits, overwritten. `padded`: the rows of dlogits are whole 16 bytes apart, as products want
+    them, and zeros are between them.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), for no classes, for `in_place` with `padded`, and in
+    place for logits that overlap themselves or whose columns lie apart.
+    """
     _check("cross_entropy", logits, target, in_place, grad_scale, padded)
     if not launch.on_triton(logits):
         return reference.cross_entropy(logits, target, grad_scale, ignore, in_place, padded)
@@ -36,6 +45,8 @@ def cross_entropy(
     loss, lse = (launch.empty((flat.shape[0],), torch.float32, logits) for _ in range(2))
     grad = flat if in_place else _gradient(flat, padded)
     cross_entropy_into(flat, target, grad_scale, ignore, loss, lse, grad, padded=padded)
+    if in_place:
+        written(logits)
     return loss, lse, logits if in_place else grad
 
 
@@ -64,9 +75,14 @@ def cross_entropy_into(
     singly = logits.element_size() == 2 and (not pairs or write % 2)
     chunks = min(schedule.chunks, 4) if singly else schedule.chunks
     if bias is not None and chunks * schedule.block < cols:
-        chunks = min(chunks, BIASED)
+        # Of three blocks of float32 sm_80's compiler puts a scalar aside, to fit one more program; of four it cannot.
+        older = logits.element_size() == 4 and launch.device_of(logits).shared_bytes < rows.NEWER
+        chunks = min(chunks, BIASED + older)
     if read > cols > chunks * schedule.block:  # where a row ends is seen to in the loops over its rest
         chunks = max(1, chunks - 1)
+    registers = schedule.registers
+    if bias is not None and not registers:  # untold, the compiler puts some aside for more programs than there are
+        registers = min(255, (1 << 16) // (32 * schedule.warps * max(1, schedule.waves)))
     (x_stride, x_unit), (dx_stride, dx_unit) = _strides(flat), _strides(grad)
     launch.run(
         "cross_entropy.cross_entropy_rows",
@@ -85,8 +101,9 @@ def cross_entropy_into(
         PAIRS=pairs,
         PARTS=parts,
         INVERSE=inverse,
+        AGAIN=pairs and bias is None and 0 < registers < chunks * 16 // logits.element_size(),
         warps=schedule.warps,
-        registers=schedule.registers,
+        registers=registers,
     )
 
 
@@ -121,8 +138,16 @@ def _readable(x: Tensor) -> int:
 
 @checked
 def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tensor:
-    """[tokens, 3] of a shard whose first class is `start`: maximum, sum of exp(x - maximum), target's logit or 0."""
+    """What a shard of the vocabulary, whose first class is `start`, has of each token: float32 [tokens, 3].
+
+    logits [tokens, columns], all of which count; target, int64 [tokens], classes of the whole vocabulary. The three are
+    the maximum, the sum of exp(x - maximum), and the target's logit, 0 where it lies in another shard: ranks exchange
+    these, and no logits (Shoeybi et al. 2019, "Megatron-LM", section 3).
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), for no columns, and for a negative start.
+    """
     _check("cross_entropy_stats", logits, target, False)
+    whole("cross_entropy_stats", "start", start, 0)
     if not launch.on_triton(logits):
         return reference.cross_entropy_stats(logits, target, start)
     flat = rows.as_rows(logits)
@@ -139,7 +164,8 @@ def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tenso
         X_UNIT=x_unit,
         BLOCK=schedule.block,
         GROUP=16 // logits.element_size(),
-        STAGES=schedule.stages,
+        # Single numbers on their way take a register each for their address.
+        STAGES=schedule.stages if x_unit > 1 else min(schedule.stages, 2),
         warps=schedule.warps,
     )
     return stats
@@ -157,12 +183,25 @@ def cross_entropy_finish(
     in_place: bool = False,
     padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, this shard's dlogits), given every shard's `stats` [shards, tokens, 3]; `classes` in all."""
+    """(loss, lse, this shard's dlogits), given what `cross_entropy_stats` returned on every shard.
+
+    logits [tokens, columns], as `cross_entropy_stats` had them; target, int64 [tokens]; stats, float32
+    [shards, tokens, 3]; `classes`, in all shards; `start`, the first of this one. The results, grad_scale [] or None,
+    `ignore`, `in_place` and `padded` are as in `cross_entropy`. Every column is a class: the columns that pad the last
+    shard are no part of logits, in either call (`logits[:, :classes - start]` is a view).
+
+    Raises SC530 as `cross_entropy`, and for columns outside of 0 to `classes`.
+    """
     op = "cross_entropy_finish"
     _check(op, logits, target, in_place, grad_scale, padded)
+    whole(op, "start", start, 0)
+    end = start + logits.shape[1]
+    told = f"logits are {list(logits.shape)}, classes {start} to {end - 1}, of {classes} classes"
+    hint = "padding would count in the sum: pass logits[:, :classes - start], here and to cross_entropy_stats"
+    expect(end <= classes, op, told, hint)
     shards = stats.shape[0] if stats.dim() else 0
     shaped(op, "stats", stats, (max(1, shards), logits.shape[0], 3), logits)
-    floats(op, logits, stats=stats)
+    statistics(op, logits, stats=stats)
     if not launch.on_triton(logits):
         given = (logits, target, stats, classes, start, grad_scale, ignore)
         return reference.cross_entropy_finish(*given, in_place, padded)
@@ -188,13 +227,16 @@ def cross_entropy_finish(
         GROUP=min(schedule.block, 16 // logits.element_size()),
         warps=schedule.warps,
     )
+    if in_place:
+        written(logits)
     return loss, lse, logits if in_place else grad
 
 
 def _check(
     op: str, logits: Tensor, target: Tensor, in_place: bool, grad_scale: Tensor | None = None, padded: bool = False
 ) -> None:
-    expect(logits.dim() == 2, op, f"logits are {list(logits.shape)}", hint="reshape them to [tokens, vocabulary]")
+    told = f"logits are {list(logits.shape)}, expected [tokens, vocabulary]"
+    expect(logits.dim() == 2, op, told, "pass logits.view(-1, logits.shape[-1])")
     floats(op, logits, logits=logits, grad_scale=grad_scale)
     typed(op, "target", target, torch.int64)
     scalars(op, logits, grad_scale=grad_scale)
@@ -205,4 +247,5 @@ def _check(
     # A copy would take the gradient in the caller's place.
     wide = not in_place or logits.shape[-1] <= 1 or logits.stride(-1) == 1
     expect(not (in_place and padded), op, "in_place leaves the rows where they are", hint="pass padded=False")
-    expect(wide, op, "in_place needs logits with contiguous columns", hint="pass in_place=False")
+    told = f"logits are of strides {list(logits.stride())}: in_place needs contiguous columns"
+    expect(wide, op, told, hint="pass in_place=False")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import checked, expect, floats, rowed, same_dtype, scalars, shaped, typed
+from kernels_triton.checks import checked, expect, floats, probability, rowed, same_dtype, scalars, shaped, typed, whole
 from kernels_triton.ops.sums import partials, summed
 from kernels_triton.reference.dropout import scale_of, whole_strides
 from shardc.ir.ops.random import least_word
@@ -25,13 +25,22 @@ def bias_dropout_residual(
     strides: Sequence[int] | None = None,
     offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, keep): `keep` is uint8 [..., ceil(columns / 8)], the first column in the lowest bit.
+    """(y, keep): `y = residual + (x + bias) * kept / (1 - p)`, [..., columns] of x's dtype, and the mask for backward.
 
-    The random numbers are those of `shardc::random_uniform(seed, op_id, x.shape, strides, offset)`: `strides` and
-    `offset` (0-dim int64) place x in the whole tensor; by default x is whole.
+    x [..., columns]; bias [columns] or None; residual [..., columns], of x's dtype, or None. keep is uint8
+    [..., ceil(columns / 8)], a bit an element, the first column in the lowest. p is the part that is dropped.
+
+    The random numbers are those of `shardc::random_uniform(seed, op_id, x.shape, strides, offset)`, Philox4x32-10
+    (Salmon et al. 2011): seed [] (int64, of which each of the 64 bits counts) is the key, op_id, 0 to 2**32 - 1, tells
+    calls of one seed apart, and an element's number depends on nothing but its place in the whole tensor, to which
+    `strides` and offset [] (int64) map x; by default x is whole.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), for a p that is not in 0 to 1, and for an op_id or
+    strides out of range.
     """
     op = "bias_dropout_residual"
-    expect(0.0 <= p <= 1.0, op, f"p is {p}, expected 0 to 1")
+    probability(op, p)
+    whole(op, "op_id", op_id, 0, 1 << 32)
     floats(op, x, x=x, bias=bias, residual=residual)
     rowed(op, x=x)
     scalars(op, x, seed=seed, offset=offset)
@@ -42,7 +51,11 @@ def bias_dropout_residual(
     shaped(op, "residual", residual, x.shape, x)
     same_dtype(op, "residual", residual, x)
     steps = whole_strides(x) if strides is None else tuple(strides)
-    expect(len(steps) == x.dim(), op, f"{len(steps)} strides for a tensor of {x.dim()} dims")
+    steps = tuple(whole(op, f"strides[{at}]", step, 0) for at, step in enumerate(steps))
+    told = f"strides are {len(steps)} numbers, x is of {x.dim()} dims"
+    expect(len(steps) == x.dim(), op, told, "pass the strides of the whole tensor, one a dim")
+    reach = sum((size - 1) * step for size, step in zip(x.shape, steps, strict=True))
+    expect(reach < 1 << 63, op, f"strides are {steps}: an element's place is more than 64 bits", "pass smaller ones")
     placed = rows.leading(x.shape, steps)
     if placed is None or not launch.on_triton(x):
         return reference.bias_dropout_residual(x, bias, residual, p, seed, op_id, steps, offset)
@@ -91,8 +104,16 @@ def forward_into(
 def bias_dropout_residual_backward(
     dy: Tensor, keep: Tensor, p: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx, dbias); the residual's gradient is dy. `bias` is read for its dtype alone."""
+    """(dx, dbias) of `bias_dropout_residual`, from dy [..., columns]; the residual's gradient is dy itself.
+
+    keep, uint8 [..., ceil(columns / 8)], and p are the forward's. dx [..., columns], of dy's dtype, is `dy / (1 - p)`
+    where an element was kept and 0 elsewhere; dbias [columns] is its sum over rows, None without a bias. bias [columns]
+    is read for its dtype alone.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), and for a p that is not in 0 to 1.
+    """
     op = "bias_dropout_residual_backward"
+    probability(op, p)
     floats(op, dy, dy=dy, bias=bias)
     rowed(op, dy=dy)
     typed(op, "keep", keep, torch.uint8)

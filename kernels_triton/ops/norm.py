@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference, rows
-from kernels_triton.checks import checked, floats, rowed, same_dtype, shaped
+from kernels_triton.checks import checked, floats, rowed, same_dtype, shaped, statistics
 from kernels_triton.ops.sums import partials, sum_into
 
+STATISTICS = ("mean", "rstd")
 HELD_COLS = 4096  # up to which forward always has registers for weight and bias
 HELD = 16  # numbers of the weight that a thread of backward has registers for
 
@@ -21,7 +22,12 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) of rows: `y = (x - mean) * rstd * weight + bias`, `rstd = 1 / sqrt(variance + eps)`.
 
-    x [..., columns]; weight and bias [columns] or None; the statistics are float32 [...], one a row.
+    Ba et al. 2016, "Layer normalization", section 3. x [..., columns]; weight and bias [columns] or None; y is of x's
+    shape and dtype; the statistics mean and rstd are float32 [...], one a row, for backward. The variance is of
+    distances from the mean, and does not cancel: a row in registers is passed twice, of float32 corrected by what the
+    distances sum to (Chan, Golub & LeVeque 1983), and a longer row's blocks are put together by their formula of 1979.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
     _check("layer_norm", x, weight=weight, bias=bias)
     if not launch.on_triton(x):
@@ -33,7 +39,13 @@ def layer_norm(
 
 @checked
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """(y, rstd) of rows: `y = x * rstd * weight`, `rstd = 1 / sqrt(mean of squares + eps)`; else as `layer_norm`."""
+    """(y, rstd) of rows: `y = x * rstd * weight`, `rstd = 1 / sqrt(mean of squares + eps)`.
+
+    Zhang & Sennrich 2019, "Root mean square layer normalization", equation 4. x [..., columns]; weight [columns] or
+    None; y is of x's shape and dtype, rstd float32 [...], one a row, for backward.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
+    """
     _check("rms_norm", x, weight=weight)
     if not launch.on_triton(x):
         return reference.rms_norm(x, weight, eps)
@@ -45,7 +57,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tenso
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, x + residual, mean, rstd): y is the norm of the sum as rounded, which backward reads."""
+    """(y, sum, mean, rstd): `layer_norm`, by eps, of `sum = x + residual`, rounded to x's dtype; backward reads it.
+
+    x and residual [..., columns], of one dtype; weight and bias [columns] or None; y and the sum are of x's shape and
+    dtype, mean and rstd float32 [...], one a row.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
+    """
     _check("add_layer_norm", x, residual=residual, weight=weight, bias=bias)
     if not launch.on_triton(x):
         return reference.add_layer_norm(x, residual, weight, bias, eps)
@@ -58,7 +76,13 @@ def add_layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x + residual, rstd); as `add_layer_norm`."""
+    """(y, sum, rstd): `rms_norm`, by eps, of `sum = x + residual`, rounded to x's dtype; backward reads it.
+
+    x and residual [..., columns], of one dtype; weight [columns] or None; y and the sum are of x's shape and dtype,
+    rstd float32 [...], one a row.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
+    """
     _check("add_rms_norm", x, residual=residual, weight=weight)
     if not launch.on_triton(x):
         return reference.add_rms_norm(x, residual, weight, eps)
@@ -76,8 +100,18 @@ def layer_norm_backward(
     residual_grad: Tensor | None = None,
     with_bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias). After `add_layer_norm`, x is the sum and `residual_grad` the gradient that reaches it
-    beside the norm; dx is then that of both addends."""
+    """(dx, dweight, dbias) of `layer_norm`, from dy and x [..., columns] and the forward's statistics.
+
+    weight [columns] or None; mean and rstd, float32 [...], as forward returned them. With `xhat = (x - mean) * rstd`,
+    `g = dy * weight` and means over a row, `dx = rstd * (g - mean(g) - xhat * mean(g * xhat))`, of x's shape and dtype.
+    dweight [columns] and dbias [columns], of the weight's dtype, are sums over rows, None without a weight and with
+    `with_bias=False`: each program adds its rows in float32, and the programs' sums are added in a fixed order.
+
+    After `add_layer_norm`, x is the sum and residual_grad [..., columns] the gradient that reaches it beside the norm,
+    or None; dx is then that of both addends.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
+    """
     _check("layer_norm_backward", x, dy=dy, weight=weight, mean=mean, rstd=rstd, residual_grad=residual_grad)
     if not launch.on_triton(x):
         return reference.layer_norm_backward(dy, x, weight, mean, rstd, residual_grad, with_bias)
@@ -88,7 +122,14 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx, dweight); as `layer_norm_backward`."""
+    """(dx, dweight) of `rms_norm`, from dy and x [..., columns] and the forward's statistics.
+
+    weight [columns] or None; rstd, float32 [...], as forward returned it; residual_grad [..., columns] or None, as for
+    `layer_norm_backward`. With `xhat = x * rstd` and `g = dy * weight`, `dx = rstd * (g - xhat * mean(g * xhat))`, of
+    x's shape and dtype; dweight [columns], of the weight's dtype, is None without one.
+
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`).
+    """
     _check("rms_norm_backward", x, dy=dy, weight=weight, rstd=rstd, residual_grad=residual_grad)
     if not launch.on_triton(x):
         return reference.rms_norm_backward(dy, x, weight, rstd, residual_grad)
@@ -98,7 +139,8 @@ def rms_norm_backward(
 def _check(op: str, x: Tensor, **others: Tensor | None) -> None:
     """Weights and biases have a number a column, statistics one a row, everything else the shape of x."""
     shapes = {"weight": x.shape[-1:], "bias": x.shape[-1:], "mean": x.shape[:-1], "rstd": x.shape[:-1]}
-    floats(op, x, x=x, **others)
+    floats(op, x, x=x, **{name: value for name, value in others.items() if name not in STATISTICS})
+    statistics(op, x, **{name: value for name, value in others.items() if name in STATISTICS and value is not None})
     rowed(op, x=x)
     for name, value in others.items():
         shaped(op, name, value, shapes.get(name, x.shape), x)

@@ -1,5 +1,8 @@
 """The plain-torch twin of every template: the same arguments and results, on any device and dtype.
 
+They trust their arguments, as `kernels_triton.ops` has checked them: what is said to be raised is torch's or Python's
+own error. Most can be differentiated, which the ops cannot.
+
 Low precisions are computed in float32, as the kernels do; float64 in float64, which is what the kernels are held
 against. Outputs are rounded once, at the end.
 """

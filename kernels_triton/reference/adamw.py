@@ -22,11 +22,12 @@ def adamw(
     skip: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> None:
-    """In place on `param` and both moments, each flat.
+    """In place on param, exp_avg and exp_avg_sq [numbers], by grad [numbers] (Loshchilov & Hutter 2019, algorithm 2).
 
-    `lr`, `step` (1 in the first), `grad_scale` (1 / loss scale times the clipping coefficient) and `skip` (nothing
-    happens where it is not 0) are 0-dim tensors: a CUDA graph replays with new values. `copy` gets the new parameters
-    in its own dtype.
+    lr [], step [] (1 in the first), grad_scale [] (1 / loss scale times the clipping coefficient) and skip [] (nothing
+    happens where it is not 0) are 0-dim tensors; copy [numbers] gets the new parameters in its own dtype.
+
+    Raises what torch does for a param that is a leaf, where autograd is on.
     """
     g = wide(grad) if grad_scale is None else wide(grad) * wide(grad_scale)
     beta1, beta2 = betas

@@ -3,7 +3,9 @@
 A shard's part of a row is three numbers: its maximum m, the sum s of exp(x - m), and the target's logit (0 where the
 target lies in another shard). Gathered over the shards, they give every rank the same log-sum-exp:
 
-    M = max m,   lse = M + log(sum of s * exp(m - M)),   loss = lse - sum of target logits
+    M = max m,   total = sum of s * exp(m - M),   loss = log total - (sum of target logits - M),   lse = M + log total
+
+Only differences to M enter what follows: lse is rounded at the logits' size.
 """
 
 from __future__ import annotations
@@ -23,16 +25,23 @@ def cross_entropy(
     in_place: bool = False,
     padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, dlogits), a row of `logits` [tokens, vocabulary] each. `dlogits` is the gradient of the sum of
-    losses, times `grad_scale` (0-dim). A target that is `ignore` has loss and gradient 0; one out of range, NaN.
+    """(loss [tokens], lse [tokens], dlogits), of logits [tokens, vocabulary] and target, int64 [tokens].
 
-    `padded`: the rows of `dlogits` are whole 16 bytes apart, as products want them, and zeros are between them."""
+    dlogits is the gradient of the sum of losses, times grad_scale [] or None. A target that is `ignore` has loss and
+    gradient 0; one out of range, NaN. `padded`: the rows of dlogits are whole 16 bytes apart, as products want them,
+    and zeros are between them.
+
+    Raises what torch does for a target of another dtype, and for no classes.
+    """
     stats, classes = cross_entropy_stats(logits, target).unsqueeze(0), logits.shape[-1]
     return cross_entropy_finish(logits, target, stats, classes, 0, grad_scale, ignore, in_place, padded)
 
 
 def cross_entropy_stats(logits: Tensor, target: Tensor, start: int = 0) -> Tensor:
-    """[tokens, 3] of a shard whose first class is `start`: what the caller gathers."""
+    """[tokens, 3] of a shard, logits [tokens, columns], whose first class is `start`: what the caller gathers.
+
+    target, int64 [tokens], are classes of the whole vocabulary. Raises what torch does for no columns.
+    """
     x = wide(logits)
     top = x.amax(-1)
     finite = torch.where(top == -torch.inf, 0.0, top)
@@ -53,13 +62,18 @@ def cross_entropy_finish(
     in_place: bool = False,
     padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, this shard's dlogits), given every shard's `stats` [shards, tokens, 3]; `classes` in all."""
+    """(loss, lse, this shard's dlogits), given every shard's stats [shards, tokens, 3]; `classes` in all.
+
+    logits [tokens, columns], target [tokens], grad_scale [] or None, and the rest as in `cross_entropy`. Raises what
+    torch does for stats of no shards.
+    """
     top = stats[..., 0].amax(0)
-    lse = top + (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0).log()
+    total = (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0)
+    lse = top + total.log()
     ignored = target == ignore
     wrong = ~ignored & ((target < 0) | (target >= classes))
-    loss = torch.where(ignored, 0.0, torch.where(wrong, torch.nan, lse - stats[..., 2].sum(0)))
-    grad = (wide(logits) - lse.unsqueeze(-1)).exp()
+    loss = torch.where(ignored, 0.0, torch.where(wrong, torch.nan, total.log() - (stats[..., 2].sum(0) - top)))
+    grad = (wide(logits) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     column = torch.arange(start, start + logits.shape[-1], device=logits.device)
     grad = grad - (column == target.unsqueeze(-1)).to(grad.dtype)
     if grad_scale is not None:

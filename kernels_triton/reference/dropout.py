@@ -21,9 +21,11 @@ def bias_dropout_residual(
     strides: Sequence[int] | None = None,
     offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, keep): `keep` is uint8 [..., ceil(columns / 8)], the first column in the lowest bit.
+    """(y, keep), of x [..., columns], bias [columns] or None and residual [..., columns] or None.
 
-    `strides` and `offset` (0-dim int64) place x in the whole tensor, as `random_uniform` says; by default x is whole.
+    keep is uint8 [..., ceil(columns / 8)], the first column in the lowest bit. The numbers are Philox's (Salmon et al.
+    2011), by seed [] and op_id; `strides` and offset [] (int64 each) place x in the whole tensor, as `random_uniform`
+    says; by default x is whole. Raises ValueError for as many strides as x has no dims.
     """
     strides = whole_strides(x) if strides is None else strides
     at = torch.zeros((), dtype=torch.int64, device=x.device) if offset is None else offset
@@ -38,7 +40,10 @@ def bias_dropout_residual(
 def bias_dropout_residual_backward(
     dy: Tensor, keep: Tensor, p: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx, dbias); the residual's gradient is dy. `bias` is read for its dtype alone."""
+    """(dx, dbias), of dy [..., columns] and keep [..., ceil(columns / 8)]; the residual's gradient is dy.
+
+    bias [columns] is read for its dtype alone. Raises nothing of its own.
+    """
     dx = torch.where(unpacked(keep, dy.shape[-1]), wide(dy) * scale_of(p), 0.0)
     return dx.to(dy.dtype), None if bias is None else rows_sum(dx).to(bias.dtype)
 

@@ -13,7 +13,10 @@ from kernels_triton.reference.wide import wide
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd), statistics [batch, groups]."""
+    """(y, mean, rstd), of x [batch, channels, ...], weight and bias [channels] or None; statistics [batch, groups].
+
+    Wu & He 2018, equations 1 to 7. Raises what torch does for groups that do not divide the channels.
+    """
     channel, group = _shapes(x, groups)
     h = wide(x).reshape(group)
     mean = h.mean(-1)
@@ -36,6 +39,10 @@ def group_norm_backward(
     rstd: Tensor,
     with_bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias), of dy and x [batch, channels, ...], weight [channels], mean and rstd [batch, groups].
+
+    Raises what torch does for groups that do not divide the channels.
+    """
     channel, group = _shapes(x, groups)
     xhat = (wide(x).reshape(group) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     g = wide(dy).reshape(channel)

@@ -11,6 +11,10 @@ from kernels_triton.reference.wide import rows_sum, wide
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd), of x [..., columns], weight and bias [columns] or None; statistics [...] (Ba et al. 2016).
+
+    Raises nothing of its own.
+    """
     h = wide(x)
     mean = h.mean(-1)
     d = h - mean.unsqueeze(-1)
@@ -19,6 +23,10 @@ def layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """(y, rstd), of x [..., columns] and weight [columns] or None; rstd [...] (Zhang & Sennrich 2019, equation 4).
+
+    Raises nothing of its own.
+    """
     h = wide(x)
     rstd = torch.rsqrt(h.square().mean(-1) + eps)
     return _affine(h * rstd.unsqueeze(-1), weight, None).to(x.dtype), rstd
@@ -27,6 +35,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tenso
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, sum, mean, rstd): `layer_norm` of x + residual [..., columns], rounded; weight and bias [columns] or None.
+
+    x [..., columns] is of the residual's dtype. Raises nothing of its own.
+    """
     total = (wide(x) + wide(residual)).to(x.dtype)
     y, mean, rstd = layer_norm(total, weight, bias, eps)
     return y, total, mean, rstd
@@ -35,6 +47,10 @@ def add_layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, sum, rstd): `rms_norm` of x + residual [..., columns], rounded; weight [columns] or None.
+
+    x [..., columns] is of the residual's dtype. Raises nothing of its own.
+    """
     total = (wide(x) + wide(residual)).to(x.dtype)
     y, rstd = rms_norm(total, weight, eps)
     return y, total, rstd
@@ -49,6 +65,10 @@ def layer_norm_backward(
     residual_grad: Tensor | None = None,
     with_bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias), of dy and x [..., columns], weight [columns] or None, mean and rstd [...].
+
+    residual_grad [..., columns] or None is added to dx. Raises nothing of its own.
+    """
     rstd = rstd.unsqueeze(-1)
     xhat = (wide(x) - mean.unsqueeze(-1)) * rstd
     g = wide(dy) if weight is None else wide(dy) * wide(weight)
@@ -63,6 +83,10 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
+    """(dx, dweight), of dy and x [..., columns], weight [columns] or None and rstd [...].
+
+    residual_grad [..., columns] or None is added to dx. Raises nothing of its own.
+    """
     rstd = rstd.unsqueeze(-1)
     xhat = wide(x) * rstd
     g = wide(dy) if weight is None else wide(dy) * wide(weight)

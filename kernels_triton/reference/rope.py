@@ -13,9 +13,11 @@ def rope(
 ) -> Tensor:
     """x [batch, sequence, heads, dim]; cos and sin [sequence, turned / 2] or [batch, sequence, turned / 2].
 
+    Su et al. 2021, section 3.4.
+
     Dim i is paired with i + turned/2, or with its neighbour if `interleaved`; dims past `turned` stay. `inverse` turns
     back, which is also the gradient. Each pair depends on itself alone, so `in_place` is legal on any view of x, the
-    query and key heads of a packed QKV among them.
+    query and key heads of a packed QKV among them. Raises what torch does for an x that overlaps itself, in place.
     """
     half = cos.shape[-1]
     c, s = (wide(t).unsqueeze(-2) for t in (cos, sin))

@@ -9,8 +9,11 @@ from kernels_triton.reference.wide import wide
 
 
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """`mask` broadcasts against x: boolean, True where a column counts, or added. `causal` keeps column c of query q
-    where c <= q + columns - queries."""
+    """softmax(x * scale + mask) over the last dim of x [..., columns].
+
+    mask [...] broadcasts against x: boolean, True where a column counts, or added. `causal` keeps column c of query q
+    of x [..., queries, columns] where c <= q + columns - queries. Raises ValueError for `causal` of a single dim.
+    """
     logits = wide(x) * scale
     if mask is not None:
         keep = mask.dtype == torch.bool
@@ -22,7 +25,10 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
 
 
 def softmax_backward(dy: Tensor, y: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """What `dy` and `y` hold past the causal edge is not read."""
+    """scale * y * (dy - sum(dy * y)), of dy and y [..., columns]; what they hold past the causal edge is not read.
+
+    Raises ValueError for `causal` of a single dim.
+    """
     g, wy = wide(dy), wide(y)
     if causal:
         g, wy = (t.masked_fill(~seen(t), 0.0) for t in (g, wy))

@@ -84,9 +84,10 @@ CODES: dict[str, Code] = {
     "SC526": Code("wrong-gradients", "a pipeline does not sum its gradients once, and then update, last"),
     "SC507": Code("index-out-of-range", "an index, a token or a label, lies outside what it counts in"),
     "SC508": Code("verify-dtype", "a program was to be verified in a dtype that gradients cannot be computed in"),
-    "SC530": Code("kernel-operand", "a kernel was given a tensor of a shape, dtype or layout that it does not take"),
+    "SC530": Code("kernel-operand", "a kernel is given an operand that it does not take, or whose gradient is lost"),
     "SC531": Code("kernel-text", "the text of a fused kernel cannot be read, or does not make sense"),
     "SC532": Code("not-tunable", "kernels are to be tuned where they cannot be, or which have nothing to choose"),
+    "SC533": Code("kernel-table", "a table of kernels' schedules is not there, or is none"),
     "SC509": Code("non-finite", "a step's gradients are not finite, and the plan says to raise"),
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
 }

@@ -33,6 +33,7 @@ NUMBER_FIRST: Tries = [(2, (4, 6))]
 TERNARY: Tries = [((4, 6), (4, 6), (4, 6)), ((3, 1, 6), (5, 1), (6,))]
 INTS: Tries = [example((4, 6), (4, 6), ints={"self": 8, "other": 8}), example((4, 6), (6,), bools=("self", "other"))]
 INT_NUMBER: Tries = [example((4, 6), 3, ints={"self": 8})]
+NUMBER_OF_INTS: Tries = [example(3, (4, 6), ints={"other": 8})]
 
 
 def aligned(*args: Any) -> str:
@@ -47,10 +48,12 @@ def pointwise(ops: Any, examples: Tries, linear: Literal["joint", "each"] | tupl
 
 # ------------------------------------------------------------------------------------------------ one operand
 SMOOTH_AND_STEPS = """
-    abs acos acosh asin asinh atan atanh ceil celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu
-    hardsigmoid hardswish hardtanh i0 isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not
-    logit mish nan_to_num ones_like reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh
-    softplus special_entr special_erfcx special_log_ndtr special_ndtri sqrt square tan tanh trunc empty_like
+    abs acos acosh angle asin asinh atan atanh ceil celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor
+    frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isinf isnan isneginf isposinf leaky_relu lgamma log log10
+    log1p log2 logical_not logit mish nan_to_num ones_like reciprocal relu relu6 round rsqrt selu sgn sigmoid sign
+    signbit silu sin sinc sinh softplus softshrink special_entr special_erfcx special_i0e special_i1 special_i1e
+    special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_ndtri special_spherical_bessel_j0
+    sqrt square tan tanh trunc empty_like
 """
 LINEAR = (
     "neg positive conj_physical clone alias detach contiguous lift_fresh lift_fresh_copy deg2rad rad2deg zeros_like"
@@ -112,7 +115,9 @@ pointwise([aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.pow.Tensor_S
 pointwise([aten.mul.Scalar, aten.div.Scalar], WITH_NUMBER, linear="joint")
 pointwise([aten.remainder.Scalar, aten.fmod.Scalar, aten.floor_divide.Scalar, aten.copysign.Scalar], WITH_NUMBER)
 pointwise([aten.pow.Scalar, aten.remainder.Scalar_Tensor, aten.xlogy.Scalar_Self], NUMBER_FIRST)
-pointwise(aten.xlogy.Scalar_Other, WITH_NUMBER)
+pointwise([aten.xlogy.Scalar_Other, aten.special_xlog1py.other_scalar], WITH_NUMBER)
+pointwise([aten.special_xlog1py.self_scalar, aten.polygamma.default], NUMBER_FIRST)
+pointwise([aten.special_xlog1py.default, aten.ldexp.Tensor], BINARY)
 pointwise(
     [aten.pow.Tensor_Tensor, aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.maximum.default]
     + [aten.minimum.default, aten.fmax.default, aten.fmin.default, aten.max.other, aten.min.other, aten.atan2.default]
@@ -130,6 +135,9 @@ pointwise([getattr(aten, f"bitwise_{name}").Scalar for name in ("and", "or", "xo
 pointwise([getattr(aten, f"__{name}__").Scalar for name in ("and", "or", "xor", "lshift", "rshift")], INT_NUMBER)
 pointwise([getattr(aten, f"__{name}__").Tensor for name in ("and", "or", "xor")], INTS)
 pointwise([aten.bitwise_left_shift.Tensor, aten.bitwise_right_shift.Tensor], INTS[:1])
+pointwise([aten.__lshift__.Tensor, aten.__rshift__.Tensor], INTS[:1])
+pointwise([aten.bitwise_left_shift.Scalar_Tensor, aten.bitwise_right_shift.Scalar_Tensor], NUMBER_OF_INTS)
+pointwise([getattr(aten, f"bitwise_{name}").Scalar_Tensor for name in ("and", "or", "xor")], NUMBER_OF_INTS)
 pointwise([aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar], INT_NUMBER)
 pointwise(aten.fill.Tensor, [((4, 6), ())])
 # Not linear: `copy` casts to the dtype of its first operand, which may be an integer.
@@ -185,6 +193,8 @@ pointwise(
 )
 pointwise(aten.threshold_backward.default, [((4, 6), (4, 6), 0.1)], linear=(0,))
 pointwise(aten.leaky_relu_backward.default, [((4, 6), (4, 6), 0.1, False)], linear=(0,))
+pointwise([aten.hardshrink_backward.default, aten.softshrink_backward.default], [((4, 6), (4, 6), 0.5)], linear=(0,))
+pointwise(aten.native_dropout_backward.default, [example((4, 6), (4, 6), 1.25, bools=("mask",))], linear=(0,))
 pointwise(aten.hardtanh_backward.default, [((4, 6), (4, 6), -0.5, 0.5)], linear=(0,))
 pointwise(aten.softplus_backward.default, [((4, 6), (4, 6), 1.5, 20.0)], linear=(0,))
 pointwise(aten.elu_backward.default, [((4, 6), 1.0, 1.0, 1.0, False, (4, 6))], linear=(0,))

@@ -127,10 +127,8 @@ class Report:
         verdict = "equal to the single device" if equal else "DIFFERENT from the single device"
         if equal and not self.ok:
             verdict = "equal to the traced graph, but that is NOT what eager PyTorch computes"
-        head = (
-            f"{self.ranks} ranks in {name}: {verdict}; error {self.max_rel_error:.1e}, tolerance {self.tolerance:.0e}"
-        )
-        lines = [head]
+        error = f"error {self.max_rel_error:.1e}, tolerance {self.tolerance:.0e}"
+        lines = [f"{self.ranks} ranks in {name}: {verdict}; {error}{self._beyond() if equal else ''}"]
         for role, many in PLURALS.items():
             rows = sorted((row for row in self.rows if row.role == role), key=lambda row: -row.error)
             if not rows:
@@ -151,6 +149,11 @@ class Report:
         if self.first_mismatch is not None:
             lines += ["", self.first_mismatch.diagnostic().render()]
         return "\n".join(lines)
+
+    def _beyond(self) -> str:
+        """Of a report that is equal: how much of the error beyond the tolerance rounding explains."""
+        beyond = [row for row in self.rows if row.error > self.tolerance]
+        return f", or up to {max(row.explained for row in beyond):.1e} where rounding explains it" if beyond else ""
 
 
 def _number(error: float) -> float:

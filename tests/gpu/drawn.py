@@ -1,5 +1,5 @@
 """Operands for kernels on a GPU, of drawn shapes: any number of rows and columns, odd ones, rows with a stride, numbers
-of any magnitude, constant rows; and how results are judged."""
+of any magnitude, constant rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import relative, ulps
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 DEVICE = "cuda"
 MOST = 1 << 26  # elements: what float64 references of a few tensors have room for
-# Forward results of rows, in units of the last place of the correctly rounded one; float32 is held to 64 units, its own
-# intermediates have no more bits than its results.
-ULPS = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 64.0}
 # Relative error of a gradient's element, whose terms cancel.
 LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 SOME = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
@@ -69,13 +65,3 @@ def twice(op: Callable[..., Any], *args: Any) -> Any:
     for one, other in pairs:
         assert one is None or torch.equal(one, other)
     return first
-
-
-def summed(mine: Tensor, exact: Tensor, terms: Tensor) -> None:
-    """A sum over rows, at float32 accuracy, and rounded once."""
-    assert mine.dtype != torch.float64
-    sizes = terms.abs().sum(0)
-    if mine.dtype == torch.float32:
-        assert relative(mine, exact, sizes) < 1e-5
-    else:
-        assert ulps(mine, exact, float(sizes.max()) * 1e-2) <= 2.0

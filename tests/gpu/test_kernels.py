@@ -16,11 +16,11 @@ SHAPES = ((1, 1), (70, 513), (300, 4096), (64, 12288), (5, 131072))
 WHOLE = {"batch": 2, "heads": 5, "dim": 64, "half": 24, "channels": 64, "groups": 32, "space": 77}
 
 
-def sane(name: str, arguments: list[Any], like: torch.dtype) -> list[Any]:
+def sane(name: str, call: dict[str, Any], like: torch.dtype) -> dict[str, Any]:
     """Operands that belong together, where a signature alone does not say so."""
     if name in ("softmax_backward",):
-        arguments[1] = torch.softmax(arguments[1].float(), -1).to(like)
-    return arguments
+        call["y"] = torch.softmax(call["y"].float(), -1).to(like)
+    return call
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -29,17 +29,17 @@ def test_against_float64(name: str, dtype: torch.dtype) -> None:
     template = TEMPLATES[name]
     for rows, cols in SHAPES:
         torch.manual_seed(rows)
-        for variant in template.variants:
-            arguments = sane(name, template.arguments({**WHOLE, "rows": rows, "cols": cols}, dtype, "cuda"), dtype)
+        for variant in template.calls:
+            given = sane(name, template.call(variant, {**WHOLE, "rows": rows, "cols": cols}, dtype, "cuda"), dtype)
             if variant.get("causal") and cols > 16384:
                 continue
-            wide = [a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in arguments]
-            again = [a.clone() if torch.is_tensor(a) else a for a in arguments]
-            assert launch.on_triton(arguments[0])
-            found, second = template.op(*arguments, **variant), template.op(*again, **variant)
-            expected = template.reference(*wide, **variant)
+            wide = {k: a.double() if torch.is_tensor(a) and a.is_floating_point() else a for k, a in given.items()}
+            again = {k: a.clone() if torch.is_tensor(a) else a for k, a in given.items()}
+            assert launch.on_triton(next(iter(given.values())))
+            found, second = template.op(**given), template.op(**again)
+            expected = template.reference(**wide)
             if name == "adamw":
-                found, second, expected = arguments[:4], again[:4], wide[:4]
+                found, second, expected = ([*call.values()] for call in (given, again, wide))
             for mine, repeated, theirs in zip(tensors(found), tensors(second), tensors(expected), strict=True):
                 assert torch.equal(mine, repeated), f"{name} {variant} {rows}x{cols} is not deterministic"
                 error = by_rows(mine, theirs)

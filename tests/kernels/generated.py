@@ -1,5 +1,6 @@
 """What the interpreter's worker runs by its text: a kernel, on the plan that is asked for, and a template."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -7,25 +8,38 @@ from typing import Any
 from torch import Tensor
 
 from kernels_triton import launch, ops
-from kernels_triton.fused.launcher import Ready, program
+from kernels_triton.fused.launcher import Ready, check_out, program
 from kernels_triton.fused.schedules import Plan, Style, choose, planned
 from kernels_triton.fused.text import parse
 from kernels_triton.rows import Schedule, trying
 from kernels_triton.templates import launcher as templates
 
 DEVICE = replace(launch.H200, sms=2)  # so few that programs have several tiles of rows each
+BATCHED = replace(launch.H200, sms=8)  # so many that several programs share the rows of a point of the batch dims
 
 
-def fused(line: str, style: Style | None, schedule: Schedule | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-    kernel = parse(line)
+def fused(
+    line: str,
+    style: Style | None,
+    schedule: Schedule | None,
+    *inputs: Tensor,
+    over: tuple[int, Sequence[int]] = (0, ()),
+) -> tuple[Tensor, ...]:
+    """`over`: an output, and the inputs that are one tensor, in the place of which the output is written."""
+    kernel, (output, same) = parse(line), over
+    device = BATCHED if kernel.batch else DEVICE
     plan: Plan
     if style is None:
-        plan = choose(kernel, DEVICE)
+        plan = choose(kernel, device)
     else:
         assert schedule is not None
-        plan = planned(kernel, style, schedule, DEVICE)
+        plan = planned(kernel, style, schedule, device)
+    given = [inputs[same[0]] if at in same else x for at, x in enumerate(inputs)]
     outputs = [launch.empty(made.shape, made.dtype, inputs[0]) for made in kernel.outputs]
-    Ready(program(kernel, plan)).run(inputs, outputs)
+    if same:
+        outputs[output] = given[same[0]]
+        check_out(kernel, given, outputs)
+    Ready(program(kernel, plan)).run(given, outputs)
     return tuple(outputs)
 
 

@@ -69,11 +69,12 @@ class Interpreter:
 class Fenced:
     """Tensors in the middle of larger buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.fences: list[tuple[str, Tensor, Tensor]] = []
+        self.device = device
 
     def buffer(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        whole = torch.empty(size + 2 * PAD, dtype=dtype)
+        whole = torch.empty(size + 2 * PAD, dtype=dtype, device=self.device)
         whole.fill_(float("nan") if dtype.is_floating_point else 1 if dtype == torch.bool else 0x5A)
         self.fences += [(name, part, part.clone()) for part in (whole[:PAD], whole[PAD + size :])]
         return whole

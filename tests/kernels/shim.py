@@ -83,13 +83,36 @@ def patch_tensor(tensor, *rest):
 interpreter._patch_lang_tensor = patch_tensor
 
 
-def power(x, y):
-    """libdevice's functions are but names to the interpreter."""
-    tile = x if isinstance(x, tl.tensor) else y
-    base, exponent = (n.handle.data if isinstance(n, tl.tensor) else np.float32(n) for n in (x, y))
-    data = np.asarray(np.power(base, exponent))
-    shape = tile.type if data.shape == tile.handle.data.shape else tl.block_type(tile.dtype, list(data.shape))
-    return tl.core.tensor(Handle(data.astype(tile.handle.data.dtype), tile.dtype), shape)
+def of_libdevice(function):
+    """libdevice's functions are but names to the interpreter: torch's, on the tiles' numbers."""
+
+    def call(*args):
+        tile = next(x for x in args if isinstance(x, tl.tensor))
+        data = [np.asarray(x.handle.data if isinstance(x, tl.tensor) else np.float32(x)) for x in args]
+        found = np.asarray(function(*[torch.from_numpy(np.atleast_1d(d).copy()) for d in np.broadcast_arrays(*data)]))
+        found = found.reshape(np.broadcast_shapes(*[d.shape for d in data]))
+        shape = tile.type if found.shape == tile.handle.data.shape else tl.block_type(tile.dtype, list(found.shape))
+        return tl.core.tensor(Handle(found.astype(tile.handle.data.dtype), tile.dtype), shape)
+
+    return call
 
 
-libdevice.pow = power
+FUNCTIONS = {
+    "pow": torch.pow,
+    "erfc": torch.erfc,
+    "erfcx": torch.special.erfcx,
+    "erfinv": torch.erfinv,
+    "normcdfinv": torch.special.ndtri,
+    "lgamma": torch.lgamma,
+    "cyl_bessel_i0": torch.i0,
+    "cyl_bessel_i1": torch.special.i1,
+    "nextafter": torch.nextafter,
+    "fmod": torch.fmod,
+    "div_rn": torch.div,
+    "trunc": torch.trunc,
+    "rint": torch.round,
+    "sinpi": lambda x: torch.sin(torch.pi * x.double()),
+    "cospi": lambda x: torch.cos(torch.pi * x.double()),
+}
+for name, function in FUNCTIONS.items():
+    setattr(libdevice, name, of_libdevice(function))

@@ -52,6 +52,8 @@ def test_a_number_that_parts_share_is_not_written_over() -> None:
     kernel = parse(STEPS)
     assert len(apart(kernel)) == 3
     assert in_place(kernel) == {(0, 0), (1, 0), (2, 1), (3, 1)}
+    two = parse("a[|1](f64[], f64[], f64[]){%3=mul(%0, %2); %4=mul(%1, %2)}->f64[]=%3, f64[]=%4")
+    assert in_place(two) == {(0, 0), (1, 1)}
 
 
 def test_what_has_something_in_common_stays_together() -> None:

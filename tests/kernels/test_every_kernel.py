@@ -22,6 +22,7 @@ LOOPED = Schedule(32, 0, rows=2, warps=1, waves=1)  # rows that registers do not
 LOOPS = ("norm", "softmax")
 BLOCKS = Schedule(32, 3, rows=1, warps=1)  # of a causal row, one block after the other
 AGAIN = Schedule(32, 3, rows=2, warps=1, again=True)  # rows that are read twice
+PARTS = Schedule(32, 2, rows=1, warps=1)  # of a group, whose programs wait for each other
 
 
 def named(template: Template, variant: Any) -> str:
@@ -30,26 +31,28 @@ def named(template: Template, variant: Any) -> str:
 
 
 def calls(template: Template) -> Iterator[tuple[torch.dtype, Any, tuple[str, Schedule] | None]]:
-    """(dtype, variant, schedule): all dtypes, all variants, and loops over rows."""
+    """(dtype, variant, schedule): all dtypes, all variants and other operands, and loops over rows."""
     for number, dtype in enumerate(template.dtypes):
         one = template.variants[number % len(template.variants)]
-        for variant in template.variants if dtype == torch.bfloat16 else (one,):
+        for variant in template.calls if dtype == torch.bfloat16 else (one,):
             yield dtype, variant, None
         if any(word in template.name for word in LOOPS) and dtype != torch.float16:
             yield dtype, one, (named(template, one), LOOPED)
         if dtype == torch.float16 and any(word in template.name for word in LOOPS):
             yield dtype, one, (named(template, one), AGAIN)
+        if "group_norm" in template.name and dtype != torch.float16:
+            yield dtype, one, (template.name, PARTS)
         if "softmax" in template.name:
             causal = template.variants[-1]
             yield dtype, causal, (named(template, causal), BLOCKS)
 
 
-def drawn(template: Template, dtype: torch.dtype) -> list[Any]:
-    """Operands; of what is rows, each is part of longer ones."""
+def drawn(template: Template, variant: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Operands by name; of what is rows, each is part of longer ones."""
     torch.manual_seed(0)
-    made = template.arguments(SIZES, dtype, "cpu")
-    rows = {id(x) for x in made if isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == SIZES["cols"]}
-    return [torch.cat((x, x[:, :5]), 1)[:, : x.shape[1]] if id(x) in rows else x for x in made]
+    made = template.call(variant, SIZES, dtype, "cpu")
+    rows = {id(x) for x in made.values() if isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == SIZES["cols"]}
+    return {k: torch.cat((x, x[:, :5]), 1)[:, : x.shape[1]] if id(x) in rows else x for k, x in made.items()}
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -60,12 +63,12 @@ def tensors(value: Any) -> list[Tensor]:
 def test_against_float64(interpreted: Interpreter, name: str) -> None:
     template = TEMPLATES[name]
     for dtype, variant, schedule in calls(template):
-        arguments = drawn(template, dtype)
-        wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
-        exact = template.reference(*wide, **variant)
-        found, after = interpreted(name, *arguments, **variant, changed=True, schedule=schedule)
+        given = drawn(template, variant, dtype)
+        call = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in given.items()}
+        exact = template.reference(**call)
+        found, after = interpreted(name, **given, changed=True, schedule=schedule)
         if name == "adamw":
-            found, exact = after[:4], wide[:4]
+            found, exact = after, tuple(call.values())
         pairs = list(zip(tensors(found), tensors(exact), strict=True))
         assert pairs
         for mine, theirs in pairs:
@@ -79,5 +82,5 @@ def test_no_kernel_is_left_out() -> None:
     for template in TEMPLATES.values():
         for dtype, variant, schedule in calls(template):
             with launch.recording(launches.append), trying(*(schedule or ("none", LOOPED))):
-                template.op(*template.arguments(SIZES, dtype, "meta"), **variant)
+                template.op(**template.call(variant, SIZES, dtype, "meta"))
     assert {one.name for one in launches} == written()

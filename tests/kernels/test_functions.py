@@ -14,10 +14,11 @@ from kernels_triton.fused.text import text
 
 # Units of the last place. `exp` rounds its exponent: a unit more for each 1 of |x|, here and in what is made of it.
 ULPS = {
-    **dict.fromkeys(("neg", "abs", "floor", "ceil", "sign", "sqrt", "reciprocal"), 0.6),
+    **dict.fromkeys(("neg", "abs", "floor", "ceil", "trunc", "round", "sign", "sqrt", "reciprocal"), 0.6),
     **dict.fromkeys(("rsqrt", "exp2", "erf", "tanh", "atan", "sin", "cos"), 1.6),
     **dict.fromkeys(("log", "log2", "exp", "sigmoid"), 2.0),
     **dict.fromkeys(("log1p", "expm1"), 4.0),
+    **dict.fromkeys(("erfc", "erfinv", "ndtri"), 8.0),
 }
 BY_SIZE = ("exp", "expm1", "sigmoid")
 SMALLEST = 2.0**-126  # below, a quotient may be 0

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from random_kernel import arguments, kernels
 from torch._subclasses import FakeTensorMode
 
-from kernels_triton import rows as schedules
+from kernels_triton import tables
 from kernels_triton.fused import reference
 from kernels_triton.fused.corpus import CORPUS, Draft
 from kernels_triton.fused.kernel import Kernel, Walk
@@ -125,7 +125,7 @@ def test_a_measured_schedule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     liked = {"fused_rms_norm": 4, "fused_bias_gelu": 2}
     table = tune(H200, lambda kernel, s: 0.5 if s.warps == liked[kernel.name] else 1.0, only=["rms_norm", "bias_gelu"])
     assert {name.rsplit("_", 1)[0] for name in table} == {"fused_rows", "fused_tiles"}
-    monkeypatch.setattr(schedules, "_table", lambda device: table)
+    monkeypatch.setattr(tables, "schedules", lambda device: table)
     for cols in (700, 1024):
         plan = choose(CORPUS["rms_norm"](8192, cols, bf16), H200)
         assert plan.schedule.warps == 4

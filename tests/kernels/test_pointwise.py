@@ -1,5 +1,6 @@
 """Activations, dropout, rotary embedding, AdamW and GroupNorm under the interpreter, against float64."""
 
+import judges
 import pytest
 import torch
 from closeness import relative, ulps, wide
@@ -20,18 +21,8 @@ LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 @given(x=rows(1100), act=st.sampled_from(["gelu_tanh", "gelu", "silu", "relu2"]), biased=st.booleans())
 def test_bias_gelu(interpreted: Interpreter, x: Tensor, act: str, biased: bool) -> None:
     b, dy = like(x, 1, x.shape[1]) if biased else None, like(x, 2)
-    wide_b = None if b is None else wide(b)
-    y = interpreted("bias_gelu", x, b, act)
-    exact = reference.bias_gelu(wide(x), wide_b, act)
-    # In the left tail 1 + erf cancels, in torch too: 1e-6 of the input is float32's share.
-    floor = float(exact.abs().max().clamp(min=1e-5)) * (1e-4 if x.dtype != torch.float32 else 1e-1)
-    assert ulps(y, exact, floor) <= (2.0 if x.dtype != torch.float32 else 32.0)
-    dx, db = interpreted("bias_gelu_backward", dy, x, b, act)
-    exact_dx, exact_db = reference.bias_gelu_backward(wide(dy), wide(x), wide_b, act)
-    assert relative(dx, exact_dx) < LOOSE[x.dtype]
-    assert (db is None) == (b is None)
-    if db is not None:
-        assert relative(db, exact_db, exact_dx.abs().sum(0) + 1e-6) < LOOSE[x.dtype]
+    assert judges.bias_gelu(interpreted("bias_gelu", x, b, act), x, b, act) <= 1.0
+    assert judges.bias_gelu_backward(interpreted("bias_gelu_backward", dy, x, b, act), dy, x, b, act) <= 1.0
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu"])
@@ -49,23 +40,13 @@ def test_activations_far_out(interpreted: Interpreter, act: str, dtype: torch.dt
 @FEW
 @given(x=rows(1100), act=st.sampled_from(["silu", "gelu", "gelu_tanh"]), packed=st.booleans())
 def test_gated(interpreted: Interpreter, x: Tensor, act: str, packed: bool) -> None:
-    up = None if packed else like(x, 1)
-    if packed:
-        x = torch.cat((x, like(x, 1)), -1)
-    dy = like(x, 2, x.shape[0], x.shape[1] // (2 if packed else 1))
-    wide_up = None if up is None else wide(up)
-    y = interpreted("gated", x, up, act)
-    exact = reference.gated(wide(x), wide_up, act)
-    assert relative(y, exact) < LOOSE[x.dtype]
-    for mine, theirs in zip(
-        interpreted("gated_backward", dy, x, up, act),
-        reference.gated_backward(wide(dy), wide(x), wide_up, act),
-        strict=True,
-    ):
-        if theirs is None:
-            assert mine is None
-        else:
-            assert relative(mine, theirs) < LOOSE[x.dtype]
+    up, dy = like(x, 1), like(x, 2)
+    given_ = (torch.cat((x, up), -1), None) if packed else (x, up)
+    assert judges.gated(interpreted("gated", *given_, act), x, up, act) <= 1.0
+    dgate, dup = interpreted("gated_backward", dy, *given_, act)
+    assert (dup is None) == packed
+    found = dgate.chunk(2, -1) if packed else (dgate, dup)
+    assert judges.gated_backward(found, dy, x, up, act) <= 1.0
 
 
 @FEW
@@ -112,12 +93,12 @@ def test_dropout(
         keep, reference.bias_dropout_residual(x, bias, residual, p, torch.tensor(seed), op_id, strides, offset)[1]
     )
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    exact = torch.where(mask, (wide(x) + wide(bias)) * scale, 0.0) + wide(residual)
-    assert relative(y, exact) < LOOSE[x.dtype]
+    kept = torch.where(mask, (wide(x) + wide(bias)) * scale, 0.0)
+    assert judges.error(y, kept + wide(residual), 4.0 * (kept.abs() + wide(residual).abs())) <= 1.0
     dx, db = interpreted("bias_dropout_residual_backward", dy, keep, p, bias)
-    assert relative(dx, torch.where(mask, wide(dy) * scale, 0.0)) < LOOSE[x.dtype]
     added = torch.where(mask, wide(dy) * scale, 0.0)
-    assert relative(db, added.sum(0), added.abs().sum(0) + 1e-6) < LOOSE[x.dtype]
+    assert judges.error(dx, added, 2.0 * added.abs()) <= 1.0
+    assert judges.summed(db, added.sum(0), added.abs()) <= 1.0
 
 
 def test_a_shard_draws_what_the_whole_tensor_draws(interpreted: Interpreter) -> None:
@@ -135,12 +116,13 @@ def test_a_shard_draws_what_the_whole_tensor_draws(interpreted: Interpreter) -> 
 @FEW
 @given(
     dtype=st.sampled_from(DTYPES),
-    shape=st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(1, 6)),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 9)),
     half=st.integers(1, 20),
     rest=st.sampled_from([0, 0, 5]),
     inverse=st.booleans(),
     interleaved=st.booleans(),
     each=st.booleans(),
+    low=st.booleans(),
 )
 def test_rope(
     interpreted: Interpreter,
@@ -151,15 +133,17 @@ def test_rope(
     inverse: bool,
     interleaved: bool,
     each: bool,
+    low: bool,
 ) -> None:
+    """Tiles that end within a token, and within the last one; angles in either precision."""
     batch, sequence, heads = shape
     packed = torch.randn(batch, sequence, heads + 2, 2 * half + rest).to(dtype)
     x = packed[:, :, 1 : heads + 1]
     angles = torch.rand(*([batch] if each else []), sequence, half) * 6
-    arguments = (x, angles.cos(), angles.sin(), inverse, interleaved)
+    cos, sin = (t.to(dtype if low else torch.float32) for t in (angles.cos(), angles.sin()))
+    arguments = (x, cos, sin, inverse, interleaved)
     y = interpreted("rope", *arguments)
-    exact = reference.rope(wide(x), wide(angles.cos()), wide(angles.sin()), inverse, interleaved)
-    assert relative(y, exact) < LOOSE[dtype]
+    assert judges.rope(y, *arguments) <= 1.0
     _, after = interpreted("rope", *arguments, True, changed=True)
     assert torch.equal(after[0], y)
 
@@ -211,17 +195,6 @@ def test_group_norm(
     x, dy = (torch.randn(2, channels, *space).to(dtype) for _ in range(2))
     w, b = (torch.randn(channels).to(dtype) if affine else None for _ in range(2))
     y, mean, rstd = interpreted("group_norm", x, groups, w, b, 1e-3)
-    exact = reference.group_norm(wide(x), groups, *(None if t is None else wide(t) for t in (w, b)), 1e-3)
-    assert relative(y, exact[0]) < LOOSE[dtype]
+    assert judges.group_norm((y, mean, rstd), x, groups, w, b, 1e-3) <= 1.0
     found = interpreted("group_norm_backward", dy, x, groups, w, mean, rstd)
-    for mine, theirs in zip(
-        found,
-        reference.group_norm_backward(
-            wide(dy), wide(x), groups, None if w is None else wide(w), wide(mean), wide(rstd)
-        ),
-        strict=True,
-    ):
-        if theirs is None:
-            assert mine is None
-        else:
-            assert relative(mine, theirs, theirs.abs().amax() + 1.0) < LOOSE[dtype]
+    assert judges.group_norm_backward(found, dy, x, groups, w, mean, rstd) <= 1.0

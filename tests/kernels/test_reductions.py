@@ -6,6 +6,7 @@ point sums them in one program, without a second kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,11 @@ from kernels_triton.fused.launcher import program
 from kernels_triton.fused.schedules import choose
 from kernels_triton.fused.text import parse, text
 from kernels_triton.launch import H200
+from kernels_triton.templates.op import kernel_of as kernel_of_call
+from shardc.ir.graph import info, operands, results
+from shardc.passes.fuse import fuse
 from tests.kernels.interpreter import Interpreter
-from tests.kernels.traced import kernel_of
+from tests.kernels.traced import graph_of, kernel_of
 
 aten = torch.ops.aten
 BF, F32 = torch.bfloat16, torch.float32
@@ -44,6 +48,28 @@ def wide(*shape: int) -> Callable[[], Tensor]:
 
 def narrow(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(shape).to(BF)
+
+
+def nans(*shape: int) -> Callable[[], Tensor]:
+    """One number in fifty is none; two in each row are the largest."""
+
+    def make() -> Tensor:
+        x = torch.randn(shape)
+        x[..., 3], x[..., 1] = 7.0, 7.0
+        return torch.where(torch.rand(shape) < 0.02, float("nan"), x)
+
+    return make
+
+
+def few(*shape: int) -> Callable[[], Tensor]:
+    """Nothing but zeros in most rows, and none in the first."""
+
+    def make() -> Tensor:
+        x = torch.zeros(shape)
+        x[0], x[-1, 2] = 1.0, -2.0
+        return x
+
+    return make
 
 
 IMAGE = (4, 6, 3, 5)
@@ -72,6 +98,20 @@ CASES: dict[str, Case] = {
     "above, of bools": (lambda x: torch.triu(x > 0, 1), (wide(5, 6),), "[5|6]"),
     "above, of bytes": (lambda x: torch.triu((x > 0).to(torch.int8), 2) + 100, (wide(5, 6),), "[5|6]"),
     "below": (lambda x: torch.tril(x, -1) + 1.0, (narrow(5, 5),), "[5|5]"),
+    "largest of channels": (
+        lambda x: (torch.amax(x * 2, (0, 2, 3)), torch.amin(x, (0, 2, 3))),
+        (nans(*IMAGE),),
+        "[6;4|15]",
+    ),
+    "largest of all": (lambda x: (torch.max(x * 2.0), torch.min(x)), (wide(40, 300),), "[3|4000]"),
+    "largest in the middle": (lambda x: torch.amax(x.abs(), 1), (nans(3, 70, 16),), "[3;70|16]"),
+    "products": (lambda x: (torch.prod(x * 1.5, 1), torch.prod(x * 1.25, 0)), (wide(6, 5),), "[6|5]"),
+    "any in the middle": (lambda x: (torch.any(x > 1, 1), torch.all(x < 2, 1)), (wide(3, 40, 16),), "[3;40|16]"),
+    "any of a row": (lambda x: (torch.any(x * 2, 1, True), torch.all(x.bool(), 1)), (few(12, 40),), "[12|40]"),
+    "all of all": (lambda x: (torch.all(x * 2), torch.any(x)), (few(7, 11),), "[|77]"),
+    "where it is largest": (lambda x: (*torch.max(x * 2, -1), torch.argmin(x, -1, True)), (nans(9, 37),), "[9|37]"),
+    "where of all": (lambda x: torch.argmax(x * 2.0), (wide(9, 37),), "[1|333]"),
+    "least and largest": (lambda x: torch.aminmax(x * 2.0, dim=0), (nans(9, 37),), "[9|37]"),
     "repeated": (lambda x: x.repeat(2, 3, 1) * 2.0, (wide(4, 5),), "[6|20]"),
 }
 
@@ -98,6 +138,49 @@ def test_a_row_that_is_masked_throughout_has_no_weights() -> None:
     (y,) = reference.run(kernel, reads)
     assert torch.equal(y[0], torch.zeros(3))
     torch.testing.assert_close(y[1], torch.softmax(x[1], 0))
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As batch norm has them: the mean, and then the mean of what is squared about it."""
+    wide, n = x.float(), x.numel() // x.shape[1]
+    centre = torch.sum(wide, (0, 2, 3), True) / n
+    off = wide - centre
+    return centre, torch.sum(off * off, (0, 2, 3), True) / n
+
+
+@pytest.mark.parametrize("size", [(4, 6, 3, 5), (1, 2, 7, 7)])
+def test_moments_of_channels_read_once(size: tuple[int, ...], interpreted: Interpreter) -> None:
+    """Where the mean is 1,000 deviations, a part's mean has lost 6e-5; squares less the mean's would lose 6 %."""
+    torch.manual_seed(0)
+    x = (torch.randn(size) + 1000.0).float()
+    graph = fuse(graph_of(moments, (x,)))
+    calls = [(node, k) for node in graph.calls() if (k := kernel_of_call(node.target, node.args)) is not None]
+    assert sum(math.prod(given.shape) == x.numel() for _, kernel in calls for given in kernel.inputs) == 1
+    values: dict[str, Tensor] = {"x0": x}
+    for node, kernel in calls:
+        given = [values[info(one).name] for one in operands(node)]
+        made = interpreted("fused", text(kernel), None, None, *given)
+        for one, plain in zip(made, reference.run(kernel, given), strict=True):
+            torch.testing.assert_close(one, plain, rtol=1e-5, atol=1e-6)
+        values |= {info(value).name: one for value, one in zip(results(node), made, strict=True) if value is not None}
+    for mine, exact in zip(graph.output_values, moments_in_double(x), strict=True):
+        torch.testing.assert_close(values[info(mine).name].double(), exact, rtol=6e-5, atol=0.0)
+
+
+def test_a_sum_that_comes_later_is_no_moment() -> None:
+    def about(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+        off = x - centre
+        return torch.sum(off * off, (0, 2, 3), True), torch.sum(x, (0, 2, 3), True)
+
+    x, centre = torch.randn(4, 6, 3, 5), torch.randn(1, 6, 1, 1)
+    kernel, reads = kernel_of(about, (x, centre))
+    for mine, exact in zip(reference.run(kernel, reads), about(x.double(), centre.double()), strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def moments_in_double(x: Tensor) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0, keepdim=True)
+    return mean, variance
 
 
 @pytest.mark.parametrize(("shape", "launches"), [((64, 64, 4096), 2), ((4096, 64, 64), 1)])

@@ -1,6 +1,7 @@
 """The registry lists every op; each is its reference's twin and gives what its signature says; CPU tensors run it."""
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,16 +29,41 @@ def test_twins(template: Template) -> None:
     assert [o.name for o in template.operands] == [name for name in mine if name in {o.name for o in template.operands}]
 
 
+SHAPE = r"(?:(?:,| and) \w+)*:? \[[^\]]*\]"  # of one operand or of several: `mean and rstd, float32 [...]`
+
+
+@pytest.mark.parametrize("which", ["op", "reference"])
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda t: t.name)
+def test_docstrings(template: Template, which: str) -> None:
+    """Each says the shape of every tensor, and what is raised; an op's, what each other argument is for too."""
+    function = getattr(template, which)
+    text = " ".join((function.__doc__ or "").split())
+    assert ("Raises SC530" if which == "op" else "Raises ") in text
+    for parameter in inspect.signature(function).parameters.values():
+        name = parameter.name
+        if parameter.annotation in ("Tensor", "Tensor | None"):
+            assert re.search(rf"\b{name}\b{SHAPE}", text), f"the shape of {name}"
+        assert which == "reference" or re.search(rf"\b{name}\b", text), f"nothing of {name}"
+
+
+def test_references_can_be_differentiated_twice() -> None:
+    """As plain torch can; gradients of gradients too, of what takes derivatives by itself."""
+    dy, gate, up = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(reference.gated_backward, (dy, gate, up))
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(reference.bias_gelu_backward, (dy, gate, bias))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda t: t.name)
 def test_results_are_as_listed(template: Template, dtype: torch.dtype) -> None:
-    for variant in template.variants:
-        arguments = template.arguments(SIZES, dtype, "cpu")
-        assert not on_triton(arguments[0])
-        results = template.op(*arguments, **variant)
+    for given in template.calls:
+        call = template.call(given, SIZES, dtype, "cpu")
+        assert not on_triton(next(iter(call.values())))
+        results = template.op(**call)
         results = () if results is None else results if isinstance(results, tuple) else (results,)
-        assert len(results) == len(template.results)
-        for operand, result in zip(template.results, results, strict=True):
+        expected = template.results_of(given)
+        for operand, result in zip(expected, results, strict=True):
             if result is None:
                 assert operand.optional
                 continue

@@ -1,14 +1,15 @@
 """Row kernels against float64: norms and softmax, forward and backward, every schedule they have.
 
-bfloat16 and float16 results are within 2 units of the last place of the correctly rounded ones; gradients of weights
-are at float32 accuracy: their error is measured against the sum of the magnitudes of what they add up.
+Results are within 2 units of the last place of the correctly rounded ones, each element by what its own row lets it be;
+gradients of weights are at float32 accuracy: `judges` says how that is measured.
 """
 
 from typing import Any
 
+import judges
 import pytest
 import torch
-from closeness import relative, ulps, wide
+from closeness import relative, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import Interpreter
@@ -18,8 +19,6 @@ from kernels_triton import reference
 from kernels_triton.rows import Schedule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# float32 is held to 64 units: its own intermediates have no more bits than its results.
-ULPS = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 64.0}
 FEW = settings(max_examples=12)
 
 
@@ -46,22 +45,14 @@ def like(x: Tensor, seed: int, *shape: int) -> Tensor:
 @given(x=rows(), affine=st.booleans())
 def test_layer_norm(interpreted: Interpreter, x: Tensor, affine: bool) -> None:
     w, b = (like(x, seed, x.shape[1]) if affine else None for seed in (1, 2))
-    y, mean, rstd = interpreted("layer_norm", x, w, b, 1e-5)
-    exact = reference.layer_norm(wide(x), *(None if t is None else wide(t) for t in (w, b)), 1e-5)
-    near_zero = 1e-2 if x.dtype != torch.float32 else 1.0  # (x - mean) * rstd * w + b cancels
-    assert ulps(y, exact[0], near_zero) <= ULPS[x.dtype]
-    assert relative(mean, exact[1], wide(x).abs().amax(-1)) < 1e-6
-    assert relative(rstd, exact[2], exact[2]) < 1e-4
+    assert judges.layer_norm(interpreted("layer_norm", x, w, b, 1e-5), x, w, b, 1e-5) <= 1.0
 
 
 @FEW
 @given(x=rows())
 def test_rms_norm(interpreted: Interpreter, x: Tensor) -> None:
     w = like(x, 1, x.shape[1])
-    y, rstd = interpreted("rms_norm", x, w, 1e-6)
-    exact = reference.rms_norm(wide(x), wide(w), 1e-6)
-    assert ulps(y, exact[0]) <= ULPS[x.dtype]
-    assert relative(rstd, exact[1], exact[1]) < 1e-5
+    assert judges.rms_norm(interpreted("rms_norm", x, w, 1e-6), x, w, 1e-6) <= 1.0
 
 
 @FEW
@@ -85,22 +76,7 @@ def test_norm_backward(interpreted: Interpreter, x: Tensor, layer: bool, residua
     stats = [s.float() for s in forward[1:]]
     op = "layer_norm_backward" if layer else "rms_norm_backward"
     found = interpreted(op, dy, x, w, *stats, beside)
-    exact = getattr(reference, op)(
-        wide(dy), wide(x), wide(w), *map(wide, stats), None if beside is None else wide(beside)
-    )
-    dx = exact[0]
-    # Each dx is a difference of three terms of about this size.
-    terms = (wide(dy) * wide(w)).abs().amax(-1, keepdim=True) * stats[-1].double().unsqueeze(-1)
-    xhat = (wide(x) - (stats[0].double().unsqueeze(-1) if layer else 0.0)) * stats[-1].double().unsqueeze(-1)
-    bits = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}[x.dtype]
-    error = (found[0].double() - dx).abs()
-    assert (error <= bits * dx.abs() + 1e-4 * terms * (1.0 + xhat.abs().amax(-1, keepdim=True) ** 2)).all()
-    for mine, theirs, added in zip(found[1:], exact[1:], (wide(dy) * xhat, wide(dy)), strict=False):
-        terms = added.abs().sum(0)
-        if mine.dtype == torch.float32:
-            assert relative(mine, theirs, terms) < 4e-6
-        else:
-            assert ulps(mine, theirs, float(terms.max()) * 1e-2) <= 2.0
+    assert judges.norm_backward(found, dy, x, w, stats[0] if layer else None, stats[-1], beside) <= 1.0
 
 
 @pytest.mark.parametrize("cols", [1500, 3000, 16385, 40000])
@@ -109,20 +85,13 @@ def test_long_rows(interpreted: Interpreter, cols: int) -> None:
     x, residual, dy = (torch.randn(3, cols, generator=torch.Generator().manual_seed(s)) + s for s in range(3))
     w, b = torch.randn(cols), torch.randn(cols)
     y, total, mean, rstd = interpreted("add_layer_norm", x, residual, w, b, 1e-5)
-    exact = reference.add_layer_norm(*map(wide, (x, residual, w, b)), 1e-5)
-    assert relative(y, exact[0]) < 2e-6
-    assert relative(total, exact[1]) < 1e-7
+    assert torch.equal(total, x + residual)
+    assert judges.layer_norm((y, mean, rstd), total, w, b, 1e-5) <= 1.0
     found = interpreted("layer_norm_backward", dy, total, w, mean, rstd, x)
-    for mine, theirs in zip(
-        found, reference.layer_norm_backward(*map(wide, (dy, total, w, mean, rstd, x))), strict=True
-    ):
-        assert relative(mine, theirs) < 2e-6
+    assert judges.norm_backward(found, dy, total, w, mean, rstd, x) <= 1.0
     y = interpreted("softmax", x, 2.0)
-    assert relative(y, reference.softmax(wide(x), 2.0)) < 2e-6
-    assert (
-        relative(interpreted("softmax_backward", dy, y, 2.0), reference.softmax_backward(*map(wide, (dy, y)), 2.0))
-        < 2e-6
-    )
+    assert judges.softmax(y, x, 2.0, None, False) <= 1.0
+    assert judges.softmax_backward(interpreted("softmax_backward", dy, y, 2.0), dy, y, 2.0, False) <= 1.0
 
 
 def test_a_long_causal_row_is_read_up_to_its_edge(interpreted: Interpreter) -> None:
@@ -168,15 +137,9 @@ def test_softmax(interpreted: Interpreter, x: Tensor, scale: float, data: st.Dat
         mask = mask > -0.3 if kind == "boolean" else mask.to(x.dtype)
     causal = data.draw(st.booleans())
     y = interpreted("softmax", x, scale, mask, causal)
-    exact = reference.softmax(wide(x), scale, None if mask is None else wide(mask), causal)
-    # Rounding a logit of magnitude m in float32 moves its exponential by m * 2^-24.
-    slack = float((wide(x) * scale).abs().max()) * 2.0**-22
-    assert ulps(y, exact, 1e-6) <= 1.0 + ULPS[x.dtype] + slack * 2.0 ** {torch.float32: 23}.get(x.dtype, 8)
+    assert judges.softmax(y, x, scale, mask, causal) <= 1.0
     dy = like(x, 3)
-    dx = interpreted("softmax_backward", dy, y, scale, causal)
-    assert relative(dx, reference.softmax_backward(wide(dy), wide(y), scale, causal)) < (
-        1e-5 if x.dtype == torch.float32 else 1e-2
-    )
+    assert judges.softmax_backward(interpreted("softmax_backward", dy, y, scale, causal), dy, y, scale, causal) <= 1.0
 
 
 def test_a_row_with_nothing_to_see_is_zeros(interpreted: Interpreter) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels_triton import gate, launch, rows, tune
+from kernels_triton import gate, launch, ops, rows, tables
 from kernels_triton.registry import TEMPLATES
 from kernels_triton.rows import Schedule
 
@@ -47,15 +47,17 @@ def test_every_row_has_a_program_and_waves_bound_them() -> None:
 
 def test_the_table_holds_where_it_was_measured_and_the_guess_elsewhere() -> None:
     guess = Schedule(4096, 1, warps=8)
-    for name, entries in rows._table("h200").items():
+    for name, entries in tables.schedules(launch.H200.name).items():
         for entry in entries:
             low, high = entry["cols"]
-            assert rows.measured(name, "h200", high, entry["bytes"], guess) == replace(guess, **entry["schedule"])
+            assert rows.measured(name, launch.H200.name, high, entry["bytes"], guess) == replace(
+                guess, **entry["schedule"]
+            )
             covered = entry["schedule"]["block"] * max(1, entry["schedule"]["chunks"])
             is_row = entry["schedule"]["chunks"] and ("norm" in name or "softmax" in name)
             assert covered >= high or not is_row, f"{name}: a row of {high} does not fit its schedule"
             assert low <= high
-            elements = covered * entry["schedule"]["rows"] * tune.PAIR.get(name, 1)
+            elements = covered * entry["schedule"]["rows"]
             bytes_a_thread = elements * entry["bytes"] / (32 * entry["schedule"]["warps"])
             assert bytes_a_thread >= 16, f"{name}: less than 16 bytes a thread"
     assert rows.tabled("layer_norm_backward", META.float(), 4096, guess) == guess
@@ -84,3 +86,25 @@ def test_every_template_launches_on_a_gpu_without_a_table() -> None:
         with launch.assuming(launch.Device("l40", 60, 99 << 10)), launch.recording(launches.append):
             template.op(*template.arguments(gate.sizes(4096), torch.bfloat16, "meta"), **template.variants[0])
         assert launches, template.name
+
+
+@pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton is not installed: ops do not launch here")
+@pytest.mark.parametrize(
+    ("of_group", "space", "forward", "backward"),
+    [(8, 1024, 1, 1), (96, 1024, 6, 12), (10, 4096, 4, 5), (1024, 1024, 0, 0), (4, 65536, 0, 0), (512, 49, 0, 0)],
+)
+def test_a_long_group_is_shared_by_programs_that_fit_on_a_gpu_together(
+    of_group: int, space: int, forward: int, backward: int
+) -> None:
+    """One launch reads it once: programs with channels each, which wait for each other. 0: one reads it twice."""
+    x, stats = META.new_empty(2, of_group * 32, space), META.new_empty(2, 32, dtype=torch.float32)
+    w = x.new_empty(of_group * 32)
+    launches: list[launch.Launch] = []
+    with launch.recording(launches.append):
+        ops.group_norm(x, 32, w, w)
+        ops.group_norm_backward(x, x, 32, w, stats, stats)
+    for one, name, parts in ((launches[0], "forward", forward), (launches[1], "backward", backward)):
+        assert one.name == f"group_norm.group_norm_{name}{'_held' if parts else ''}"
+        assert one.grid == (64 * max(1, parts), 1, 1)
+        assert one.constants.get("PARTS", 0) == parts
+    assert [one.name for one in launches[2:]] == ["norm.column_sums"]

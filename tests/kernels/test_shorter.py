@@ -29,8 +29,10 @@ def in_double(kernel: Kernel, inputs: list[Tensor]) -> list[Tensor]:
 def test_any_kernel_computes_the_same(kernel: Kernel) -> None:
     found, inputs = shorter(kernel), arguments(kernel, 3)
     assert len(found.steps) <= len(kernel.steps)
+    # Of integers alone nothing is lifted to float64.
+    limit = 1e-9 if any(x.is_floating_point() for x in inputs) else 1e-5
     for mine, before in zip(in_double(found, inputs), in_double(kernel, inputs), strict=True):
-        torch.testing.assert_close(mine, before, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(mine, before, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("name", CORPUS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from kernels_triton import launch, rows, tune, tuning
+from kernels_triton import launch, rows, tables, tune, tuning
 from kernels_triton.rows import Schedule
 from shardc import ShardcError
 
@@ -37,9 +37,9 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     found = yaml.safe_load(text)
     assert found["device"] == "NVIDIA H200"
     assert found["schedules"].keys() == {"rms_norm", "gated"}
-    (tmp_path / "h200.yaml").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(rows, "TABLES", tmp_path)
-    rows._table.cache_clear()
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    tables.schedules.cache_clear()
     try:
         for name, entries in found["schedules"].items():
             for entry in entries:
@@ -48,7 +48,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mon
                 assert (chosen.warps, chosen.rows) == (4, 2)
         assert rows.tabled("gated", META.float(), 1024, Schedule(16)) == Schedule(16)
     finally:
-        rows._table.cache_clear()
+        tables.schedules.cache_clear()
 
 
 @pytest.mark.usefixtures("clock")

@@ -45,6 +45,18 @@ def _kind(value: Tensor) -> str:
     return f"{DTYPE_NAMES[value.dtype]}[{', '.join(map(str, value.shape))}]"
 
 
+def fused_results(function: Callable[..., Any], given: Sequence[Tensor]) -> tuple[list[Tensor], list[str]]:
+    """The results of a function's fused graph, call by call, and the texts of its kernels."""
+    graph = fuse(graph_of(function, given))
+    found: dict[fx.Node, Any] = {x: given[int(info(x).name[1:])] for x in graph.placeholders}
+    for node in graph.fx.nodes:
+        if node.op == "call_function":
+            kept = {key: arg for key, arg in node.kwargs.items() if key != "device"}  # which is that of the trace
+            args, kwargs = fx.map_arg((node.args, kept), found.__getitem__)
+            found[node] = node.target(*args, **kwargs)
+    return [found[v] for v in graph.output_values], [str(c.args[1]) for c in graph.calls() if c.target is FUSED]
+
+
 def kernel_of(function: Callable[..., Any], given: Sequence[Tensor]) -> tuple[Kernel, list[Tensor]]:
     """The only kernel of a function, and what it reads."""
     (call,) = (node for node in fuse(graph_of(function, given)).calls() if node.target is FUSED)

@@ -8,7 +8,7 @@ from pathlib import Path
 from kernels_triton import kernels
 
 # What kernels call, and no launch does.
-CALLED = ("arithmetic", "functions", "philox")
+CALLED = ("arithmetic", "functions", "philox", "special")
 
 
 def written() -> set[str]:

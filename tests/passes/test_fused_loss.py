@@ -110,7 +110,9 @@ def test_rows_that_fit_are_kept() -> None:
 def test_a_few_kernels_are_left_of_the_loss() -> None:
     program = compiled("gpt2", 50304, 2, torch.bfloat16, None)
     between = [n for n in program.body.calls() if "loss" in info(n).source and kernel_of(n.target, n.args) is not None]
-    assert len(between) <= 4, [info(n).name for n in between]
+    assert len(between) <= 5, [info(n).name for n in between]
+    calls = [op_name(n.target) for n in program.body.calls() if "loss" in info(n).source]
+    assert not [op for op in calls if op.startswith(("amax", "sum"))]
     assert traffic(program.body).kernels < 60
 
 

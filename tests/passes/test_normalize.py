@@ -133,6 +133,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         + (x.norm(), x.norm(2, dim=(0, 1))),
         (normal(4, 3, 5),),
     ),
+    "nansum": (lambda x: (torch.nansum(x, 1), torch.nansum(torch.where(x > 0, x, torch.nan))), (normal(4, 3),)),
+    "nonzero": (lambda x: (torch.count_nonzero(x > 0, 1), torch.count_nonzero(x)), (normal(4, 3),)),
+    "norm in a dtype": (
+        lambda x: (torch.norm(x, 2, 1, dtype=torch.float64), torch.norm(x, dtype=torch.float64)),
+        (normal(4, 3),),
+    ),
     "logsumexp": (lambda x: (x.logsumexp(1), x.logsumexp((0, 1), keepdim=True)), (normal(4, 3) * 300,)),
     "logsumexp of nothing": (lambda x: x.logsumexp(0), (torch.full((3, 2), -torch.inf, dtype=torch.float64),)),
     "pool": (with_gradients(lambda x: F.adaptive_avg_pool2d(x, 1), 1), (normal(2, 3, 4, 5),)),

@@ -19,6 +19,7 @@ from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
 from shardc.passes.bucket import bucket
 from shardc.passes.fuse import fuse, spaces
+from shardc.passes.fuse.room import allowed
 from shardc.trace import trace
 from tests.properties.check import Refused, compiled, judge
 from tests.properties.grower import Program
@@ -50,7 +51,7 @@ def test_a_fused_random_program_equals_the_single_device(
         fused = fuse(body, tuple(options.get("exclude", ())), options.get("templates"))
     event(f"kernels: {min(5, sum(1 for node in fused.calls() if node.target in KERNELS))}")
     assert not violations(fused)
-    assert memory(fused).peak <= memory(body).peak
+    assert memory(fused).peak <= allowed(memory(body).peak)
     assert [one.value for one in collectives(fused)] == [one.value for one in collectives(body)]
     given_: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     report, wrong = judge(fused, reference, complete_inputs(reference, given_, seed=3))

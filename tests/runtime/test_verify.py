@@ -1,12 +1,14 @@
 """`verify` accepts what is right; of what is not it names the first instruction, its line and its ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shardc.ir.graph import Graph, info
 from shardc.ir.mesh import Mesh
 from shardc.runtime.compare import relative_error
-from shardc.runtime.verify import verify
+from shardc.runtime.verify import Report, Row, verify
 from tests.handmade import MESH, Builder, aten, mlp, mlp_inputs
 
 
@@ -24,6 +26,15 @@ def test_a_right_program(batch: int, width: int, dtype: torch.dtype) -> None:
         ("buffer", "steps"),
     ]
     assert "equal to the single device" in str(report)
+
+
+def test_an_error_beyond_the_tolerance_that_is_equal_says_why() -> None:
+    rows = Row("loss", "loss", 2e-13, ()), Row("grad", "w", 3e-12, (2,), explained=5e-12)
+    report = Report(rows, 1e-12, torch.float64, 2)
+    assert report.ok
+    assert "error 3.0e-12, tolerance 1e-12, or up to 5.0e-12 where rounding explains it" in str(report)
+    assert "rounding" not in str(replace(report, rows=rows[:1]))
+    assert "rounding" not in str(replace(report, rows=(*rows, Row("grad", "u", 1.0, (2,)))))
 
 
 def edit(graph: Graph, name: str) -> torch.fx.Node:

@@ -39,6 +39,19 @@ def sum_dims(e: Emit, x: Node, dim: Dims, keepdim: bool, dtype: torch.dtype | No
     return e.sum(x, dims, keepdim, dtype)
 
 
+@decompose(aten.nansum.default)
+def nansum(e: Emit, x: Node, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Result:
+    if dtype_of(x).is_floating_point:
+        x = e.where(e(aten.isnan.default, x), e.full([], 0.0, dtype_of(x)), x)
+    return e.sum(x, canonical_dims(dim, len(shape_of(x))), keepdim, dtype_of(e.at))
+
+
+@decompose(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count_nonzero(e: Emit, x: Node, dim: Dims = None) -> Result:
+    dims = canonical_dims(dim, len(shape_of(x)))
+    return e.sum(e.cast(e(aten.ne.Scalar, x, 0), torch.int64), dims)
+
+
 @decompose(aten.mean.default)
 def mean_all(e: Emit, x: Node, dtype: torch.dtype | None) -> Result:
     return mean(e, x, None, False, dtype)
@@ -124,6 +137,16 @@ def norm_all(e: Emit, x: Node, p: float) -> Result:
 @decompose(aten.norm.ScalarOpt_dim)
 def norm_dim(e: Emit, x: Node, p: float | None, dim: Dims, keepdim: bool) -> Result:
     return vector_norm(e, x, 2 if p is None else p, dim, keepdim, None)
+
+
+@decompose(aten.norm.ScalarOpt_dtype)
+def norm_all_in(e: Emit, x: Node, p: float | None, dtype: torch.dtype) -> Result:
+    return vector_norm(e, x, 2 if p is None else p, None, False, dtype)
+
+
+@decompose(aten.norm.ScalarOpt_dim_dtype)
+def norm_dim_in(e: Emit, x: Node, p: float | None, dim: Dims, keepdim: bool, dtype: torch.dtype) -> Result:
+    return vector_norm(e, x, 2 if p is None else p, dim, keepdim, dtype)
 
 
 @decompose(aten.logsumexp.default, sometimes=True)

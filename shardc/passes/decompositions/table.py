@@ -220,4 +220,5 @@ def _freeze(value: Any, tensor: Callable[[Node], Hashable]) -> Hashable:
         return tuple(_freeze(v, tensor) for v in value)
     if isinstance(value, dict):
         return tuple((k, _freeze(v, tensor)) for k, v in value.items())
-    return (type(value), value)  # 1, 1.0 and True are equal, and not the same argument
+    # 1, 1.0 and True are equal, and not the same argument; nor are 0.0 and -0.0.
+    return (type(value), repr(value) if isinstance(value, float) else value)

@@ -12,8 +12,8 @@
     kernels    a cluster as a kernel of the generator's             (kernels_triton.fused)
     emit       the graph with the kernels' calls: a template's op where the kernel is a template's, else `shardc.fused`
 
-Needs a localized body, or a part of one. Ensures the same values under the same names, no more memory at the peak, and
-collectives and products in the order that they had.
+Needs a localized body, or a part of one. Ensures the same values under the same names, no more memory at the peak (but
+for what `room` allows), and collectives and products in the order that they had.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import gc
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kernels_triton.templates.op import OPS
 from shardc.cost.memory import memory
@@ -33,19 +34,25 @@ from shardc.passes.fuse import integers as _integers
 from shardc.passes.fuse import lowerings as _lowerings
 from shardc.passes.fuse import parts as _parts
 from shardc.passes.fuse import pointwise as _pointwise
+from shardc.passes.fuse import quotients as _quotients
+from shardc.passes.fuse import reductions as _reductions
+from shardc.passes.fuse import special as _special
 from shardc.passes.fuse.again import Part, parts
+from shardc.passes.fuse.batch_norms import join_moments
 from shardc.passes.fuse.clusters import Clustering, Freedom, cluster
 from shardc.passes.fuse.emit import emit, worth
 from shardc.passes.fuse.excluded import check_excluded, excluded
 from shardc.passes.fuse.group_norms import split_group_norms
 from shardc.passes.fuse.padding import choose_padding
-from shardc.passes.fuse.room import Room
+from shardc.passes.fuse.room import Room, allowed
 from shardc.passes.fuse.scene import Scene, scene
 from shardc.passes.fuse.softmaxes import with_statistics, without_statistics
+from shardc.passes.fuse.traffic import traffic
 
 __all__ = ["Fuse", "Watch", "check_excluded", "fuse"]
-_ = _functions, _integers, _lowerings, _parts, _pointwise
+_ = _functions, _integers, _lowerings, _parts, _pointwise, _quotients, _reductions, _special
 TRIES = 16
+WORTH = 16  # of the bytes that are moved, one part of so many is worth what `room` allows
 Watch = Callable[[Clustering, list[Part]], None]  # what is merged, and the kernels to be made, before they are
 
 
@@ -60,6 +67,15 @@ class Fuse(Pass):
 
     def run(self, graph: Graph) -> Graph:
         return fuse(graph, self.exclude, self.templates) if self.enabled else graph
+
+
+class _Spared(NamedTuple):
+    """Kernels with which the peak is a little higher."""
+
+    graph: Graph
+    merged: Clustering
+    todo: list[Part]
+    bytes: int
 
 
 @contextmanager
@@ -84,9 +100,10 @@ def fuse(
     """A body with its kernels. The graph that is given is left as it is. `watch` sees every try, the last one last.
 
     Where kernels hold more at the peak than the calls did, fewer are made; where that does not help, none are, and a
-    warning says so (SC217).
+    warning says so (SC217). What holds no more than `room` allows is taken where nothing else saves as much.
     """
     before = memory(graph)
+    spared: _Spared | None = None
     free, exclude = Freedom(), excluded(graph, exclude)
     hand_tuned = [
         name
@@ -99,6 +116,7 @@ def fuse(
             choose_padding(made)
         with_statistics(made, exclude)
         split_group_norms(made, exclude)
+        join_moments(made, exclude)
         seen = scene(made, exclude | free.excluded, free.again)
         merged = cluster(seen, free, Room.of(graph, before, seen))
         todo = worth(parts(merged, free.again))
@@ -110,10 +128,20 @@ def fuse(
         without_statistics(made)
         report = memory(made)
         if report.peak <= before.peak:
-            return made
+            if spared is None or WORTH * spared.bytes >= (WORTH - 1) * traffic(made).bytes:
+                return made
+            break
+        if spared is None and report.peak <= allowed(before.peak):
+            spared = _Spared(made, merged, todo, traffic(made).bytes)
         assert report.peak_at is not None
         live = {value.name for value in report.live}
         free = _less(free, seen, todo, named, touched, live, [at <= report.peak_at.index for at in calls])
+        if spared is not None and (free.apart or free.excluded):
+            break
+    if spared is not None:
+        if watch is not None:
+            watch(spared.merged, spared.todo)
+        return spared.graph
     graph = graph.copy()
     message = f"nothing is fused: after {TRIES} tries kernels still hold more at the peak than their calls do"
     hint = "recompute, or exclude what runs at the peak: `shardc cost --memory` names it"

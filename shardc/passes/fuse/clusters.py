@@ -37,7 +37,8 @@ FEW = 65536  # elements at most where they wait for collectives: large updates b
 MOST_ROWS = 12  # full tensors of a kernel that holds a row at a time
 LONG = 16384  # columns of a row that is held; longer ones are looped over
 APART = "no rows and columns are common to both"
-DEAR = {"sin", "cos", "pow"}  # operations of dozens of instructions
+# Operations of dozens of instructions.
+DEAR = {"sin", "cos", "pow", "erfc", "erfcx", "erfinv", "ndtri", "lgamma", "digamma", "trigamma", "i0", "i1", "fmod"}
 
 
 @dataclass

@@ -54,33 +54,26 @@ def sgn(m: Make, x: Operand) -> Operand:
 @lower(aten.trunc.default)
 def trunc(m: Make, x: Operand) -> Operand:
     m.floating(x)
-    return _trunc(m, x)
-
-
-def _trunc(m: Make, x: Operand) -> Inner:
-    return m.choose(m.less(x, 0.0), m("ceil", x), m("floor", x))
+    return m("trunc", m.seen(x))
 
 
 @lower(aten.frac.default)
 def frac(m: Make, x: Operand) -> Operand:
     m.floating(x)
     x = m.seen(x)
-    return m.sub(x, _trunc(m, x))
+    return m.sub(x, m("trunc", x))
 
 
 @lower(aten.round.default)
 def round_(m: Make, x: Operand) -> Operand:
     """Of two that are as near the even one."""
     m.floating(x)
-    x = m.seen(x)
-    down = m("floor", x)
-    rest, half, up = m.sub(x, down), m.mul(down, 0.5), m.add(down, 1.0)
-    even = m.choose(m("eq", m("floor", half), half, dtype=torch.bool), down, up)
-    return m.choose(m.less(rest, 0.5), down, m.choose(m.more(rest, 0.5), up, even))
+    return m("round", m.seen(x))
 
 
-def _signed(m: Make, x: Operand) -> Inner:
+def signed(m: Make, x: Operand) -> Inner:
     """Is its sign a minus, that of -0 too? A NaN's is the hardware's affair."""
+    x = m.seen(x)
     turned = m("reciprocal", x, dtype=torch.float32)
     return m("or", m.less(x, 0.0), m("eq", turned, -INF, dtype=torch.bool), dtype=torch.bool)
 
@@ -88,7 +81,7 @@ def _signed(m: Make, x: Operand) -> Inner:
 @lower(aten.signbit.default)
 def signbit(m: Make, x: Operand) -> Operand:
     m.floating(x)
-    return _signed(m, x)
+    return signed(m, x)
 
 
 @lower(aten.copysign.Tensor, aten.copysign.Scalar)
@@ -97,7 +90,7 @@ def copysign(m: Make, x: Operand, by: Operand) -> Operand:
     size = m("abs", x)
     if isinstance(by, (int, float)):
         return m("neg", size) if math.copysign(1.0, by) < 0 else size
-    return m.choose(_signed(m, by), m("neg", size), size)
+    return m.choose(signed(m, by), m("neg", size), size)
 
 
 @lower(aten.heaviside.default)
@@ -257,7 +250,12 @@ def asinh(m: Make, x: Operand) -> Operand:
     square = m("square", x)
     near = m("log1p", m.add(size, m.div(square, m.add(1.0, m("sqrt", m.add(1.0, square))))))
     y = m.choose(m.more(size, 1e9), m.add(m("log", size), math.log(2)), near)
-    return m.choose(m.less(x, 0.0), m("neg", y), y)
+    return _odd(m, x, y)
+
+
+def _odd(m: Make, x: Operand, y: Operand) -> Inner:
+    """What is y of |x|, with the sign of x."""
+    return m.choose(m("eq", x, 0.0, dtype=torch.bool), x, m.choose(m.less(x, 0.0), m("neg", y), y))
 
 
 @lower(aten.acosh.default)
@@ -265,15 +263,15 @@ def acosh(m: Make, x: Operand) -> Operand:
     m.floating(x)
     more = m.sub(x, 1.0)
     near = m("log1p", m.add(more, m("sqrt", m.mul(more, m.add(x, 1.0)))))
-    return m.choose(m.more(x, 1e9), m.add(m("log", x), math.log(2)), near)
+    far = m.choose(m.more(x, 1e9), m.add(m("log", x), math.log(2)), near)
+    return m.choose(m.less(x, 1.0), math.nan, far)  # whose square overflows
 
 
 @lower(aten.atanh.default)
 def atanh(m: Make, x: Operand) -> Operand:
     m.floating(x)
     size = m("abs", x)
-    y = m.mul(m("log1p", m.div(m.mul(2.0, size), m.sub(1.0, size))), 0.5)
-    return m.choose(m.less(x, 0.0), m("neg", y), y)
+    return _odd(m, x, m.mul(m("log1p", m.div(m.mul(2.0, size), m.sub(1.0, size))), 0.5))
 
 
 # ---------------------------------------------------------------------- the larger, the smaller, of numbers alone

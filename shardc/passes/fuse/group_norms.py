@@ -43,7 +43,7 @@ def split_group_norms(graph: Graph, exclude: Collection[str] = ()) -> None:
     ]
     if not found:
         return
-    split = _Split(graph)
+    split = Splitting(graph)
     for node in found:
         tensors = [one for one in node.args if isinstance(one, fx.Node) and type_of(one).shape[2:]]
         if tensors and all(split.lies_well(one) for one in tensors):
@@ -52,7 +52,7 @@ def split_group_norms(graph: Graph, exclude: Collection[str] = ()) -> None:
                 rewrite(node, *node.args)
 
 
-class _Split:
+class Splitting:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.strides = graph, strides(graph)
         self.exact: dict[fx.Node, fx.Node] = {}  # statistics as forward gives them -> in float32

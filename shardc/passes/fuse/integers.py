@@ -1,17 +1,16 @@
-"""Lowerings of what integers and bools do: bits, shifts, quotients and remainders.
+"""Lowerings of what integers and bools do: logic, bits, shifts.
 
 A kernel's integers are int64, of which the bits of a narrower one are the last; what a result has more than its dtype
-is cut off where it is made (`kernels.WRAPS`). What is divided by 0 is the hardware's affair, as in torch.
+is cut off where it is made (`kernels.WRAPS`).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from shardc.passes.fuse.units import Inner, Make, Operand, Unfit, lower
+from shardc.passes.fuse.units import Make, Operand, Unfit, lower
 
 aten = torch.ops.aten
 
@@ -39,7 +38,7 @@ _logical("not", aten.logical_not.default)
 
 
 # ---------------------------------------------------------------------- bits
-def _whole(m: Make, *args: Operand) -> tuple[Operand, ...]:
+def whole(m: Make, *args: Operand) -> tuple[Operand, ...]:
     """Integers alone, as torch takes them to the dtype of the result."""
     if m.dtype.is_floating_point or m.dtype == torch.bool or any(m.dtype_of(arg).is_floating_point for arg in args):
         raise Unfit
@@ -51,12 +50,12 @@ def _bits(op: str, *ops: Any) -> None:
     def bits(m: Make, *args: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
         if all(m.dtype_of(arg) == torch.bool for arg in args):
             return m(op, *args)
-        return m(f"bit{op}", *_whole(m, *args))
+        return m(f"bit{op}", *whole(m, *args))
 
 
-_bits("and", aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
-_bits("or", aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
-_bits("xor", aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar)
+_bits("and", aten.bitwise_and.Tensor, aten.bitwise_and.Scalar, aten.bitwise_and.Scalar_Tensor)
+_bits("or", aten.bitwise_or.Tensor, aten.bitwise_or.Scalar, aten.bitwise_or.Scalar_Tensor)
+_bits("xor", aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar, aten.bitwise_xor.Scalar_Tensor)
 _bits("not", aten.bitwise_not.default)
 
 
@@ -64,7 +63,7 @@ def _shift(op: str, *ops: Any) -> None:
     @lower(*ops)
     def shift(m: Make, x: Operand, by: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
         """By a number of bits that the dtype has; by others torch has rules of its own."""
-        _whole(m, x)
+        whole(m, x)
         if type(by) is not int or not 0 <= by < 8 * m.dtype.itemsize - 1 or m.dtype_of(x) != m.dtype:
             raise Unfit
         return m(op, x, by)
@@ -74,44 +73,22 @@ _shift("shl", aten.__lshift__.Scalar, aten.bitwise_left_shift.Tensor_Scalar)
 _shift("shr", aten.__rshift__.Scalar, aten.bitwise_right_shift.Tensor_Scalar)
 
 
-# ---------------------------------------------------------------------- quotients and remainders
-def _exact(x: Operand) -> bool:
-    """Is it a number by which any other can be divided exactly?"""
-    return isinstance(x, (int, float)) and 1 <= abs(x) <= 2**20 and math.frexp(abs(x))[0] == 0.5
+def _shifted(m: Make, op: str, x: Operand, by: Operand, most: int, beyond: Operand) -> Operand:
+    """By as many bits as a tensor says; `beyond` where these are negative or more than `most`."""
+    inside = m("and", m("ge", by, 0, dtype=torch.bool), m.at_most(by, most), dtype=torch.bool)
+    return m.choose(inside, m(op, x, m.choose(inside, by, 0)), beyond)
 
 
-def _down(m: Make, a: Operand, b: Operand) -> Inner:
-    return m("floordiv", a, b)
+@lower(aten.__lshift__.Tensor, aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Scalar_Tensor)
+def left_shift(m: Make, x: Operand, by: Operand) -> Operand:
+    x, by = whole(m, x, by)
+    return _shifted(m, "shl", x, by, 8 * m.dtype.itemsize - 1, 0)
 
 
-def _to_zero(m: Make, a: Operand, b: Operand) -> Inner:
-    """The quotient rounded down, and one more where it is negative and not exact."""
-    q = _down(m, a, b)
-    more = m("and", m("lt", q, 0, dtype=torch.bool), m("ne", m.mul(q, b), a, dtype=torch.bool), dtype=torch.bool)
-    return m.add(q, more)
-
-
-@lower(aten.remainder.Tensor, aten.remainder.Scalar)
-def remainder(m: Make, a: Operand, b: Operand) -> Operand:
-    if m.dtype.is_floating_point and _exact(b):
-        a = m.seen(a)
-        return m.sub(a, m.mul(m("floor", m.mul(a, 1 / b)), float(b)))  # type: ignore[operator]
-    return m("remainder", *_whole(m, a, b))
-
-
-@lower(aten.fmod.Tensor, aten.fmod.Scalar)
-def fmod(m: Make, a: Operand, b: Operand) -> Operand:
-    a, b = _whole(m, a, b)
-    return m.sub(a, m.mul(_to_zero(m, a, b), b))
-
-
-@lower(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(m: Make, a: Operand, b: Operand) -> Operand:
-    return _down(m, *_whole(m, a, b))
-
-
-@lower(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(m: Make, a: Operand, b: Operand, rounding_mode: str | None = None) -> Operand:
-    if rounding_mode is None:
-        return m.div(a, b)
-    return (_down if rounding_mode == "floor" else _to_zero)(m, *_whole(m, a, b))
+@lower(aten.__rshift__.Tensor, aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Scalar_Tensor)
+def right_shift(m: Make, x: Operand, by: Operand) -> Operand:
+    """By too many bits only the sign is left."""
+    x, by = whole(m, x, by)
+    most = 8 * m.dtype.itemsize - (2 if m.dtype.is_signed else 1)
+    past = min(most + 1, 63)
+    return _shifted(m, "shr", x, by, most, x >> past if isinstance(x, int) else m("shr", x, past))

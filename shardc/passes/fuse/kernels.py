@@ -95,11 +95,11 @@ class _Writer:
                 strides = along(prim.index, self.space.dims, own)
                 assert strides is not None
                 return self.step("uniform", *args, more=(prim.seed, *strides))
-            case "sum":
+            case "sum" | "max" | "min" | "prod":  # of the columns, then of the rows
                 value, made, batch = args[0], self.space.walks[prim.out], self.space.batch
                 if own[-1] and not made[-1]:
-                    value = self.step("rsum", value)
-                return self.step("csum", value) if any(own[batch:-1]) else value
+                    value = self.step(f"r{prim.op}", value)
+                return self.step(f"c{prim.op}", value) if any(own[batch:-1]) else value
             case _:
                 made = self.step(prim.op, *args)
                 narrow = not prim.dtype.is_floating_point and prim.dtype != torch.int64

@@ -1,4 +1,4 @@
-"""Which calls a kernel can do, and how: pointwise ops, casts, reductions of a row, sums over any dims, norms.
+"""Which calls a kernel can do, and how: pointwise ops, casts, norms. (What else: `functions`, `reductions`, ...)
 
 In the kernels' terms floats are float32 until they are stored, whatever the dtype of the graph's values in between.
 """
@@ -40,7 +40,7 @@ for name in NUMBERS.split():
 def _compared(op: str) -> None:
     @lower(getattr(aten, op).Tensor, getattr(aten, op).Scalar)
     def compare(m: Make, a: Operand, b: Operand) -> Operand:  # pyright: ignore[reportUnusedFunction]
-        return m(op, *m.alike(a, b))
+        return m(op, *m.compared(*m.alike(a, b)))
 
 
 for name in COMPARES.split():
@@ -235,58 +235,6 @@ def random_uniform(
 ) -> Operand:
     index = blocks(tuple(shape), tuple(n if size > 1 else 0 for n, size in zip(strides, shape, strict=True)))
     return m("uniform", seed, offset, seed=op_id, index=index)
-
-
-# ---------------------------------------------------------------------- reductions
-@lower(aten.sum.dim_IntList)
-def sum_(
-    m: Make, x: Operand, dim: Sequence[int] | None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> Operand:
-    if not (m.dtype_of(x).is_floating_point and m.dtype.is_floating_point):
-        raise Unfit
-    return _reduced(m, "sum", x, dim)
-
-
-@lower(aten.sum.default)
-def sum_all(m: Make, x: Operand, dtype: torch.dtype | None = None) -> Operand:
-    m.floating(x)
-    return _reduced(m, "sum", x, None) if m.dtype.is_floating_point else x
-
-
-@lower(aten.amax.default)
-def amax(m: Make, x: Operand, dim: Sequence[int] = (), keepdim: bool = False) -> Operand:
-    m.floating(x)
-    return _reduced(m, "max", x, dim)
-
-
-@lower(aten.amin.default)
-def amin(m: Make, x: Operand, dim: Sequence[int] = (), keepdim: bool = False) -> Operand:
-    m.floating(x)
-    return _reduced(m, "min", x, dim)
-
-
-def _reduced(m: Make, op: str, x: Operand, dims: Sequence[int] | None) -> Operand:
-    """Of x as it lies in memory: over its last dims a row's, over its first ones a column's; a sum over others, or over
-    all, in two steps."""
-    shape = m.shape_of(x)
-    gone = {d % len(shape) for d in dims or range(len(shape))} if shape else set[int]()
-    order = m.order(x)
-    real = [d for d in order if shape[d] > 1]
-    over, kept = [d for d in real if d in gone], [d for d in real if d not in gone]
-    if not over:
-        return m("same", x, shape=shape)
-    size = math.prod(shape[d] for d in over)
-    if over == real and op == "sum":
-        return m.reduce("sum", x, "all", m.shape, order=order)
-    if over == real[len(kept) :] and kept == sorted(kept) and (kept or len(real) == 1):
-        return m.reduce(f"r{op}", x, "row", m.shape, size, order)
-    if op != "sum":
-        raise Unfit
-    if over == real[: len(over)] and kept == sorted(kept):
-        return m.reduce("csum", x, "col", m.shape, math.prod(shape) // size, order)
-    places = {d: math.prod(shape[e] for e in kept if e > d) for d in kept}
-    index = blocks(tuple(shape[d] for d in order), tuple(places.get(d, 0) for d in order))
-    return m.reduce("sum", x, "all", m.shape, order=order, index=index)
 
 
 # ---------------------------------------------------------------------- norms

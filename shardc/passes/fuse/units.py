@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from kernels_triton.fused.kernel import DTYPES
-from kernels_triton.fused.table import OPS
-from shardc.ir.graph import Graph, info, results, type_of
+from kernels_triton.fused.table import OPS, WIDE
+from shardc.ir.graph import Graph, info, operands, results, type_of
+from shardc.passes.fuse.literals import constant
 from shardc.passes.fuse.memory_of import Memories, Memory
 from shardc.passes.fuse.spaces import Blocks, Demand, Over, Prim, Read, Shape, Value, blocks, demand
 
@@ -41,8 +42,16 @@ class Unit(NamedTuple):
 
     @property
     def double(self) -> bool:
-        """Does it compute in float64? Kernels do, where all their tensors are of it."""
-        return any(prim.dtype == torch.float64 for prim in self.prims)
+        """Does it compute in float64? Kernels do, where all their tensors are of it. So does what tells float64 values
+        apart, whatever it yields: in float32, 1 + 1e-12 is no more than 1."""
+        return any(
+            prim.dtype == torch.float64 or (not prim.dtype.is_floating_point and any(map(_is_double, prim.reads)))
+            for prim in self.prims
+        )
+
+
+def _is_double(read: Read) -> bool:
+    return isinstance(read.value, fx.Node) and type_of(read.value).dtype == torch.float64
 
 
 class Inner(NamedTuple):
@@ -97,11 +106,12 @@ class Make:
         cols: int = 0,
         order: Sequence[int] | None = None,
         index: Blocks = (),
+        dtype: torch.dtype | None = None,
     ) -> Inner:
         """A reduction of x to `shape`, x's dims in some order; `index`: where in the result each element goes."""
         own = self.shape_of(x)
         read = self.read(x, own) if order is None else self.ordered(x, order)
-        return self._put(op, (read,), shape, math.prod(own), None, over=over, cols=cols, index=index)
+        return self._put(op, (read,), shape, math.prod(own), dtype, over=over, cols=cols, index=index)
 
     def order(self, x: Operand) -> list[int]:
         """The dims of x as they lie in memory, the outermost first, if each lies somewhere."""
@@ -263,6 +273,19 @@ class Make:
             (n - least) % size + least if type(n := numbers.get(at)) is int else arg for at, arg in enumerate(args)
         )
 
+    def compared(self, a: Operand, b: Operand) -> tuple[Operand, ...]:
+        """Floats that are compared, in the dtype that torch takes them to: that of 16 bits, or of fewer than it has, to
+        which a tensor of no dims goes."""
+        like = [torch.empty((1,) * len(self.shape_of(x)), dtype=self.dtype_of(x), device="meta") for x in (a, b)]
+        common = torch.result_type(like[0], like[1])
+
+        def taken(x: Operand) -> Operand:
+            other = isinstance(x, fx.Node) and constant(x) is None and self.dtype_of(x) != common
+            narrower = common.is_floating_point and (common.itemsize == 2 or self.dtype_of(x) == torch.float64)
+            return self("cast", x, shape=self.shape_of(x), dtype=common) if other and narrower else x
+
+        return taken(a), taken(b)
+
     def _number(self, arg: Operand) -> float | int | bool | None:
         """A literal, or the one element of a constant tensor of no dims."""
         if isinstance(arg, fx.Node):
@@ -298,20 +321,6 @@ class Make:
         return self("minimum", self("maximum", x, float(low)), float(high))
 
 
-def constant(node: fx.Node) -> float | int | bool | None:
-    """The number that every element of a value is, as far as can be told from the call that makes it."""
-    if node.target in (aten._to_copy.default, aten.view.default, aten.expand.default, aten.unsqueeze.default):
-        number = constant(node.args[0])  # type: ignore[arg-type]
-    elif node.target is aten.full.default and isinstance(node.args[1], (bool, int, float)):
-        number = node.args[1]
-    elif node.target is aten.scalar_tensor.default and isinstance(node.args[0], (bool, int, float)):
-        number = node.args[0]
-    else:
-        return None
-    dtype = type_of(node).dtype
-    return None if number is None else float(number) if dtype.is_floating_point else number
-
-
 def unit(graph: Graph, memories: Memories, node: fx.Node) -> Unit | None:
     """A call as a part of a kernel; None if it is none."""
     lowering = LOWERINGS.get(node.target)
@@ -320,7 +329,7 @@ def unit(graph: Graph, memories: Memories, node: fx.Node) -> Unit | None:
     values = [value for value in results(node) if value is not None]
     if lowering is None or not values:
         return None
-    shapes = [memories.of[value].shape for value in values]
+    shapes = [memories.of[value].shape for value in (*values, *operands(node))]  # a sum of nothing has elements
     if any(type_of(v).dtype not in DTYPES for v in values) or any(math.prod(shape) == 0 for shape in shapes):
         return None
     make = Make(graph, memories, node)
@@ -361,7 +370,7 @@ def _finished(node: fx.Node, make: Make, made: Sequence[Any]) -> Unit | None:
         every = [r.value for p in prims for r in p.reads]
         bases = [value for value in every if isinstance(value, fx.Node) and value not in yielded]
         floats = {type_of(value).dtype for value in bases if type_of(value).dtype.is_floating_point}
-        narrow = any(p.op in OPS and OPS[p.op].function not in ("", "power") for p in prims)  # exact to float32 only
+        narrow = any(p.op in OPS and OPS[p.op].function not in WIDE for p in prims)  # exact to float32 only
         if not floats <= {torch.float64} or not bases or narrow or any(p.over != "point" for p in prims):
             return None
     return found

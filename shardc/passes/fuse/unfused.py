@@ -1,0 +1,31 @@
+"""Why kernels do not know a pointwise op or a reduction: each that torch has and no lowering, by its name.
+
+    kernels do not know special_zeta: a series as long as its arguments say
+
+tests/passes/test_fuse_coverage.py holds the table against torch's ops and the lowerings: none is in neither, or both.
+"""
+
+from __future__ import annotations
+
+LOOP = "a recurrence or a series, as long as its arguments say"
+LOCAL = "libdevice's goes through local memory"
+SERIES = "libdevice has none, and few models do: its series is not written"
+POLYNOMIALS = "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w"
+REASONS: dict[str, tuple[str, ...]] = {
+    LOOP: (
+        *("gcd", "lcm", "igamma", "igammac", "special_zeta"),
+        *(f"special_{name}" for name in POLYNOMIALS.split()),
+        *(f"special_shifted_{name}" for name in POLYNOMIALS.split()),
+        *("special_hermite_polynomial_h", "special_hermite_polynomial_he", "special_laguerre_polynomial_l"),
+        "special_legendre_polynomial_p",
+    ),
+    LOCAL: ("special_bessel_j0", "special_bessel_j1", "special_bessel_y0", "special_bessel_y1"),
+    SERIES: (
+        *("special_airy_ai", "special_modified_bessel_k0", "special_modified_bessel_k1"),
+        *("special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1"),
+    ),
+    "it is DTensor's, of a norm of shards": ("linalg__powsum",),
+    "it takes the bits of a float apart": ("frexp",),
+    "it yields a bool and no tensor": ("equal",),
+}
+UNFUSED = {name: reason for reason, names in REASONS.items() for name in names}
