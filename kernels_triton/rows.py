@@ -68,6 +68,9 @@ class Schedule:
         return blocks, min(tiles, shared) if self.waves else tiles
 
 
+LOOPED = Schedule(2048, 0, rows=4, warps=8, waves=2)  # of a kernel that also sums over rows
+
+
 def as_rows(x: Tensor) -> Tensor:
     """`[rows, cols]` with contiguous columns: a view where one exists."""
     if x.dim() == 0 or x.numel() == 0:
@@ -144,9 +147,8 @@ def forward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
 
 def backward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
     """For a kernel that also sums over rows: two accumulators a column stay in registers as rows stream by."""
-    looped = Schedule(2048, 0, rows=4, warps=8, waves=2)
     if cols > BACKWARD_COLS[x.element_size()]:
-        return tabled(name, x, cols, looped)
+        return tabled(name, x, cols, LOOPED)
     block, chunks = cut(cols, 8192, 4)
     width = block * chunks
     size = x.element_size()
@@ -158,7 +160,7 @@ def backward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
     deepest = 3 if shared > NEWER else 2
     stages = max(1, min(deepest, shared // (waves * 3 * width * rows * size)))
     if width > 8192 and stages < 3:  # without the full pipeline, rows this wide spill
-        return tabled(name, x, cols, looped)
+        return tabled(name, x, cols, LOOPED)
     return tabled(name, x, cols, Schedule(block, chunks, rows, warps, stages, waves))
 
 

@@ -6,10 +6,10 @@ which has a program; those leave their sums for each other, and wait. What is lo
 stay in the L2 cache between. Backward's first pass leaves each channel's sums (of dy * xhat and dy) for one sample,
 which `column_sums` adds over the samples.
 
-A program waits for its neighbours, which start before any later group's: PARTS programs have to fit on the GPU at once,
-no more. That programs start in the order of their numbers is how GPUs are built, and what CUB's scans rely on, too; the
-CUDA programming model does not promise it. Where programs run one after the other (Triton's interpreter) none can wait:
-there STEP 1 ends where they meet, and STEP 2, a launch of its own, goes on from there.
+A program waits for its neighbours, which start before any later group's: PARTS programs of each launch that runs have
+to fit on the GPU at once, no more. That programs start in the order of their numbers is how GPUs are built, and what
+CUB's scans rely on, too; the CUDA programming model does not promise it. Where programs run one after the other
+(Triton's interpreter) none can wait: there STEP 1 ends where they meet, and STEP 2, a launch of its own, goes on.
 """
 
 import triton
@@ -93,7 +93,7 @@ def group_norm_forward(
             b = tl.load(B + first + channel + k, mask=km, other=0.0).to(tl.float32)
         for start in tl.range(0, SPACE, BLOCK):
             m = km & (start + s < SPACE)
-            at = base + (channel + k) * SPACE + start + s
+            at = base + (channel + k).to(tl.int64) * SPACE + start + s
             x = tl.load(X + at, mask=m, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = (x - mean) * rstd * w + b
             tl.store(Y + at, y.to(Y.dtype.element_ty), mask=m)
@@ -223,7 +223,7 @@ def group_norm_backward(
         sum_b = tl.zeros((CHANNELS, BLOCK), tl.float32)
         for start in tl.range(0, SPACE, BLOCK):
             m = km & (start + s < SPACE)
-            at = base + (channel + k) * SPACE + start + s
+            at = base + (channel + k).to(tl.int64) * SPACE + start + s
             x = tl.load(X + at, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
             dy = tl.load(DY + at, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
             sum_w += dy * ((x - mean) * rstd)  # dy is 0 past the end, whatever xhat is there
@@ -247,7 +247,7 @@ def group_norm_backward(
             w = tl.load(W + first + channel + k, mask=km, other=0.0).to(tl.float32)
         for start in tl.range(0, SPACE, BLOCK):
             m = km & (start + s < SPACE)
-            at = base + (channel + k) * SPACE + start + s
+            at = base + (channel + k).to(tl.int64) * SPACE + start + s
             x = tl.load(X + at, mask=m, other=0.0, eviction_policy="evict_first").to(tl.float32)
             dy = tl.load(DY + at, mask=m, other=0.0, eviction_policy="evict_first").to(tl.float32)
             xhat = (x - mean) * rstd

@@ -74,12 +74,12 @@ def cross_entropy_into(
     # Singly, 16-bit numbers take twice the registers, and so does a store of single ones.
     singly = logits.element_size() == 2 and (not pairs or write % 2)
     chunks = min(schedule.chunks, 4) if singly else schedule.chunks
+    older = launch.device_of(logits).shared_bytes < rows.NEWER  # sm_80: its compiler sooner puts a scalar aside
     if bias is not None and chunks * schedule.block < cols:
-        # Of three blocks of float32 sm_80's compiler puts a scalar aside, to fit one more program; of four it cannot.
-        older = logits.element_size() == 4 and launch.device_of(logits).shared_bytes < rows.NEWER
-        chunks = min(chunks, BIASED + older)
+        # Of three blocks of float32 it does, to fit one more program; of four it cannot.
+        chunks = min(chunks, BIASED + (older and logits.element_size() == 4))
     if read > cols > chunks * schedule.block:  # where a row ends is seen to in the loops over its rest
-        chunks = max(1, chunks - 1)
+        chunks = max(1, chunks - 1 - older)
     registers = schedule.registers
     if bias is not None and not registers:  # untold, the compiler puts some aside for more programs than there are
         registers = min(255, (1 << 16) // (32 * schedule.warps * max(1, schedule.waves)))

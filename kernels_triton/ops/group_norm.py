@@ -16,10 +16,11 @@ WARPS = 16  # a program, at most: with many small programs their groups would no
 HELD = 64  # bytes of x that a thread keeps at most
 PART = {"group_norm": 32 << 10, "group_norm_backward": 16 << 10}  # bytes of x a program has of a longer group, at most
 FEWEST = 4  # programs of such a group
-A_THREAD = {"group_norm": 128, "group_norm_backward": 64}  # of those
+KEEPS = launch.triton_version() >= (3, 7)  # what a thread converted stays in registers, beside what it loaded
+A_THREAD = {"group_norm": 64 if KEEPS else 128, "group_norm_backward": 64}  # bytes of a part
 PARTS = 32  # of a group at most: programs that wait for each other have to be on the GPU together
 ALIGNED = 8  # bytes that a channel is a multiple of, to stay in registers so: single numbers would take more
-REGISTERS = 64  # a thread: as many programs as fit then load while others wait
+REGISTERS = 80 if KEEPS else 64  # a thread: as many programs as fit then load while others wait
 
 
 @checked
@@ -117,7 +118,8 @@ def _schedule(op: str, x: Tensor, groups: int) -> rows.Schedule:
         held = rows.power_of_two(-(-of_group // parts)) * wide * size
         warps = max(1, min(WARPS, held // (32 * A_THREAD[op])))
         channels = max(1, min(held // (wide * size), warps * across // min(wide, across)))
-        guess = rows.Schedule(min(wide, warps * across // channels), parts, channels, warps, registers=REGISTERS)
+        block, registers = min(wide, warps * across // channels), _registers(parts, of_group)
+        guess = rows.Schedule(block, parts, channels, warps, registers=registers)
     else:
         held = high * wide * size <= HELD * 32 * WARPS
         tile = TILE[op] // (2 if op.endswith("backward") and size > 2 else 1)  # of float32 both fill registers
@@ -129,6 +131,11 @@ def _schedule(op: str, x: Tensor, groups: int) -> rows.Schedule:
         warps = max(1, min(WARPS, channels * block // 256, high * wide // 1024 if held else WARPS))
         guess = rows.Schedule(block, int(held), channels, 1 << warps.bit_length() - 1)
     return rows.tabled(op, x, of_group * space, guess)
+
+
+def _registers(parts: int, of_group: int) -> int:
+    """A thread's: of few parts each is long, and channels that are no multiple of 8 take some more to count."""
+    return 128 if parts < 3 else max(REGISTERS, 80 if of_group % 8 else 0)
 
 
 def _parts(op: str, of_group: int, channel: int, sms: int) -> int:

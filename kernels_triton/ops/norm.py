@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -213,13 +214,12 @@ def _backward(
     return dx, dw, db
 
 
-def _with_more(schedule: rows.Schedule, x: Tensor, tensors: int) -> rows.Schedule:
-    """The schedule for so many tensors in flight, as far as there is shared memory."""
+def _with_more(schedule: rows.Schedule, x: Tensor, read: Sequence[Tensor]) -> rows.Schedule:
+    """The schedule for these tensors in flight, as far as there is shared memory."""
     if not schedule.chunks:
         return schedule
-    width, height = schedule.block * schedule.chunks, max(1, schedule.rows // (2 if tensors > 3 else 1))
-    programs = max(1, schedule.waves)
-    in_flight = programs * tensors * width * height * x.element_size()
+    width, height = schedule.block * schedule.chunks, max(1, schedule.rows // (2 if len(read) > 3 else 1))
+    in_flight = max(1, schedule.waves) * width * height * sum(one.element_size() for one in read)
     stages = min(schedule.stages, (launch.device_of(x).shared_bytes - rows.RESERVED) // in_flight)
     return replace(schedule, rows=height, stages=max(1, stages))
 
@@ -246,9 +246,13 @@ def backward_into(
     others = [None if one is None else rows.as_rows(one) for one in (more, residual_grad)]
     count = flat.shape[0]
     schedule = rows.backward_schedule(op, x, cols)
-    if more is not None or dbefore is not None:
-        tensors = 2 + (more is not None) + (residual_grad is not None)
-        schedule = _with_more(schedule, x, tensors)
+    read = [one for one in (grad, flat, *others) if one is not None]
+    wider = sum(one.element_size() for one in read) > 3 * x.element_size()  # than schedules are made for
+    if more is not None or dbefore is not None or wider:
+        schedule = _with_more(schedule, x, read)
+    held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
+    if not held and weight is not None and weight.element_size() > x.element_size():
+        schedule = rows.LOOPED  # with every row it would pass through shared memory, of which there is not so much
     programs = schedule.programs(count, x)
     sums = tuple(None if one is None else partials(programs, cols, x) for one in (dweight, dbias, dbefore))
     args = (
@@ -259,7 +263,6 @@ def backward_into(
     )
     squares = squares_eps is not None
     if schedule.chunks:
-        held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
         tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held, "SQUARES": squares}
         launch.run("norm.norm_backward", (programs,), *args, **tile)
     else:

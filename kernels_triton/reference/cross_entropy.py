@@ -69,7 +69,7 @@ def cross_entropy_finish(
     """
     top = stats[..., 0].amax(0)
     total = (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0)
-    lse = top + total.log()
+    lse = torch.where(top == -torch.inf, top, top + total.log())
     ignored = target == ignore
     wrong = ~ignored & ((target < 0) | (target >= classes))
     loss = torch.where(ignored, 0.0, torch.where(wrong, torch.nan, total.log() - (stats[..., 2].sum(0) - top)))

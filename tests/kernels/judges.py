@@ -24,6 +24,7 @@ UNITS = 2.0
 ROUNDING = 2.0**-24
 FEW = 16.0  # roundings of a sum over a row, or over rows, and what follows it
 TINY = 2.0**-118  # where an exponential, or one over it, has left float32
+GONE = TINY / ROUNDING  # as roundings, of what that is then multiplied by
 NORMAL = 4.4e-4  # of 16 bits: how exact the normal distribution function is, relatively, down to
 TAIL = -5.0
 
@@ -138,7 +139,7 @@ def _value_roundings(u: Tensor, act: str, dtype: torch.dtype) -> Tensor:
         tail = 4.0 * u.abs() if dtype == torch.float32 else (u < TAIL) * u.abs() * 5.0
         return tail + 8.0 * reference.bias_gelu(u, None, act).abs()
     own = 2.0**-28 * u.abs() if act == "gelu_tanh" else 0.0  # of float64: 1 + tanh, as torch has it, cancels too
-    return 8.0 * reference.bias_gelu(u, None, act).abs() * (1.0 + _exponent(u, act)) + own
+    return 8.0 * reference.bias_gelu(u, None, act).abs() * (1.0 + _exponent(u, act)) + own + GONE
 
 
 def _slope_roundings(u: Tensor, act: str, dtype: torch.dtype) -> Tensor:
@@ -155,7 +156,7 @@ def _slope_roundings(u: Tensor, act: str, dtype: torch.dtype) -> Tensor:
     s = torch.sigmoid(inner)
     steep = 1.0 if act == "silu" else 1.5957691216057308 + 0.2140644488 * u.square()
     own = 2.0**-28 * (1.0 + u.abs()) * steep if act == "gelu_tanh" else 0.0
-    return 8.0 * (1.0 + exponent) * (s + u.abs() * s * torch.sigmoid(-inner) * steep) + own
+    return 8.0 * (1.0 + exponent) * (s + u.abs() * s * torch.sigmoid(-inner) * steep) + own + GONE
 
 
 def bias_gelu(y: Tensor, x: Tensor, b: Tensor | None, act: str) -> float:

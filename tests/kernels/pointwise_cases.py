@@ -254,9 +254,21 @@ NARROW = (
     *("round.decimals", "nextafter", "special_erfcx", "special_log_ndtr", "special_modified_bessel_i0"),
     *("special_modified_bessel_i1", "special_ndtri", "special_spherical_bessel_j0"),
 )
+
+
+def cut_off(case: Case) -> bool:
+    """A quotient of two tensors: of 16 bits eager torch rounds it before, and it stays a call."""
+    target, args, options = case
+    divides = target is aten.floor_divide.default or options.get("rounding_mode") is not None
+    return divides and all(isinstance(arg, str) for arg in args)
+
+
 GIVEN: dict[str, tuple[Callable[[], dict[str, Tensor]], list[Case]]] = {
     "f32": (partial(floats, torch.float32), FLOATS),
-    "bf16": (partial(floats, torch.bfloat16), [one for one in FLOATS if one[0] not in {op(name) for name in NARROW}]),
+    "bf16": (
+        partial(floats, torch.bfloat16),
+        [one for one in FLOATS if one[0] not in {op(name) for name in NARROW} and not cut_off(one)],
+    ),
     **{str(kind)[6:]: (partial(whole, kind), WHOLE) for kind in (torch.int64, torch.int32, torch.int8, torch.uint8)},
     "bool": (truths, TRUTHS),
     "mixed": (mixed, MIXED),

@@ -13,7 +13,7 @@ import torch
 from written import written
 
 from benchmarks.fusion_census import MODELS, body_of
-from kernels_triton import gate
+from kernels_triton import gate, ops
 from kernels_triton.fused.corpus import CORPUS
 from kernels_triton.fused.schedules import choose, column_sums
 from kernels_triton.fused.text import parse
@@ -81,6 +81,23 @@ def test_what_programs_launch_is_compiled(model: str) -> None:
             found |= {gate.variant_of(gate.source_of("", 0, one)) for one in launches(parse(str(call.args[1])))}
     assert len(launched) >= 3
     assert set.union(*launched.values()) - gate.known() == set()
+
+
+def test_what_is_wider_than_x_fits_in_shared_memory() -> None:
+    """12,288 columns of bfloat16 fill it three deep: with a float32 weight or gradient beside, room is for less."""
+    backward = TEMPLATES["layer_norm_backward"]
+    for wider in ({"weight": "f32[cols]"}, {"residual_grad": "f32[rows, cols]"}):
+        for source in gate.recorded(backward, 12288, torch.bfloat16, wider):
+            assert gate.measure(source, 90)["problems"] == []
+
+
+@pytest.mark.parametrize(("channels", "space", "groups"), [(64, 32768, 64), (64, 32768, 32), (640, 4096, 32)])
+def test_groups_of_few_or_odd_numbers_of_channels_do_not_spill(channels: int, space: int, groups: int) -> None:
+    found: list[gate.Source] = []
+    x = torch.empty(2, channels, space, dtype=torch.bfloat16, device="meta")
+    with recording(lambda one: found.append(gate.source_of("group_norm", space, one))):
+        ops.group_norm(x, groups, x[0, :, 0], x[0, :, 0])
+    assert [gate.measure(source, 90)["problems"] for source in found] == [[]]
 
 
 def test_one_row_compiles() -> None:

@@ -65,11 +65,35 @@ def test_quotients_of_16_bits_are_rounded_before_they_are_cut_off() -> None:
     a, b = torch.tensor([0.1, 7.0]).bfloat16(), torch.tensor([30.0, 3.0]).bfloat16()
 
     def rest(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return torch.fmod(a * b, 1.5), torch.div(a * b, b, rounding_mode="floor"), torch.floor_divide(a * b, 0.75)
+        h = a * b
+        return torch.fmod(h, 1.5), torch.fmod(h, 0.3), torch.remainder(h, 0.3), torch.floor_divide(h, 0.75)
 
     kernel, reads = kernel_of(rest, (a, b))
     for mine, theirs in zip(reference.run(kernel, reads), rest(a, b), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+def test_quotients_of_two_tensors_of_16_bits_stay_calls(mode: str) -> None:
+    """Eager torch rounds the quotient to 16 bits before it is cut off: 1571.2 is 1571 or 1572."""
+    a, b = (torch.linspace(0.5, 2000.0, 64).half() for _ in range(2))
+    with pytest.raises(ValueError, match="got 0"):  # kernels
+        kernel_of(lambda a, b: torch.div(a, b, rounding_mode=mode), (a, b.flip(0)))
+
+
+def test_thresholds_and_signs_of_zero_are_eager_torchs() -> None:
+    """A threshold is taken to the dtype of 16 bits; what is left of -2 divided by 1 is -0."""
+    x, h = torch.tensor([-2.0, -0.0, -4.0, 3.0, 2.5]), torch.tensor([0.3, -0.3, 0.2, 0.4]).half()
+
+    def both(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        return torch.nn.functional.hardshrink(h, 0.3), torch.where(h == torch.full((), 0.3), 1.0, 2.0)
+
+    kernel, reads = kernel_of(both, (x, h))
+    for mine, theirs in zip(reference.run(kernel, reads), both(x, h), strict=True):
+        assert torch.equal(mine, theirs)
+    kernel, reads = kernel_of(lambda x: torch.remainder(x, 1.0), (x,))
+    (rest,) = reference.run(kernel, reads)
+    assert torch.equal(1 / rest, 1 / torch.remainder(x, 1.0))
 
 
 def test_prelu_backward(interpreted: Interpreter) -> None:

@@ -10,7 +10,7 @@ BEST = ((True, False),)  # of language models: by the rule of GPUs, the graph as
 
 
 def test_fewer_bytes_than_inductor() -> None:
-    inductor(body_of("gpt2", 1, True), BEST)
+    inductor([body_of("gpt2", 1, True)], BEST)
     for model in ("gpt2", "llama"):
         row: dict[str, Any] = census(model, toy=True, ways=BEST)
         ours, theirs = row["shardc"], row["inductor"]

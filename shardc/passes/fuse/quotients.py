@@ -1,7 +1,8 @@
 """Lowerings of quotients that are rounded, and of remainders: of integers, and of floats, exact as torch's.
 
 What is left of a division jumps: of floats it is seen as eager torch sees them, and a quotient that is cut off is the
-float nearest to it. Integers divided by 0 are the hardware's affair, as in torch.
+float nearest to it. Of two tensors of 16 bits eager torch rounds the quotient before: these stay calls. Integers that
+are divided by 0 are the hardware's affair, as in torch.
 """
 
 from __future__ import annotations
@@ -11,13 +12,24 @@ import math
 import torch
 
 from shardc.passes.fuse.integers import whole
-from shardc.passes.fuse.units import Inner, Make, Operand, lower
+from shardc.passes.fuse.units import Inner, Make, Operand, Unfit, lower
 
 aten = torch.ops.aten
 
 
 def _seen(m: Make, a: Operand, b: Operand) -> tuple[Operand, ...]:
     """In the dtype that torch takes both to: 32767 is 32768 where a float16 divides it."""
+    return tuple(_rounded(m, x) if isinstance(x, (int, float)) else m.seen(x) for x in m.compared(a, b))
+
+
+def _rounded(m: Make, x: float) -> float:
+    return float(torch.tensor(float(x), dtype=m.dtype))
+
+
+def _divided(m: Make, a: Operand, b: Operand) -> tuple[Operand, ...]:
+    """As `_seen`, but for a number, which torch divides by as it is."""
+    if m.dtype.itemsize == 2 and not isinstance(a, (int, float)) and not isinstance(b, (int, float)):
+        raise Unfit
     return tuple(float(x) if isinstance(x, (int, float)) else m.seen(x) for x in m.compared(a, b))
 
 
@@ -38,9 +50,11 @@ def _turned(m: Make, rest: Operand, b: Operand) -> Inner:
 def remainder(m: Make, a: Operand, b: Operand) -> Operand:
     if not m.dtype.is_floating_point:
         return m("remainder", *whole(m, a, b))
-    a, b = _seen(m, a, b)
     if _exact(b):
-        return m.sub(a, m.mul(m("floor", m.mul(a, 1 / b)), b))  # type: ignore[operator]
+        a = m.seen(a)
+        rest = m.sub(a, m.mul(m("floor", m.mul(a, 1 / b)), b))  # type: ignore[operator]
+        return m.choose(m("eq", rest, 0.0, dtype=torch.bool), m.mul(a, 0.0), rest)  # the sign of what was divided
+    a, b = _seen(m, a, b)
     rest = m("fmod", a, b)
     return m.choose(_turned(m, rest, b), m.add(rest, b), rest)
 
@@ -59,7 +73,7 @@ def floor_divide(m: Make, a: Operand, b: Operand) -> Operand:
     """Of floats, the exact quotient of what has no rest, rounded once more: as torch, never one too many."""
     if not m.dtype.is_floating_point:
         return m("floordiv", *whole(m, a, b))
-    a, b = _seen(m, a, b)
+    a, b = _divided(m, a, b)
     rest = m("fmod", a, b)
     quotient = m("div_rn", m.sub(a, rest), b)
     quotient = m.choose(_turned(m, rest, b), m.sub(quotient, 1.0), quotient)
@@ -79,7 +93,7 @@ def div_mode(m: Make, a: Operand, b: Operand, rounding_mode: str | None = None) 
     if rounding_mode == "floor":
         return floor_divide(m, a, b)  # type: ignore[return-value]
     if m.dtype.is_floating_point:
-        return m("trunc", m("div_rn", *_seen(m, a, b)))
+        return m("trunc", m("div_rn", *_divided(m, a, b)))
     return _to_zero(m, *whole(m, a, b))
 
 

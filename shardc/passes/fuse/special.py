@@ -177,13 +177,18 @@ def i1e(m: Make, x: Operand) -> Operand:
 @lower(aten.hardshrink.default)
 def hardshrink(m: Make, x: Operand, least: float = 0.5) -> Operand:
     m.floating(x)
-    return m.choose(_within(m, x, float(least)), 0.0, x)
+    return m.choose(_within(m, x, _of(m, x, least)), 0.0, x)
 
 
 @lower(aten.hardshrink_backward.default, aten.softshrink_backward.default)
 def shrink_backward(m: Make, g: Operand, x: Operand, least: float) -> Operand:
     m.floating(g, x)
-    return m.choose(_within(m, x, float(least)), 0.0, g)
+    return m.choose(_within(m, x, _of(m, x, least)), 0.0, g)
+
+
+def _of(m: Make, x: Operand, least: float) -> float:
+    """A threshold in the dtype of what it is for, as torch takes it."""
+    return float(torch.tensor(least, dtype=m.dtype_of(x)))
 
 
 def _within(m: Make, x: Operand, least: float) -> Inner:

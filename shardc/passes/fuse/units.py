@@ -280,6 +280,9 @@ class Make:
         common = torch.result_type(like[0], like[1])
 
         def taken(x: Operand) -> Operand:
+            number = constant(x) if isinstance(x, fx.Node) and not self.shape_of(x) else None
+            if number is not None and common.itemsize == 2 and common.is_floating_point:
+                return float(torch.tensor(number, dtype=common))
             other = isinstance(x, fx.Node) and constant(x) is None and self.dtype_of(x) != common
             narrower = common.is_floating_point and (common.itemsize == 2 or self.dtype_of(x) == torch.float64)
             return self("cast", x, shape=self.shape_of(x), dtype=common) if other and narrower else x
