@@ -134,6 +134,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         (normal(4, 3, 5),),
     ),
     "nansum": (lambda x: (torch.nansum(x, 1), torch.nansum(torch.where(x > 0, x, torch.nan))), (normal(4, 3),)),
+    "truth over no dims": (
+        lambda x: (torch.any(x > 0, dim=()), torch.all(x, dim=()), torch.any(x > 0, dim=None, keepdim=True)),
+        (normal(4, 3),),
+    ),
     "nonzero": (lambda x: (torch.count_nonzero(x > 0, 1), torch.count_nonzero(x)), (normal(4, 3),)),
     "norm in a dtype": (
         lambda x: (torch.norm(x, 2, 1, dtype=torch.float64), torch.norm(x, dtype=torch.float64)),

@@ -52,6 +52,12 @@ def count_nonzero(e: Emit, x: Node, dim: Dims = None) -> Result:
     return e.sum(e.cast(e(aten.ne.Scalar, x, 0), torch.int64), dims)
 
 
+@decompose(aten.any.dims, aten.all.dims, sometimes=True)
+def truth_over(e: Emit, x: Node, dim: Sequence[int] | None, keepdim: bool) -> Result:
+    """Over an empty list of dims nothing is reduced, where sums and extremes take all."""
+    return KEEP if dim is None or dim else e.cast(e(aten.ne.Scalar, x, 0), dtype_of(e.at))
+
+
 @decompose(aten.mean.default)
 def mean_all(e: Emit, x: Node, dtype: torch.dtype | None) -> Result:
     return mean(e, x, None, False, dtype)
