@@ -3,7 +3,7 @@
 
     python -m benchmarks.fusion_census                        GPT-2, Llama, BERT, T5 and ViT, a JSON line each
     python -m benchmarks.fusion_census --models gpt2 --toy    sizes for a test
-    python -m benchmarks.fusion_census --calls 10000          seconds of CPU that fusing a graph of so many calls takes
+    python -m benchmarks.fusion_census --calls 10000          seconds of CPU that fusing graphs of so many calls takes
 
 Joint graphs of forward and backward on one device, width 768, 4 x 512 tokens (ViT 16 images of 197), bfloat16 over
 float32 parameters. Inductor is given the very graph (decomposed as it wants it), schedules it, and is asked for its own
@@ -178,17 +178,46 @@ def census(name: str, toy: bool = False, ways: Sequence[tuple[bool, bool]] = WAY
     return row
 
 
+class Deep(nn.Module):
+    """Blocks of a norm, a product, a softmax and pointwise ops, small ones: kernels that hold rows, in long chains."""
+
+    def __init__(self, blocks: int, width: int = 16) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(width, width) * 0.1) for _ in range(blocks)])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, norm in zip(self.weights, self.norms, strict=True):
+            h = norm(x)
+            a = h @ weight
+            b = torch.sigmoid(nn.functional.gelu(a + h)) * torch.tanh(a) - torch.relu(h)
+            c = torch.log1p(torch.exp(b * b + a))
+            x = x + c * torch.cos(b) + torch.softmax(c, -1)
+        return x.square().mean()
+
+
+CALLS_OF_BLOCK = 52  # forward and backward
+
+
+def traced(calls: int) -> Graph:
+    """The joint graph of about so many calls of a model."""
+    blocks = max(1, round(calls / CALLS_OF_BLOCK))
+    return shardc.compile(Deep(blocks), {"x": torch.zeros(4, 8, 16)}, mesh="dp=1").body
+
+
 def timed(calls: int) -> dict[str, object]:
-    """A drawn graph, with its check that memory does not grow."""
+    """A drawn graph and a model's, with the check that memory does not grow."""
     from tests.passes.fuse_graphs import chains
 
     fuse(chains(60))  # what torch imports when it is first asked
-    graph = chains(calls)
-    start = time.process_time()
-    fused = fuse(graph)
-    seconds = time.process_time() - start
-    count = [sum(1 for _ in one.calls()) for one in (graph, fused)]
-    return {"calls": count[0], "after": count[1], "seconds": round(seconds, 2)}
+    row: dict[str, object] = {}
+    for name, graph in (("drawn", chains(calls)), ("traced", traced(calls))):
+        start = time.process_time()
+        fused = fuse(graph)
+        seconds = time.process_time() - start
+        count = [sum(1 for _ in one.calls()) for one in (graph, fused)]
+        row[name] = {"calls": count[0], "after": count[1], "seconds": round(seconds, 2)}
+    return row
 
 
 def main(argv: list[str] | None = None) -> int:

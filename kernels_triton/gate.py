@@ -1,24 +1,29 @@
-"""The compile gate: every template, and a corpus of generated kernels, compiled for NVIDIA GPUs on a machine without
-one, must not spill and must move its data 16 bytes at a time.
+"""The compile gate: every template, and corpora of generated kernels and of buckets, compiled for NVIDIA GPUs on a
+machine without one, must not spill and must move its data 16 bytes at a time.
 
 Ops run on `meta` tensors while their launches are recorded, in every variant of the registry and in those that graphs
 alone launch (`templates/variants.py`); each distinct kernel is then compiled ahead of time, by as many processes as
 there are cores, and its machine code read: local-memory accesses are spills (ptxas' register count does not show them),
 of which none is let pass on either architecture, and the width of global accesses is in the instruction. A full-size
-tensor may have no access narrower than 128 bits; what belongs to a row or to a program (statistics, targets, partial
-sums' neighbours) is counted as `narrow` and bounded.
+tensor may have no access narrower than 128 bits (of dtypes of several sizes, the others as many elements): whose an
+access is, PTX tells (`moved.py`). What belongs to a row or to a program (statistics, targets, partial sums' neighbours)
+is counted as `narrow` and bounded.
+
+Rows of an odd number of columns, which nobody has padded, cannot be moved 16 bytes at a time: of them only spills are
+refused (`odd`), and a CPU that compiles them cannot tell how slow they are.
 
     python -m kernels_triton.gate [--arch 90 --arch 80] [--quick]      # JSON lines, one a kernel; exits 1 on a failure
 
 `--quick` is what CI compiles (tests/kernels/test_gate.py): for sm_90 each template in each dtype and variant, its
-kernels for long rows, and each plan of the generator, and one in three of these for sm_80. All of it goes through every
-width, and every combination of operands, as well.
+kernels for long rows, each plan of the generator and two buckets, and one in three of these for sm_80. All of it goes
+through every width, and every combination of operands, as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -29,20 +34,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
-from itertools import islice
+from itertools import chain, islice, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels_triton import launch
+from kernels_triton.bucket.corpus import LAYOUTS, launched
 from kernels_triton.fused.behind import end
 from kernels_triton.fused.corpus import CORPUS
 from kernels_triton.fused.launcher import launcher
 from kernels_triton.fused.schedules import choose, column_sums
 from kernels_triton.machine_code import disassembled, machine_code
+from kernels_triton.moved import short
 from kernels_triton.registry import TEMPLATES, Template
 from kernels_triton.templates.variants import variants
+from kernels_triton.verdict import DEVICES, problems
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -55,7 +63,6 @@ POINTERS = {
     torch.int8: "*i8",
     torch.bool: "*i1",
 }
-DEVICES = {90: launch.H200, 80: launch.A100}
 ROW_COLS = (64, 1024, 4096, 8192, 12288, 16384, 50304, 131072)
 TILE_COLS = (64, 1024, 4096)
 GENERATED = [
@@ -63,11 +70,21 @@ GENERATED = [
 ]
 # Vocabularies of an odd number of columns, in rows that `align` has padded: nothing is narrower for it.
 UNEVEN = [(cols, dtype) for cols in (50257, 128255) for dtype in (torch.bfloat16, torch.float32)]
+# Rows that nobody has padded: of templates by a part of their names, and of some for CI.
+ODD_COLS = {"cross_entropy": (32001, 50257, 128257), "norm": (1001, 8191, 11001), "softmax": (1001, 8191, 11001)}
+ODD = {
+    "cross_entropy": ((32001, torch.bfloat16), (128257, torch.bfloat16)),
+    "layer_norm_backward": ((11001, torch.bfloat16),),
+    "rms_norm_backward": ((8191, torch.float32),),
+    "add_layer_norm": ((8191, torch.bfloat16),),
+    "softmax": ((11001, torch.bfloat16),),
+}
 SHAPED = ("rope", "adamw")  # ops whose shapes have no columns
 ROW_REDUCTIONS = ("norm", "softmax", "cross_entropy")
 OTHER_COLS = (1024, 8192, 12288, 50304)  # of calls with other operands
 NARROW_AND_WIDE = (torch.bfloat16, torch.float32)
 SAMPLE = {80: 3}  # one in so many is compiled quickly
+NEARLY = 4  # of the largest tensor, a full-size one has one element in so many
 BATCH = 32  # kernels that are disassembled at once
 SIZES = {"rows": 8192, "batch": 8, "heads": 32, "dim": 128, "half": 64, "channels": 256, "groups": 32}
 
@@ -84,17 +101,20 @@ class Source:
     constants: tuple[tuple[str, Any], ...]
     warps: int
     registers: int = 0
+    full: tuple[str, ...] = ()  # the tensors that are as large as the largest, nearly
+    odd: bool = False  # rows begin anywhere: how widely they are moved is not judged
 
 
 def sources(arch: int, quick: bool = False) -> Iterator[Source]:
-    """Every distinct kernel of the registry, of graphs, and of the generator's corpus; quickly, fewer."""
+    """Every distinct kernel of the registry, of graphs, of the generator's corpus, of buckets; quickly, fewer."""
     found = _distinct(arch, quick)
     return islice(found, 0, None, SAMPLE.get(arch, 1)) if quick else found
 
 
 def _distinct(arch: int, quick: bool) -> Iterator[Source]:
     seen: set[Source] = set()
-    for source in _launched(arch, quick):
+    odd = (replace(source, odd=True) for source in _odd(arch, quick))
+    for source in chain(_launched(arch, quick), odd):
         anonymous = replace(source, template="", cols=0)
         if anonymous not in seen:
             seen.add(anonymous)
@@ -109,6 +129,8 @@ def _distinct(arch: int, quick: bool) -> Iterator[Source]:
             if wanted or (not quick and (cols in (64, 4096) or plan[0] in ("rows", "loops"))):
                 plans.add(plan)
                 yield from generated(name, cols, dtype, arch)
+    for name in list(LAYOUTS)[: 2 if quick else None]:
+        yield from bucketed(name, arch)
 
 
 def _launched(arch: int, quick: bool) -> Iterator[Source]:
@@ -123,10 +145,27 @@ def _launched(arch: int, quick: bool) -> Iterator[Source]:
     for one in variants():
         if one.shown or not quick:
             for cols in one.widths[: 1 if quick else None]:
-                for dtype in NARROW_AND_WIDE[: 2 if one.shown and not quick else 1]:
+                for dtypes in islice(one.dtypes(), 1 if quick else None):
                     with _recording(one.template, cols, arch) as found:
-                        one.launch(cols, dtype)
+                        one.launch(cols, *dtypes)
                     yield from found
+
+
+def _odd(arch: int, quick: bool) -> Iterator[Source]:
+    """Rows whose columns are moved one by one."""
+    for template in TEMPLATES.values():
+        cases = ODD.get(template.name, ())
+        if not quick and template.name not in SHAPED:
+            widths = next((widths for part, widths in ODD_COLS.items() if part in template.name), (1001,))
+            cases = tuple(product(widths, NARROW_AND_WIDE))
+        for cols, dtype in cases:
+            for variant in template.variants[: None if "softmax" in template.name and not quick else 1]:
+                yield from recorded(template, cols, dtype, variant, arch)
+    for one in () if quick else variants():
+        for cols, dtype in product(one.odd, NARROW_AND_WIDE):
+            with _recording(one.template, cols, arch) as found:
+                one.launch(cols, dtype, torch.float32)
+            yield from found
 
 
 def _templates(arch: int, quick: bool) -> Iterator[Source]:
@@ -192,6 +231,13 @@ def generated(name: str, cols: int, dtype: torch.dtype, arch: int = 90) -> list[
     return found
 
 
+def bucketed(name: str, arch: int = 90) -> list[Source]:
+    """The launches of one bucket of the corpus."""
+    with _recording(f"bucket, {name}", 0, arch) as found:
+        launched(LAYOUTS[name]())
+    return found
+
+
 def source_of(template: str, cols: int, one: launch.Launch) -> Source:
     names = launch.kernel(one.name).arg_names
     signature: dict[str, str] = {}
@@ -212,9 +258,19 @@ def source_of(template: str, cols: int, one: launch.Launch) -> Source:
             signature[name] = "fp32"
     signature |= dict.fromkeys(constants, "constexpr")
     ordered = tuple((name, signature[name]) for name in names)
-    return Source(
-        template, one.name, cols, ordered, tuple(aligned), tuple(sorted(constants.items())), one.warps, one.registers
-    )
+    elements = {
+        name: _elements(value)
+        for name, value in zip(names, one.args, strict=False)
+        if name in signature and isinstance(value, Tensor)
+    }
+    full = tuple(name for name, count in elements.items() if NEARLY * count >= max(elements.values()))
+    told = (ordered, tuple(aligned), tuple(sorted(constants.items())), one.warps, one.registers, full)
+    return Source(template, one.name, cols, *told)
+
+
+def _elements(x: Tensor) -> int:
+    """That lie in different places."""
+    return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
 # Constants that a schedule chooses; other flags and words are of what is computed.
@@ -271,44 +327,11 @@ def measured(batch: Sequence[Source], arch: int) -> list[dict[str, Any]]:
             "spills": sum(name[:3] in ("LDL", "STL") for name in names),
             "shared": kernel.metadata.shared,
             "accesses": {str(width): widths[width] for width in sorted(widths)},
+            "short": short(kernel.asm["ptx"], source.signature, source.full),
+            "odd": source.odd,
         }
         lines.append({**line, "problems": problems(line)})
     return lines
-
-
-# What else may be narrow: each kernel's own few scalars a row or a program, by its file.
-NARROW = {
-    "column_sums": 1 << 20,
-    "_finish.": 1 << 20,  # of a generated kernel, likewise
-    "fused.": 12,  # a few statistics for each of many short rows
-    "cross_entropy_finish": 48,  # a few numbers of each shard, in unrolled loops
-    "dropout_forward": 4,
-    "dropout_backward": 12,
-    "cross_entropy": 12,
-    "rope": 0,
-}
-
-
-def problems(line: Mapping[str, Any]) -> list[str]:
-    """What the gate refuses."""
-    out: list[str] = []
-    if line["spills"] or line["stack"]:
-        out.append(f"{line['spills']} local-memory accesses, {line['stack']} bytes of stack")
-    most = DEVICES[line["arch"]].shared_bytes
-    if line["shared"] > most:
-        out.append(f"{line['shared']} bytes of shared memory, of {most}")
-    accesses: Mapping[str, int] = line["accesses"]
-    wide, narrow = accesses.get("128", 0), sum(count for width, count in accesses.items() if width != "128")
-    kernel = str(line["kernel"])
-    # Statistics of a row, or weights and sums of a channel; of stages ahead, and of loops, all may be written out.
-    constants = line["constants"]
-    per_row = 4 * constants.get("ROWS", 1) * constants.get("STAGES", 1) * constants.get("OF_GROUP", 1)
-    allowed = next((count for name, count in NARROW.items() if name in kernel), per_row)
-    if kernel != "norm.column_sums" and "_finish." not in kernel and not wide:
-        out.append("no 128-bit access")
-    if narrow > max(allowed + 2, 6):
-        out.append(f"{narrow} accesses of less than 128 bits")
-    return out
 
 
 def _width(kind: str) -> int:

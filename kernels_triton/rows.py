@@ -69,6 +69,20 @@ class Schedule:
 
 
 LOOPED = Schedule(2048, 0, rows=4, warps=8, waves=2)  # of a kernel that also sums over rows
+# Of columns that are moved one by one, each takes an address and a mask: registers hold rows of so many at the most.
+SINGLY = replace(LOOPED, block=1024, rows=2)
+SINGLE_COLS = 6144
+
+
+def singly(x: Tensor, cols: int) -> bool:
+    """Are columns moved one by one? No 16 bytes of such rows are known to lie where 16 bytes can be loaded."""
+    unit = 16 // x.element_size()
+    return bool(cols % unit) or (x.dim() > 1 and bool(x.stride(-2) % unit))
+
+
+def looped(x: Tensor, cols: int) -> Schedule:
+    """For rows that pass twice, wherever they begin."""
+    return SINGLY if singly(x, cols) else LOOPED
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -147,11 +161,13 @@ def forward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
 
 def backward_schedule(name: str, x: Tensor, cols: int) -> Schedule:
     """For a kernel that also sums over rows: two accumulators a column stay in registers as rows stream by."""
-    if cols > BACKWARD_COLS[x.element_size()]:
+    size = x.element_size()
+    if singly(x, cols) and cols > SINGLE_COLS:
+        return _trial.get(name, SINGLY)  # tables are of rows that are moved 16 bytes at a time
+    if cols > BACKWARD_COLS[size]:
         return tabled(name, x, cols, LOOPED)
     block, chunks = cut(cols, 8192, 4)
     width = block * chunks
-    size = x.element_size()
     rows = max(1, min(32 // size, 4096 // (width * size)))
     warps = _warps(width * rows, 16, 16)
     waves = max(1, 16 // warps)
@@ -178,9 +194,10 @@ def head_schedule(name: str, x: Tensor, heads: int, block: int) -> Schedule:
 
 
 def walking_schedule(name: str, x: Tensor, cols: int, sums: bool) -> Schedule:
-    """As `tile_schedule`; with sums over rows, few programs, each of which walks down a block of columns."""
+    """With sums over rows few programs, each of which walks down a block of columns; else a program a tile, and
+    nothing of what a table has of the op, which was measured with sums."""
     if not sums:
-        return tile_schedule(name, x, cols)
+        return tile_schedule(f"{name}_tiles", x, cols)
     block = min(max(16, power_of_two(cols)), 512)
     return tabled(name, x, cols, Schedule(block, 1, 2048 // block, 4, 2, 8))
 

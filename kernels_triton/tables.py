@@ -70,6 +70,9 @@ def _read(path: Path) -> dict[str, Any]:
     hint = "`shardc tune -o FILE` writes one"
     try:
         found: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as why:
+        line = "" if why.problem_mark is None else f":{why.problem_mark.line + 1}"
+        raise _error(f"'{path}{line}' is no YAML: {why.problem}", hint) from why
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
         raise _error(f"'{path}' cannot be read as a table of kernels' schedules: {why}", hint) from why
     if not isinstance(found, dict) or not {"device", "schedules"} <= cast(dict[str, Any], found).keys():

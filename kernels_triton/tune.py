@@ -67,7 +67,7 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
     elif name in TILES:
         sizes = (512, 1024, 2048)
         options = [{"rows": max(1, n // guess.block), "warps": w} for n in sizes for w in (1, 2, 4, 8)]
-        options += [{"block": 512, "rows": 1, "warps": w} for w in (1, 2)]
+        options += [{"block": 512, "rows": r, "warps": w} for r, w in ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 4))]
     elif name in WALKS:
         tiles = ((512, 4, 4), (512, 2, 4), (512, 8, 4), (1024, 2, 4), (1024, 1, 4), (1024, 4, 8), (256, 8, 4))
         shared = ((4, 2), (6, 3), (8, 1), (8, 2), (12, 2))

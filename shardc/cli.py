@@ -26,6 +26,7 @@ from kernels_triton import tuning
 from shardc import api
 from shardc.api import Program
 from shardc.cli_printer import Printer, keep_only
+from shardc.explain_kernels import asked_of
 from shardc.explain_list import kernel_list
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.dot import emit_dot
@@ -102,9 +103,10 @@ EMITTERS: dict[Emit, Callable[[Program], str]] = {
     Emit.json: lambda program: program.to_json(),
     Emit.python: lambda program: "\n\n".join(map(emit_python, _graphs(program))),
     Emit.dot: lambda program: "\n".join(map(emit_dot, _graphs(program))),
-    Emit.triton: lambda program: emit_triton(_graphs(program)),
+    Emit.triton: lambda program: emit_triton(_graphs(program), asked_of(program)),
 }
 SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot, ".txt": Emit.text}
+SUFFIX = {form: suffix for suffix, form in SUFFIXES.items()} | {Emit.triton: ".py"}
 
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")
@@ -129,7 +131,7 @@ def compile_command(
     rank: Annotated[int | None, typer.Option(help="Print what one rank holds and runs, in its local shapes.")] = None,
     emit: Annotated[Emit | None, typer.Option(help="Write the program in this form.")] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; the suffix tells the form.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; the suffix is that of the form.")
     ] = None,
     check: Annotated[bool, typer.Option("--verify", help="Simulate all ranks against the single device.")] = False,
     strict: Strict = False,
@@ -139,8 +141,8 @@ def compile_command(
 ) -> None:
     """Compile, and print a summary; or print the program, the graph after a pass, or one rank's view."""
     printer = Printer(tuple(print_after or ()), diff, module_filter)
-    if output is not None and emit is None:
-        check_suffix(output, [*SUFFIXES])
+    if output is not None:
+        check_suffix(output, [*SUFFIXES] if emit is None else [SUFFIX[emit]])
     program, batch = _program(target, plan, mesh, strict, meta=not check, printer=printer)
     printer.check()
     form = emit or (None if output is None else SUFFIXES.get(output.suffix, Emit.text))

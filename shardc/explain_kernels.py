@@ -188,6 +188,11 @@ def fusions(program: Program, pipelined: Pipelined | None = None) -> list[Fusion
     return [_fusion(name, before[name], after, asked.fuse) for name, after in _graphs(pipelined).items()]
 
 
+def asked_of(program: Program) -> Fusing:
+    """What its plan says of kernels."""
+    return Plan.parse(program.plan.get("text", "")).fuse
+
+
 def unfused(program: Program, plan: Plan) -> Graph:
     """The body as it was before it had kernels."""
     options = replace(

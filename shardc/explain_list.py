@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from shardc.api import Program
-from shardc.explain_kernels import CallExplanation, Fusion, fusions
+from shardc.explain_kernels import CallExplanation, Fusion, asked_of, fusions
 from shardc.ir.collectives import human_bytes
 from shardc.summary import table_of
 
@@ -17,7 +17,7 @@ def kernel_list(program: Program) -> list[RenderableType]:
     """Every kernel, then the other calls that move something, those of one op and one reason in a row."""
     found = fusions(program, program.pipelined)
     if not any(one.kernels for one in found):
-        return [Text("no call is fused: write fuse: true in the plan" if not found else "no call is fused")]
+        return [Text(asked_of(program).without_kernels), *([_others(found)] if found else [])]
     table = table_of("kernel", "runs", "calls", "phase", "moved", "before", "line", number=(2, 4, 5))
     for one in found:
         for kernel in one.kernels.values():

@@ -9,13 +9,15 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, type_of
+from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, type_of, update
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.kernels import LAYER_NORM, LAYER_NORM_BACKWARD, NARROW
 from shardc.ir.types import TensorType
 from shardc.trace import Traced
 
@@ -46,10 +48,34 @@ def ingest(traced: Traced, mesh: Mesh) -> Graph:
         if node.op == "output":
             node.meta = {}
     graph.erase_dead()
+    _keep_statistics(graph)
     graph.activations = {
         k: v for k, v in graph.activations.items() if v.graph is graph.fx and (v.users or v.op == "placeholder")
     }
     return graph
+
+
+def _keep_statistics(graph: Graph) -> None:
+    """Layer norm's statistics of 16-bit rows are float32, as GPUs give them, and not what a trace without one says.
+
+    See `ir.ops.kernels`. Whatever else reads them than its backward gets them as traced.
+    """
+    for node in list(graph.calls()):
+        if node.target is not LAYER_NORM or type_of(node.all_input_nodes[0]).dtype not in NARROW:
+            continue
+        exact = [t and replace(t, dtype=torch.float32) for t in info(node).results]
+        update(node, results=(info(node).results[0], *exact[1:]))
+        for value in (user for user in list(node.users) if user.args[1] != 0):
+            traced = type_of(value)
+            update(value, type=replace(traced, dtype=torch.float32))
+            others = [user for user in value.users if user.target is not LAYER_NORM_BACKWARD]
+            if others:
+                with graph.fx.inserting_after(value):
+                    cast = graph.call(
+                        torch.ops.aten._to_copy.default, (value,), {"dtype": traced.dtype}, like=value, type=traced
+                    )
+                for user in others:
+                    user.replace_input_with(value, cast)
 
 
 def _refuse_namesakes(ports: list[Port]) -> None:

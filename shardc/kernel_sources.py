@@ -9,10 +9,12 @@ from kernels_triton.fused.text import parse
 from kernels_triton.templates import source as hand_tuned
 from kernels_triton.templates.op import KERNELS, OPS
 from shardc.ir.graph import Graph, info
+from shardc.plan_fuse import Fusing
 
 
-def emit_triton(graphs: Iterable[Graph]) -> str:
-    """Each distinct kernel once, headed by the calls that run it: generated, or a template's launches and functions."""
+def emit_triton(graphs: Iterable[Graph], asked: Fusing) -> str:
+    """Each distinct kernel once, headed by the calls that run it: generated, or a template's launches and functions.
+    Without kernels a comment that says why, by what the plan `asked` for."""
     callers: dict[tuple[str, bool], list[str]] = {}
     for graph in graphs:
         for node in graph.calls():
@@ -20,7 +22,7 @@ def emit_triton(graphs: Iterable[Graph]) -> str:
                 key = (str(node.args[1]), node.target in OPS.values())
                 callers.setdefault(key, []).append(info(node).name)
     if not callers:
-        return "# no call is fused: write fuse: true in the plan\n"
+        return f"# {asked.without_kernels}\n"
     parts: list[str] = []
     shown: set[tuple[str, str]] = set()
     for (line, template), names in callers.items():

@@ -15,15 +15,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from shardc.ir.annotation import KINDS, Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
-from shardc.plan_fuse import Fusing
+from shardc.plan_fuse import Fusing, says_something
 from shardc.plan_pipeline import Pipelining
 from shardc.plan_values import (
     Annotations,
@@ -69,7 +69,7 @@ class Plan(BaseModel):
     recompute: Recomputing = Recomputing()
     align: bool = True
     bucket: Bucketing = Bucketing()
-    fuse: Fusing = Fusing()
+    fuse: Annotated[Fusing, BeforeValidator(says_something)] = Fusing()
     precision: Dtypes | None = None
     nonfinite: Nonfinite | None = None
     accumulate: int = 1

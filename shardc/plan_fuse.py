@@ -19,7 +19,7 @@ class Fusing(BaseModel):
     calls; `templates` those of the hand-tuned kernels that are used where one computes just what a kernel does (all of
     them).
 
-    In short: true or false. What says how to fuse need not say that it is enabled.
+    In short: true or false. What says how to fuse need not say that it is enabled; what says nothing is refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -58,6 +58,15 @@ class Fusing(BaseModel):
         return tuple(Annotation(one, P(), origin) if isinstance(one, str) else one for one in patterns)
 
     @property
+    def without_kernels(self) -> str:
+        """What to say of a program that has none."""
+        if not self.enabled:
+            return "no call is fused: write fuse: true in the plan"
+        if not self.exclude:
+            return "no call is fused: the plan asks for kernels, and none is worth it"
+        return f"no call is fused of those that the plan leaves: it excludes {', '.join(map(repr, self.left))}"
+
+    @property
     def left(self) -> tuple[str, ...]:
         """The patterns of what stays calls."""
         return tuple(one.pattern for one in self.exclude)
@@ -79,6 +88,13 @@ class Fusing(BaseModel):
         said: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
         said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
         return {"enabled": self.enabled, **said} if said else self.enabled
+
+
+def says_something(value: Any) -> Any:
+    """Of what a plan has under `fuse`: an empty mapping may mean kernels as well as none."""
+    if isinstance(value, Mapping) and not value:
+        raise error("SC208", "'fuse' is empty: it asks neither for kernels nor for none", hint="write fuse: true")
+    return cast(object, value)
 
 
 def _instead(name: object) -> str:

@@ -10,12 +10,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kernels_triton.templates.op import KERNELS
 from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
 from shardc.ir.collectives import Collective, human_bytes
 from shardc.ir.graph import Graph, Port, info, type_of, update
 from shardc.ir.program import Program
 from shardc.ir.types import TensorType
+from shardc.plan import Plan
 
 
 def summary(program: Program) -> list[RenderableType]:
@@ -30,6 +32,8 @@ def fusion(program: Program) -> list[str]:
     """What kernels saved, where the plan asked for them; products and communication are not among them."""
     if "traffic" not in program.plan:
         return []
+    if not any(node.target in KERNELS for node in program.body.calls()):
+        return [Plan.parse(program.plan["text"]).fuse.without_kernels]
     (before, unfused), (after, moved) = program.plan["traffic"]
     return [f"fused: {before} kernels are {after}, and move {human_bytes(moved)} instead of {human_bytes(unfused)}"]
 

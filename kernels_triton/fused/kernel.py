@@ -260,9 +260,11 @@ class Kernel:
 
 def _settle(kernel: Kernel) -> None:
     """Along a dim of size 1 every stride is 0, so that equal walks are written in one way."""
+    if 1 not in kernel.space:
+        return
 
     def settled(walk: Walk) -> Walk:
-        if len(walk.strides) != len(kernel.space) or not any(n == 1 for n in kernel.space):
+        if len(walk.strides) != len(kernel.space):
             return walk
         return Walk(walk.offset, tuple(s if n > 1 else 0 for s, n in zip(walk.strides, kernel.space, strict=True)))
 
@@ -282,6 +284,33 @@ def malformed(message: str, kernel: str = "") -> ShardcError:
     return error("SC531", f"{kernel or 'a fused kernel'}: {message}")
 
 
+def _wrong(step: Step, at: int, dims: int) -> str:
+    """What is wrong with a step by itself, which makes value `at`; "" if nothing is. Kernels have many steps, and
+    nothing is put into words before it is needed."""
+    op = OPS.get(step.op)
+    if op is None:
+        return f"no op {step.op!r}"
+    if len(step.operands) != len(op.operands):
+        return f"{step.op} takes {len(op.operands)} operands"
+    read = reads(step)
+    if not all(0 <= v < at for v in read):
+        return f"{step.op} reads a value that is not there yet"
+    if not read and op.operands:
+        return f"{step.op} of literals"
+    if step.op == "uniform" and not isinstance(step.operands[0], Ref):
+        return "a seed that is a literal"
+    if (step.op == "cast") != (step.dtype is not None):
+        return "a cast, and nothing else, has a dtype"
+    if step.dtype is not None and step.dtype not in DTYPES:
+        return f"a cast to {step.dtype}"
+    count = {"iota": 1, "uniform": 1 + dims, "spread": dims}.get(step.op, 0)
+    if len(step.attributes) != count:
+        return f"{step.op} has {count} attributes"
+    if step.op == "iota" and not 0 <= step.attributes[0] < dims:
+        return "iota along no dim of the space"
+    return ""
+
+
 def _check(kernel: Kernel) -> None:
     def expect(condition: bool, message: str) -> None:
         if not condition:
@@ -297,25 +326,16 @@ def _check(kernel: Kernel) -> None:
         expect(given.dtype in DTYPES, f"%{at} is {given.dtype}")
         _check_walk(kernel, f"%{at}", given.walk, math.prod(given.shape))
     for at, step in enumerate(kernel.steps, len(kernel.inputs)):
-        expect(step.op in OPS, f"%{at}: no op {step.op!r}")
-        op, read = OPS[step.op], reads(step)
-        expect(len(step.operands) == len(op.operands), f"%{at}: {step.op} takes {len(op.operands)} operands")
-        expect(all(0 <= v < at for v in read), f"%{at}: {step.op} reads a value that is not there yet")
-        expect(bool(read) or not op.operands, f"%{at}: {step.op} of literals")
-        expect(step.op != "uniform" or isinstance(step.operands[0], Ref), f"%{at}: a seed that is a literal")
-        expect((step.op == "cast") == (step.dtype is not None), f"%{at}: a cast, and nothing else, has a dtype")
-        expect(step.dtype is None or step.dtype in DTYPES, f"%{at}: a cast to {step.dtype}")
-        count = {"iota": 1, "uniform": 1 + dims, "spread": dims}.get(step.op, 0)
-        expect(len(step.attributes) == count, f"%{at}: {step.op} has {count} attributes")
-        expect(step.op != "iota" or 0 <= step.attributes[0] < dims, f"%{at}: iota along no dim of the space")
+        if wrong := _wrong(step, at, dims):
+            raise malformed(f"%{at}: {wrong}", kernel.name)
     if kernel.double:
         # What functions.py approximates, it approximates to float32.
         narrow = [s.op for s in kernel.steps if OPS[s.op].reduces or OPS[s.op].function not in WIDE]
         expect(not narrow, f"{', '.join(narrow)} in float64")
     for at, step in enumerate(kernel.steps, len(kernel.inputs)):
-        late = [v for v in reads(step) if kernel.late[v]]
-        expect(not (late and OPS[step.op].reduces), f"%{at}: {step.op} of a sum over rows")
+        late = any(kernel.late[v] for v in reads(step))
         if late:
+            expect(not OPS[step.op].reduces, f"%{at}: {step.op} of a sum over rows")
             for value in (*reads(step), at):
                 level = 0 if kernel.late[value] else kernel.level[value]
                 expect(level == 0, f"%{at}: a sum over rows meets a reduction of a row")
@@ -323,9 +343,10 @@ def _check(kernel: Kernel) -> None:
         if step.op == "uniform":
             expect(all(kernel.kind(v) == "scalar" for v in reads(step)), f"%{at}: a seed that varies")
         for operand, letter in zip(step.operands, OPS[step.op].operands, strict=True):
-            got = kernel.classes[operand.index] if isinstance(operand, Ref) else literal_class(operand)
-            expect(letter not in "bi" or got == letter or (letter == "i" and got == "b"),
-                   f"%{at}: {step.op} of a value of class {got}")  # fmt: skip
+            if letter in "bi":
+                got = kernel.classes[operand.index] if isinstance(operand, Ref) else literal_class(operand)
+                known = got == letter or (letter == "i" and got == "b")
+                expect(known, f"%{at}: {step.op} of a value of class {got}")
     for at, made in enumerate(kernel.outputs):
         expect(made.dtype in DTYPES, f"output {at} is {made.dtype}")
         covered = 0

@@ -112,7 +112,7 @@ class Prepared:
         return results
 
     def bound(self, found: Launches) -> Callable[[Env], list[Tensor]]:
-        written = _Written(self.slowly, self.index)
+        written = Written(self.slowly, self.index)
         for operand in self.operands:
             written.operand(operand)
         written.check()
@@ -127,7 +127,7 @@ class Prepared:
         return written.done(self.kernel.name)
 
 
-class _Written:
+class Written:
     """A call as lines of Python; `names` is what they refer to, `at` the address of each buffer, as written."""
 
     def __init__(self, slowly: Callable[[Env], list[Tensor]], index: int) -> None:
@@ -217,8 +217,11 @@ class _Written:
             return str(int(address) + offset) if known else f"{address} + {offset}" if offset else address
         return repr(value) if value is None or type(value) in (bool, int) else self.named("k", value)
 
-    def done(self, name: str) -> Callable[[Env], list[Tensor]]:
-        if all(one in self.names for one in self.results):
+    def done(self, name: str, alone: bool = False) -> Callable[[Env], Any]:
+        """The call, which returns all results; `alone`: the only one."""
+        if alone:
+            self.lines.append(f"return {self.results[0]}")
+        elif all(one in self.names for one in self.results):
             self.lines.append(f"return {self.named('results', [self.names[one] for one in self.results])}")
         else:
             self.lines.append(f"return [{', '.join(self.results)}]")

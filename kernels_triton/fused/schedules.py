@@ -26,8 +26,9 @@ from kernels_triton.rows import Schedule, cut, power_of_two
 
 # Of 65536 registers a multiprocessor, by `pressure` (which counts high: the compiler moves loads to their use). With
 # sums over rows one program has them all, and its accumulators stay; the gate saw no spills up to these. Of what
-# Triton 3.6 holds at most, 3.9 spills 12 registers.
-RESIDENT, RESIDENT_SUMS = 82_000, 74_000 if launch.triton_version() >= (3, 7) else 93_000
+# Triton 3.6 holds at most, 3.9 spills 12 registers; of float32 for sm_80, 2 even of what it can hold on sm_90.
+NEWEST = launch.triton_version() >= (3, 7)
+RESIDENT, RESIDENT_SUMS, RESIDENT_SUMS_SM80 = 82_000, 74_000 if NEWEST else 93_000, 66_000 if NEWEST else 93_000
 A_THREAD, A_THREAD_SUMS = 72, 128
 
 
@@ -166,7 +167,8 @@ def guessed(kernel: Kernel, device: Device) -> Schedule:
         block = min(power_of_two(cols), 1024)
         # An output that is stored in parts has a tile of each.
         tile = 1024 // min(4, power_of_two(max(len(made.stores) for made in kernel.outputs)))
-        return Schedule(block, 1, max(1, min(tile // block, power_of_two(kernel.rows))), 4)
+        high = max(1, min(tile // block, power_of_two(kernel.rows)))
+        return Schedule(block, 1, high, max(1, min(4, block * high // 256)))  # a thread has 16 bytes of 16-bit values
     if style == "walk":
         block = min(power_of_two(cols), 1024)
         tile = 2048 if live <= 6 else 1024
@@ -175,11 +177,13 @@ def guessed(kernel: Kernel, device: Device) -> Schedule:
         return Schedule(block, 1, high, max(1, min(4, block * high // 512)) if kernel.batch else 4, 3, 6)
     block, chunks = cut(cols, 16384, 4)
     width = block * chunks
-    if not chunks or width * live > (RESIDENT_SUMS if sums else RESIDENT):
+    most = RESIDENT_SUMS if sums else RESIDENT
+    if sums and widest(kernel) == 4 and device.shared_bytes < rows.NEWER:
+        most = RESIDENT_SUMS_SM80
+    if not chunks or width * live > most:
         if sums:
             return Schedule(2048, 0, min(2, power_of_two(kernel.rows)), 8, waves=2)
         return Schedule(2048, 0, 1, 8)
-    most = RESIDENT_SUMS if sums else RESIDENT
     tile = max(1, min(max(16, 256 // width), (2048 if sums else 1024) // width))
     light = bool(kernel.batch) and live <= 2.5  # programs are many and short, and wait for little
     if light:

@@ -34,27 +34,29 @@ def _act(x, ACT: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _act_and_grad(x, ACT: tl.constexpr, EXACT: tl.constexpr):
-    """(f(x), f'(x))."""
+def _act_and_grad(x, dy, ACT: tl.constexpr, EXACT: tl.constexpr):
+    """(f(x), dy * f'(x))."""
     if ACT == "silu":
         s = logistic(x)
         y = x * s
-        d = s + y * (1.0 - s)
+        dx = dy * (s + y * (1.0 - s))
     elif ACT == "gelu_tanh":
         # Past 14 the logistic is 0 or 1 in float32; a square that overflows would make NaN of its slope, 0.
         square = tl.minimum(x * x, 200.0)
         s = quotient(1.0, 1.0 + tl.exp2(x * (-2.302208198 - 0.1029432397 * square)))
         y = x * s
-        d = s + (y - y * s) * (1.5957691216057308 + 0.2140644488 * square)
+        dx = dy * (s + (y - y * s) * (1.5957691216057308 + 0.2140644488 * square))
     elif ACT == "gelu":
         s = _below(x, EXACT)
         y = x * s
-        d = s + x * (0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E)))
+        dx = dy * (s + x * (0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E))))
     else:
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         y = positive * positive
-        d = 2.0 * positive
-    return y, d
+        # Doubled last: twice an x past 1.7e38 would be infinite, whatever dy. No gradient passes where x is not
+        # positive, not an infinite one either.
+        dx = tl.where(x <= 0.0, 0.0, 2.0 * (dy * positive))
+    return y, dx
 
 
 @triton.jit
@@ -74,34 +76,43 @@ def activation_forward(
 
 
 @triton.jit
+def _backward_tile(
+    DY, X, bias, DX, t, c, rows, dy_stride, x_stride, ACT: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Stores the gradient of tile t, and returns it in float32: zeros beyond the rows and columns."""
+    r = t * ROWS + tl.arange(0, ROWS)[:, None]
+    m = (r < rows) & (c < COLS)
+    r = r.to(tl.int64)
+    x = tl.load(X + r * x_stride + c, mask=m, other=0.0).to(tl.float32) + bias
+    dy = tl.load(DY + r * dy_stride + c, mask=m, other=0.0).to(tl.float32)
+    _, dx = _act_and_grad(x, dy, ACT, X.dtype.element_ty == tl.float32)
+    tl.store(DX + r * COLS + c, dx.to(DX.dtype.element_ty), mask=m)
+    return dx
+
+
+@triton.jit
 def activation_backward(
     DY, X, B, DX, DB, rows, dy_stride, x_stride,
     ACT: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs of a block of columns share the rows; those of one row are neighbours. DB: [programs, COLS] partials."""
+    """A program a tile; with DB, [programs, COLS] partial sums, a block of columns' programs share its tiles.
+
+    Programs of one row are neighbours.
+    """
     blocks: tl.constexpr = (COLS + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % blocks
     program = tl.program_id(0) // blocks
     c = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
     bias = tl.zeros((1, BLOCK), tl.float32)
     if B is not None:
         bias = tl.load(B + c, mask=c < COLS, other=0.0).to(tl.float32)
-    for t in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0) // blocks, num_stages=STAGES):
-        r = t * ROWS + tl.arange(0, ROWS)[:, None]
-        m = (r < rows) & (c < COLS)
-        r = r.to(tl.int64)
-        x = tl.load(X + r * x_stride + c, mask=m, other=0.0).to(tl.float32) + bias
-        dy = tl.load(DY + r * dy_stride + c, mask=m, other=0.0).to(tl.float32)
-        _, d = _act_and_grad(x, ACT, X.dtype.element_ty == tl.float32)
-        dx = dy * d
-        if ACT == "relu2":  # no gradient passes, not an infinite one either
-            dx = tl.where(x <= 0.0, 0.0, dx)
-        tl.store(DX + r * COLS + c, dx.to(DX.dtype.element_ty), mask=m)
-        if DB is not None:
-            total += dx
-    if DB is not None:
-        tl.store(DB + program * COLS + c, tl.sum(total, 0, keep_dims=True), mask=c < COLS)
+    if DB is None:
+        _backward_tile(DY, X, bias, DX, program, c, rows, dy_stride, x_stride, ACT, COLS, ROWS)
+    else:
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for t in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0) // blocks, num_stages=STAGES):
+            total += _backward_tile(DY, X, bias, DX, t, c, rows, dy_stride, x_stride, ACT, COLS, ROWS)
+        tl.store(DB + program.to(tl.int64) * COLS + c, tl.sum(total, 0, keep_dims=True), mask=c < COLS)
 
 
 @triton.jit
@@ -136,6 +147,6 @@ def gated_backward(
     dy = tl.load(DY + r * dy_stride + c, mask=m, other=0.0).to(tl.float32)
     gate = tl.load(GATE + r * gate_stride + c, mask=m, other=0.0).to(tl.float32)
     up = tl.load(UP + r * up_stride + c, mask=m, other=0.0).to(tl.float32)
-    y, d = _act_and_grad(gate, ACT, GATE.dtype.element_ty == tl.float32)
-    tl.store(DGATE + r * dgate_stride + c, (dy * up * d).to(DGATE.dtype.element_ty), mask=m)
+    y, dgate = _act_and_grad(gate, dy * up, ACT, GATE.dtype.element_ty == tl.float32)
+    tl.store(DGATE + r * dgate_stride + c, dgate.to(DGATE.dtype.element_ty), mask=m)
     tl.store(DUP + r * dup_stride + c, (dy * y).to(DUP.dtype.element_ty), mask=m)

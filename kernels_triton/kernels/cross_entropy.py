@@ -322,7 +322,8 @@ def cross_entropy_finish(
     tops = tl.load(at, mask=there, other=float("-inf"))
     top = tl.max(tops, 0)
     # Chosen, or a thread would add its own product unrounded to the rounded ones of others, and each have another sum.
-    total = tl.sum(tl.where(there, tl.load(at + 1, mask=there, other=0.0) * tl.exp(tops - top), 0.0), 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)  # of a row with no number, whose sum is 0
+    total = tl.sum(tl.where(there, tl.load(at + 1, mask=there, other=0.0) * tl.exp(tops - shift), 0.0), 0)
     factor = _factor(SCALE, target, ignore, classes)
     if start == 0:
         logit = tl.sum(tl.load(at + 2, mask=there, other=0.0), 0)

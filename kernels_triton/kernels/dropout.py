@@ -97,4 +97,4 @@ def dropout_backward(
         if DB is not None:
             total += dx
     if DB is not None:
-        tl.store(DB + program * COLS + c, tl.sum(total, 0, keep_dims=True), mask=c < COLS)
+        tl.store(DB + program.to(tl.int64) * COLS + c, tl.sum(total, 0, keep_dims=True), mask=c < COLS)

@@ -16,56 +16,76 @@ import triton
 import triton.language as tl
 
 from kernels_triton.kernels.arithmetic import INTERPRETED, quotient
+from kernels_triton.kernels.moments import EXACT, add
 
 
 @triton.jit
 def _pool(count, mean, squares, other_count, other_mean, other_squares):
-    """Of two groups: how many numbers, their mean, and the squares of their distances from it (Chan)."""
+    """Of two groups: how many numbers, their mean, and the squares of their distances from it (Chan). Of equal means,
+    and beside a group of none, a mean stays what it is."""
     total = count + other_count
-    share = quotient(other_count, tl.maximum(total, 1.0))
+    share = tl.where(count > 0.0, quotient(other_count, tl.maximum(total, 1.0)), 1.0)
     apart = other_mean - mean
-    return total, mean + apart * share, squares + other_squares + apart * apart * (count * share)
+    return total, mean + apart * share, squares + other_squares + apart * (apart * (count * share))
 
 
 @triton.jit
-def _neighbours(x, START: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """What `_pool` takes, of each group of a block that begins at column START."""
-    if START + BLOCK <= COLS:
-        count = tl.full((x.shape[0], BLOCK // GROUP), GROUP, tl.float32)
-        mean = tl.sum(x, 2) / GROUP
-        d = x - mean[:, :, None]
-    else:
-        c = START + tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-        there = (c < COLS) & (tl.zeros(x.shape, tl.int32) == 0)
-        count = tl.sum(there.to(tl.float32), 2)
-        mean = quotient(tl.sum(x, 2), tl.maximum(count, 1.0))
-        d = tl.where(there, x - mean[:, :, None], 0.0)
-    return count, mean, tl.sum(d * d, 2)
+def _neighbours(x, there, GROUP: tl.constexpr):
+    """What `_pool` takes, of each group of a block, of what is `there`; means are of distances from a group's first
+    number, which is the fourth result."""
+    lane = tl.arange(0, GROUP)[None, None, :]
+    first = tl.sum(tl.where(lane == 0, x, 0.0), 2)
+    count = tl.sum(there.to(tl.float32), 2)
+    x = tl.where(there, x - first[:, :, None], 0.0)
+    mean = quotient(tl.sum(x, 2), tl.maximum(count, 1.0))
+    d = tl.where(there, x - mean[:, :, None], 0.0)
+    return count, mean, tl.sum(d * d, 2), first
 
 
 @triton.jit
 def _moments(X, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """(mean, variance) of SIZE numbers: of a thread's own first, then pooled in one exchange between threads."""
+    """(mean, variance) of SIZE numbers: of a thread's own first, then pooled in one exchange between threads. Of
+    float32 all is of distances from a thread's first few: their means, which change by little, are not rounded as the
+    mean is."""
     c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     whole: tl.constexpr = SIZE // BLOCK * BLOCK
+    wide: tl.constexpr = X.dtype.element_ty == tl.float32
+    pivot = tl.zeros((1, BLOCK // GROUP), tl.float32)
+    if wide and whole > 0:
+        x = tl.load(X + c, eviction_policy="evict_last")
+        pivot = tl.sum(x * (1.0 / GROUP), 2)  # of so few equal numbers exact
     mean = tl.zeros((1, BLOCK // GROUP), tl.float32)
     squares = tl.zeros((1, BLOCK // GROUP), tl.float32)
     for start in tl.range(0, whole, BLOCK, num_stages=3):
         x = tl.load(X + start + c, eviction_policy="evict_last").to(tl.float32)
+        if wide:
+            x -= pivot[:, :, None]
         here = tl.sum(x, 2) / GROUP
         d = x - here[:, :, None]
         apart = here - mean
         before = tl.zeros((), tl.float32) + start
         share = BLOCK / (before + BLOCK)
         mean += apart * share
-        squares += tl.sum(d * d, 2) + apart * apart * (before / BLOCK * GROUP * share)
-    pooled = (tl.full((1, BLOCK // GROUP), whole // BLOCK * GROUP, tl.float32), mean, squares)
+        # In this order: of the first block `before` is 0, and the square of what is large infinite.
+        squares += tl.sum(d * d, 2) + apart * (apart * (before / BLOCK * GROUP * share))
+    count = tl.full((1, BLOCK // GROUP), whole // BLOCK * GROUP, tl.float32)
     if whole < SIZE:
-        x = tl.load(X + whole + c, mask=whole + c < SIZE, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        rest = _neighbours(x, whole, SIZE, BLOCK, GROUP)
-        pooled = _pool(pooled[0], pooled[1], pooled[2], rest[0], rest[1], rest[2])
-    _, mean, squares = tl.reduce(pooled, 1, _pool)
-    return tl.sum(mean, 0), tl.sum(squares, 0) / SIZE  # one number each: sums are they
+        there = whole + c < SIZE
+        x = tl.load(X + whole + c, mask=there, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if wide and whole > 0:
+            x -= pivot[:, :, None]
+        rest_count, rest, rest_squares, first = _neighbours(x, there, GROUP)
+        if wide and whole == 0:
+            pivot = first
+        else:
+            rest += first
+        count, mean, squares = _pool(count, mean, squares, rest_count, rest, rest_squares)
+    middle = 0.0
+    if wide:  # near the mean: distances from it are small, and exact for equal numbers
+        middle = tl.sum(tl.sum((pivot + mean) * (count * (1.0 / SIZE)), 1), 0)
+        mean = tl.where(count > 0.0, (pivot - middle) + mean, 0.0)
+    _, mean, squares = tl.reduce((count, mean, squares), 1, _pool)
+    return middle + tl.sum(mean, 0), tl.sum(squares, 0) / SIZE  # one number each: sums are they
 
 
 @triton.jit
@@ -136,13 +156,18 @@ def _together(SHARED, group, SPACE: tl.constexpr, OF_GROUP: tl.constexpr, PARTS:
     """(mean, squares of the distances from it) of a group, from its parts'."""
     most: tl.constexpr = triton.next_power_of_2(PARTS)
     part = tl.arange(0, most)
-    at = SHARED + (group * PARTS + part) * 2
+    at = SHARED + (group * PARTS + part) * 3
     counts = tl.where(part < PARTS, _channels(part, OF_GROUP, PARTS) * SPACE, 0).to(tl.float32)
     means = tl.load(at, mask=part < PARTS, other=0.0, cache_modifier=".cg")
     squares = tl.load(at + 1, mask=part < PARTS, other=0.0, cache_modifier=".cg")
-    mean = tl.sum(means * counts, 0) / (OF_GROUP * SPACE)
-    apart = means - mean
-    return mean, tl.sum(squares + counts * apart * apart, 0)
+    first = tl.load(SHARED + group * PARTS * 3, cache_modifier=".cg")
+    # Of distances, since a sum of equal means would be rounded; and of means before they were.
+    apart = tl.where(
+        part < PARTS, means - first + tl.load(at + 2, mask=part < PARTS, other=0.0, cache_modifier=".cg"), 0.0
+    )
+    middle = tl.sum(apart * counts, 0) / (OF_GROUP * SPACE)
+    apart -= middle
+    return first + middle, tl.sum(squares + counts * (apart * apart), 0)
 
 
 @triton.jit
@@ -159,6 +184,10 @@ def group_norm_forward_held(
     count = _channels(part, OF_GROUP, PARTS)
     k = tl.arange(0, CHANNELS)[:, None]
     s = tl.arange(0, BLOCK)[None, :]
+    short: tl.constexpr = of_part * SPACE << X.dtype.element_ty.fp_mantissa_width <= EXACT
+    first = 0.0
+    if not short:
+        first = tl.load(X + base).to(tl.float32)
     xs = ()
     total = tl.zeros((CHANNELS, BLOCK), tl.float32)
     for i in tl.static_range(down * across):
@@ -166,18 +195,38 @@ def group_norm_forward_held(
         at = i % across * BLOCK + s
         m = (channel < count) & (at < SPACE)
         x = tl.load(X + base + channel * SPACE + at, mask=m, other=0.0)
-        total += x.to(tl.float32)
+        if short:
+            total += x.to(tl.float32)
+        else:
+            total += tl.where(m, x.to(tl.float32) - first, 0.0)
         xs = xs + (x,)
-    mean = tl.sum(tl.sum(total, 1), 0) / (count * SPACE)
+    size = (tl.zeros((), tl.int32) + count * SPACE).to(tl.float32)
+    mean = tl.div_rn(tl.sum(tl.sum(total, 1), 0), size) + first
     squares = tl.zeros((CHANNELS, BLOCK), tl.float32)
+    aparts = tl.zeros((CHANNELS, BLOCK), tl.float32)
     for i in tl.static_range(down * across):
         m = (i // across * CHANNELS + k < count) & (i % across * BLOCK + s < SPACE)
         d = tl.where(m, _as_loaded(xs[i], PARTS).to(tl.float32) - mean, 0.0)
         squares += d * d
-    square = tl.sum(tl.sum(squares, 1), 0)
+        if not short:
+            aparts += d
+    left = 0.0
+    if short:
+        square = tl.sum(tl.sum(squares, 1), 0)
+    else:  # the mean's rounding, of which distances tell; what is left of it, programs that meet are told
+        aparts, squares = tl.reduce((aparts, squares), 1, add)
+        apart, square = tl.reduce((aparts, squares), 0, add)
+        apart /= size
+        square -= apart * apart * size
+        square = tl.where(square < 0.0, 0.0, square)  # a maximum would lose NaN
+        corrected = mean + apart
+        left = apart - (corrected - mean)
+        mean = corrected
     if PARTS > 1:
-        tl.store(SHARED + tl.program_id(0) * 2, mean)
-        tl.store(SHARED + tl.program_id(0) * 2 + 1, square)
+        own = SHARED + tl.program_id(0) * 3
+        tl.store(own, mean)
+        tl.store(own + 1, square)
+        tl.store(own + 2, left)
         if STEP == 0:
             _meet(SIGNAL + pid, part == 0, PARTS)
         if STEP != 1:

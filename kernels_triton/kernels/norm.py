@@ -16,39 +16,20 @@ sum of squares of a row instead.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _add(a, b, c, d):
-    return a + c, b + d
+from kernels_triton.kernels.moments import EXACT, add, moments
 
 
 @triton.jit
-def _moments(xs, c, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr):
-    """(mean, variance) of rows, the latter of distances from the mean. Rows of one number have the variance 0: if they
-    are SHORT numbers, of 16 bits, their sum is exact, and so is the mean; else it is corrected by what the distances
-    say of its rounding, which costs 3 % of a row's time."""
-    total = xs[0]
-    for i in tl.static_range(1, CHUNKS):
-        total += xs[i]
-    mean = tl.div_rn(tl.sum(total, 1, keep_dims=True), tl.full((1, 1), COLS, tl.float32))
-    for i in tl.static_range(CHUNKS):
-        d = xs[i] - mean
-        if i * BLOCK + BLOCK > COLS:
-            d = tl.where(i * BLOCK + c < COLS, d, 0.0)
-        if i == 0:
-            apart = d
-            squares = d * d
-        else:
-            apart += d
-            squares += d * d
-    if SHORT:
-        variance = tl.sum(squares, 1, keep_dims=True) / COLS
-    else:
-        apart, squares = tl.reduce((apart, squares), 1, _add)  # one exchange between threads for both
-        apart = apart[:, None] / COLS
-        mean += apart
-        variance = tl.maximum(squares[:, None] / COLS - apart * apart, 0.0)
-    return mean, variance
+def _summed(X, BEFORE, RES, SUM, r, at, m, cm, x_stride, res_stride, kept: tl.constexpr):
+    """What the norm is of: x + BEFORE + RES in columns `at`, rounded as SUM is; 0 where the masks `m` and `cm` are."""
+    x = tl.load(X + r * x_stride + at, mask=m, other=0.0, eviction_policy=kept).to(tl.float32)
+    if BEFORE is not None:
+        x += tl.load(BEFORE + at, mask=cm, other=0.0).to(tl.float32)
+    if RES is not None:
+        x += tl.load(RES + r * res_stride + at, mask=m, other=0.0).to(tl.float32)
+    if SUM is not None:
+        x = x.to(SUM.dtype.element_ty).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -66,21 +47,20 @@ def _norm_tile(
     xs = ()
     for i in tl.static_range(CHUNKS):
         m = rm & (i * BLOCK + c < COLS)
-        x = tl.load(X + r * x_stride + i * BLOCK + c, mask=m, other=0.0, eviction_policy=kept).to(tl.float32)
-        if BEFORE is not None:
-            x += tl.load(BEFORE + i * BLOCK + c, mask=i * BLOCK + c < COLS, other=0.0).to(tl.float32)
-        if RES is not None:
-            x += tl.load(RES + r * res_stride + i * BLOCK + c, mask=m, other=0.0).to(tl.float32)
+        x = _summed(X, BEFORE, RES, SUM, r, i * BLOCK + c, m, i * BLOCK + c < COLS, x_stride, res_stride, kept)
         if SUM is not None:
-            h = x.to(SUM.dtype.element_ty)
-            tl.store(SUM + r * COLS + i * BLOCK + c, h, mask=m)
-            x = h.to(tl.float32)
+            tl.store(SUM + r * COLS + i * BLOCK + c, x.to(SUM.dtype.element_ty), mask=m)
         xs = xs + (x,)
     if ONCE and HOLD:  # they are on their way while the row is summed
         ws, bs = _weights(W, B, c, COLS, CHUNKS, BLOCK)
     if MEAN is not None:
-        short: tl.constexpr = X.dtype.element_ty != tl.float32 and BEFORE is None and (RES is None or SUM is not None)
-        mean, variance = _moments(xs, c, COLS, CHUNKS, BLOCK, short)
+        bits: tl.constexpr = (X if SUM is None else SUM).dtype.element_ty.fp_mantissa_width  # of what is summed
+        short: tl.constexpr = (SUM is not None or (BEFORE is None and RES is None)) and COLS << bits <= EXACT
+        first = 0.0
+        if not short:
+            at = tl.zeros((1, 1), tl.int32)
+            first = _summed(X, BEFORE, RES, SUM, r, at, rm & (at < COLS), at < COLS, x_stride, res_stride, kept)
+        mean, variance = moments(xs, c, first, COLS, CHUNKS, BLOCK, short)
         tl.store(MEAN + r, mean, mask=rm)
     else:
         squares = xs[0] * xs[0]
@@ -149,45 +129,51 @@ def norm_forward_looped(
     X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. Chunks' means and squared deviations are merged as Chan's: no cancellation in long rows."""
+    """One row a program. Blocks' means and squared deviations are merged as Chan's: no cancellation in long rows. Where
+    a block's sum may be inexact, all is of distances from the mean of the first, which for one number is that."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
+    bits: tl.constexpr = (X if SUM is None else SUM).dtype.element_ty.fp_mantissa_width  # of what is summed
+    short: tl.constexpr = (SUM is not None or (BEFORE is None and RES is None)) and BLOCK << bits <= EXACT
+    pivot = 0.0
+    if MEAN is not None and not short:
+        at = tl.zeros((), tl.int32)
+        pivot = _summed(X, BEFORE, RES, SUM, r, at, at < COLS, at < COLS, x_stride, res_stride, "")
+        x = _summed(X, BEFORE, RES, SUM, r, c, c < COLS, c < COLS, x_stride, res_stride, "")
+        pivot += tl.sum(tl.where(c < COLS, x - pivot, 0.0), 0) / min(COLS, BLOCK)
     mean = 0.0
     squares = 0.0
     for start in tl.range(0, COLS, BLOCK):
         m = start + c < COLS
-        x = tl.load(X + r * x_stride + start + c, mask=m, other=0.0).to(tl.float32)
-        if BEFORE is not None:
-            x += tl.load(BEFORE + start + c, mask=m, other=0.0).to(tl.float32)
-        if RES is not None:
-            x += tl.load(RES + r * res_stride + start + c, mask=m, other=0.0).to(tl.float32)
+        x = _summed(X, BEFORE, RES, SUM, r, start + c, m, m, x_stride, res_stride, "")
         if SUM is not None:
-            h = x.to(SUM.dtype.element_ty)
-            tl.store(SUM + r * COLS + start + c, h, mask=m)
-            x = h.to(tl.float32)
+            tl.store(SUM + r * COLS + start + c, x.to(SUM.dtype.element_ty), mask=m)
         if MEAN is not None:
             count = tl.minimum(COLS - start, BLOCK).to(tl.float32)
             before = tl.zeros((), tl.float32) + start
-            here = tl.sum(x, 0) / count
+            if not short:
+                x = tl.where(m, x - pivot, 0.0)
+            here = tl.sum(x, 0)
+            if short and COLS % BLOCK > 0:  # a quotient of a power of two is exact as it is
+                here = tl.div_rn(here, count)
+            else:
+                here /= count
             d = tl.where(m, x - here, 0.0)
             delta = here - mean
-            squares += tl.sum(d * d, 0) + delta * delta * (before * count / (before + count))
+            # In this order: of the first block `before` is 0, and the square of what is large infinite.
+            squares += tl.sum(d * d, 0) + delta * (delta * (before * count / (before + count)))
             mean += delta * (count / (before + count))
         else:
             squares += tl.sum(x * x, 0)
     rstd = tl.rsqrt(squares / COLS + eps)
     if MEAN is not None:
+        mean += pivot
         tl.store(MEAN + r, mean)
     tl.store(RSTD + r, squares if SQUARES else rstd)
     for start in tl.range(0, COLS, BLOCK):
         m = start + c < COLS
-        y = tl.load(X + r * x_stride + start + c, mask=m, other=0.0).to(tl.float32)
-        if BEFORE is not None:
-            y += tl.load(BEFORE + start + c, mask=m, other=0.0).to(tl.float32)
-        if RES is not None:  # read again rather than SUM, which other threads of the program may still be writing
-            y += tl.load(RES + r * res_stride + start + c, mask=m, other=0.0).to(tl.float32)
-        if SUM is not None:
-            y = y.to(SUM.dtype.element_ty).to(tl.float32)
+        # Read again rather than SUM, which other threads of the program may still be writing.
+        y = _summed(X, BEFORE, RES, SUM, r, start + c, m, m, x_stride, res_stride, "")
         if MEAN is not None:
             y -= mean
         y *= rstd
@@ -258,7 +244,7 @@ def norm_backward(
         dws = next_w
         dbs = next_b
         if MEAN is not None:
-            mean_g, mean_gx = tl.reduce((sum_g, sum_gx), 1, _add)  # one exchange between threads for both
+            mean_g, mean_gx = tl.reduce((sum_g, sum_gx), 1, add)  # one exchange between threads for both
             mean_g = mean_g[:, None, None] / COLS
         else:
             mean_gx = tl.sum(sum_gx, 1)

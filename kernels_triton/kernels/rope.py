@@ -18,10 +18,10 @@ def _angles(COS, SIN, at, m, sign):
 @triton.jit
 def rope(
     X, COS, SIN, Y, rows, x_batch, x_seq, x_head, y_batch, y_seq, y_head, cos_batch, sign,
-    COUNT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, IN_PLACE: tl.constexpr,
+    COUNT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr,
     BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row is a head of a token, which has COUNT of them."""
+    """A row is a head of a token, which has COUNT of them. SHARED: Y is X, and threads may read what others write."""
     batch = tl.program_id(1).to(tl.int64)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     at, h = (r // COUNT).to(tl.int64), (r % COUNT).to(tl.int64)
@@ -41,12 +41,14 @@ def rope(
         cos, sin = _angles(COS, SIN, angles, m, sign)
         a, b = tl.split(tl.reshape(pairs, (ROWS, BLOCK, 2)))
         out = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (ROWS, 2 * BLOCK))
+        if SHARED:
+            tl.debug_barrier()
         tl.store(y + p, out.to(Y.dtype.element_ty), mask=pm)
     else:
         a = tl.load(x + c, mask=m, other=0.0).to(tl.float32)
         b = tl.load(x + HALF + c, mask=m, other=0.0).to(tl.float32)
         cos, sin = _angles(COS, SIN, angles, m, sign)
-        if IN_PLACE:  # halves that begin at other multiples of 16 bytes may lie in other threads
+        if SHARED:
             tl.debug_barrier()
         tl.store(y + c, (a * cos - b * sin).to(Y.dtype.element_ty), mask=m)
         tl.store(y + HALF + c, (b * cos + a * sin).to(Y.dtype.element_ty), mask=m)

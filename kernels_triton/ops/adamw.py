@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 from kernels_triton import launch, reference
@@ -39,10 +40,11 @@ def adamw(
     given, gets the new parameters in its own dtype. An nn.Parameter is one: under torch.no_grad(), as everything that
     updates parameters, and by a view if it is not flat, `param.view(-1)`. lr [], step [] (1 in the first), grad_scale
     [] (1 / loss scale times the clipping coefficient) and skip [] (nothing happens where it is not 0) are 0-dim tensors
-    on param's device: a CUDA graph replays with new values.
+    on param's device: a CUDA graph replays with new values. All is computed in float32, or in float64 if param is, and
+    what is written is rounded once, to each tensor's dtype.
 
-    Raises SC530 for a wrong operand (see `kernels_triton.ops`), for tensors that are not flat or not contiguous, and
-    for betas that are not between 0 and 1.
+    Raises SC530 for a wrong operand (see `kernels_triton.ops`), for tensors that are not flat or not contiguous, for
+    moments in float64 beside a param that is not, and for betas that are negative, or 1 or more.
     """
     flat = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
     floats("adamw", param, **flat, lr=lr, grad_scale=grad_scale)
@@ -54,18 +56,23 @@ def adamw(
                 "pass grad.contiguous()" if name == "grad" else f"{name} is written: make it contiguous, and keep that"
             )
             expect(False, "adamw", f"{name} is of stride {value.stride(0)}, expected 1", hint)
+    for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        known = value.dtype != torch.float64 or param.dtype == torch.float64
+        told = f"{name} is {value.dtype}, param {param.dtype}: it would be computed in float32"
+        expect(known, "adamw", told, f"keep {name} in torch.float32, or param in torch.float64 too")
     writable("adamw", param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, copy=copy)
-    fits = len(betas) == 2 and all(isinstance(beta, Real) and 0.0 < beta < 1.0 for beta in betas)
-    expect(fits, "adamw", f"betas are {betas}, expected two between 0 and 1", "0.9 and 0.999 are usual")
+    fits = len(betas) == 2 and all(isinstance(beta, Real) and 0.0 <= beta < 1.0 for beta in betas)
+    expect(fits, "adamw", f"betas are {betas}, expected two of 0 or more, below 1", "0.9 and 0.999 are usual")
     if not launch.on_triton(param):
         reference.adamw(param, grad, exp_avg, exp_avg_sq, lr, step, betas, eps, weight_decay, grad_scale, skip, copy)
         return
     count = param.numel()
+    logs = (math.log(beta) if beta else -math.inf for beta in betas)  # a power of 0 is 0
     launch.run(
         "adamw.adamw",
         (-(-count // BLOCK),),
         *(param, grad, exp_avg, exp_avg_sq, copy, lr, step, grad_scale, skip, count),
-        *(math.log(betas[0]), math.log(betas[1]), 1.0 - betas[0], 1.0 - betas[1], betas[1], eps, weight_decay),
+        *(*logs, 1.0 - betas[0], 1.0 - betas[1], betas[1], eps, weight_decay),
         BLOCK=BLOCK,
         warps=4,
     )

@@ -28,9 +28,10 @@ def cross_entropy(
     """(loss, lse, dlogits) of logits [tokens, vocabulary] against target, int64 [tokens].
 
     loss and lse, the log-sum-exp, are float32 [tokens]. dlogits, of the logits' shape and dtype, is the gradient of the
-    sum of losses, times grad_scale [] or None. A target that is `ignore` has loss and gradient 0; one out of range,
-    NaN. Maximum and sum are taken in one pass, the sum rescaled as the maximum grows (Milakov & Gimelshein 2018,
-    algorithm 3).
+    sum of losses, times grad_scale [] or None: 0 where that is 0, be there NaN or infinities among the logits. A target
+    that is `ignore` has loss and gradient 0; one out of range, NaN. Of a row that is all minus infinity lse is that
+    too, loss and gradient are NaN. Maximum and sum are taken in one pass, the sum rescaled as the maximum grows
+    (Milakov & Gimelshein 2018, algorithm 3).
 
     `in_place`: dlogits is logits, overwritten. `padded`: the rows of dlogits are whole 16 bytes apart, as products want
     them, and zeros are between them.
@@ -73,7 +74,7 @@ def cross_entropy_into(
     pairs = _pairs(flat, read)
     # Singly, 16-bit numbers take twice the registers, and so does a store of single ones.
     singly = logits.element_size() == 2 and (not pairs or write % 2)
-    chunks = min(schedule.chunks, 4) if singly else schedule.chunks
+    chunks = min(schedule.chunks, 4, 32 // schedule.warps) if singly else schedule.chunks
     older = launch.device_of(logits).shared_bytes < rows.NEWER  # sm_80: its compiler sooner puts a scalar aside
     if bias is not None and chunks * schedule.block < cols:
         # Of three blocks of float32 it does, to fit one more program; of four it cannot.

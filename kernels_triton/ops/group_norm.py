@@ -99,7 +99,7 @@ def _run(
         return
     shared = signal = None
     if parts > 1:
-        shared = launch.empty((programs, parts, 2), torch.float32, x)
+        shared = launch.empty((programs, parts, 3), torch.float32, x)
         signal = torch.zeros(programs, dtype=torch.int32, device=x.device)
     # Interpreted programs run one after the other: none can wait for the next.
     for step in (1, 2) if parts > 1 and launch.interpreting() else (0,):

@@ -190,7 +190,10 @@ def forward_into(
         # For one wide row, weight and bias in registers would cost others theirs.
         held = not again and (not once or schedule.chunks == 1 or cols <= HELD_COLS)
         tile = {"COLS": cols, **schedule.persistent, "HOLD": held, "SQUARES": squares, "ONCE": once, "AGAIN": again}
-        launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile)
+        older = launch.device_of(x).shared_bytes < rows.NEWER
+        # Untold, the compiler for sm_80 puts two aside, so that a second program fits.
+        registers = (1 << 16) // (32 * schedule.warps) if older and before is not None and x.element_size() == 4 else 0
+        launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile, registers=min(255, registers))
     else:
         tile = {"COLS": cols, "BLOCK": schedule.block, "SQUARES": squares}
         launch.run("norm.norm_forward_looped", (count,), *args, **tile, warps=schedule.warps)
@@ -252,7 +255,8 @@ def backward_into(
         schedule = _with_more(schedule, x, read)
     held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
     if not held and weight is not None and weight.element_size() > x.element_size():
-        schedule = rows.LOOPED  # with every row it would pass through shared memory, of which there is not so much
+        # With every row it would pass through shared memory, of which there is not so much.
+        schedule = rows.looped(x, cols)
     programs = schedule.programs(count, x)
     sums = tuple(None if one is None else partials(programs, cols, x) for one in (dweight, dbias, dbefore))
     args = (

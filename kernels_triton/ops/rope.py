@@ -10,6 +10,7 @@ from kernels_triton import launch, reference, rows
 from kernels_triton.checks import apart, checked, expect, floats, shaped, written
 
 SAMPLES = 65535  # programs of a grid in its second dim, at most
+THREADS = 32  # of a warp
 
 
 @checked
@@ -18,10 +19,11 @@ def rope(
 ) -> Tensor:
     """x turned by the angles of its positions (Su et al. 2021, "RoFormer", section 3.4): of its shape and dtype.
 
-    x [batch, sequence, heads, dim]; cos and sin [sequence, turned / 2] or [batch, sequence, turned / 2], of floating
-    point. Dim i is paired with i + turned/2, or with its neighbour, as in the paper, if `interleaved`; dims past
-    `turned` stay. `inverse` turns back, which is also the gradient. Each pair depends on itself alone, so `in_place` is
-    legal on any view of x whose elements do not overlap: x itself is returned.
+    x [batch, sequence, heads, dim]; cos and sin [sequence, turned / 2], [1, sequence, turned / 2], which is that too,
+    or [batch, sequence, turned / 2], of floating point. Dim i is paired with i + turned/2, or with its neighbour, as in
+    the paper, if `interleaved`; dims past `turned` stay. `inverse` turns back, which is also the gradient. Each pair
+    depends on itself alone, so `in_place` is legal on any view of x whose elements do not overlap: x itself is
+    returned.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`), for more angles than pairs, for 2**31 heads of tokens,
     and in place for an x that overlaps itself or whose dims lie apart.
@@ -50,6 +52,9 @@ def rope(
     rest = 0 if in_place else dim - 2 * half
     block = rows.power_of_two(half)
     schedule = rows.head_schedule("rope", x, heads, block)
+    # Halves that begin at other multiples of 16 bytes may lie in other threads; of few elements each thread has all.
+    narrow = schedule.rows * 2 * block * x.element_size() < schedule.warps * THREADS * 16
+    shared = in_place and (narrow or not interleaved)
     for source, to, c, s in _parts(x, y, cos, sin):
         launch.run(
             "rope.rope",
@@ -60,7 +65,7 @@ def rope(
             HALF=half,
             REST=rest,
             INTERLEAVED=interleaved,
-            IN_PLACE=in_place,
+            SHARED=shared,
             BLOCK=block,
             REST_BLOCK=rows.power_of_two(max(rest, 1)),
             ROWS=schedule.rows,

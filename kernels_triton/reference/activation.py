@@ -1,7 +1,12 @@
-"""Activations. `act` is one of `silu`, `gelu` (erf), `gelu_tanh`, `relu2`."""
+"""Activations. `act` is one of `silu`, `gelu` (erf), `gelu_tanh`, `relu2`.
+
+The GELUs are torch's, written so that nothing cancels where x is very negative: `1 + erf` and `1 + tanh` leave none of
+their digits there, which one rounding at the end, to bfloat16, would show.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,14 +17,15 @@ from kernels_triton.reference.wide import rows_sum, wide
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu": lambda x: x * (0.5 * torch.special.erfc(x * -math.sqrt(0.5))),
+    "gelu_tanh": lambda x: x * torch.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)),
     "relu2": lambda x: functional.relu(x).square(),
 }
+SATURATED = 1e6  # the slope of every other than `relu2` is 0 or 1 beyond, in float64 too
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
-    """act(x + bias) of x [..., columns] and bias [columns] or None, by torch's own GELU (Hendrycks & Gimpel 2016).
+    """act(x + bias) of x [..., columns] and bias [columns] or None (Hendrycks & Gimpel 2016).
 
     Raises KeyError for another `act`.
     """
@@ -33,7 +39,7 @@ def bias_gelu_backward(
 
     Raises KeyError for another `act`.
     """
-    dx = wide(dy) * _slope(_biased(x, bias), act)[1]
+    _, dx = _with_gradient(_biased(x, bias), wide(dy), act)
     return dx.to(x.dtype), None if bias is None else rows_sum(dx).to(bias.dtype)
 
 
@@ -43,8 +49,8 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """2 * max(x, 0) * dy, of dy and x [..., columns]. Raises nothing of its own."""
-    return (wide(dy) * 2.0 * functional.relu(wide(x))).to(x.dtype)
+    """2 * max(x, 0) * dy, of dy and x [..., columns]; 0 where x is not positive. Raises nothing of its own."""
+    return _with_gradient(wide(x), wide(dy), "relu2")[1].to(x.dtype)
 
 
 def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
@@ -64,8 +70,8 @@ def gated_backward(
     Raises KeyError for another `act`.
     """
     first, second = _halves(gate, up)
-    value, slope = _slope(wide(first), act)
-    dgate, dup = wide(dy) * wide(second) * slope, wide(dy) * value
+    value, dgate = _with_gradient(wide(first), wide(dy) * wide(second), act)
+    dup = wide(dy) * value
     if up is None:
         return torch.cat((dgate, dup), -1).to(gate.dtype), None
     return dgate.to(gate.dtype), dup.to(up.dtype)
@@ -82,11 +88,15 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return wide(x) if bias is None else wide(x) + wide(bias)
 
 
-def _slope(x: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """(f(x), f'(x)), by torch's own derivative; both can be differentiated again where autograd is on."""
+def _with_gradient(x: Tensor, dy: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """(f(x), dy * f'(x)), by torch's own derivative; both can be differentiated again where autograd is on."""
+    value = ACTIVATIONS[act](x)
+    if act == "relu2":  # doubled last, or twice a large x were infinite; nothing passes where x is not positive
+        return value, torch.where(x <= 0.0, 0.0, dy * functional.relu(x) * 2.0)
     again = torch.is_grad_enabled() and x.requires_grad
     with torch.enable_grad():
-        at = x if again else x.detach().requires_grad_()
-        value = ACTIVATIONS[act](at)
-        (slope,) = torch.autograd.grad(value, at, torch.ones_like(value), create_graph=again)
-    return value if again else value.detach(), slope
+        # The slope of `gelu_tanh` would be NaN where the cube of x overflows. Slopes are 0 or 1 long before.
+        at = torch.where(x.isinf(), x, x.clamp(-SATURATED, SATURATED))
+        at = at if again else at.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(ACTIVATIONS[act](at).sum(), at, create_graph=again)
+    return value, dy * slope

@@ -29,15 +29,17 @@ def adamw(
 
     Raises what torch does for a param that is a leaf, where autograd is on.
     """
-    g = wide(grad) if grad_scale is None else wide(grad) * wide(grad_scale)
+    p = wide(param)
+    g, m, v, rate = (t.to(p.device, p.dtype) for t in (grad, exp_avg, exp_avg_sq, lr))
+    if grad_scale is not None:
+        g = g * grad_scale.to(p.dtype)
     beta1, beta2 = betas
     first = 1.0 - beta1 ** step.double()
     second = 1.0 - beta2 ** step.double()
-    rate = lr.to(param.device, g.dtype)
-    m = exp_avg + (g.to(exp_avg.dtype) - exp_avg) * (1.0 - beta1)
-    v = exp_avg_sq * beta2 + g.square() * (1.0 - beta2)
-    denominator = v.sqrt() / second.sqrt().to(g.dtype) + eps
-    p = param * (1.0 - rate * weight_decay) - (rate / first.to(g.dtype)) * (m / denominator)
+    m = m + (g - m) * (1.0 - beta1)
+    v = v * beta2 + g.square() * (1.0 - beta2)
+    denominator = v.sqrt() / second.sqrt().to(p.dtype) + eps
+    p = p * (1.0 - rate * weight_decay) - (rate / first.to(p.dtype)) * (m / denominator)
     keep = torch.zeros((), dtype=torch.bool, device=param.device) if skip is None else skip.reshape(()) != 0
     for target, value in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
         target.copy_(torch.where(keep, target, value.to(target.dtype)))

@@ -27,9 +27,9 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss [tokens], lse [tokens], dlogits), of logits [tokens, vocabulary] and target, int64 [tokens].
 
-    dlogits is the gradient of the sum of losses, times grad_scale [] or None. A target that is `ignore` has loss and
-    gradient 0; one out of range, NaN. `padded`: the rows of dlogits are whole 16 bytes apart, as products want them,
-    and zeros are between them.
+    dlogits is the gradient of the sum of losses, times grad_scale [] or None: 0 where that is 0, whatever the logits. A
+    target that is `ignore` has loss and gradient 0; one out of range, NaN. `padded`: the rows of dlogits are whole 16
+    bytes apart, as products want them, and zeros are between them.
 
     Raises what torch does for a target of another dtype, and for no classes.
     """
@@ -68,8 +68,9 @@ def cross_entropy_finish(
     torch does for stats of no shards.
     """
     top = stats[..., 0].amax(0)
-    total = (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0)
-    lse = torch.where(top == -torch.inf, top, top + total.log())
+    finite = torch.where(top == -torch.inf, 0.0, top)
+    total = (stats[..., 1] * (stats[..., 0] - finite).exp()).sum(0)
+    lse = top + total.log()
     ignored = target == ignore
     wrong = ~ignored & ((target < 0) | (target >= classes))
     loss = torch.where(ignored, 0.0, torch.where(wrong, torch.nan, total.log() - (stats[..., 2].sum(0) - top)))
@@ -77,7 +78,8 @@ def cross_entropy_finish(
     column = torch.arange(start, start + logits.shape[-1], device=logits.device)
     grad = grad - (column == target.unsqueeze(-1)).to(grad.dtype)
     if grad_scale is not None:
-        grad = grad * wide(grad_scale)
+        factor = wide(grad_scale)
+        grad = torch.where(factor == 0.0, 0.0, grad * factor)
     grad = torch.where(ignored.unsqueeze(-1), 0.0, torch.where(wrong.unsqueeze(-1), torch.nan, grad)).to(logits.dtype)
     if padded:
         more = -grad.shape[-1] % (16 // grad.element_size())

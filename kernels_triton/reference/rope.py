@@ -11,7 +11,7 @@ from kernels_triton.reference.wide import wide
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, interleaved: bool = False, in_place: bool = False
 ) -> Tensor:
-    """x [batch, sequence, heads, dim]; cos and sin [sequence, turned / 2] or [batch, sequence, turned / 2].
+    """x [batch, sequence, heads, dim]; cos and sin [sequence, turned / 2], or [batch or 1, sequence, turned / 2].
 
     Su et al. 2021, section 3.4.
 

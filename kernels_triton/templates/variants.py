@@ -3,8 +3,12 @@
 A kernel is compiled for each combination of operands that are there or not, so each combination is another kernel, and
 another chance for the compiler to spill. Here are all that `run.py` can ask for: of a norm, a bias and a residual
 before it and the sum as a result or not, the sum of squares in the statistics' place, a second gradient, sums over rows
-each wanted or not; of a loss, a bias, and one over its scale; of a softmax, torch's masks. `SHOWN` are those of the
+each wanted or not; of a loss, a bias, and one over its scale; of a softmax, torch's masks. `shown` are those of the
 example programs and those that have everything at once: what CI compiles.
+
+Parameters are float32 masters, as a plan's `precision` has them, or of the dtype that is computed in, as of a model
+that is 16-bit throughout. `dtypes` lists both: every combination in bfloat16, and of float16, whose kernels differ from
+those by one conversion, what is shown.
 """
 
 from __future__ import annotations
@@ -29,13 +33,25 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Variant:
-    """`launch(cols, dtype)` runs it on `meta` tensors. `shown`: CI compiles it. `widths`: columns that it is for."""
+    """`launch(cols, dtype, parameters)`, two dtypes, runs it on `meta` tensors. `shown`: CI compiles it. `widths`:
+    columns that it is for. `parametric`: it reads or writes something of the parameters' dtype."""
 
     template: str
     told: str
-    launch: Callable[[int, torch.dtype], None]
+    launch: Callable[[int, torch.dtype, torch.dtype], None]
     shown: bool = False
     widths: tuple[int, ...] = (1024,)
+    parametric: bool = True
+    odd: tuple[int, ...] = ()  # numbers of columns that are moved one by one
+
+    def dtypes(self) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+        """What it computes in, and what its parameters are; CI compiles the first."""
+        half, float16 = torch.bfloat16, torch.float16
+        yield half, FLOAT
+        if self.shown:
+            yield from ((FLOAT, FLOAT), (float16, FLOAT))
+        if self.parametric:
+            yield from ((one, one) for one in (half, float16)[: 2 if self.shown else 1])
 
 
 def variants() -> Iterator[Variant]:
@@ -56,8 +72,11 @@ def _subsets(names: Sequence[str]) -> Iterator[frozenset[str]]:
 
 FLOAT = torch.float32
 HELD = (1024, 4096, 8192)  # with more operands rows are no longer than this: `match.WIDEST`
+SINGLY = (5001, 8191)
 VOCABULARIES = (50304, 32000, 128256)
 UNEVEN = (50257, 128255)
+
+OWN = ("before", "weight", "bias", "dweight", "dbias", "dbefore")  # of a parameter, or its gradient
 
 # Programs' norms: GPT-2's, BERT's and ViT's; Llama's and T5's.
 LAYER_NORMS = ({"before", "weight", "bias", "sum"},)
@@ -84,22 +103,26 @@ def _norms() -> Iterator[Variant]:
                 continue  # the sum is x
             most = len(has) == len(names)
             shown = most or has in (LAYER_NORMS if layer else RMS_NORMS)
-            yield Variant(op, _told(has), partial(_norm, op, has), shown, HELD if most else (1024,))
+            owned = not has.isdisjoint(OWN)
+            yield Variant(
+                op, _told(has), partial(_norm, op, has), shown, HELD if most else (1024,), owned, SINGLY * shown
+            )
 
 
-def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype) -> None:
-    """Parameters in float32, statistics in what the graph computes in; sums of squares are float32."""
+def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    """Moments and sums of squares in float32; an `rstd` alone, in what the graph computes in."""
 
     def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
         return _empty(there, *shape) if name in has else None
 
     full = (ROWS, cols)
-    squares, mean = "squares" in has, _empty(dtype, ROWS) if "layer" in op else None
+    squares, mean = "squares" in has, _empty(FLOAT, ROWS) if "layer" in op else None
+    rstd = _empty(dtype if mean is None and not squares else FLOAT, ROWS)
     norm.forward_into(
         *(op, _empty(dtype, *full), _empty(dtype, *full) if "add" in op else None),
-        *(given("weight", FLOAT, cols), given("bias", FLOAT, cols), EPS, _empty(dtype, *full)),
-        *(given("sum", dtype, *full), mean, _empty(FLOAT if squares else dtype, ROWS)),
-        *(given("before", FLOAT, cols), squares),
+        *(given("weight", own, cols), given("bias", own, cols), EPS, _empty(dtype, *full)),
+        *(given("sum", dtype, *full), mean, rstd),
+        *(given("before", own, cols), squares),
     )
 
 
@@ -111,42 +134,49 @@ def _norm_gradients() -> Iterator[Variant]:
         names = ("weight", "dweight", "residual", "more", "dbefore", own)
         for has in _subsets(names):
             most = len(has) == len(names)
+            shown, owned = most or has in programs, not has.isdisjoint(OWN)
             yield Variant(
-                op, _told(has), partial(_norm_backward, op, has), most or has in programs, HELD if most else (1024,)
+                op,
+                _told(has),
+                partial(_norm_backward, op, has),
+                shown,
+                HELD if most else (1024,),
+                owned,
+                SINGLY * shown,
             )
 
 
-def _norm_backward(op: str, has: frozenset[str], cols: int, dtype: torch.dtype) -> None:
+def _norm_backward(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
     def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
         return _empty(there, *shape) if name in has else None
 
     full = (ROWS, cols)
-    squares, mean = "squares" in has, _empty(dtype, ROWS) if "layer" in op else None
+    squares, mean = "squares" in has, _empty(FLOAT, ROWS) if "layer" in op else None
+    rstd = _empty(dtype if mean is None and not squares else FLOAT, ROWS)
     norm.backward_into(
-        *(op, _empty(dtype, *full), _empty(dtype, *full), given("weight", FLOAT, cols), mean),
-        *(_empty(FLOAT if squares else dtype, ROWS), given("residual", dtype, *full), _empty(dtype, *full)),
-        *(given("dweight", FLOAT, cols), given("dbias", FLOAT, cols), given("dbefore", FLOAT, cols)),
+        *(op, _empty(dtype, *full), _empty(dtype, *full), given("weight", own, cols), mean),
+        *(rstd, given("residual", dtype, *full), _empty(dtype, *full)),
+        *(given("dweight", own, cols), given("dbias", own, cols), given("dbefore", own, cols)),
         *(given("more", dtype, *full), EPS if squares else None),
     )
 
 
 def _losses() -> Iterator[Variant]:
     for has in _subsets(("bias", "inverse", "padded")):
-        if has >= {"bias", "padded"}:
-            continue  # `align` leaves logits with a bias as they are
         widths = UNEVEN if "padded" in has else VOCABULARIES
-        yield Variant("cross_entropy", _told(has | {"parts"}), partial(_loss, has), True, widths)
+        odd = () if "padded" in has else (32001, 128257)
+        yield Variant("cross_entropy", _told(has | {"parts"}), partial(_loss, has), True, widths, odd=odd)
 
 
-def _loss(has: frozenset[str], cols: int, dtype: torch.dtype) -> None:
+def _loss(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
     """`padded`: rows that `align` has made longer, of logits and of the gradient."""
     wide = -(-cols // 8) * 8 if "padded" in has else cols
     logits, grad = (_empty(dtype, ROWS, wide)[:, :cols] for _ in range(2))
     cross_entropy_into(
-        *(logits, _empty(torch.int64, ROWS), _empty(FLOAT), -100, _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), grad),
+        *(logits, _empty(torch.int64, ROWS), _empty(own), -100, _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), grad),
         parts=True,
         inverse="inverse" in has,
-        bias=_empty(FLOAT, cols) if "bias" in has else None,
+        bias=_empty(own, cols) if "bias" in has else None,
         padded="padded" in has,
     )
 
@@ -154,10 +184,10 @@ def _loss(has: frozenset[str], cols: int, dtype: torch.dtype) -> None:
 def _softmaxes() -> Iterator[Variant]:
     for kind in ("none", "added", "kept", "hidden"):
         launch = partial(_softmax, kind)
-        yield Variant("softmax", f"torch's, mask: {kind}", launch, True, (1024, 64, 4096, 12288, 50304))
+        yield Variant("softmax", f"torch's, mask: {kind}", launch, True, (1024, 64, 4096, 12288, 50304), False)
 
 
-def _softmax(kind: str, cols: int, dtype: torch.dtype) -> None:
+def _softmax(kind: str, cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
     batch, heads, queries = HEADS
     x, y = (_empty(dtype, batch * heads * queries, cols) for _ in range(2))
     masks = {"none": None, "added": _empty(dtype, batch, 1, queries, cols).expand(batch, heads, queries, cols)}
@@ -170,27 +200,31 @@ def _others() -> Iterator[Variant]:
         for act in ("gelu_tanh", "gelu", "relu2"):
             op = "squared_relu_backward" if act == "relu2" else "bias_gelu_backward"
             told = f"{act}, {_told(has)}"
-            yield Variant(op, told, partial(_activation_backward, op, act, has), act != "gelu_tanh" or len(has) == 2)
+            launch, shown = partial(_activation_backward, op, act, has), act != "gelu_tanh" or len(has) == 2
+            yield Variant(op, told, launch, shown, parametric=bool(has))
     for act in ("gelu_tanh", "gelu", "relu2"):
         op = "squared_relu" if act == "relu2" else "bias_gelu"
         yield Variant(op, f"{act}, bias", partial(_activation, op, act), True)
     for has in _subsets(("bias", "residual", "first")):
-        yield Variant("bias_dropout_residual", f"no mask, {_told(has)}", partial(_dropout, has), len(has) in (0, 3))
+        told, launch = f"no mask, {_told(has)}", partial(_dropout, has)
+        yield Variant("bias_dropout_residual", told, launch, len(has) in (0, 3), parametric="bias" in has)
 
 
-def _activation(op: str, act: str, cols: int, dtype: torch.dtype) -> None:
-    activation.forward_into(op, _empty(dtype, ROWS, cols), _empty(FLOAT, cols), _empty(dtype, ROWS, cols), act)
+def _activation(op: str, act: str, cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    activation.forward_into(op, _empty(dtype, ROWS, cols), _empty(own, cols), _empty(dtype, ROWS, cols), act)
 
 
-def _activation_backward(op: str, act: str, has: frozenset[str], cols: int, dtype: torch.dtype) -> None:
-    bias, dbias = (_empty(FLOAT, cols) if name in has else None for name in ("bias", "dbias"))
+def _activation_backward(
+    op: str, act: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype
+) -> None:
+    bias, dbias = (_empty(own, cols) if name in has else None for name in ("bias", "dbias"))
     dy, x, dx = (_empty(dtype, ROWS, cols) for _ in range(3))
     activation.backward_into(op, dy, x, bias, dx, dbias, act)
 
 
-def _dropout(has: frozenset[str], cols: int, dtype: torch.dtype) -> None:
+def _dropout(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
     x, y = (_empty(dtype, ROWS, cols) for _ in range(2))
-    bias = _empty(FLOAT, cols) if "bias" in has else None
+    bias = _empty(own, cols) if "bias" in has else None
     residual = _empty(dtype, ROWS, cols) if "residual" in has else None
     first = _empty(torch.int64) if "first" in has else None
     whole = (1, cols, 0, 1)  # rows lie one after the other

@@ -8,14 +8,15 @@
 
 Matrix units are fed 16 bytes at a time, and libraries' kernels for other dims are 2 to 8 times slower; padded strides
 alone do not help. What is added is 0, adds 0 to every sum, and is cut off the result, which is a view: kernels read it
-where it lies. Only of a dim that lies along rows somewhere is it known to matter: of `linear` those are its features.
-What kernels make, `fuse` has them write with its padding (see fuse/padding.py): the gradient of the logits above is
-copied by nobody.
+where it lies, and add what bias there is to what is left. Only of a dim that lies along rows somewhere is it known to
+matter: of `linear` those are its features. What kernels make, `fuse` has them write with its padding (see
+fuse/padding.py): the gradient of the logits above is copied by nobody, and read by both of its products, one of which
+may turn it: `mm(transpose(g), h)`.
 
 The rule: such a product takes SLOWER times as long at the least, and padding is worth what a GPU copies in the time
-that is saved, FLOPS_A_BYTE; products too short to notice stay. A
-parameter is padded anew in backward rather than kept; others once a phase. If more is held at the peak than SLACK
-above what was, the products with the largest copies are left as they are.
+that is saved, FLOPS_A_BYTE; products too short to notice stay. A parameter is padded anew in backward rather than kept;
+others once a phase. If more is held at the peak than SLACK above what was, the products with the largest copies are
+left as they are.
 
 Needs a localized body, or a part of one. Ensures the same values under the same names.
 """
@@ -95,6 +96,7 @@ def align(graph: Graph) -> Graph:
         for node in list(made.calls()):
             if info(node).name in names and (found := worth(made, node)) is not None:
                 padding.pad(found)
+        made.erase_dead()  # what was turned before it was padded
         if memory(made).peak <= allowed:
             return made
         names = names[: len(names) * 3 // 4]
@@ -131,12 +133,24 @@ def worth(graph: Graph, node: fx.Node) -> Product | None:
     return Product(node, more, copied)
 
 
+def _order(value: fx.Node) -> list[int] | None:
+    """Of a value whose dims are another's in another order: for each of them, which of the other's it is."""
+    ndim = len(type_of(value).dims)
+    if value.target is aten.permute.default:
+        asked: Sequence[int] = value.args[1]  # type: ignore[assignment]
+        return [d % ndim for d in asked]
+    if value.target is aten.transpose.int:
+        a, b = value.args[1:]
+        order = list(range(ndim))
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        return order
+    return None
+
+
 def _turned(value: fx.Node) -> bool:
     """Do columns lie along its rows?"""
-    if value.target is not aten.permute.default:
-        return False
-    order: Sequence[int] = value.args[1]  # type: ignore[assignment]
-    return order[-1] != len(order) - 1
+    order = _order(value)
+    return order is not None and order[-1] != len(order) - 1
 
 
 class _Padding:
@@ -175,20 +189,27 @@ class _Padding:
             table.update({key: cut for key, value in table.items() if value is node})
 
     def padded(self, value: fx.Node, extra: Sequence[int], product: fx.Node) -> fx.Node:
-        """A value with zeros at the ends of its last dims."""
+        """A value with zeros at the ends of its last dims. Of one that is turned, what it is made of is padded, which
+        other products read as it lies, and turned then: a copy that turns would be slower, and one more."""
         if not any(extra):
             return value
-        key = (value, info(product).phase, tuple(extra))
+        type = type_of(value)
+        last = len(type.dims) - 1
+        extra = (*[0] * (len(type.dims) - len(extra)), *extra)
+        key = (value, info(product).phase, extra)
         if key not in self.memo:
-            type, last = type_of(value), len(type_of(value).dims) - 1
-            amounts: list[int] = []
-            for back, more in enumerate(reversed(extra)):
-                type = _wider(type, last - back, more, self.graph)
-                amounts += [0, more]
+            for dim, more in enumerate(extra):
+                type = _wider(type, dim, more, self.graph)
+            order, source = _order(value), value.args[0] if value.args else None
+            if order is not None and isinstance(source, fx.Node):
+                inside = [extra[order.index(dim)] for dim in range(last + 1)]
+                target, args = value.target, (self.padded(source, inside, product), *value.args[1:])
+            else:
+                first = next(dim for dim, more in enumerate(extra) if more)
+                amounts = [n for more in reversed(extra[first:]) for n in (0, more)]
+                target, args = aten.constant_pad_nd.default, (value, amounts, 0.0)
             name = f"{info(value).name}.even"
-            self.memo[key] = self.graph.call(
-                aten.constant_pad_nd.default, (value, amounts, 0.0), like=product, type=type, name=name, cause=""
-            )
+            self.memo[key] = self.graph.call(target, args, like=product, type=type, name=name, cause="")
         return self.memo[key]
 
 

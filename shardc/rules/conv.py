@@ -152,6 +152,16 @@ _max_window_backward(
     [example((4, 3, 3, 3), (4, 3, 6, 6), [2, 2], [2, 2], [0, 0], [1, 1], False, (4, 3, 3, 3), ints={"indices": 36})],
 )
 _max_window_backward(
+    aten.max_pool3d_with_indices_backward.default,
+    3,
+    [
+        example(
+            *((2, 3, 2, 3, 3), (2, 3, 4, 6, 6), [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False, (2, 3, 2, 3, 3)),
+            ints={"indices": 144},
+        )
+    ],
+)
+_max_window_backward(
     aten.adaptive_max_pool2d_backward.default,
     2,
     [example((4, 3, 2, 3), (4, 3, 6, 6), (4, 3, 2, 3), ints={"indices": 36})],
@@ -172,6 +182,11 @@ _linear_window([aten.reflection_pad1d.default, aten.replication_pad1d.default], 
 _linear_window([aten.reflection_pad2d.default, aten.replication_pad2d.default], 2, [((4, 3, 5, 6), [1, 2, 0, 1])])
 _linear_window_backward(
     aten.avg_pool2d_backward.default, 2, [((4, 3, 3, 3), (4, 3, 6, 6), [2, 2], [2, 2], [0, 0], False, True, None)]
+)
+_linear_window_backward(
+    aten.avg_pool3d_backward.default,
+    3,
+    [((2, 3, 2, 3, 3), (2, 3, 4, 6, 6), [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None)],
 )
 _linear_window_backward(aten._adaptive_avg_pool2d_backward.default, 2, [((4, 3, 2, 3), (4, 3, 6, 6))])
 _linear_window_backward(aten._adaptive_avg_pool3d_backward.default, 3, [((2, 3, 2, 3, 2), (2, 3, 4, 6, 6))])

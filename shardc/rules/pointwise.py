@@ -143,6 +143,26 @@ pointwise(aten.fill.Tensor, [((4, 6), ())])
 # Not linear: `copy` casts to the dtype of its first operand, which may be an integer.
 pointwise(aten.copy.default, [((4, 6), (4, 6)), ((4, 6), (6,))])
 pointwise(aten.lerp.Scalar, [((4, 6), (4, 6), 0.3), ((4, 6), (6,), 0.3)], linear="joint")
+rule(aten.frexp.Tensor, "... -> ..., ...", examples=UNARY, kind="pointwise")
+
+# ------------------------------------------------------------------------------------------- of special functions
+POLYNOMIALS = [
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+]
+BESSEL = """
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
+    scaled_modified_bessel_k1
+"""
+pointwise([getattr(aten, f"special_{name}").default for name in BESSEL.split()], UNARY)
+pointwise(aten.mvlgamma.default, [((4, 6), 1), ((3, 1, 5), 3)])
+pointwise([aten.gcd.default, aten.lcm.default], INTS[:1])
+pointwise([aten.igamma.default, aten.igammac.default, aten.special_zeta.default], BINARY)
+pointwise([getattr(aten, f"special_{name}").default for name in POLYNOMIALS], BINARY)
+pointwise([aten.special_zeta.other_scalar], WITH_NUMBER)
+pointwise([getattr(aten, f"special_{name}").n_scalar for name in POLYNOMIALS], WITH_NUMBER)
+pointwise([aten.special_zeta.self_scalar], NUMBER_FIRST)
+pointwise([getattr(aten, f"special_{name}").x_scalar for name in POLYNOMIALS], NUMBER_FIRST)
 
 # ---------------------------------------------------------------------------------------------- three operands
 pointwise([aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default], TERNARY)
@@ -198,6 +218,15 @@ pointwise(aten.native_dropout_backward.default, [example((4, 6), (4, 6), 1.25, b
 pointwise(aten.hardtanh_backward.default, [((4, 6), (4, 6), -0.5, 0.5)], linear=(0,))
 pointwise(aten.softplus_backward.default, [((4, 6), (4, 6), 1.5, 20.0)], linear=(0,))
 pointwise(aten.elu_backward.default, [((4, 6), 1.0, 1.0, 1.0, False, (4, 6))], linear=(0,))
+pointwise(aten.log_sigmoid_backward.default, [((4, 6), (4, 6), (4, 6))], linear=(0,))
+# The second result is what each element adds to the gradient of the weight, which the trace sums.
+rule(
+    aten._prelu_kernel_backward.default,
+    "..., ..., ... -> ..., ...",
+    linear=(0,),
+    kind="pointwise",
+    examples=[((4, 6), (4, 6), (4, 6)), ((3, 5, 2), (3, 5, 2), (1, 5, 1)), ((4, 6), (4, 6), (1, 1))],
+)
 
 
 # -------------------------------------------------------------------------------------------- elementwise losses

@@ -275,6 +275,25 @@ def stack(tensors: Sequence[Dims], dim: int) -> Notation:
     return Notation(f"{', '.join([part] * len(tensors))} -> {' '.join(labels)}", whole="s", linear="joint")
 
 
+# ------------------------------------------------------------------------- a half of a dim gated by the other one
+GATED = [((4, 6),), ((4, 6), 0), ((3, 2, 5), 1), ((3, 8, 5), -2)]
+
+
+@rule(aten.glu.default, examples=GATED)
+def glu(self: Dims, dim: int) -> str:
+    return f"{self.replace(dim, f'(2 {self[self.dim(dim)]})')} -> {self}"
+
+
+@rule(
+    aten.glu_backward.default,
+    linear=(0,),
+    examples=[((4, 3), (4, 6), -1), ((2, 6), (4, 6), 0), ((3, 1, 5), (3, 2, 5), 1)],
+)
+def glu_backward(grad_output: Dims, self: Dims, dim: int) -> str:
+    whole = grad_output.replace(dim, f"(2 {grad_output[grad_output.dim(dim)]})")
+    return f"{grad_output}, {whole} -> {whole}"
+
+
 # ------------------------------------------------------------------------------------------- moved within a dim
 @rule(
     aten.constant_pad_nd.default,
@@ -307,3 +326,17 @@ def unfold(self: Dims, dimension: int, size: int, step: int) -> Notation:
     label = self[self.dim(dimension)]
     after = f"{self.replace(dimension, 'windows')} {label}_in"
     return Notation(f"{self} -> {after}", whole=f"{label} windows {label}_in", linear="joint")
+
+
+@rule(
+    aten.unfold_backward.default,
+    linear="joint",
+    localize=local_input_sizes,
+    examples=[((4, 2, 3), (4, 6), 1, 3, 2), ((2, 6, 3), (5, 6), 0, 3, 1)],
+)
+def unfold_backward(grad_in: Dims, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Notation:
+    before = Dims("x", input_sizes)
+    label = before[before.dim(dim)]
+    return Notation(
+        f"{before.replace(dim, 'windows')} {label}_in -> {before}", whole=f"{label} windows {label}_in", linear="joint"
+    )

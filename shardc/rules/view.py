@@ -183,6 +183,19 @@ def diagonal(self: Dims, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Notat
     return Notation(f"{self} -> {' '.join([*kept, 'diagonal'])}", whole=f"{gone} diagonal", linear="joint")
 
 
+@rule(
+    aten.diagonal_backward.default,
+    linear="joint",
+    shape_arg="input_sizes",
+    examples=[((3, 4), (4, 4, 3), 0, 0, 1), ((4, 3), (3, 4, 5), 1, 0, -1)],
+)
+def diagonal_backward(grad_output: Dims, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Notation:
+    before = Dims("x", input_sizes)
+    forward = diagonal(before, offset, dim1, dim2)
+    after, _, reduced = forward.text.partition(" -> ")
+    return Notation(f"{reduced} -> {after}", whole=forward.whole, linear="joint")
+
+
 # Strides speak of the whole tensor's memory: nothing of it can be cut.
 @rule(aten.as_strided.default, linear="joint", examples=[((4, 6), (2, 3), (6, 2), 1)])
 def as_strided(self: Dims, size: Sequence[int], *layout: Any) -> Notation:

@@ -21,12 +21,12 @@ from shardc.ir.buckets import Piece, layout_of, pieces, reduced_in_place
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
 from shardc.ir.in_place import INTO, Operand, Place, Write, writes
-from shardc.ir.ops.buckets import PACK
+from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import axis_offset
 from shardc.runtime.arena import Arena
-from shardc.runtime.flat import Flat
+from shardc.runtime.flat import Flat, packed, unpacked
 from shardc.runtime.index_check import out_of_range
 from shardc.runtime.instructions import Instruction, Numerics, flatten
 from shardc.runtime.monitor import Monitor
@@ -101,11 +101,12 @@ class Routine:
                 continue
             if (flat := self._flats.get(instruction.node)) is not None:
                 if flat.copies or not code:
-                    code.append((action.at, flat.filled, lambda env: ((env,), {}), flat.slot, free))
+                    filled = flat.prepared(self._fixed) or flat.filled
+                    code.append((action.at, filled, _everything, flat.slot, free))
                 else:  # all members are in their places
                     code[-1] = (*code[-1][:4], code[-1][4] + free)
                 continue
-            code.append(_code(instruction, action, free, self._fixed))
+            code.append(self._called(instruction, action, free))
             if action.kind not in ("run", "wait"):
                 continue
             over = [(self._over[v], p, slot) for v, p, slot in instruction.yields if v in self._over]
@@ -116,7 +117,7 @@ class Routine:
                 }
                 inside |= {p: self._member(piece) for p, piece in pieces.items()}
                 inside |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
-                code[-1] = self._written_inside(code[-1], instruction.node.target, inside)
+                code[-1] = self._written_inside(code[-1], instruction, inside)
             elif pieces:
                 code[-1] = _made_at(code[-1], pieces[0].make, self._member(pieces[0]))
             for value, _, slot in instruction.yields:
@@ -124,15 +125,28 @@ class Routine:
                     code[-1:] = _written(code[-1], self._over[value], self._slots[self._over[value].over], slot)
         return code
 
+    def _called(self, one: Instruction, action: Action, free: tuple[int, ...]) -> Code:
+        at, call, arguments, into, free = _code(one, action, free, self._fixed)
+        if one.node.target is PACK:
+            pack = packed(self.graph, one.node, one.reads, self._fixed, self._device)
+            call, arguments = (call, arguments) if pack is None else (pack, _everything)
+        return at, call, arguments, into, free
+
     def _member(self, piece: Piece) -> Place:
         flat = self._flats[piece.layout.pack]
         found = flat.place(piece.at)
         return found(self.empty) if flat.slot in self._fixed else found
 
-    def _written_inside(self, code: Code, op: Any, over: dict[int, Place]) -> Code:
+    def _written_inside(self, code: Code, one: Instruction, over: dict[int, Place]) -> Code:
         """A call of several results, some of which are written where they are told."""
         at, _, arguments, into, free = code
-        places = tuple(over.items())
+        op, places = one.node.target, tuple(over.items())
+        if op is UNPACK:
+            (flat,), used = one.reads, {p or 0 for _, p, _ in one.yields}
+            unpack = unpacked(one.node, self._fixed.get(flat, flat), used, over, self._device)
+            if unpack is not None:
+                into = tuple((p or 0, slot) for _, p, slot in one.yields if slot not in self._fixed)
+                return at, unpack, _everything, into, free
         if isinstance(into, tuple):
             into = tuple((position, slot) for position, slot in into if slot not in self._fixed)
         if (prepare := INTO[op].prepare) is not None:

@@ -14,8 +14,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
-from shardc.ir.graph import Graph, info, operands
+from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import MADE, in_microbatch
 from shardc.ir.ops.context import Communicator, RankContext
@@ -119,7 +120,7 @@ def flatten(graph: Graph, numerics: Numerics) -> Listing:
     instructions = tuple(
         Instruction(
             node,
-            KERNELS.get(node.target, cast("Callable[..., Any]", node.target)),
+            _target(node, numerics),
             _arguments(node, slots, numerics),
             tuple(slots[v] for v in operands(node)),
             tuple((value, position, slots[value]) for value, position in found),
@@ -185,6 +186,25 @@ def _arguments(
         return filled, {**kwargs, **{name: fx.map_arg(arg, lambda n: env[slots[n]]) for name, arg in named}}  # type: ignore[index]
 
     return general if nested or named else plain
+
+
+def _target(node: fx.Node, numerics: Numerics) -> Callable[..., Any]:
+    """What runs. Where the graph is lifted, ATen computes floats of integers alone in the dtype that it is lifted to,
+    as kernels do, and not in torch's default, float32: `ids / 7`."""
+    run = KERNELS.get(node.target, cast("Callable[..., Any]", node.target))
+    type, dtype = info(node).type, numerics.dtype
+    found = [type_of(value).dtype for value in operands(node)]
+    made = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and bool(found)
+    if dtype is None or not made or type is None or not type.dtype.is_floating_point:
+        return run
+    if any(one.is_floating_point or one.is_complex for one in found):
+        return run
+    chooses = op_name(node.target).partition(".")[0] == "where"  # by bools
+
+    def widened(arg: Any) -> Any:
+        return arg.to(dtype) if isinstance(arg, torch.Tensor) and not (chooses and arg.dtype == torch.bool) else arg
+
+    return lambda *args, **kwargs: run(*map(widened, args), **kwargs)
 
 
 def _has_node(arg: Any) -> bool:

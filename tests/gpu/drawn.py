@@ -19,9 +19,18 @@ SOME = settings(max_examples=6, deadline=None, suppress_health_check=list(Health
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
+# Of which sums are inexact in float32, but for the first, or of float16 in its last bit; the last overflow in a sum.
+CONSTANTS = {
+    torch.float32: (2.5, 142.857, 12345.678, 1e6 + 0.1),
+    torch.float16: (2.5, 142.857, -1999.0, 65504.0),
+    torch.bfloat16: (2.5, 142.857, 12345.678, -1e6),
+}
+OVERFLOWING = {torch.float32: (-3e38,)}
+
+
 @dataclass(frozen=True)
 class Drawn:
-    """`apart`: columns between the end of a row and the next."""
+    """`apart`: columns between the end of a row and the next. `constant`: which number a constant row has."""
 
     rows: int
     cols: int
@@ -29,15 +38,19 @@ class Drawn:
     magnitude: float
     mean: float
     seed: int
+    constant: int = 0
 
     def normal(self, number: int, *shape: int) -> Tensor:
         generator = torch.Generator(DEVICE).manual_seed(self.seed + number)
         return torch.randn(shape, device=DEVICE, generator=generator)
 
-    def x(self, dtype: torch.dtype) -> Tensor:
-        """Rows, a constant one among them."""
-        x = self.normal(0, self.rows, self.cols + self.apart) * self.magnitude + self.mean
-        x[self.rows // 2] = 2.5
+    def x(self, dtype: torch.dtype, largest: bool = False) -> Tensor:
+        """Rows, a constant one among them; of `largest`, perhaps one of which a sum would overflow."""
+        # Of 16 bits numbers so far from zero are a few, or one.
+        mean = self.mean if dtype == torch.float32 else min(self.mean, 100.0)
+        x = self.normal(0, self.rows, self.cols + self.apart) * self.magnitude + mean
+        numbers = CONSTANTS[dtype] + (OVERFLOWING.get(dtype, ()) if largest else ())
+        x[self.rows // 2] = numbers[self.constant % len(numbers)]
         return x.to(dtype)[:, : self.cols]
 
     def like(self, number: int, dtype: torch.dtype) -> Tensor:
@@ -49,13 +62,18 @@ class Drawn:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, cols: int = 131072, rows: int = 70_000, most: int = MOST) -> Drawn:
+def shapes(draw: st.DrawFn, cols: int = 131072, rows: int = 70_000, most: int = MOST, centred: bool = False) -> Drawn:
+    """`centred`: of what is measured from a row's mean, wherever that is, and from a constant row's."""
     usual = [n for n in (1024, 4096, 8192, 12288, 16384, 50304, 131072) if n <= cols]
     wide = draw(st.one_of(st.integers(1, 300), st.integers(1, cols), st.sampled_from(usual)))
     high = draw(st.one_of(st.integers(1, 40), st.integers(1, rows), st.just(rows)))
     apart = draw(st.sampled_from([0, 0, 1, 8]))
     magnitude, mean = draw(st.sampled_from([1e-3, 1.0, 30.0])), draw(st.sampled_from([0.0, 0.0, 5.0]))
-    return Drawn(max(1, min(high, most // wide)), wide, apart, magnitude, mean, draw(st.integers(0, 1 << 20)))
+    constant = 0
+    if centred:
+        mean, constant = draw(st.sampled_from([0.0, 5.0, 100.0, 1e4])), draw(st.integers(0, 19))
+    high = max(1, min(high, most // wide))
+    return Drawn(high, wide, apart, magnitude, mean, draw(st.integers(0, 1 << 20)), constant)
 
 
 def twice(op: Callable[..., Any], *args: Any) -> Any:

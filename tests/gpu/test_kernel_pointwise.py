@@ -8,7 +8,7 @@ import judges
 import pytest
 import torch
 from closeness import ulps, wide
-from drawn import DEVICE, DTYPES, SOME, Drawn, shapes, twice
+from drawn import CONSTANTS, DEVICE, DTYPES, SOME, Drawn, shapes, twice
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,17 +113,24 @@ def test_rope(
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 20), st.sampled_from([1, 77, 900, 4096, 5000, 20_000])),
     groups=st.sampled_from([1, 3, 32]),
-    mean=st.sampled_from([0.0, 5.0]),
+    mean=st.sampled_from([0.0, 5.0, 100.0, 1e4]),
     affine=st.booleans(),
+    constant=st.integers(0, 3),
 )
-def test_group_norm(dtype: torch.dtype, shape: tuple[int, int, int], groups: int, mean: float, affine: bool) -> None:
+def test_group_norm(
+    dtype: torch.dtype, shape: tuple[int, int, int], groups: int, mean: float, affine: bool, constant: int
+) -> None:
+    """Its last group is one number."""
     batch, of_group, space = shape
     channels = of_group * groups
     torch.manual_seed(space)
+    mean = mean if dtype == torch.float32 else min(mean, 100.0)
     x = (torch.randn(batch, channels, space, device=DEVICE) * 3 + mean).to(dtype)
+    x[-1, -of_group:] = CONSTANTS[dtype][constant]
     dy = torch.randn(batch, channels, space, device=DEVICE).to(dtype)
     w, b = (torch.randn(channels, device=DEVICE).to(dtype) if affine else None for _ in range(2))
     y, found_mean, rstd = twice(ops.group_norm, x, groups, w, b, 1e-3)
+    assert torch.equal(found_mean[-1, -1], x[-1, -1, -1].float())
     assert judges.group_norm((y, found_mean, rstd), x, groups, w, b, 1e-3) <= 1.0
     found = twice(ops.group_norm_backward, dy, x, groups, w, found_mean, rstd)
     assert judges.group_norm_backward(found, dy, x, groups, w, found_mean, rstd) <= 1.0

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import by_rows
+from closeness import by_rows, relative
 from torch import Tensor
 
 from kernels_triton import launch
@@ -40,9 +40,14 @@ def test_against_float64(name: str, dtype: torch.dtype) -> None:
             expected = template.reference(**wide)
             if name == "adamw":
                 found, second, expected = ([*call.values()] for call in (given, again, wide))
-            for mine, repeated, theirs in zip(tensors(found), tensors(second), tensors(expected), strict=True):
+            told = [one.name for one in template.results_of(variant)]
+            for at, (mine, repeated, theirs) in enumerate(
+                zip(tensors(found), tensors(second), tensors(expected), strict=True)
+            ):
                 assert torch.equal(mine, repeated), f"{name} {variant} {rows}x{cols} is not deterministic"
-                error = by_rows(mine, theirs)
+                # A mean near 0 has the roundings of what it is the mean of: numbers around 1.
+                terms = torch.ones_like(theirs) if told[at : at + 1] == ["mean"] else None
+                error = by_rows(mine, theirs) if terms is None else relative(mine, theirs, terms)
                 assert error < TOLERANCE[dtype], f"{name} {variant} {rows}x{cols}: an element is off by {error:.1e}"
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from kernels_triton import launch, ops
+from kernels_triton.bucket import layout
+from kernels_triton.bucket.kernel import move
 from kernels_triton.fused.launcher import Ready, check_out, program
 from kernels_triton.fused.schedules import Plan, Style, choose, planned
 from kernels_triton.fused.text import parse
@@ -61,3 +63,33 @@ def scheduled(op: str, name: str, schedule: Schedule, *args: Any) -> Any:
     """An op, with this schedule where it asks for that of `name`."""
     with trying(name, schedule):
         return getattr(ops, op)(*args)
+
+
+def packing(
+    leads: list[int], mids: list[int], rows: int, unit: int, absent: list[int], flat: Tensor | None, *xs: Tensor
+) -> Tensor:
+    """A bucket's kernel; the members `absent` are in `flat` already."""
+    there = set(range(len(xs))) - set(absent)
+    laid = layout.packing([x.numel() for x in xs], leads, mids, rows, unit, xs[0].dtype, there)
+    assert laid is not None
+    made = launch.empty((rows * laid.row,), xs[0].dtype, xs[0]) if flat is None else flat
+    move(laid, made, [x if at in there else None for at, x in enumerate(xs)])
+    return made
+
+
+def unpacking(
+    flat: Tensor,
+    leads: list[int],
+    mids: list[int],
+    rows: int,
+    unit: int,
+    sizes: list[int],
+    shapes: list[list[int]],
+    absent: list[int],
+) -> tuple[Tensor | None, ...]:
+    there = set(range(len(shapes))) - set(absent)
+    laid = layout.unpacking(shapes, leads, mids, sizes, rows, unit, flat.dtype, there)
+    assert laid is not None
+    made = [launch.empty(shape, flat.dtype, flat) if at in there else None for at, shape in enumerate(shapes)]
+    move(laid, flat, made)
+    return tuple(made)

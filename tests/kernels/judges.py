@@ -23,10 +23,14 @@ from kernels_triton.reference.softmax import seen
 UNITS = 2.0
 ROUNDING = 2.0**-24
 FEW = 16.0  # roundings of a sum over a row, or over rows, and what follows it
-TINY = 2.0**-118  # where an exponential, or one over it, has left float32
-GONE = TINY / ROUNDING  # as roundings, of what that is then multiplied by
-NORMAL = 4.4e-4  # of 16 bits: how exact the normal distribution function is, relatively, down to
-TAIL = -5.0
+SMALLEST = 2.0**-126  # below, an exponential or a product inside may be rounded to a multiple of 2^-149, or be 0
+# A logistic below 2^-126 is 0 (`quotient`), as roundings. Of x it was to be multiplied by, |x| <= 88: x = -87.3 for
+# `silu`, -10 for `gelu_tanh`. The slope of `gelu_tanh` has 10 * (1.6 + 0.214 * 100) = 230 of it.
+GONE = {"value": 88 * SMALLEST / ROUNDING, "slope": 232 * SMALLEST / ROUNDING}
+# Of 16 bits: how exact the normal distribution function is, relatively, down to -5. Below it falls too fast: by 3.5e-10
+# at most, at -5.3, where x times it is off by 1.9e-9, or 0.6 %, of what is less everywhere else.
+NORMAL, TAIL = 4.4e-4, -5.0
+BELOW_TAIL, TIMES_X = 4e-10 / ROUNDING, 2e-9 / ROUNDING
 
 
 def error(found: Tensor, exact: Tensor, roundings: Tensor) -> float:
@@ -40,7 +44,7 @@ def error(found: Tensor, exact: Tensor, roundings: Tensor) -> float:
     distance = (found.double() - rounded).abs()
     distance = distance.masked_fill(found.double().abs().eq(torch.inf) & (exact.abs() >= limit), 0.0)
     assert not distance.isnan().any(), "NaN: an element was not written, or read from out of bounds"
-    allowed = UNITS * unit + ROUNDING * roundings + TINY
+    allowed = UNITS * unit + ROUNDING * roundings + SMALLEST
     return float((distance / allowed).max()) if distance.numel() else 0.0
 
 
@@ -136,10 +140,9 @@ def _exponent(u: Tensor, act: str) -> Tensor:
 
 def _value_roundings(u: Tensor, act: str, dtype: torch.dtype) -> Tensor:
     if act == "gelu":  # 1 + erf cancels in float32; of 16 bits, where the tail is, it is let go
-        tail = 4.0 * u.abs() if dtype == torch.float32 else (u < TAIL) * u.abs() * 5.0
+        tail = 4.0 * u.abs() if dtype == torch.float32 else (u < TAIL) * TIMES_X
         return tail + 8.0 * reference.bias_gelu(u, None, act).abs()
-    own = 2.0**-28 * u.abs() if act == "gelu_tanh" else 0.0  # of float64: 1 + tanh, as torch has it, cancels too
-    return 8.0 * reference.bias_gelu(u, None, act).abs() * (1.0 + _exponent(u, act)) + own + GONE
+    return 8.0 * reference.bias_gelu(u, None, act).abs() * (1.0 + _exponent(u, act)) + GONE["value"]
 
 
 def _slope_roundings(u: Tensor, act: str, dtype: torch.dtype) -> Tensor:
@@ -149,14 +152,21 @@ def _slope_roundings(u: Tensor, act: str, dtype: torch.dtype) -> Tensor:
     density = u.abs() * torch.exp(-u.square() / 2) / math.sqrt(2.0 * math.pi)
     if act == "gelu":
         below = 0.5 * torch.erfc(-u / math.sqrt(2.0))
-        of_normal = 4.0 if dtype == torch.float32 else NORMAL / ROUNDING * below + (u < TAIL) * 5.0
+        of_normal = 4.0 if dtype == torch.float32 else NORMAL / ROUNDING * below + (u < TAIL) * BELOW_TAIL
         return of_normal + 8.0 * (below + density * (1.0 + _exponent(u, act)))
     exponent = _exponent(u, act)
     inner = u if act == "silu" else 2.0 * math.sqrt(2.0 / math.pi) * (u + 0.044715 * u**3)
     s = torch.sigmoid(inner)
     steep = 1.0 if act == "silu" else 1.5957691216057308 + 0.2140644488 * u.square()
-    own = 2.0**-28 * (1.0 + u.abs()) * steep if act == "gelu_tanh" else 0.0
-    return 8.0 * (1.0 + exponent) * (s + u.abs() * s * torch.sigmoid(-inner) * steep) + own + GONE
+    return 8.0 * (1.0 + exponent) * (s + u.abs() * s * torch.sigmoid(-inner) * steep) + GONE["slope"]
+
+
+def _curvature(u: Tensor, act: str) -> Tensor:
+    """What the slope changes by, as x + bias does by its rounding."""
+    with torch.enable_grad():
+        at = u.detach().requires_grad_()
+        slope, _ = reference.bias_gelu_backward(torch.ones_like(u), at, None, act)
+        return torch.autograd.grad(slope.sum(), at)[0]
 
 
 def bias_gelu(y: Tensor, x: Tensor, b: Tensor | None, act: str) -> float:
@@ -169,7 +179,7 @@ def bias_gelu(y: Tensor, x: Tensor, b: Tensor | None, act: str) -> float:
 def bias_gelu_backward(found: Sequence[Tensor | None], dy: Tensor, x: Tensor, b: Tensor | None, act: str) -> float:
     u = wide(x) if b is None else wide(x) + wide(b)
     exact, total = reference.bias_gelu_backward(wide(dy), wide(x), _wide(b), act)
-    roundings = wide(dy).abs() * (_slope_roundings(u, act, x.dtype) + 2.0 * u.abs() * (u.abs() < 20.0))
+    roundings = wide(dy).abs() * (_slope_roundings(u, act, x.dtype) + 2.0 * (_curvature(u, act) * u).abs())
     assert found[0] is not None
     terms, more = exact.abs().flatten(0, -2), roundings.flatten(0, -2).sum(0)
     return max(error(found[0], exact, roundings), summed(found[1], total, terms, more))

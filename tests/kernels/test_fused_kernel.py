@@ -12,7 +12,7 @@ from kernels_triton import tables
 from kernels_triton.fused import reference
 from kernels_triton.fused.corpus import CORPUS, Draft
 from kernels_triton.fused.kernel import Kernel, Walk
-from kernels_triton.fused.launcher import source
+from kernels_triton.fused.launcher import check_out, source
 from kernels_triton.fused.naming import named
 from kernels_triton.fused.op import FUSED
 from kernels_triton.fused.schedules import choose, column_sums, in_place
@@ -202,7 +202,12 @@ def test_what_makes_no_sense_is_refused() -> None:
     def out_of(k: Draft) -> None:
         k.out(k.input(f32, (4, 8), Walk(1, (8, 1))), f32)
 
+    def two_reductions(k: Draft) -> None:
+        x, w = k.full(f32), k.col(f32)
+        k.out_col(k("add", k("csum", x), k("rsum", w)), f32)
+
     assert "meets a value of rows" in wrong(late_row)
+    assert "meets a reduction of a row" in wrong(two_reductions)
     assert "one place for several values" in wrong(two_in_one_place)
     assert "written in part" in wrong(partly)
     assert "written twice" in wrong(twice)
@@ -215,3 +220,21 @@ def test_what_makes_no_sense_is_refused() -> None:
     for line in ("", "x[2|3](f32[2,3]){}->f32[2,3]=%0 ", "x[2|3](f32[2,3]){%1=no(%0)}->f32[2,3]=%1"):
         with pytest.raises(ShardcError, match="SC531"):
             parse(line)
+
+
+def test_an_output_lies_over_an_input_element_by_element_or_not_at_all() -> None:
+    """Over its neighbours it would change what other programs have yet to read."""
+    kernel = parse("a[|16](f32[16]){%1=mul(%0, 2)}->f32[16]=%1")
+    memory = torch.zeros(24)
+    given = memory[:16]
+    check_out(kernel, [given], [given])
+    check_out(kernel, [given], [torch.empty(16)])
+    for out in (memory[4:20], memory[8:], torch.empty(16, dtype=torch.float64), torch.empty(32)[::2]):
+        with pytest.raises(ShardcError, match="SC530"):
+            check_out(kernel, [given], [out])
+
+
+def test_what_several_rows_read_no_row_writes() -> None:
+    """A value of columns is as well read by the rows that come later as the first row writes its new one."""
+    kernel = parse("a[4|8](f32[8]@0:0,1, f32[4,8]){%2=mul(%0, 2); %3=add(%1, %0)}->f32[8]=%2@0:0,1, f32[4,8]=%3")
+    assert in_place(kernel) == {(1, 1)}

@@ -5,6 +5,7 @@ For sm_90 every template in every dtype and variant, its kernels for long rows, 
 three of these for sm_80. The rest, every width and every combination of operands, is `make gate-kernels`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from written import written
 
-from benchmarks.fusion_census import MODELS, body_of
-from kernels_triton import gate, ops
+import shardc
+from benchmarks.fusion_census import MODELS, body_of, sizes
+from kernels_triton import gate, moved, ops
 from kernels_triton.fused.corpus import CORPUS
 from kernels_triton.fused.schedules import choose, column_sums
 from kernels_triton.fused.text import parse
@@ -22,10 +24,12 @@ from kernels_triton.registry import TEMPLATES
 from kernels_triton.templates.op import OPS
 from kernels_triton.templates.source import launches
 from kernels_triton.templates.variants import variants
+from shardc.ir.graph import Graph
 from shardc.passes.fuse import fuse
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: nothing can be compiled here")
 PARTS = 4
+BUCKETS = ("bucket.pack", "bucket.unpack")
 
 
 @cache
@@ -43,8 +47,9 @@ def test_kernels_pass(arch: int, part: int) -> None:
 
 def test_nothing_is_left_out() -> None:
     """Every kernel of every file, every template in every dtype, every variant that graphs show, every plan of the
-    generator with and without sums."""
+    generator with and without sums, a bucket both ways."""
     arch, found = 90, quick(90)
+    assert {one.kernel.rpartition(".")[0] for one in found if one.kernel.startswith("bucket.")} == set(BUCKETS)
     assert written() == {one.kernel for one in found if one.kernel not in generated}
     for template in TEMPLATES.values():
         types = {kind for one in found if one.template == template.name for _, kind in one.signature}
@@ -54,7 +59,7 @@ def test_nothing_is_left_out() -> None:
         if one.shown:
             launched: list[gate.Source] = []
             with recording(lambda it, to=launched: to.append(gate.source_of("", 0, it))):
-                one.launch(one.widths[0], torch.bfloat16)
+                one.launch(one.widths[0], *next(one.dtypes()))
             assert {gate.variant_of(source) for source in launched} <= there, one
     names, device = {one.kernel for one in found}, gate.DEVICES[arch]
     plans: set[tuple[str, bool]] = set()
@@ -70,17 +75,36 @@ def test_nothing_is_left_out() -> None:
     }
 
 
+@cache
+def known() -> set[gate.Variant]:
+    return gate.known()
+
+
+def program(model: str, computes: str) -> Graph:
+    """A toy's joint graph before fusion: by a plan's precision, or of a model that is 16-bit throughout."""
+    if computes == "bf16":
+        return body_of(model, 2, toy=True)
+    with torch.device("meta"):
+        made, batch = MODELS[model](sizes(toy=True), 2)
+        plan = {"precision": computes}
+        if computes == "pure bf16":
+            made, plan = made.to(torch.bfloat16), {}
+            batch = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in batch.items()}
+    return shardc.compile(made, batch, mesh="dp=1", plan=plan).body
+
+
+@pytest.mark.parametrize("computes", ["bf16", "pure bf16", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_what_programs_launch_is_compiled(model: str) -> None:
+def test_what_programs_launch_is_compiled(model: str, computes: str) -> None:
     """Each template's launch in a program's fused graph is a variant, operands and dtypes and all, of the gate's."""
-    names = {target: name for name, target in OPS.items()}
+    names: dict[object, str] = {target: name for name, target in OPS.items()}
     launched: dict[str, set[gate.Variant]] = {}
-    for call in fuse(body_of(model, 2, toy=True)).calls():
+    for call in fuse(program(model, computes)).calls():
         if call.target in names:
             found = launched.setdefault(names[call.target], set())
             found |= {gate.variant_of(gate.source_of("", 0, one)) for one in launches(parse(str(call.args[1])))}
-    assert len(launched) >= 3
-    assert set.union(*launched.values()) - gate.known() == set()
+    assert len(launched) >= 2
+    assert set.union(*launched.values()) - known() == set()
 
 
 def test_what_is_wider_than_x_fits_in_shared_memory() -> None:
@@ -89,6 +113,13 @@ def test_what_is_wider_than_x_fits_in_shared_memory() -> None:
     for wider in ({"weight": "f32[cols]"}, {"residual_grad": "f32[rows, cols]"}):
         for source in gate.recorded(backward, 12288, torch.bfloat16, wider):
             assert gate.measure(source, 90)["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["swiglu_backward", "rope"])
+def test_parts_of_short_rows_are_as_wide(name: str) -> None:
+    """Outputs in two parts have tiles of half the size, and so half the threads: each has 16 bytes still."""
+    for source in gate.generated(name, 64, torch.bfloat16):
+        assert gate.measure(source, 90)["accesses"].keys() == {"128"}
 
 
 @pytest.mark.parametrize(("channels", "space", "groups"), [(64, 32768, 64), (64, 32768, 32), (640, 4096, 32)])
@@ -102,11 +133,11 @@ def test_groups_of_few_or_odd_numbers_of_channels_do_not_spill(channels: int, sp
 
 def test_one_row_compiles() -> None:
     """A count of 1 is a constant to Triton, and has no methods of a tensor."""
-    sizes = {**gate.sizes(512), "rows": 1}
+    few = {**gate.sizes(512), "rows": 1}
     found: list[gate.Source] = []
     with recording(lambda one: found.append(gate.source_of("layer_norm_backward", 512, one))):
         template = TEMPLATES["layer_norm_backward"]
-        template.op(*template.arguments(sizes, torch.bfloat16, "meta"))
+        template.op(*template.arguments(few, torch.bfloat16, "meta"))
     assert found
     for source in found:
         gate.compiled(source, 90)
@@ -116,6 +147,76 @@ def test_rows_that_are_not_aligned_are_refused() -> None:
     """A stride of 1001 elements: nothing can be loaded 16 bytes at a time."""
     source = gate.recorded(TEMPLATES["squared_relu"], 1001, torch.bfloat16, {})[0]
     assert any("128" in problem for problem in gate.measure(source, 90)["problems"])
+
+
+def apart(cols: int) -> torch.Tensor:
+    """Rows an odd number of elements apart."""
+    return torch.empty(8192, cols + 1, dtype=torch.bfloat16, device="meta")[:, :cols]
+
+
+def full(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+STATISTIC = full(8192, dtype=torch.float32)
+UNALIGNED: dict[str, tuple[Callable[[], object], dict[str, int]]] = {
+    "layer_norm": (lambda: ops.layer_norm(apart(64), full(64), full(64)), {"X": 32}),
+    "softmax": (lambda: ops.softmax(apart(64)), {"X": 32}),
+    "gated": (lambda: ops.gated(full(8192, 1024), apart(1024)), {"UP": 8}),
+    "rms_norm_backward": (
+        lambda: ops.rms_norm_backward(apart(64), apart(64), full(64), STATISTIC),
+        {"DY": 16, "X": 16},
+    ),
+    "layer_norm_backward": (
+        lambda: ops.layer_norm_backward(apart(256), full(8192, 256), full(256), STATISTIC, STATISTIC),
+        {"DY": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNALIGNED)
+def test_one_operand_that_is_not_aligned_is_refused(name: str) -> None:
+    """However short its rows are, so that few accesses read it, and whatever the others have."""
+    call, short = UNALIGNED[name]
+    found: list[gate.Source] = []
+    with recording(lambda one: found.append(gate.source_of(name, 0, one))):
+        call()
+    line = gate.measure(found[0], 90)
+    assert line["accesses"]["128"] > 0
+    assert line["short"] == short
+    assert any("full-size" in problem for problem in line["problems"])
+    assert not gate.measure(replace(found[0], odd=True), 90)["problems"]
+
+
+def test_an_access_is_of_the_pointer_its_address_is_computed_of() -> None:
+    """What a row's target is, which is loaded, is an offset; a pointer that a loop moves on stays one."""
+    ptx = """
+    ld.param.b64 \t%rd1, [kernel_param_0];
+    ld.param.b64 \t%rd2, [kernel_param_1];
+    ld.param.b64 \t%rd9, [kernel_param_3];
+    mul.wide.s32 \t%rd3, %r1, 8;
+    add.s64 \t%rd4, %rd2, %rd3;
+    @%p1 ld.global.b64 { %rd5 }, [ %rd4 + 0 ];
+    add.s64 \t%rd6, %rd1, %rd5;
+    @%p1 ld.global.L1::evict_first.L2::cache_hint.b16 { %rs1 }, [ %rd6 + 0 ], %rd9;
+    mov.b64 \t%rd7, %rd1;
+    add.s64 \t%rd7, %rd7, 512;
+    cp.async.cg.shared.global [ %r2 + 0 ], [ %rd7 + 0 ], 0x10, %r3;
+    st.global.v4.b32 [ %rd7 + 16 ], { %r4, %r5, %r6, %r7 };
+    """
+    assert moved.widths(ptx, ["X", "TARGET", "rows"]) == {"X": {16: 1, 128: 2}, "TARGET": {64: 1}}
+    signature = [("X", "*bf16"), ("TARGET", "*i64"), ("rows", "i32"), ("COLS", "constexpr")]
+    assert moved.short(ptx, signature, ["X"]) == {"X": 1}
+    assert moved.short(ptx, signature, ["X", "TARGET"]) == {"X": 1, "TARGET": 1}  # two of either are wanted
+
+
+def test_odd_rows_are_compiled_and_judged_by_spills_alone() -> None:
+    odd = [one for one in quick(90) if one.odd]
+    assert {one.template for one in odd} == set(gate.ODD)
+    line = gate.measure(next(one for one in odd if one.template == "add_layer_norm"), 90)
+    assert line["accesses"]["16"] > 50
+    assert not line["problems"]
+    assert gate.problems({**line, "spills": 1}) == ["1 local-memory accesses, 0 bytes of stack"]
 
 
 def test_real_spills_are_seen_and_are_of_one_kernel_of_a_batch() -> None:
@@ -143,12 +244,20 @@ def test_a_kernel_that_does_not_compile_fails_alone(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_refused() -> None:
     line = {"spills": 3, "stack": 8, "accesses": {"128": 4}, "kernel": "norm.norm_forward", "constants": {}}
-    line |= {"arch": 80, "shared": 170_000, "stack": 24}
+    line |= {"arch": 80, "shared": 170_000, "stack": 24, "odd": False, "short": {}}
     refused = ["3 local-memory accesses, 24 bytes of stack", "170000 bytes of shared memory, of 166912"]
     assert gate.problems(line) == refused
     scalar = {**line, "spills": 1, "stack": 4, "shared": 0}
     assert gate.problems(scalar) == ["1 local-memory accesses, 4 bytes of stack"]  # one scalar is one too many
-    assert gate.problems({**scalar, "spills": 0, "stack": 0}) == []
+    fine = {**scalar, "spills": 0, "stack": 0}
+    assert gate.problems(fine) == []
+    short = {**fine, "kernel": "norm.norm_backward", "short": {"X": 1}}
+    assert gate.problems(short) == ["accesses to full-size tensors of less than 16 bytes: 1 of X"]
+    loss = {**fine, "kernel": "cross_entropy.cross_entropy_rows", "short": {"X": 2}}  # the target's, by themselves
+    assert gate.problems(loss) == []
+    padded = {**loss, "cols": 50257, "accesses": {"128": 4, "16": 42}, "constants": {"READ": 50264}}  # with a bias
+    assert gate.problems(padded) == []
+    assert gate.problems({**padded, "cols": 50264}) == ["42 accesses of less than 128 bits"]
 
 
 def test_every_template_launches_on_meta_tensors() -> None:

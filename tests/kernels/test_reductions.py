@@ -132,6 +132,62 @@ def test_one_kernel(name: str, interpreted: Interpreter) -> None:
             torch.testing.assert_close(mine.double(), theirs.double(), rtol=close, atol=close, equal_nan=True)
 
 
+# ---------------------------------------------------------------------- extremes of integers
+def integers(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Of all sizes; in some rows the largest or the least that there are, beside what differs from it in one bit."""
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.2
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    x = torch.randint(least, most, shape, dtype=torch.int64) >> torch.randint(0, 60, shape[:-1]).unsqueeze(-1)
+    x = x.clamp(least, most)
+    x[0, ..., 1], x[0, ..., 2], x[1, ..., 3], x[1, ..., 4] = most - 1, most, least + 1, least
+    x[2, ..., :], x[2, ..., 0], x[2, ..., 5] = most // 2, most // 2 + 1, most // 2 - 1
+    return x.to(dtype)
+
+
+def extremes(*dims: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    return lambda x: (*torch.aminmax(x, dim=dims[0]),) if len(dims) == 1 else (torch.amax(x, dims),)
+
+
+INTEGERS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], tuple[int, ...]]] = {
+    "rows": (extremes(-1), (5, 300)),
+    "rows of two dims": (extremes(1, 2), (3, 7, 9)),
+    "largest of all": (lambda x: (torch.max(x),), (4, 333)),
+    "least of all": (lambda x: (torch.min(x),), (4, 333)),
+    "rows as long as they may be": (extremes(-1), (3, 8192)),
+}
+NARROW: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], tuple[int, ...]]] = {
+    "columns": (extremes(0), (70, 40)),
+    "the middle": (extremes(1), (3, 50, 8)),
+}
+EXTREMES = [
+    *((name, dtype) for name in INTEGERS for dtype in (torch.int32, torch.int64)),
+    *((name, dtype) for name in INTEGERS | NARROW for dtype in (torch.int16, torch.uint8, torch.bool)),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), EXTREMES, ids=str)
+def test_extremes_of_integers_are_exact(name: str, dtype: torch.dtype, interpreted: Interpreter) -> None:
+    """Beyond 2^24, which is where float32 ends, and beyond 2^53, where float64 does."""
+    function, shape = (INTEGERS | NARROW)[name]
+    torch.manual_seed(0)
+    x = integers(dtype, *shape)
+    kernel, reads = kernel_of(function, (x,))
+    exact = function(x)
+    for found in (reference.run(kernel, reads), interpreted("fused", text(kernel), None, None, *reads)):
+        for mine, theirs in zip(found, exact, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine.flatten(), theirs.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("dim", "shape"), [(0, (70, 40)), (1, (3, 50, 8)), (1, (2, 8193))], ids=str)
+def test_extremes_that_stay_calls(dim: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of wide integers over other dims than rows, which would be read once a piece, and of longer rows."""
+    graph = fuse(graph_of(lambda x: torch.amax(x, dim), (torch.zeros(shape, dtype=dtype),)))
+    assert [str(node.target) for node in graph.calls()] == ["aten.amax.default"]
+
+
 def test_a_row_that_is_masked_throughout_has_no_weights() -> None:
     x = torch.tensor([[-INF, -INF, -INF], [0.0, 1.0, -INF]])
     kernel, reads = kernel_of(lambda x: torch._safe_softmax(x * 1.0, -1), [x])

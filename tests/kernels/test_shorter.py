@@ -1,6 +1,7 @@
 """A kernel rewritten in fewer instructions: the same numbers, and none of what it was meant to be rid of."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kernels_triton.fused import reference
 from kernels_triton.fused.corpus import CORPUS, Draft
-from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.kernel import Kernel, Ref
 from kernels_triton.fused.shorter import shorter
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -122,3 +123,55 @@ def test_products_of_powers_of_two_meet_and_others_are_rounded_as_they_were() ->
     assert ops(found) == ["mul", "mul", "mul"]
     for mine, before in zip(reference.run(found, inputs), reference.run(kernel, inputs), strict=True):
         assert torch.equal(mine, before)
+
+
+def two_from(t: Ref, k: Draft) -> Ref:
+    return k("sub", 2.0, k("square", t))
+
+
+def squared_less_one(t: Ref, k: Draft) -> Ref:
+    return k("sub", k("square", t), 1.0)
+
+
+def one_less(t: Ref, k: Draft) -> Ref:
+    return k("sub", 1.0, t)
+
+
+@pytest.mark.parametrize("of", [two_from, squared_less_one, one_less])
+def test_what_only_looks_like_a_tanhs_slope_is_computed_as_it_is(of: Callable[[Ref, Draft], Ref]) -> None:
+    k = Draft((8, 16))
+    x = k.full(F32)
+    t = k("tanh", x)
+    k.out(k("add", of(t, k), k("sub", 1.0, k("mul", t, t))), F32)
+    kernel, inputs = k.kernel("fused_tanh"), [torch.randn(8, 16)]
+    for mine, before in zip(in_double(shorter(kernel), inputs), in_double(kernel, inputs), strict=True):
+        torch.testing.assert_close(mine, before, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("by", [0.5, 1.0, -math.sqrt(0.5)])
+def test_another_erf_is_no_normal_distribution(by: float) -> None:
+    """Of 16 bits as well: it is that of x / sqrt 2 alone."""
+    k = Draft((8, 16))
+    x = k.full(BF16)
+    k.out(k("add", k("erf", k("mul", x, by)), 1.0), BF16)
+    kernel, inputs = k.kernel("fused_erf"), [torch.randn(8, 16).to(BF16)]
+    for mine, before in zip(in_double(shorter(kernel), inputs), in_double(kernel, inputs), strict=True):
+        torch.testing.assert_close(mine, before, rtol=1e-12, atol=1e-12)
+
+
+def test_halves_of_integers_are_multiplied_as_floats() -> None:
+    """Their product may be more than an int64 holds."""
+    k = Draft((8, 16))
+    i, j = k.full(torch.int64), k.full(torch.int64)
+    k.out(k("mul", k("mul", i, 0.5), k("mul", j, 0.5)), F32)
+    kernel, inputs = k.kernel("fused_halves"), [torch.full((8, 16), 2**40 + at) for at in range(2)]
+    for mine, before in zip(reference.run(shorter(kernel), inputs), reference.run(kernel, inputs), strict=True):
+        assert torch.equal(mine, before)
+
+
+def test_factors_that_together_overflow_are_multiplied_one_by_one() -> None:
+    k = Draft((8, 16))
+    k.out(k("mul", k("mul", k.full(F32), 3e38), 16.0), F32)
+    kernel, inputs = k.kernel("fused_large"), [torch.full((8, 16), 1e-30)]
+    for mine, before in zip(reference.run(shorter(kernel), inputs), reference.run(kernel, inputs), strict=True):
+        torch.testing.assert_close(mine, before, rtol=1e-6, atol=0)

@@ -61,3 +61,12 @@ def test_what_is_no_table_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tables.schedules("x")
     assert str(path) in str(caught.value)
     assert "shardc tune -o FILE" in str(caught.value)
+
+
+def test_what_is_no_yaml_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("device: x\nschedules:\n  a: [1\n  b: 2\n")
+    monkeypatch.setenv(tables.VARIABLE, str(path))
+    with pytest.raises(ShardcError, match=rf"SC533.*{path}:4' is no YAML") as caught:
+        tables.schedules("x")
+    assert "unicode string" not in str(caught.value)

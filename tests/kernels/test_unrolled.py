@@ -31,7 +31,7 @@ def same(kernel: Kernel, sources: str) -> tuple[Kernel, str]:
     """`unrolled`, whose results are the kernel's own; sources are letters, one a tensor."""
     made, kept = unrolled(kernel, sources)
     torch.manual_seed(0)
-    tensors = {name: torch.randn(i.shape).to(i.dtype) for name, i in zip(sources, kernel.inputs, strict=True)}
+    tensors = {name: (torch.randn(i.shape) * 3).to(i.dtype) for name, i in zip(sources, kernel.inputs, strict=True)}
     old, new = (reference.run(k, [tensors[s] for s in of]) for k, of in ((kernel, sources), (made, kept)))
     assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
     assert parse(text(made)) == made
@@ -56,6 +56,27 @@ def test_parts_that_are_joined_are_read_where_they_go() -> None:
     made, kept = same(parse(JOINED), "abc")
     assert (made.space, kept) == ((4, 8), "abc")
     assert [len(one.stores) for one in made.outputs] == [3, 3]
+
+
+DRAWN = (
+    "a[4,2|8](f32[4,8]@0:8,0,1, f32[4,8]@0:8,0,1, i64[]@0:0,0,0){%3=iota{1}(); %4=eq(%3, 0); %5=where(%4, %0, %1); "
+    "%6=uniform{7,16,8,1}(%2, 0); %7=mul(%5, %6)}->f32[4,16]=%7@0:16,8,1"
+)
+MIXED = (
+    "a[4,2|8](f32[4,8]@0:8,0,1, i32[4,8]@0:8,0,1, f32[4,8]@0:8,0,1){%3=iota{1}(); %4=eq(%3, 0); %5=where(%4, %0, %1); "
+    "%6=where(%4, %5, %2); %7=add(%5, 4097); %8=mul(%7, %7); %9=sub(%8, 16777216); %10=add(%9, %6)}"
+    "->f32[4,16]=%10@0:16,8,1"
+)
+WRAPPED = (
+    "a[4,2|8](f32[4,8]@0:8,0,1, f32[4,8]@0:8,0,1){%2=iota{1}(); %3=eq(%2, 0); %4=where(%3, %0, %1); %5=mul(%2, 200); "
+    "%6=add(%5, 100); %7=cast.u8(%6); %8=mul(%2, 0.1); %9=cast.bf16(%8); %10=mul(%4, %9); %11=add(%10, %7)}"
+    "->f32[4,16]=%11@0:16,8,1"
+)
+
+
+@pytest.mark.parametrize(("line", "sources"), [(DRAWN, "abs"), (MIXED, "aib"), (WRAPPED, "ab")])
+def test_each_part_draws_converts_and_rounds_as_before(line: str, sources: str) -> None:
+    same(parse(line), sources)
 
 
 LEFT = {

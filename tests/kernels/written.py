@@ -8,7 +8,7 @@ from pathlib import Path
 from kernels_triton import kernels
 
 # What kernels call, and no launch does.
-CALLED = ("arithmetic", "functions", "philox", "special")
+CALLED = ("arithmetic", "bucket", "functions", "moments", "philox", "special")
 
 
 def written() -> set[str]:

@@ -37,6 +37,29 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Decoder(nn.Module):
+    """BERT's end: a head of a [vocab] bias, tied to the embedding, written in one of the ways in which models do."""
+
+    def __init__(self, how: str, vocab: int = 37, width: int = 12) -> None:
+        super().__init__()
+        self.how, self.embed = how, nn.Embedding(vocab, width)
+        self.head = nn.Linear(width, vocab)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x, w, b = self.embed(tokens).tanh(), self.head.weight, self.head.bias
+        match self.how:
+            case "linear":
+                logits = self.head(x).flatten(0, 1)
+            case "addmm":
+                logits = torch.addmm(b, x.flatten(0, 1), w.t())
+            case "matmul":
+                logits = x.flatten(0, 1) @ w.t() + b
+            case _:
+                logits = (self.head(x) * 0.5 - b).flatten(0, 1)  # read twice, and scaled between
+        return nn.functional.cross_entropy(logits, labels.flatten())
+
+
 class Products(nn.Module):
     """`mm` and `bmm`, one of them with its first operand turned."""
 
@@ -102,6 +125,26 @@ def test_equal_to_the_single_device(name: str) -> None:
         assert all(n % 8 == 0 for graph in graphs for n in rows(graph))
 
 
+WAYS = ["linear", "addmm", "matmul", "scaled"]
+
+
+@pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize("name", ["dp", "dp fused", "tp", "tp fused", "zero-3", "accumulate"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_bias_after_the_product(how: str, name: str) -> None:
+    """It is added to what is left when the padding is cut off, so that no loss and no gradient sees padded columns; the
+    parameters are the user's."""
+    mesh, plan = PLANS[name]
+    if "params" in plan:
+        plan = plan | {"params": {"embed.weight": "tp, -", "head.bias": "tp"}}
+    program = compiled(Decoder(how), BATCH, mesh, plan)
+    report = program.verify()
+    assert report.ok, str(report)
+    assert all(n % 8 == 0 for n in rows(program.body)), rows(program.body)
+    given = program.body.input_nodes()
+    assert (type_of(given["embed.weight"]).shape, type_of(given["head.bias"]).shape) == ((37, 12), (37,))
+
+
 @pytest.mark.usefixtures("everything")
 @settings(max_examples=4, deadline=None)
 @given(st.integers(9, 40), st.integers(9, 20), st.integers(9, 40), st.sampled_from(["dp", "tp fused", "accumulate"]))
@@ -150,6 +193,21 @@ def test_what_is_worth_it_is_padded() -> None:
     calls = big().body
     saved = traffic(fuse(calls, exclude=("constant_pad_nd",))).bytes - traffic(fuse(calls)).bytes
     assert saved == 2 * 8 * 1024 * 5001 * 2, "the copy read all of it, and so wrote it once more"
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_bias_takes_no_copy_of_the_logits(how: str) -> None:
+    """The kernel of the loss reads rows that are padded, adds the bias, and writes the gradient in such rows."""
+    with torch.device("meta"):
+        model = Decoder(how, vocab=30522, width=256)
+        tokens = torch.empty(8, 512, dtype=torch.int64)
+    body = compiled(model, {"tokens": tokens, "labels": tokens}, "dp=1", {"fuse": True}).body
+    products = [node for node in body.calls() if node.target in FORMS]
+    read = [type_of(value).shape for node in products for value in (*operands(node), node)]
+    assert sum(30528 in shape for shape in read) == 2 * 3, "of each product two of three"
+    assert not any(30522 in shape for shape in read)
+    pads = [node for node in body.calls() if node.target is aten.constant_pad_nd.default]
+    assert {type_of(node).shape for node in pads} == {(30528, 256)}, "the weight, as it lies"
 
 
 def test_a_shard_of_the_vocabulary_has_one_gradient() -> None:

@@ -40,6 +40,9 @@ CASES: dict[str, tuple[Function, Sequence[Tensor]]] = {
     "float64 to bool": (lambda d, x: torch.where(d.bool(), x, 0.0) * 2, (NEAR_1 * 1e-300, X)),
     "not of float64": (lambda d, x: torch.where(torch.logical_not(d), x, 0.0) * 2, (NEAR_1 * 1e-300, X)),
     "infinite float64": (lambda d, x: torch.where(torch.isinf(d), x, 0.0) * 2, (NEAR_1 * 1e300, X)),
+    "float64 times float32": (lambda d, x: (d * x - x, x * 2 + 1), (NEAR_1, X)),
+    "float32 to float64": (lambda d, x: ((d - x.double()) * 2, x * 2 + 1), (NEAR_1, X * 0 + 1)),
+    "float64 to float32": (lambda d, x: ((d - 1).float() * x, d * 2 - 1), (NEAR_1, X)),
     # A number that a dtype does not hold is none of it.
     "a fraction to integers": (lambda i: full(i, 2.7, F32).to(I64) * i + 1, (BIG,)),
     "a number to bool": (lambda x: torch.where(full(x, 1e-3, F32).bool(), x, 0.0) * 2, (X,)),
@@ -55,6 +58,9 @@ CASES: dict[str, tuple[Function, Sequence[Tensor]]] = {
                                     (BIG * 0 + 32767, X.half() * 0 + 2.5)),
     "float32 and a number of float64": (lambda x, s: torch.where(x == s, 1.0, 2.0) * 3, (TENTH, NEAR_1[0] * 0 + 0.1)),
     "float16 and float32": (lambda h, x: torch.where(h == x, 1.0, 2.0) * 3, (TENTH.half(), TENTH)),
+    # What jumps does so where 16 bits do: 0.3 of float16 is a little more, and ten times that is 3.
+    "float16 rounded up and down": (lambda h: (torch.ceil(h * 30), torch.floor(h * -30)), (TENTH.half() * 3 / 3.0,)),
+    "3 of float16 rounded up": (lambda h: torch.ceil(h * 10) + 1, ((TENTH * 3).half(),)),
     # The sign of what becomes -0 where it is rounded.
     "the sign of a rounded 0": (lambda h: torch.where(torch.signbit(-h * h), 1.0, 2.0) * 3, (SMALL,)),
     "the sign of a rounded 0, copied": (lambda h: torch.copysign(h, -h * h) * 3, (SMALL,)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardc.passes.fuse.order import Clusters
-from shardc.passes.fuse.spaces import Demand, Prim, Read, along, blocks, demand, space, whole
+from shardc.passes.fuse.spaces import Blocks, Demand, Prim, Read, along, blocks, demand, space, whole
 
 F32 = torch.float32
 
@@ -93,6 +94,23 @@ def test_along_follows_a_view_of_other_dims() -> None:
     assert along(((8, 0), (1024, 1)), (128, 64), whole_of_it) is None  # repeats every 16 rows
 
 
+parts = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3).map(tuple)
+
+
+@given(parts, st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from((0, 1, 2, 3, 4, 6)))
+@settings(max_examples=400)
+def test_what_is_read_along_dims_is_what_the_elements_numbers_say(read: Blocks, dims: list[int], step: int) -> None:
+    """Of a call whose element number is `step` along the last of these dims."""
+    own = tuple(step * math.prod(dims[at + 1 :]) for at in range(len(dims)))
+    found = along(read, tuple(dims), own)
+    if found is None:
+        return
+    elements = [sum(i * s for i, (_, s) in zip(at, read, strict=True)) for at in product(*(range(n) for n, _ in read))]
+    for at in product(*map(range, dims)):
+        number = sum(i * s for i, s in zip(at, own, strict=True))
+        assert elements[number] == sum(i * s for i, s in zip(at, found, strict=True))
+
+
 def test_a_norm_shares_a_space_with_a_bias_and_not_with_another_width() -> None:
     x = Read("x", whole(8192))
     bias = prim("h", 8192, x, Read("b", ((128, 0), (64, 1))))
@@ -106,6 +124,40 @@ def test_a_norm_shares_a_space_with_a_bias_and_not_with_another_width() -> None:
     assert (found.dims, found.walks["m"]) == ((128, 64), (1, 0))
     other = prim("w", 8192, Read("c", whole(8192)), over="row", cols=128)
     assert demand([bias, mean, centred, other]) is None
+
+
+def test_rows_of_two_lengths_have_no_space_in_common() -> None:
+    """One of them would be summed in parts, or past its end."""
+    x = Read("x", whole(8192))
+    short, long = (prim(f"of {n}", 8192, x, over="row", cols=n) for n in (64, 128))
+    assert demand([short, long]) is None
+    turned = Read("y", ((64, 1), (8, 1024), (16, 64)))  # whose blocks end within a row
+    assert demand([prim("s", 8192, turned, over="row", cols=64)]) is None
+
+
+def test_a_smaller_reduction_has_rows_of_its_own() -> None:
+    assert Demand(8192, frozenset({64}), 64).with_(Demand(512, frozenset(), 64)) is None
+    assert Demand(8192, frozenset({64}), 64).with_(Demand(512, frozenset({64}))) == Demand(8192, frozenset({64}), 64)
+
+
+def test_a_sum_over_some_of_the_rows_dims_is_a_kernel_of_its_own() -> None:
+    """Over all of them it would add what is the same in each as often as it is read."""
+    made = prim("v", 60, Read("w", whole(60)))
+    user = prim("y", 120, Read("x", whole(120)), Read("v", ((2, 0), (60, 1))))
+    total = Prim("s", "sum", (Read("v", whole(60)),), 60, F32, "all", index=((3, 0), (4, 1), (5, 0)))
+    wanted = Demand(120, frozenset({60, 20, 5}))
+    assert space([made, user], wanted) is not None
+    assert space([made, user, total], wanted) is None
+    assert space([made, total], Demand(60, frozenset({20, 5}))) is not None
+
+
+def test_what_sums_over_rows_leave_is_reduced_no_more() -> None:
+    x, wanted = Read("x", whole(8192)), Demand(8192, frozenset({64}), 64)
+    total = prim("s", 8192, x, over="col", cols=64)
+    assert space([total, prim("t", 64, Read("s", whole(64)), over="all")], wanted) is None
+    row = prim("r", 8192, x, over="row", cols=64)
+    first = prim("y", 1, Read("r", ((1, 0),)), Read("s", ((1, 0),)))
+    assert space([total, row, first], wanted) is None, "the rows are gone when their sum is there"
 
 
 def test_a_sum_over_rows_is_not_read_by_rows() -> None:

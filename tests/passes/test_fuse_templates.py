@@ -30,6 +30,7 @@ from shardc.ir.text import print_graph
 from shardc.kernel_sources import emit_triton
 from shardc.passes.fuse import fuse
 from shardc.passes.fuse.traffic import traffic
+from shardc.plan_fuse import Fusing
 from tests.models.zoo import PLANS, make
 from tests.passes.template_twins import operands, results
 
@@ -348,7 +349,7 @@ def test_a_kernel_that_is_no_template_is_refused_as_one() -> None:
 
 
 def test_the_sources_of_templates_are_printed() -> None:
-    text = emit_triton([fuse(body_of("gpt2", "bf16"))])
+    text = emit_triton([fuse(body_of("gpt2", "bf16"))], Fusing(enabled=True))
     assert "# norm.norm_forward: grid" in text
     assert "def norm_forward(" in text
     assert "# activation.activation_backward: grid" in text

@@ -39,7 +39,8 @@ def unary(g: Grower, a: int, b: int, c: int) -> None:
         "F.gelu({x})", "F.relu({x})", "torch.tanh({x})", "F.silu({x})", "torch.sigmoid({x})", "{x} * 0.5", "-{x}",
         "{x} + 1.0", "{x}.square()", "torch.exp(-{x}.abs())", "{x}.clone()", "F.gelu({x}, approximate='tanh')",
         "F.leaky_relu({x})", "{x}.clamp(-1.0, 1.0)", "torch.where({x} > 0, {x}, 0.1)", "{x}.double().float()",
-        "1.0 - {x}", "{x} / 3.0", "F.softplus({x})", "torch.erf({x})", "{x}.detach() * {x}",
+        "1.0 - {x}", "{x} / 3.0", "F.softplus({x})", "torch.erf({x})", "{x}.detach() * {x}", "F.logsigmoid({x})",
+        "torch.mvlgamma({x}.abs() + 2.0, 2)",
     )  # fmt: skip
     g.value(forms[b % len(forms)].format(x=x), x)
 
@@ -80,6 +81,14 @@ def weighted(g: Grower, a: int, b: int, c: int) -> None:
     kept = shape[c % (len(shape) + 1) :]
     size = tuple(1 if b >> i & 1 else n for i, n in enumerate(kept))
     g.value(f"{x} {('+', '*', '-')[a % 3]} {g.param(*size)}", x)
+
+
+@op
+def prelu(g: Grower, a: int, b: int, c: int) -> None:
+    """With one weight, or one a channel."""
+    x = g.pick(a)
+    shape = g.shape(x)
+    g.value(f"F.prelu({x}, {g.param(shape[1] if len(shape) > 1 and b % 2 else 1)})", x)
 
 
 @op
@@ -186,6 +195,7 @@ def section(g: Grower, a: int, b: int, c: int) -> None:
         parts = ", ".join(f"{x}.chunk({half[0]}, {d})[{i}]" for i in reversed(range(half[0])))
         forms += [f"torch.cat([{parts}], {d})", f"{x}.chunk({half[-1]}, {d})[{c % half[-1]}]"]
         forms += [f"{x}.chunk({half[0]}, {d})[0] * F.silu({x}.chunk({half[0]}, {d})[1])"] * 2
+        forms += [f"F.glu({x}, {d})"] * (half[0] == 2)
     if n > 2:
         forms.append(f"{x}.split([1, {n - 1}], {d})[1]")
         forms.append(f"{x}.split([1, {n - 1}], {d})[0] + {x}.split([1, {n - 1}], {d})[1]")

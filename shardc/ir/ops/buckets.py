@@ -8,6 +8,10 @@ What is gathered or scattered along a dim of each tensor has that dim in front: 
 as `mid x lead x tail`. In `rows` is how many ranks share it: before a reduce_scatter all that a rank will receive
 makes one row, zero padded, and after an all_gather each rank's part of all tensors is one row. One row is unpacked as
 views wherever `lead` is 1; several are copied, since no strides put the pieces of a tensor together.
+
+Here is how plain torch copies: on a CPU, in the simulator, and where nothing else does. A rank's code has one kernel on
+a GPU for each pack, and for each unpack that copies (`kernels_triton.bucket`), of any `lead`, and of chunks that do not
+divide too.
 """
 
 from __future__ import annotations

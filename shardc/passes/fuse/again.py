@@ -6,17 +6,24 @@
 Pointwise chains only, few operations, and none that is dear for each of many that share it. At the same cost, what a
 parameter gives is made again: there is less to hold. Several values that come from one are weighed together. What is
 then stored no more, and what is then computed for nobody, goes.
+
+What is made again need not have the same bits: kernels compute a chain by formulas of their own, and multiply and add
+in one rounding where the compiler finds the two together (`enable_fp_fusion`, in kernels_triton/launch.py). So nothing
+is made again where a comparison, a floor or the gradient of an extreme would see the difference: `jumps` says what.
+Within one kernel a value is one register, and equal to itself; a product that is added to something there may be left
+unrounded by that sum alone, as in any compiler's kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import fx
 
 from shardc.ir.graph import results
-from shardc.passes.fuse.clusters import MOST_PRIMS, Clustering, repeats_dear
+from shardc.passes.fuse.clusters import MOST_PRIMS, Clustering, repeats_dear, rounds_unseen
 from shardc.passes.fuse.scene import Scene
 from shardc.passes.fuse.spaces import Demand, Prim, Value, demand, space
 from shardc.passes.fuse.units import Unit
@@ -35,10 +42,9 @@ class Part:
     home: int
     outputs: tuple[fx.Node, ...] = ()
 
-    @property
-    def reads(self) -> set[fx.Node]:
-        made = {prim.out for prim in self.prims}
-        return {r.value for p in self.prims for r in p.reads if isinstance(r.value, fx.Node) and r.value not in made}
+    @cached_property
+    def reads(self) -> frozenset[fx.Node]:
+        return _reads(self.prims)
 
 
 def parts(found: Clustering, again: bool = True) -> list[Part]:
@@ -82,10 +88,22 @@ def _needed(scene: Scene, found: list[Part]) -> list[Part]:
 def _without(part: Part, prims: tuple[Prim, ...]) -> Part:
     """A part with some of its operations only. What is left may be smaller than what is gone, by which it had its place
     in the space: then its space is its own, and where it has none, all stay."""
+    if len(prims) == len(part.prims):
+        return part
     for wanted in (part.demand, demand(prims)):
         if wanted is not None and space(prims, wanted) is not None:
             return replace(part, prims=prims, demand=wanted)
     return part
+
+
+@dataclass
+class _Unfolded:
+    """What makes a value: the operations in order, the large values that they read, and those that were asked for."""
+
+    prims: dict[Value, Prim] = field(default_factory=dict[Value, Prim])
+    leaves: set[fx.Node] = field(default_factory=set[fx.Node])
+    seen: set[fx.Node] = field(default_factory=set[fx.Node])
+    outs: set[Value] = field(default_factory=set[Value])  # also of those whose turn in the order is yet to come
 
 
 class _Again:
@@ -94,6 +112,8 @@ class _Again:
     def __init__(self, scene: Scene, found: list[Part]) -> None:
         self.scene = scene
         self.recipes = self._recipes()
+        self.asked: dict[fx.Node, list[fx.Node]] = {}  # what a recipe reads, by name
+        self.unfolded = 0  # recipes that were looked at
         units = {i for part in found for i in part.calls}
         self.outside = {value for value, who in scene.readers.items() if not who <= units}  # others read them too
         self.readers: dict[fx.Node, int] = {}
@@ -113,11 +133,10 @@ class _Again:
         choices: dict[fx.Node, tuple[list[Prim], frozenset[fx.Node]]] = {}
         for value in sorted(own.reads, key=lambda v: v.name):
             if value in self.recipes:
-                prims: dict[Value, Prim] = {}
-                leaves: set[fx.Node] = set()
-                self._unfold(value, own.reads, prims, leaves, self.scene.bytes[value] // FREE)
-                if len(prims) <= MOST and not repeats_dear(prims.values(), own.demand.size):
-                    choices[value] = (list(prims.values()), frozenset(leaves - own.reads))
+                found = _Unfolded()
+                few = self._unfold(value, own.reads, found, self.scene.bytes[value] // FREE)
+                if few and not repeats_dear(found.prims.values(), own.demand.size):
+                    choices[value] = (list(found.prims.values()), frozenset(found.leaves - own.reads))
         groups: dict[frozenset[fx.Node], list[fx.Node]] = {}
         for value, (_, new) in choices.items():
             groups.setdefault(new, []).append(value)
@@ -143,34 +162,39 @@ class _Again:
         wanted = demand(every)
         if wanted is None or len(every) > MOST_PRIMS or wanted.size != own.demand.size:
             return own
-        return replace(own, prims=every, demand=wanted) if space(every, wanted) is not None else own
+        better = replace(own, prims=every, demand=wanted)
+        unseen = rounds_unseen(better.reads, lambda: every) and not rounds_unseen(own.reads, lambda: own.prims)
+        return own if unseen or space(every, wanted) is None else better
 
-    def _unfold(
-        self,
-        value: fx.Node,
-        there: set[fx.Node],
-        prims: dict[Value, Prim],
-        leaves: set[fx.Node],
-        free: int,
-    ) -> None:
-        """The operations that make a value from what is there, from small values, and from what is no chain's."""
+    def _unfold(self, value: fx.Node, there: frozenset[fx.Node], found: _Unfolded, free: int) -> bool:
+        """The operations that make a value from what is there, from small values, and from what is no chain's. False
+        as soon as they are too many: chains are long, and join again and again."""
+        self.unfolded += 1
         recipe = self.recipes[value]
-        for read in sorted(_reads(recipe), key=lambda v: v.name):
-            if read in there:
+        found.seen.add(value)
+        found.outs.update(prim.out for prim in recipe)
+        if len(found.outs) > MOST:
+            return False
+        if value not in self.asked:
+            self.asked[value] = sorted(_reads(recipe), key=lambda v: v.name)
+        for read in self.asked[value]:
+            if read in there or read in found.seen or self.scene.bytes[read] <= free:
                 continue
-            if read in self.recipes and len(prims) <= MOST and self.scene.bytes[read] > free:
-                self._unfold(read, there, prims, leaves, free)
-            elif self.scene.bytes[read] > free:
-                leaves.add(read)
-        prims.update((prim.out, prim) for prim in recipe)
+            if read not in self.recipes:
+                found.leaves.add(read)
+            elif not self._unfold(read, there, found, free):
+                return False
+        found.prims.update((prim.out, prim) for prim in recipe)
+        return True
 
     def _recipes(self) -> dict[fx.Node, tuple[Prim, ...]]:
-        """Of float64 none: a kernel that has other floats too would round them to float32."""
+        """Of float64 none: a kernel that has other floats too would round them to float32. Of what a jump would tell
+        from what it was, none: a chain begins with it as it was stored."""
         found: dict[fx.Node, tuple[Prim, ...]] = {}
         for i, one in self.scene.units.items():
             for value in results(self.scene.calls[i]):
                 recipe = None if value is None or one.double else _recipe(one, value)
-                if value is not None and recipe is not None:
+                if value is not None and recipe is not None and self.scene.jumps.repeatable(recipe):
                     found[value] = recipe
         return found
 
@@ -188,9 +212,10 @@ def _recipe(one: Unit, value: fx.Node) -> tuple[Prim, ...] | None:
     return tuple(reversed(kept))
 
 
-def _reads(prims: Sequence[Prim]) -> set[fx.Node]:
+def _reads(prims: Sequence[Prim]) -> frozenset[fx.Node]:
     made = {prim.out for prim in prims}
-    return {r.value for p in prims for r in p.reads if isinstance(r.value, fx.Node) and r.value not in made}
+    every = {read.value for prim in prims for read in prim.reads}
+    return frozenset(value for value in every if isinstance(value, fx.Node) and value not in made)
 
 
 def _ordered(prims: tuple[Prim, ...]) -> list[Prim]:

@@ -4,16 +4,19 @@ A merge saves the bytes of values that then stay in registers (written once, rea
 read, and a launch. It is refused where the two have no space in common, need too many tensors at once, run a different
 number of times a step, or where order forbids it (see `order`). Where one of them would have to run earlier than it
 does, what it makes is held for longer, and where later, what it reads: then that must be small, or there must be room
-for it (see `room`). What a collective waits for, and a product for that, gets no work to do beside (see `delays`).
+for it (see `room`). Phases forbid little: the optimizer's calls merge with its own alone, and forward's with backward's
+only where none of them moves past a barrier, as a loss and its gradient, after the last product, are one kernel. What a
+collective waits for, and a product for that, gets no work to do beside (see `delays`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from shardc.ir.collectives import KINDS
@@ -23,7 +26,7 @@ from shardc.passes.fuse.delays import LAUNCH, Urgent
 from shardc.passes.fuse.order import Clusters
 from shardc.passes.fuse.room import Room
 from shardc.passes.fuse.scene import Scene, reads
-from shardc.passes.fuse.spaces import Demand, Over, Prim, Space, space, whole
+from shardc.passes.fuse.spaces import Demand, Over, Prim, Space, Value, space, whole
 from shardc.passes.fuse.units import Unit
 
 SMALL = 16  # what is held for longer is this many times less than what is saved
@@ -133,11 +136,12 @@ def long_sums(group: Group) -> bool:
 def saved(scene: Scene, a: Group, b: Group) -> int:
     """Bytes that a kernel of both moves less than one of each."""
     total = 0
-    both = set(a.calls) | set(b.calls)
     for one, other in ((a, b), (b, a)):
-        for value in one.makes & other.reads:
-            inside = scene.readers.get(value, set()) <= both
-            total += scene.bytes[value] * (2 if inside else 1)
+        if shared := one.makes & other.reads:
+            both = {*a.calls, *b.calls}
+            for value in shared:
+                inside = scene.readers.get(value, set()) <= both
+                total += scene.bytes[value] * (2 if inside else 1)
     return total + sum(scene.bytes[value] for value in a.reads & b.reads)
 
 
@@ -156,6 +160,19 @@ def repeats_dear(prims: Iterable[Prim], size: int) -> bool:
     """Would a kernel of so many elements compute what is dear for each of many that share it? As the angles of a rotary
     embedding for every head: that takes 2.4 times as long as reading them."""
     return any(prim.op in DEAR and 1 < prim.size < size for prim in prims)
+
+
+def rounds_unseen(reads: Iterable[Value], prims: Callable[[], Iterable[Prim]]) -> bool:
+    """Are floats made of integers alone, and not exactly, or narrower ones of float64 alone? Nothing would tell such a
+    kernel to compute in float64, which is how a program is held against the single device."""
+    read = {type_of(value).dtype for value in reads if isinstance(value, fx.Node)}
+    floats = {dtype for dtype in read if dtype.is_floating_point}
+    if floats == {torch.float64}:
+        return any(prim.dtype.is_floating_point and prim.dtype != torch.float64 for prim in prims())
+    if floats:
+        return False
+    made = [prim for prim in prims() if prim.dtype.is_floating_point]
+    return any(prim.op not in EXACT or prim.dtype.itemsize < 4 for prim in made)
 
 
 class _Merging:
@@ -178,18 +195,13 @@ class _Merging:
 
     def push(self, a: int, b: int) -> None:
         a, b = self.order.of(a), self.order.of(b)
-        one, other = self.groups.get(a), self.groups.get(b)
-        if (
-            one is None
-            or other is None
-            or a == b
-            or not self.order.fits(a, b)
-            or one.demand.with_(other.demand) is None
-        ):
+        if a == b:
             return
-        a, b, one, other = (a, b, one, other) if a < b else (b, a, other, one)
-        entry = (a, b, one.version, other.version)
-        if entry not in self.pushed:
+        a, b = (a, b) if a < b else (b, a)
+        one, other = self.groups.get(a), self.groups.get(b)
+        if one is None or other is None or (entry := (a, b, one.version, other.version)) in self.pushed:
+            return
+        if self.order.fits(a, b) and one.demand.with_(other.demand) is not None:
             self.pushed.add(entry)
             # Sums over long rows wait for what reduces those rows, with which they may not be.
             late = any(group.demand.cols > LONG and "col" in group.over for group in (one, other))
@@ -289,8 +301,8 @@ class _Merging:
             large = sum(1 for v in (*made.reads, *makes) if scene.bytes[v] * 4 >= wanted.size)
             if large > MOST_ROWS and large > max(len(a.reads | a.makes), len(b.reads | b.makes)):
                 return "a kernel that holds rows would hold too many tensors"
-        if self._rounds_integers(made):
-            return "of integers alone it would make floats that are not exact"
+        if rounds_unseen(made.reads, lambda: self.found.prims(made.calls)):
+            return "of integers or float64 alone it would make floats that are not exact"
         if long_sums(made) and not (long_sums(a) or long_sums(b)):
             return "rows this long cannot be held: sums over them are a kernel of their own"
         return made
@@ -299,14 +311,6 @@ class _Merging:
         """Does it read what a collective brings?"""
         sources = [producer(value)[0].target for value in made.reads if value.op != "placeholder"]
         return any(op_name(target) in KINDS or target is UNPACK for target in sources)
-
-    def _rounds_integers(self, made: Group) -> bool:
-        """Are floats made of integers alone, and not exactly? Nothing would tell such a kernel to compute in float64,
-        which is how a program is held against the single device."""
-        if any(type_of(value).dtype.is_floating_point for value in made.reads):
-            return False
-        floats = [prim for prim in self.found.prims(made.calls) if prim.dtype.is_floating_point]
-        return any(prim.op not in EXACT or prim.dtype.itemsize < 4 for prim in floats)
 
     def _flat(self, a: Group, b: Group) -> frozenset[fx.Node] | None:
         """What both read in parts, if each element of either is made of the same of the other's: they have a space."""
@@ -320,7 +324,7 @@ class _Merging:
         """Bytes that are held for longer where two run at one time; why, where they may not.
 
         Run earlier, what it makes is held for longer; run later, what it alone reads, and what it makes for a shorter
-        time. What no longer is stored is not held at all. Forward stays in forward.
+        time. What no longer is stored is not held at all. Where one has to move, forward stays in forward.
         """
         home = made.home
         if a.home == b.home == home:

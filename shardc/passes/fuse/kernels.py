@@ -42,6 +42,7 @@ class _Writer:
     graph: Graph
     space: Space
     inputs: dict[tuple[fx.Node, int, Strides], Input] = field(default_factory=dict)  # type: ignore[type-arg]
+    numbers: dict[tuple[fx.Node, int, Strides], int] = field(default_factory=dict)  # type: ignore[type-arg]
     steps: list[Step] = field(default_factory=list[Step])
     known: dict[Step, int] = field(default_factory=dict[Step, int])
     values: dict[Value, Argument] = field(default_factory=dict[Value, Argument])
@@ -58,8 +59,9 @@ class _Writer:
             shape = type_of(read.value).local_shape(self.graph.mesh)
             if read.value in self.memories.permuted:
                 shape = tuple(shape[d] for d in self.memories.permuted[read.value])
+            self.numbers[key] = len(self.inputs)
             self.inputs[key] = Input(type_of(read.value).dtype, shape, Walk(read.offset, strides))
-        return Ref(-1 - list(self.inputs).index(key))  # counted from the end until all inputs are known
+        return Ref(-1 - self.numbers[key])  # counted from the end until all inputs are known
 
     def step(self, op: str, *operands: Argument, dtype: torch.dtype | None = None, more: tuple[int, ...] = ()) -> Ref:
         step = Step(op, operands, more, dtype)

@@ -146,8 +146,9 @@ def where(m: Make, condition: Operand, a: Operand, b: Operand) -> Operand:
 @lower(aten._to_copy.default)
 def to_copy(m: Make, x: Operand, dtype: torch.dtype | None = None, **_: Any) -> Operand:
     before, after = m.dtype_of(x), m.dtype
-    if before.is_floating_point and after.is_floating_point and after.itemsize >= before.itemsize:
-        return m("same", x)
+    wider = before.is_floating_point and after.is_floating_point and after.itemsize > before.itemsize
+    if after == before or wider:
+        return m("same", x)  # of 16 bits to the other 16 bits it rounds, or overflows
     if before.is_floating_point and not after.is_floating_point and after != torch.bool:
         raise Unfit  # what a float out of range becomes is the hardware's affair
     return m("cast", x)

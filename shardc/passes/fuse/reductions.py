@@ -36,12 +36,56 @@ def sum_all(m: Make, x: Operand, dtype: torch.dtype | None = None) -> Operand:
 def _extreme(op: str, *ops: Any) -> None:
     @lower(*ops)
     def extreme(m: Make, x: Operand, dim: Dims = (), keepdim: bool = False) -> Operand:  # pyright: ignore[reportUnusedFunction]
-        m.floating(x)
-        return _reduced(m, op, x, dim)
+        return _extreme_of(m, op, x, dim)
 
 
 _extreme("max", aten.amax.default, aten.max.default)
 _extreme("min", aten.amin.default, aten.min.default)
+
+
+def _extreme_of(m: Make, op: str, x: Operand, dim: Dims) -> Operand:
+    """Of floats as they are; of narrow integers as floats, which hold each; of others piece by piece."""
+    dtype, shape = m.dtype_of(x), m.shape_of(x)
+    if dtype.is_floating_point:
+        return _reduced(m, op, x, dim)
+    if dtype.itemsize > 2:
+        return _piecewise(m, op, x, dim)
+    best = _reduced(m, op, m("cast", x, shape=shape, dtype=torch.float32), dim)
+    return m("ne", best, 0.0) if dtype == torch.bool else m("cast", best)
+
+
+# From the highest bits on: by how many to shift, and what is left then; what is left of the first keeps the sign.
+PIECES = {4: ((16, 0), (0, 0xFFFF)), 8: ((42, 0), (21, 0x1FFFFF), (0, 0x1FFFFF))}
+KEPT = 8192  # columns that are in registers, to be looked through for each piece
+
+
+def _piecewise(m: Make, op: str, x: Operand, dim: Dims) -> Operand:
+    """Kernels reduce floats, which hold 24 bits. Of those of a row whose highest bits are the extreme ones, the next
+    bits are compared, and so on: exact for every integer."""
+    shape, dtype = m.shape_of(x), m.dtype_of(x)
+    gone = _gone(shape, dim)
+    real = [d for d, n in enumerate(shape) if n > 1]
+    over = [d for d in real if d in gone]
+    cols = math.prod(shape[d] for d in over)
+    if not over:
+        return m("same", x, shape=shape)
+    if m.order(x) != list(range(len(shape))) or over != real[len(real) - len(over) :] or cols > KEPT:
+        raise Unfit
+    kept = tuple(1 if d in gone else n for d, n in enumerate(shape))
+    float32, none = torch.float32, -1.0 if op == "max" else float(1 << 24)
+    here, total = None, None
+    for shift, mask in PIECES[dtype.itemsize]:
+        part = m("shr", x, shift, shape=shape, dtype=dtype) if shift else x
+        part = m("bitand", part, mask, shape=shape, dtype=dtype) if mask else part
+        part = m("cast", part, shape=shape, dtype=float32)
+        part = m("where", here, part, none, shape=shape, dtype=float32) if here is not None else part
+        best = m.reduce(f"r{op}", part, "row", kept, cols, dtype=float32)
+        here = m("eq", part, best, shape=shape, dtype=torch.bool)
+        bits = m("cast", best, shape=kept, dtype=torch.int64)
+        bits = m("shl", bits, shift, shape=kept, dtype=torch.int64) if shift else bits
+        total = bits if total is None else m("bitor", total, bits, shape=kept, dtype=torch.int64)
+    assert total is not None
+    return m("cast", total, shape=kept, dtype=dtype) if dtype != torch.int64 else total
 
 
 @lower(aten.prod.dim_int, aten.prod.default)
@@ -71,14 +115,18 @@ _truth(True, aten.all.default, aten.all.dim, aten.all.dims)
 
 @lower(aten.aminmax.default)
 def aminmax(m: Make, x: Operand, *, dim: int | None = None, keepdim: bool = False) -> tuple[Operand, ...]:
-    m.floating(x)
-    return _reduced(m, "min", x, dim), _reduced(m, "max", x, dim)
+    return _extreme_of(m, "min", x, dim), _extreme_of(m, "max", x, dim)
+
+
+def _gone(shape: Sequence[int], dims: Dims) -> set[int]:
+    """The dims that are reduced: all, where none are named."""
+    asked = [dims] if isinstance(dims, int) else dims
+    return {d % len(shape) for d in asked or range(len(shape))} if shape else set()
 
 
 def _reduced(m: Make, op: str, x: Operand, dims: Dims) -> Operand:
     shape = m.shape_of(x)
-    asked = [dims] if isinstance(dims, int) else dims
-    gone = {d % len(shape) for d in asked or range(len(shape))} if shape else set[int]()
+    gone = _gone(shape, dims)
     order = m.order(x)
     real = [d for d in order if shape[d] > 1]
     over, kept = [d for d in real if d in gone], [d for d in real if d not in gone]
@@ -98,7 +146,11 @@ def _reduced(m: Make, op: str, x: Operand, dims: Dims) -> Operand:
 
 # ---------------------------------------------------------------------- where an extreme is
 def _first(m: Make, op: str, x: Operand, dim: int | None) -> tuple[Inner, Inner]:
-    """The extreme of each row, and the number of the first column that has it; a NaN is the extreme of its row."""
+    """The extreme of each row, and the number of the first column that has it; a NaN is the extreme of its row.
+
+    Not along other dims: programs that share the rows know the extreme only when all have read theirs, and a row that
+    is read across memory would take whole lines of the cache for one number, for nothing that it is fused with.
+    """
     m.floating(x)
     shape = m.shape_of(x)
     real = [d for d, n in enumerate(shape) if n > 1]

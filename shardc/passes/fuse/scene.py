@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph, info, op_name, operands, producer, results, t
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
 from shardc.ir.ops.buckets import UNPACK
+from shardc.passes.fuse.jumps import Jumps
 from shardc.passes.fuse.memory_of import VIEWS, Memories
 from shardc.passes.fuse.spaces import Blocks, Prim, Read, Value, demand, space
 from shardc.passes.fuse.through import read_through
@@ -45,6 +46,7 @@ class Scene:
     home: list[int]  # barriers before each call
     inside: list[bool]  # does it run once a microbatch?
     memories: Memories
+    jumps: Jumps  # what may be made by several kernels
     bytes: dict[Value, int] = field(default_factory=dict[Value, int])
 
     @property
@@ -65,11 +67,17 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset(), through: bool = T
             continue
         found = unit(graph, memories, node)
         if found is not None:
-            units[i] = found = _with_cheap_operands(found, cheap)
-            if _cheap(graph, found):
-                cheap[found.node] = found
+            units[i] = found
+    jumps = Jumps(memories, calls, units)
+    twice = jumps.run_twice()
+    units = {i: found for i, one in units.items() if i not in twice and (found := jumps.rounded(one)) is not None}
+    for i, one in units.items():
+        units[i] = found = _with_cheap_operands(one, cheap)
+        if jumps.repeatable(one.prims) and _cheap(graph, found):
+            cheap[found.node] = found
     if through:
-        units = read_through(graph, memories, calls, units, inside)
+        units = read_through(graph, memories, calls, units, inside, jumps)
+    jumps = Jumps(memories, calls, units)
     readers: dict[fx.Node, set[int]] = {}
     for value in graph.output_values:
         readers.setdefault(memories.of[value].base, set()).add(len(calls))
@@ -94,7 +102,7 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset(), through: bool = T
         count += i in fixed
     sizes: dict[Value, int] = {value: type_of(value).local_bytes(graph.mesh) for value in graph.values()}
     inner = [node in inside for node in calls]
-    return Scene(graph, calls, units, barriers, sorted(edges), readers, home, inner, memories, sizes)
+    return Scene(graph, calls, units, barriers, sorted(edges), readers, home, inner, memories, jumps, sizes)
 
 
 def reads(one: Unit) -> set[fx.Node]:
@@ -117,6 +125,8 @@ def _with_cheap_operands(user: Unit, cheap: dict[fx.Node, Unit]) -> Unit:
 
     Once for each way in which they are read: a position is that of a row and of a column.
     """
+    if not any(read.value in cheap for prim in user.prims for read in prim.reads):
+        return user
     prims: list[Prim] = []
     made: dict[tuple[Value, Blocks, int], Value] = {}
 

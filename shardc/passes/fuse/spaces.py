@@ -34,6 +34,7 @@ Strides = tuple[int, ...]
 Over = Literal["point", "row", "col", "all"]
 MOST_DIMS = 6
 WIDEST = 4096  # columns that a sum over all elements is cut into
+NO_EDGES = frozenset[int]()
 NOWHERE = (-1,)  # of what is stored in parts: nothing in the kernel reads it
 
 
@@ -88,19 +89,16 @@ class Demand(NamedTuple):
         if self.size != other.size:
             large, small = (self, other) if self.size > other.size else (other, self)
             return large if not small.cols else None
+        if self.cols == other.cols and self.edges == other.edges:
+            return self
         if self.cols and other.cols and self.cols != other.cols:
             return None
-        if self.edges == other.edges and self.cols == other.cols:
-            return self
         found = Demand(self.size, self.edges | other.edges, self.cols or other.cols)
         return found if found.possible else None
 
     @property
     def possible(self) -> bool:
-        edges = sorted({1, *self.edges, self.cols or 1, self.size})
-        if self.cols and any(edge < self.cols for edge in self.edges):
-            return False
-        return len(edges) <= MOST_DIMS + 1 and all(large % small == 0 for small, large in pairwise(edges))
+        return _possible(self)
 
     @property
     def dims(self) -> Shape:
@@ -112,6 +110,14 @@ class Demand(NamedTuple):
         if self.cols == 1:
             return (*reversed(sizes), 1)
         return tuple(reversed(sizes))
+
+
+@lru_cache(maxsize=65536)
+def _possible(wanted: Demand) -> bool:
+    edges = sorted({1, *wanted.edges, wanted.cols or 1, wanted.size})
+    if wanted.cols and any(edge < wanted.cols for edge in wanted.edges):
+        return False
+    return len(edges) <= MOST_DIMS + 1 and all(large % small == 0 for small, large in pairwise(edges))
 
 
 @lru_cache(maxsize=65536)
@@ -154,13 +160,17 @@ def demand(prims: Iterable[Prim]) -> Demand | None:
     found = Demand(1)
     inside: dict[Value, frozenset[int]] = {}  # the edges of what a larger call reads
     for prim in prims:
-        at = frozenset[int]().union(*(edges(read.blocks) for read in prim.reads), edges(prim.index))
+        at = edges(prim.index) if len(prim.index) > 1 else NO_EDGES
         for read in prim.reads:
+            if len(read.blocks) > 1:
+                at |= edges(read.blocks)
             if inner := inside.get(read.value):
                 at |= _carried(read.blocks, inner)
-        if prim.over == "point":
+        if prim.over == "point" and at:
             inside[prim.out] = at
         own = Demand(prim.size, at, prim.cols)
+        if own == found:  # as most are
+            continue
         joined = found.with_(own) if own.possible else None
         if joined is None:
             return None
@@ -172,6 +182,13 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
     """Where every value lies, if all who read one agree; None if they do not, or sums over rows come too late."""
     dims = _cut(prims, wanted).dims
     all_of_it = contiguous(dims)
+    every = whole(wanted.size)
+
+    def walked(read: Read, own: Strides) -> Strides | None:
+        if own is all_of_it and read.blocks == every:  # as most are
+            return own
+        return along(read.blocks, dims, own)
+
     needs: dict[Value, Strides] = {}
     for prim in reversed(prims):
         own = all_of_it if prim.size == wanted.size else needs.get(prim.out)
@@ -179,7 +196,7 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
             own = (0,) * len(dims)
         if own is not None and prim.over != "all":
             for read in prim.reads:
-                walk = along(read.blocks, dims, own)
+                walk = walked(read, own)
                 if walk is not None:
                     needs.setdefault(read.value, walk)
     walks: dict[Value, Strides] = {}
@@ -189,12 +206,12 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
     reduced: set[Value] = set()  # what comes of a reduction of a row, and of no sum over rows
     batch: frozenset[int] | None = None  # the row dims that sums over rows leave, all of them the same ones
     for prim in prims:
-        own = _iteration(prim, wanted, dims, walks, needs)
+        own = all_of_it if prim.size == wanted.size else _iteration(prim, wanted, dims, walks, needs)
         if own is None:
             return None
         from_sums = False
         for read in prim.reads:
-            walk = along(read.blocks, dims, own)
+            walk = walked(read, own)
             if walk is None or (read.offset and read.value in walks):
                 return None
             if read.value in walks and walks[read.value] != walk:
@@ -209,12 +226,11 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
                 return None
             late.add(prim.out)
         over_rows = prim.over in ("col", "all") and bool(_rows_of(own))
-        read_values = {read.value for read in prim.reads}
-        if over_rows or not read_values.isdisjoint(summed):
-            if not over_rows and not read_values.isdisjoint(reduced):
+        if over_rows or (summed and any(read.value in summed for read in prim.reads)):
+            if not over_rows and any(read.value in reduced for read in prim.reads):
                 return None  # the one is there when the rows are gone
             summed.add(prim.out)
-        elif prim.over != "point" or not read_values.isdisjoint(reduced):
+        elif prim.over != "point" or (reduced and any(read.value in reduced for read in prim.reads)):
             reduced.add(prim.out)
         if over_rows:
             left = _rows_of(made)

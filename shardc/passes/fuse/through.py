@@ -5,7 +5,7 @@
     c = view(transpose(add(a, b)))     ->              c adds a and b, read as transposed, and is no copy
 
 A read by blocks is composed with the reads of what makes the value. A value is made so for all its readers or for none,
-and only where no more bytes move.
+only where no more bytes move, and for several of them only where no jump tells their makings apart (`jumps`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import replace
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, results, type_of
+from shardc.passes.fuse.jumps import Jumps
 from shardc.passes.fuse.memory_of import VIEWS, Memories
 from shardc.passes.fuse.spaces import Blocks, Prim, Read, Value, blocks, demand, space, whole
 from shardc.passes.fuse.units import Inner, Unit
@@ -25,7 +26,12 @@ MOST = 24  # operations that one value takes
 
 
 def read_through(
-    graph: Graph, memories: Memories, calls: Sequence[fx.Node], units: Mapping[int, Unit], inside: Collection[fx.Node]
+    graph: Graph,
+    memories: Memories,
+    calls: Sequence[fx.Node],
+    units: Mapping[int, Unit],
+    inside: Collection[fx.Node],
+    jumps: Jumps,
 ) -> dict[int, Unit]:
     """The units, some of which make what they read. Nobody reads those values any more."""
     found = dict(units)
@@ -41,7 +47,7 @@ def read_through(
         users = {j: found[j] for j in who}
         if any(_when(user.node, inside) != _when(value, inside) for user in users.values()):
             continue
-        changed = _made_where_read(graph, one, users)
+        changed = _made_where_read(graph, one, users, jumps)
         if changed is None:
             continue
         found.update(changed)
@@ -121,12 +127,14 @@ def _pointwise(one: Unit) -> bool:
     return all(prim.over == "point" and prim.op != "cat" for prim in one.prims)
 
 
-def _made_where_read(graph: Graph, one: Unit, users: Mapping[int, Unit]) -> dict[int, Unit] | None:
+def _made_where_read(graph: Graph, one: Unit, users: Mapping[int, Unit], jumps: Jumps) -> dict[int, Unit] | None:
     """The readers of a unit's value, each of which makes what it reads of it."""
     value = one.node
     size = next(prim.size for prim in one.prims if prim.out is value)
     reads = {(j, r) for j, user in users.items() for p in user.prims for r in p.reads if r.value is value}
     if any(_in_order(read, size) for _, read in reads) or any(user.double != one.double for user in users.values()):
+        return None
+    if len(reads) > 1 and not jumps.repeatable(one.prims):
         return None
     share = sum(math.prod(n for n, stride in read.blocks if stride) for _, read in reads) / size
     bytes = {base: type_of(base).local_bytes(graph.mesh) for base in _bases(one)}

@@ -18,7 +18,7 @@ from shardc.ir.ops import local
 from shardc.ir.storages import storages, yields
 
 aten = torch.ops.aten
-PRODUCTS = {
+PRODUCTS = {  # as `op_name` has them: aten's without their namespace, ours with it
     *("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "convolution", "convolution_backward"),
     *("shardc.linear", "shardc.linear_dgrad", "shardc.linear_wgrad"),
     *("shardc.grouped_mm", "shardc.grouped_mm_wgrad", "shardc.sdpa", "shardc.sdpa_bwd"),

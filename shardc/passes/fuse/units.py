@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -365,7 +364,8 @@ def _finished(node: fx.Node, make: Make, made: Sequence[Any]) -> Unit | None:
             args = tuple(a._replace(value=names.get(a.value, a.value)) if isinstance(a, Read) else a for a in prim.args)
             out = names.get(prim.out, prim.out)
             dtype = type_of(out).dtype if isinstance(out, fx.Node) else prim.dtype
-            kept.append(replace(prim, out=out, args=args, dtype=dtype))
+            about = (prim.over, prim.cols, prim.seed, prim.index)
+            kept.append(Prim(out, prim.op, args, prim.size, dtype, *about))
     prims = tuple(reversed(kept))
     wanted = demand(prims)
     found = Unit(node, prims, wanted) if wanted is not None else None
