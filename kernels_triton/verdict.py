@@ -40,6 +40,7 @@ def problems(line: Mapping[str, Any]) -> list[str]:
     # Statistics of a row, or weights and sums of a channel; of stages ahead, and of loops, all may be written out.
     constants = line["constants"]
     per_row = 4 * constants.get("ROWS", 1) * constants.get("STAGES", 1) * constants.get("OF_GROUP", 1)
+    per_row += 4 * (constants.get("PARTS", 1) > 1)  # what programs tell each other
     allowed = next((count for name, count in NARROW.items() if name in kernel), per_row)
     if "READ" in constants and constants["READ"] > line["cols"]:  # padding, which what is added to columns has not
         allowed = 1 << 20

@@ -65,5 +65,5 @@ fusions = st.one_of(
             "templates": st.lists(st.sampled_from(sorted(OPS)), unique=True, max_size=3),
             "exclude": st.lists(st.sampled_from(EXCLUDED), unique=True, max_size=2),
         },
-    ),
+    ).filter(bool),
 )
