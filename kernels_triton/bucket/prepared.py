@@ -7,6 +7,7 @@ Python that puts addresses into a launch. What is a view of the flat tensor is m
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class _Moves:
             written.launches(calls)
 
 
-class Prepared:
+class Copies(ABC):
     """What a call is: at first `slowly`, which compiles; then what `write` makes of what is compiled."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -70,14 +71,16 @@ class Prepared:
             self.ready = self.written(written)
         return result
 
+    @abstractmethod
     def slowly(self, env: Env) -> Any:
-        raise NotImplementedError
+        """The call as it is made where nothing is ready."""
 
+    @abstractmethod
     def written(self, written: Written) -> Callable[[Env], Any]:
-        raise NotImplementedError
+        """The call as lines of Python, once its launches are compiled."""
 
 
-class Pack(Prepared):
+class Pack(Copies):
     """`xs` are slots or tensors; None of members that are in their places. Without a `place`, the flat tensor, of
     `dtype`, is allocated."""
 
@@ -119,7 +122,7 @@ class Pack(Prepared):
         return written.done("pack", alone=True)
 
 
-class Unpack(Prepared):
+class Unpack(Copies):
     """`shapes` are the results', `places` where some of them go. In the layout, those are `there` that are copied; of
     the others, those `used` are views, and the rest None."""
 
@@ -161,7 +164,8 @@ class Unpack(Prepared):
     def written(self, written: Written) -> Callable[[Env], Any]:
         written.operand(self.flat)
         written.check()
-        if "x0 = " in "\n".join(written.lines):
+        held = self.flat if isinstance(self.flat, Tensor) and written.fixed(self.flat) else None
+        if held is None:
             written.lines.append("start = x0.storage_offset()")
         buffers: dict[int, int] = {}
         for at, member in enumerate(self.moves.layout.members):
@@ -174,8 +178,8 @@ class Unpack(Prepared):
                     written.fresh(made)
             elif at not in self.used:
                 written.results.append("None")
-            elif isinstance(self.flat, Tensor) and written.fixed(self.flat):
-                written.results.append(written.named("held", self.view(self.flat, at)))
+            elif held is not None:
+                written.results.append(written.named("held", self.view(held, at)))
             else:
                 shape, strides = written.named("k", self.shapes[at]), written.named("k", self.strides[at])
                 result = f"y{len(written.results)}"

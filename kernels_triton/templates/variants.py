@@ -72,7 +72,7 @@ def _subsets(names: Sequence[str]) -> Iterator[frozenset[str]]:
 
 FLOAT = torch.float32
 HELD = (1024, 4096, 8192)  # with more operands rows are no longer than this: `match.WIDEST`
-SINGLY = (5001, 8191)
+ODD = (5001, 8191)
 VOCABULARIES = (50304, 32000, 128256)
 UNEVEN = (50257, 128255)
 
@@ -104,9 +104,7 @@ def _norms() -> Iterator[Variant]:
             most = len(has) == len(names)
             shown = most or has in (LAYER_NORMS if layer else RMS_NORMS)
             owned = not has.isdisjoint(OWN)
-            yield Variant(
-                op, _told(has), partial(_norm, op, has), shown, HELD if most else (1024,), owned, SINGLY * shown
-            )
+            yield Variant(op, _told(has), partial(_norm, op, has), shown, HELD if most else (1024,), owned, ODD * shown)
 
 
 def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
@@ -142,7 +140,7 @@ def _norm_gradients() -> Iterator[Variant]:
                 shown,
                 HELD if most else (1024,),
                 owned,
-                SINGLY * shown,
+                ODD * shown,
             )
 
 

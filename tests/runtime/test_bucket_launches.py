@@ -170,7 +170,7 @@ def test_nothing_else_is_copied(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> No
     body = body_of(40_000, **PLANS["zero-3"])
     monkeypatch.setattr("shardc.ir.ops.buckets.copy_all", copy_all)
     made = Routine(body, rank_context(body.mesh, 0, Alone(body.mesh)), 0, CPU)  # type: ignore[arg-type]
-    calls = [call for _, call, *_ in made.code() if isinstance(call, prepared.Prepared)]
+    calls = [call for _, call, *_ in made.code() if isinstance(call, prepared.Copies)]
     assert len(calls) == sum(buckets(body))
     moves = [len(call.moves.parts) for call in calls]
     assert set(moves) <= {0, 1}

@@ -4,9 +4,9 @@
 of ATen takes any strides. These do not: `view` refuses, and the others read raw memory as if it were contiguous,
 and silently compute something else (their callers in torch make their operands contiguous first).
 
-A layer norm's statistics are float32 in a graph, as GPUs give them: rounded to bfloat16, `rstd` alone
-puts the weight's gradient 0.2 % off, and a mean of five deviations 1 %. On a CPU torch gives, and takes, statistics of
-the operand's dtype; so there 16-bit norms are computed in float32, as they are within torch's kernels.
+A layer norm's statistics are float32 in a graph, as GPUs give them: rounded to bfloat16, `rstd` alone puts the weight's
+gradient 0.2 % off, and a mean of five deviations 1 %. On a CPU torch gives, and takes, statistics of the operand's
+dtype; so there 16-bit norms are computed in float32, as they are within torch's kernels.
 """
 
 from __future__ import annotations
