@@ -23,6 +23,7 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.types import DTYPE_NAMES, DTYPES
 
 
+@lru_cache(maxsize=4096)
 def text(kernel: Kernel) -> str:
     space, count = kernel.space, len(kernel.inputs)
     inputs = ", ".join(_tensor(i.dtype, i.shape) + _walk(i.walk, i.shape, space) for i in kernel.inputs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -280,6 +281,7 @@ def producer(value: fx.Node) -> tuple[fx.Node, int]:
     return value, 0
 
 
+@lru_cache(maxsize=65536)
 def op_name(target: Any) -> str:
     """`mm`, `add.Tensor`, `shardc.all_reduce`: the short name an op prints with."""
     if target is operator.getitem:

@@ -2,7 +2,7 @@
 
 That depends on strides: `view` runs as `reshape`, which copies where the strides of its operand do not allow the new
 shape. torch itself is asked, on the meta device, once for each distinct call; layers repeat, so a graph of a hundred
-layers asks no more than a graph of one.
+layers asks no more than a graph of one, and the next one not at all.
 
     %t = transpose(%x, 1, 2)      f32[8, 4, 16, 32]    views x
     %v = view(%t, [8, 4, 512])    f32[8, 4, 512]       views x too: rows still lie one after another
@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -66,16 +67,14 @@ def strides(body: Graph) -> dict[fx.Node, Strides]:
 def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Operand]]:
     found: dict[fx.Node, Storage] = {}
     known: dict[fx.Node, _Operand] = {}
-    shared: dict[_Operand, _Operand] = {}  # few differ; one object each keeps the garbage collector out of the way
-    asked: dict[Any, Sequence[_Layout | None]] = {}
     for node in body.placeholders:
         known[node] = own = _contiguous(type_of(node), body.mesh)
         found[node] = _storage(node, own)
     for node in body.calls():
-        layouts = _layouts(node, known, asked)
+        layouts = _layouts(node, known)
         for value, position in yields(node):
             own = _contiguous(type_of(value), body.mesh)
-            known[value] = own = shared.setdefault(own, own)
+            known[value] = own
             layout = layouts[position] if position < len(layouts) else None
             if layout is None or layout.shape != own.shape:
                 found[value] = _storage(value, own)
@@ -98,25 +97,25 @@ def _storage(value: fx.Node, own: _Operand) -> Storage:
 
 
 def _contiguous(type: TensorType, mesh: Mesh) -> _Operand:
-    shape, strides, step = type.local_shape(mesh), list[int](), 1
+    return _in_order(type.local_shape(mesh), type.dtype)
+
+
+@lru_cache(maxsize=65536)  # few differ; one object each keeps the garbage collector out of the way
+def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> _Operand:
+    strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return _Operand(shape, tuple(strides[::-1]), type.dtype)
+    return _Operand(shape, tuple(strides[::-1]), dtype)
 
 
-def _layouts(
-    node: fx.Node, known: dict[fx.Node, _Operand], asked: dict[Any, Sequence[_Layout | None]]
-) -> Sequence[_Layout | None]:
+def _layouts(node: fx.Node, known: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:
     """How each result of a call lies in memory; nothing where torch cannot tell, which then means contiguous."""
     if not node.all_input_nodes:
         return ()
     args = tuple([_frozen(arg, known) for arg in node.args])
     kwargs = tuple([(name, _frozen(arg, known)) for name, arg in node.kwargs.items()])
-    key = (node.target, args, kwargs)
-    if key not in asked:
-        asked[key] = _ask(node.target, args, dict(kwargs))
-    return asked[key]
+    return _ask(node.target, args, kwargs)
 
 
 def _frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:
@@ -128,8 +127,9 @@ def _frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:
     return META if isinstance(arg, torch.device) else arg
 
 
+@lru_cache(maxsize=65536)
 @torch.no_grad()
-def _ask(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[_Layout | None]:
+def _ask(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Sequence[_Layout | None]:
     tensors: list[torch.Tensor] = []
 
     def made(arg: Any) -> Any:
@@ -139,7 +139,7 @@ def _ask(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence
         return [made(item) for item in cast("Sequence[Any]", arg)] if isinstance(arg, tuple) else arg
 
     given = [made(arg) for arg in args]
-    named = {name: made(arg) for name, arg in kwargs.items()}
+    named = {name: made(arg) for name, arg in kwargs}
     try:
         kernel = cast("Callable[..., Any]", KERNELS.get(target, target))
         results = kernel(*given, **named)

@@ -126,7 +126,9 @@ class TensorType:
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape every rank stores (the same on all of them; uneven atoms are padded)."""
-        return tuple(math.prod(a.local(mesh) for a in dim) for dim in self.dims)
+        if not any(self.placement):
+            return self.shape
+        return tuple([math.prod([a.local(mesh) for a in dim]) for dim in self.dims])
 
     def local_atoms(self, mesh: Mesh) -> tuple[int, ...]:
         return tuple(a.local(mesh) for a in self.atoms)

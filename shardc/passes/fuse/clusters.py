@@ -12,7 +12,7 @@ collective waits for, and a product for that, gets no work to do beside (see `de
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -56,7 +56,9 @@ class Group:
     prims: int
     over: frozenset[Over]  # what its operations reduce
     double: bool
-    apart: frozenset[fx.Node] | None  # values of which it reads parts, or which it repeats; None: it is not flat
+    apart: Set[fx.Node]  # values of which it reads parts, or which it repeats
+    odd: Set[fx.Node]  # what it makes that is not one element for each of its own
+    flat: bool  # it is made of nothing but such
     version: int = 0
 
 
@@ -101,7 +103,7 @@ def cluster(scene: Scene, free: Freedom | None = None, room: Room | None = None)
         over: frozenset[Over] = frozenset(prim.over for prim in one.prims)
         if space(one.prims, one.demand) is not None:
             found.groups[i] = Group(
-                [i], one.demand, reads(one), makes, scene.home[i], len(one.prims), over, one.double, _apart(one)
+                [i], one.demand, reads(one), makes, scene.home[i], len(one.prims), over, one.double, *_lies(one)
             )
     merge = _Merging(found)
     merge.run(_neighbours(scene, found.groups))
@@ -110,21 +112,27 @@ def cluster(scene: Scene, free: Freedom | None = None, room: Room | None = None)
     return found
 
 
-def _apart(one: Unit) -> frozenset[fx.Node] | None:
-    """Of a flat unit, each element of which is made of one of what it reads, the values that it reads otherwise."""
+def _lies(one: Unit) -> tuple[Set[fx.Node], Set[fx.Node], bool]:
+    """A group's `apart`, `odd` and `flat`, of one call."""
     size = one.demand.size
     every = whole(size)
     made = {prim.out for prim in one.prims}
-    found: set[fx.Node] = set()
+    apart: set[fx.Node] = set()
+    odd: set[fx.Node] = set()
+    flat = True
     for prim in one.prims:
-        if prim.over != "point" or prim.size != size or prim.op == "cat" or prim.index:
-            return None
+        whole_of_it = prim.over == "point" and prim.size == size and prim.op != "cat"
+        flat &= whole_of_it and not prim.index
+        if not whole_of_it and isinstance(prim.out, fx.Node):
+            odd.add(prim.out)
         for read in prim.reads:
-            if read.blocks != every or read.offset:
-                if read.value in made or not isinstance(read.value, fx.Node):
-                    return None
-                found.add(read.value)
-    return frozenset(found)
+            if prim.size == size and read.blocks == every and not read.offset:
+                continue
+            if read.value in made:
+                flat = False
+            elif isinstance(read.value, fx.Node):
+                apart.add(read.value)
+    return apart, odd, flat
 
 
 def long_sums(group: Group) -> bool:
@@ -143,6 +151,18 @@ def saved(scene: Scene, a: Group, b: Group) -> int:
                 inside = scene.readers.get(value, set()) <= both
                 total += scene.bytes[value] * (2 if inside else 1)
     return total + sum(scene.bytes[value] for value in a.reads & b.reads)
+
+
+def _agree(a: Group, b: Group, wanted: Demand) -> bool:
+    """Is it plain that two that have spaces have one together, without looking through all that they do? Each element
+    that either makes, and the other reads, is there where it is read. Flat ones run along any dims that they ask for,
+    others along those that they had; and with sums over rows more has to be known, of what is there before them."""
+    if a.demand.size != b.demand.size or not all(one.flat or one.demand == wanted for one in (a, b)):
+        return False
+    if not {"col", "all"}.isdisjoint(a.over | b.over):
+        return False
+    across = a.apart.isdisjoint(b.makes) and b.apart.isdisjoint(a.makes)
+    return across and a.odd.isdisjoint(b.reads) and b.odd.isdisjoint(a.reads)
 
 
 def apart(found: Clustering, a: int, b: int) -> str:
@@ -219,7 +239,8 @@ class _Merging:
         del self.groups[a], self.groups[b]
         self.groups[kept] = made
         for near in self._near(made, kept):
-            self.push(kept, near)
+            if self.order.fits(kept, near):  # few do
+                self.push(kept, near)
 
     def joined(self, a: int, b: int) -> tuple[Group, int, int, int] | str:
         """The two as one, the bytes that are then held for longer, and from when to when; or why they may not be."""
@@ -236,7 +257,7 @@ class _Merging:
             return "a collective that the next product waits for would begin later"
         if not self._may_hold(held, saving := saved(self.scene, one, other), first, last):
             return f"{held} bytes would be held for longer to save {saving}, and the peak of memory leaves no room"
-        if made.apart is None and space(self.found.prims(made.calls), made.demand) is None:
+        if not _agree(one, other, made.demand) and space(self.found.prims(made.calls), made.demand) is None:
             return APART
         return made, held, first, last
 
@@ -279,7 +300,7 @@ class _Merging:
         if a.demand.size != b.demand.size and repeats_dear(self.found.prims((*a.calls, *b.calls)), wanted.size):
             return "sines that many elements share would be computed for each of them"
         calls = sorted([*a.calls, *b.calls])
-        inside = set(calls)
+        inside, same = set(calls), a.demand.size == b.demand.size
         makes = {v for v in a.makes | b.makes if not scene.readers.get(v, set()) <= inside}
         made = Group(
             calls,
@@ -290,7 +311,8 @@ class _Merging:
             a.prims + b.prims,
             a.over | b.over,
             a.double,
-            self._flat(a, b),
+            *((a.apart | b.apart, a.odd | b.odd) if same else (a.reads | b.reads, a.makes | b.makes)),
+            a.flat and b.flat and _agree(a, b, wanted),
             1 + max(a.version, b.version),
         )
         small = wanted.size <= FEW or not self._waits(made)
@@ -311,14 +333,6 @@ class _Merging:
         """Does it read what a collective brings?"""
         sources = [producer(value)[0].target for value in made.reads if value.op != "placeholder"]
         return any(op_name(target) in KINDS or target is UNPACK for target in sources)
-
-    def _flat(self, a: Group, b: Group) -> frozenset[fx.Node] | None:
-        """What both read in parts, if each element of either is made of the same of the other's: they have a space."""
-        if a.apart is None or b.apart is None or a.demand.size != b.demand.size:
-            return None
-        if not a.apart.isdisjoint(b.makes) or not b.apart.isdisjoint(a.makes):
-            return None
-        return a.apart | b.apart
 
     def _held(self, a: Group, b: Group, made: Group) -> int | str:
         """Bytes that are held for longer where two run at one time; why, where they may not.

@@ -23,11 +23,10 @@ from torch import fx
 import kernels_triton.fused.into  # noqa: F401  # pyright: ignore[reportUnusedImport]  (says what runs in place)
 from kernels_triton.fused.op import FUSED
 from kernels_triton.fused.text import text
-from kernels_triton.templates.match import found
 from kernels_triton.templates.op import OPS
 from shardc.ir.graph import Graph, Phase, ValueInfo, info, producer, set_info, type_of
 from shardc.passes.fuse.again import Part
-from shardc.passes.fuse.kernels import Made, kernel
+from shardc.passes.fuse.kernels import Kernels, Made
 from shardc.passes.fuse.scene import Scene
 from shardc.passes.fuse.spaces import whole
 
@@ -55,9 +54,9 @@ def emit(scene: Scene, todo: Sequence[Part], templates: Collection[str] = tuple(
     replaced: dict[fx.Node, fx.Node] = {}
     calls: list[fx.Node] = []
     kernels: list[fx.Node] = []
+    made = Kernels(graph, scene.memories, templates)
     for part in todo:
-        made = kernel(graph, scene.memories, part.prims, part.demand, part.outputs)
-        call = _call(scene, part, _named(made, templates), replaced)
+        call = _call(scene, part, made.of(part.prims, part.demand, part.outputs), replaced)
         kernels.append(call)
         homes[call] = (part.home, False, part.calls[0])
         calls += [scene.calls[i] for i in part.calls]
@@ -73,14 +72,6 @@ def emit(scene: Scene, todo: Sequence[Part], templates: Collection[str] = tuple(
     _reorder(graph, homes)
     at = {call: i for i, call in enumerate(graph.calls())}
     return [at[call] for call in kernels]
-
-
-def _named(made: Made, templates: Collection[str]) -> Made:
-    """A kernel that is one of the templates has its name."""
-    match = found(made.kernel)
-    if match is None or match.template.name not in templates:
-        return made
-    return replace(made, kernel=replace(made.kernel, name=match.template.name))
 
 
 def _call(scene: Scene, part: Part, made: Made, replaced: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -83,6 +83,8 @@ class Jumps:
 
     def rounded(self, one: Unit) -> Unit | None:
         """The unit, 16-bit values of the graph rounded on their way to a jump; None where no space has that."""
+        if all(self.bits.get(prim.out) != Bits.SAME for prim in one.prims):
+            return one
         prims: list[Prim] = []
         at = 1 + max((p.out.at for p in one.prims if isinstance(p.out, Inner)), default=-1)
         for prim in one.prims:
@@ -129,7 +131,7 @@ class Jumps:
         for at, node in enumerate(self.calls):
             if at in self.units:
                 for prim in self.units[at].prims:
-                    if prim.op in EXTREMES or any(read.value in found for read in prim.reads):
+                    if prim.op in EXTREMES or (found and any(r.value in found for r in prim.reads)):
                         found.add(prim.out)
             elif _moves(node):
                 bases = (self.memories.of[value].base for value in operands(node))

@@ -7,8 +7,9 @@ jumps where it would in eager torch: of a 16-bit value of the graph it sees what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import fx
@@ -19,6 +20,7 @@ from kernels_triton.fused.kernel import Operand as Argument
 from kernels_triton.fused.naming import named
 from kernels_triton.fused.simplify import simplified
 from kernels_triton.fused.unrolled import unrolled
+from kernels_triton.templates.match import found as matched
 from shardc.ir.graph import Graph, op_name, producer, type_of
 from shardc.passes.fuse.memory_of import Memories
 from shardc.passes.fuse.spaces import Demand, Prim, Read, Space, Strides, Value, along, space
@@ -165,3 +167,47 @@ def kernel(graph: Graph, memories: Memories, prims: Sequence[Prim], wanted: Dema
 def _name(prims: Iterable[Prim]) -> str:
     nodes = [prim.out for prim in prims if isinstance(prim.out, fx.Node)]
     return named([op_name(producer(node)[0].target) for node in nodes])
+
+
+class Kernels:
+    """Clusters as kernels, a template's with its name. Layers repeat: clusters that differ in names alone are one."""
+
+    def __init__(self, graph: Graph, memories: Memories, templates: Collection[str]) -> None:
+        self.graph, self.memories, self.templates = graph, memories, templates
+        self.known: dict[Hashable, tuple[Made, list[int]]] = {}
+
+    def of(self, prims: Sequence[Prim], wanted: Demand, outputs: Sequence[fx.Node]) -> Made:
+        """As `kernel` has it."""
+        numbers: dict[Value, int] = {}
+        alike = tuple([self._prim(prim, numbers) for prim in prims])
+        key = (alike, wanted, tuple([numbers[value] for value in outputs]), tuple(map(self._value, numbers)))
+        if key not in self.known:
+            made = self._named(kernel(self.graph, self.memories, prims, wanted, outputs))
+            self.known[key] = made, [numbers[value] for value in made.inputs]
+        made, read = self.known[key]
+        values = list(numbers)
+        return replace(made, inputs=tuple([cast("fx.Node", values[at]) for at in read]), outputs=tuple(outputs))
+
+    def _named(self, made: Made) -> Made:
+        """A kernel that is one of the templates has its name."""
+        match = matched(made.kernel)
+        if match is None or match.template.name not in self.templates:
+            return made
+        return replace(made, kernel=replace(made.kernel, name=match.template.name))
+
+    def _prim(self, prim: Prim, numbers: dict[Value, int]) -> Hashable:
+        args = tuple(
+            [
+                (numbers.setdefault(a.value, len(numbers)), a.blocks, a.offset) if isinstance(a, Read) else repr(a)
+                for a in prim.args
+            ]
+        )
+        target = producer(prim.out)[0].target if isinstance(prim.out, fx.Node) else None  # which the name tells
+        about = (prim.size, prim.dtype, prim.over, prim.cols, prim.seed, prim.index)
+        return prim.op, numbers.setdefault(prim.out, len(numbers)), target, args, *about
+
+    def _value(self, value: Value) -> Hashable:
+        if not isinstance(value, fx.Node):
+            return None
+        type = type_of(value)
+        return type.dtype, type.local_shape(self.graph.mesh), self.memories.permuted.get(value)

@@ -47,7 +47,8 @@ class Clusters:
 
     def fits(self, a: int, b: int) -> bool:
         """Is there a place for both between barriers?"""
-        return max(self.early[a], self.early[b]) < min(self.late[a], self.late[b])
+        begin = max(self.early[a], self.early[b])
+        return begin < self.late[a] and begin < self.late[b]
 
     def merge(self, a: int, b: int) -> int | None:
         """Make one cluster of two, and return it; None where that would make a cycle, or disturb barriers."""

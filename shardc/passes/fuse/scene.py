@@ -17,11 +17,12 @@ from shardc.ir.graph import Graph, info, op_name, operands, producer, results, t
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
 from shardc.ir.ops.buckets import UNPACK
+from shardc.passes.fuse.alike import Lowered
 from shardc.passes.fuse.jumps import Jumps
 from shardc.passes.fuse.memory_of import VIEWS, Memories
 from shardc.passes.fuse.spaces import Blocks, Prim, Read, Value, demand, space
 from shardc.passes.fuse.through import read_through
-from shardc.passes.fuse.units import LOWERINGS, Inner, Unit, unit
+from shardc.passes.fuse.units import LOWERINGS, Inner, Unit
 from shardc.rules.registry import find_rule
 
 aten = torch.ops.aten
@@ -62,10 +63,11 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset(), through: bool = T
     at = {node: i for i, node in enumerate(calls)}
     units: dict[int, Unit] = {}
     cheap: dict[fx.Node, Unit] = {}
+    lowered = Lowered(memories)
     for i, node in enumerate(calls):
         if op_name(node.target) in exclude or info(node).name in exclude:
             continue
-        found = unit(graph, memories, node)
+        found = lowered.of(node)
         if found is not None:
             units[i] = found
     jumps = Jumps(memories, calls, units)

@@ -151,6 +151,7 @@ def _carried(read: Blocks, inner: frozenset[int]) -> frozenset[int]:
     return frozenset(found)
 
 
+@lru_cache(maxsize=65536)
 def whole(size: int) -> Blocks:
     return ((size, 1),) if size > 1 else ((1, 0),)
 
@@ -184,20 +185,15 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
     all_of_it = contiguous(dims)
     every = whole(wanted.size)
 
-    def walked(read: Read, own: Strides) -> Strides | None:
-        if own is all_of_it and read.blocks == every:  # as most are
-            return own
-        return along(read.blocks, dims, own)
-
-    needs: dict[Value, Strides] = {}
-    for prim in reversed(prims):
+    smaller = {prim.out for prim in prims if prim.size != wanted.size}
+    needs: dict[Value, Strides] = {}  # of those, how their readers read them
+    for prim in reversed(prims) if smaller else ():
         own = all_of_it if prim.size == wanted.size else needs.get(prim.out)
         if own is None and prim.size == 1:
             own = (0,) * len(dims)
         if own is not None and prim.over != "all":
             for read in prim.reads:
-                walk = walked(read, own)
-                if walk is not None:
+                if read.value in smaller and (walk := along(read.blocks, dims, own)) is not None:
                     needs.setdefault(read.value, walk)
     walks: dict[Value, Strides] = {}
     runs: dict[Value, Strides] = {}
@@ -211,7 +207,8 @@ def space(prims: Sequence[Prim], wanted: Demand) -> Space | None:
             return None
         from_sums = False
         for read in prim.reads:
-            walk = walked(read, own)
+            inorder = own is all_of_it and read.blocks == every  # as most are
+            walk = own if inorder else along(read.blocks, dims, own)
             if walk is None or (read.offset and read.value in walks):
                 return None
             if read.value in walks and walks[read.value] != walk:

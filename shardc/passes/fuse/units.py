@@ -20,7 +20,7 @@ from torch import fx
 
 from kernels_triton.fused.kernel import DTYPES
 from kernels_triton.fused.table import OPS, WIDE
-from shardc.ir.graph import Graph, info, operands, results, type_of
+from shardc.ir.graph import info, operands, results, type_of
 from shardc.passes.fuse.literals import constant
 from shardc.passes.fuse.memory_of import Memories, Memory
 from shardc.passes.fuse.spaces import Blocks, Demand, Over, Prim, Read, Shape, Value, blocks, demand
@@ -76,8 +76,8 @@ def lower(*ops: Any) -> Callable[[Lower], Lower]:
 class Make:
     """Writes down the operations of one call. Operands are tensors of the graph, values made here, and numbers."""
 
-    def __init__(self, graph: Graph, memories: Memories, node: fx.Node) -> None:
-        self.graph, self.memories, self.node = graph, memories, node
+    def __init__(self, memories: Memories, node: fx.Node) -> None:
+        self.memories, self.node = memories, node
         self.prims: list[Prim] = []
         self.shapes: dict[Inner, Shape] = {}
         self.dtypes: dict[Inner, torch.dtype] = {}
@@ -323,7 +323,7 @@ class Make:
         return self("minimum", self("maximum", x, float(low)), float(high))
 
 
-def unit(graph: Graph, memories: Memories, node: fx.Node) -> Unit | None:
+def unit(memories: Memories, node: fx.Node) -> Unit | None:
     """A call as a part of a kernel; None if it is none."""
     lowering = LOWERINGS.get(node.target)
     if node in memories.copies:
@@ -334,7 +334,7 @@ def unit(graph: Graph, memories: Memories, node: fx.Node) -> Unit | None:
     shapes = [memories.of[value].shape for value in (*values, *operands(node))]  # a sum of nothing has elements
     if any(type_of(v).dtype not in DTYPES for v in values) or any(math.prod(shape) == 0 for shape in shapes):
         return None
-    make = Make(graph, memories, node)
+    make = Make(memories, node)
     try:
         made = lowering(make, *node.args, **node.kwargs)
     except Unfit:

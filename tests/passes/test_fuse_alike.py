@@ -1,0 +1,157 @@
+"""What is found again rather than made: calls and clusters that differ in names alone, and spaces that need no look."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import shardc
+from benchmarks.fusion_census import body_of, traced
+from shardc.ir.graph import Graph, info, update
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import TensorType
+from shardc.passes.fuse import clusters, fuse
+from shardc.passes.fuse.alike import Lowered
+from shardc.passes.fuse.kernels import Kernels, kernel
+from shardc.passes.fuse.memory_of import Memories
+from shardc.passes.fuse.units import LOWERINGS, unit
+from tests.handmade import Builder
+from tests.passes.fuse_graphs import chains
+
+aten = torch.ops.aten
+
+
+class Layers(nn.Module):
+    """Twice the same and more, with what must be told apart: seeds, numbers of other types, and how operands lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            y = nn.functional.layer_norm(x, (16,), self.weight)
+            y = nn.functional.dropout(y, 0.1)
+            a, b = y[..., :8], y[..., 8:]
+            z = torch.cat([-b, a], -1) * y.transpose(1, 2).reshape(y.shape)
+            x = x + torch.softmax(z, -1) * (z > 0) + z * z - y * z
+        return x.amax(-1).square().sum()
+
+
+MAKE: dict[str, Callable[[], Graph]] = {
+    "layers": lambda: shardc.compile(Layers(), {"x": torch.zeros(2, 4, 16)}, mesh="dp=1").body,
+    "traced": lambda: traced(300),
+    "chains": lambda: chains(300),
+    "gpt2": lambda: body_of("gpt2", 2, True),
+    "t5": lambda: body_of("t5", 2, True),
+}
+
+
+@pytest.fixture(scope="module", params=MAKE)
+def graph(request: pytest.FixtureRequest) -> Graph:
+    return MAKE[request.param]()
+
+
+def test_calls_found_again_are_as_lowered(graph: Graph) -> None:
+    memories = Memories(graph, lambda node: node.target in LOWERINGS)
+    lowered = Lowered(memories)
+    for node in graph.calls():
+        assert repr(lowered.of(node)) == repr(unit(memories, node)), info(node).name
+    calls = sum(1 for node in graph.calls() if node.target in LOWERINGS)
+    assert len(lowered.known) < calls, "none was found again"
+
+
+def numbers() -> tuple[Graph, dict[str, fx.Node]]:
+    """Calls of one op whose arguments are equal to Python, or whose operands have one shape."""
+    b = Builder(Mesh())
+    x, y, i = b.input("x", "f32[8, 16]"), b.input("y", "f32[8, 16]"), b.input("i", "i64[8, 16]", "input")
+    h = b.input("h", "bf16[8, 16]")
+    t = b.call("t", "f32[16, 8]", aten.t.default, x)
+    low = b.call("low", "f32[8, 8]", aten.slice.Tensor, x, 1, 0, 8)
+    high = b.call("high", "f32[8, 8]", aten.slice.Tensor, x, 1, 8, 16)
+    one = b.call("one", "f32[8, 16]", aten.full.default, [8, 16], 1.0)
+    two = b.call("two", "f32[8, 16]", aten.full.default, [8, 16], 2.0)
+    made: dict[str, fx.Node] = {}
+
+    def call(name: str, type: str, target: Any, *args: Any) -> None:
+        made[name] = b.call(name, type, target, *args)
+
+    for name, number in (("whole", 1), ("float", 1.0), ("bool", True), ("zero", 0.0), ("less", -0.0)):
+        call(f"number.{name}", "f32[8, 16]", aten.mul.Tensor, x, number)
+    for name, number in (("whole", 1), ("bool", True)):
+        call(f"integer.{name}", "i64[8, 16]", aten.mul.Tensor, i, number)
+    for name, args in (("x", (x, x)), ("y", (x, y)), ("h", (x, h)), ("one", (x, one)), ("two", (x, two))):
+        call(f"operand.{name}", "f32[8, 16]", aten.mul.Tensor, *args)
+    call("part.low", "f32[8, 8]", aten.neg.default, low)
+    call("part.high", "f32[8, 8]", aten.neg.default, high)
+    call("turned", "f32[16, 8]", aten.neg.default, t)
+    call("plain", "f32[8, 16]", aten.neg.default, x)
+    for name, node in made.items():
+        b.output("output", name, node)
+    return b.graph(), made
+
+
+def test_what_is_not_alike_is_told_apart() -> None:
+    graph, made = numbers()
+    memories = Memories(graph, lambda node: node.target in LOWERINGS)
+    lowered = Lowered(memories)
+    for name, node in made.items():
+        assert repr(lowered.of(node)) == repr(unit(memories, node)), name
+    assert len(lowered.known) == len(made)
+
+
+def test_a_call_of_which_less_is_used_is_another() -> None:
+    b = Builder(Mesh())
+    x = b.input("x", "f32[8, 16]")
+    nodes: list[fx.Node] = []
+    for used in ((0, 1, 2), (0,), (0, 1, 2)):
+        call = b.call(f"n{len(nodes)}", None, aten.native_layer_norm.default, x, [16], None, None, 1e-5)
+        nodes.append(call)
+        types = ("f32[8, 16]", "f32[8, 1]", "f32[8, 1]")
+        update(call, results=tuple(map(TensorType.parse, types)))
+        for at in used:
+            item = b.call(f"{call.name}.{at}", types[at], operator.getitem, call, at)
+            b.output("output", item.name, item)
+    graph = b.graph()
+    memories = Memories(graph, lambda node: node.target in LOWERINGS)
+    lowered = Lowered(memories)
+    assert [len(one.prims) if (one := lowered.of(node)) else 0 for node in nodes] == [
+        len(one.prims) if (one := unit(memories, node)) else 0 for node in nodes
+    ]
+    assert len(lowered.known) == 2
+
+
+def test_clusters_found_again_are_the_same_kernels(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, again = 0, Kernels.of
+
+    def checked(self: Kernels, *args: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        made, own = again(self, *args), self._named(kernel(self.graph, self.memories, *args))  # pyright: ignore[reportPrivateUsage]
+        assert (made.kernel, made.inputs, made.outputs) == (own.kernel, own.inputs, own.outputs)
+        return made
+
+    monkeypatch.setattr(Kernels, "of", checked)
+    fuse(graph)
+    assert seen > 2
+
+
+def test_what_agrees_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    agreed, joined = 0, clusters._Merging.joined  # pyright: ignore[reportPrivateUsage]
+
+    def checked(self: Any, a: int, b: int) -> Any:
+        nonlocal agreed
+        made = joined(self, a, b)
+        if not isinstance(made, str) and clusters._agree(self.groups[a], self.groups[b], made[0].demand):  # pyright: ignore[reportPrivateUsage]
+            agreed += 1
+            assert clusters.space(self.found.prims(made[0].calls), made[0].demand) is not None
+        return made
+
+    monkeypatch.setattr(clusters._Merging, "joined", checked)  # pyright: ignore[reportPrivateUsage]
+    fuse(graph)
+    assert agreed > 2
