@@ -41,6 +41,7 @@ def problems(line: Mapping[str, Any]) -> list[str]:
     constants = line["constants"]
     per_row = 4 * constants.get("ROWS", 1) * constants.get("STAGES", 1) * constants.get("OF_GROUP", 1)
     per_row += 4 * (constants.get("PARTS", 1) > 1)  # what programs tell each other
+    per_row += 4 * ("norm_forward" in kernel)  # the number that a row's distances are from
     allowed = next((count for name, count in NARROW.items() if name in kernel), per_row)
     if "READ" in constants and constants["READ"] > line["cols"]:  # padding, which what is added to columns has not
         allowed = 1 << 20
@@ -49,6 +50,7 @@ def problems(line: Mapping[str, Any]) -> list[str]:
     if narrow > max(allowed + 2, 6):
         out.append(f"{narrow} accesses of less than 128 bits")
     few = next((count for name, count in SHORT.items() if name in kernel), 0)
+    few *= 1 + ("norm_forward" in kernel and constants.get("ROWS", 1) > 1)
     apart = [f"{count} of {name}" for name, count in line["short"].items() if count > few]
     if apart:
         out.append(f"accesses to full-size tensors of less than 16 bytes: {', '.join(apart)}")

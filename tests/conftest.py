@@ -1,5 +1,6 @@
 """What all tests share: one thread, so that runs repeat; hypothesis profiles; long tests first; golden files."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with slow tests come first, whole, for what their tests share: no core ends with a long test alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage has to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

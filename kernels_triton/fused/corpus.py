@@ -79,7 +79,7 @@ class Draft:
         self.outputs.append(Output(dtype, tuple(shape), tuple(Store(v, w) for v, w in stores)))
 
     def mean(self, value: Operand) -> Ref:
-        return self("mul", self("rsum", value), 1.0 / self.space[-1])
+        return self("div", self("rsum", value), float(self.space[-1]))
 
     def kernel(self, name: str) -> Kernel:
         return Kernel(name, self.space, tuple(self.inputs), tuple(self.steps), tuple(self.outputs), self.batch)

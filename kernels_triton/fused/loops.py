@@ -1,9 +1,10 @@
 """Rows that do not fit: a tile of rows, read by blocks of columns, once for each reduction that waits for another.
 
 Pass p computes the reductions of rows whose operands wait for p others, in accumulators of a block's width that are
-reduced when the pass is over (a softmax's sum does not wait for its maximum: it is rescaled as the maximum grows); the
-last pass computes everything again and stores. What varies along rows alone is computed between passes, once. A
-program's sums over rows live in its own line of the partial sums, which it reads and writes once a tile.
+reduced when the pass is over (a softmax's sum does not wait for its maximum: it is rescaled as the maximum grows); a
+mean that has to be exact takes one pass more (`means`); the last pass computes everything again and stores. What varies
+along rows alone is computed between passes, once. A program's sums over rows live in its own line of the partial sums,
+which it reads and writes once a tile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 
 from kernels_triton.fused.expressions import WORDS
 from kernels_triton.fused.kernel import reads
+from kernels_triton.fused.means import distance, means, nearest, put_exact
 from kernels_triton.fused.schedules import column_sums, needed
 from kernels_triton.fused.table import OPS, Op, neutral
 from kernels_triton.fused.writer import Writer
@@ -45,6 +47,9 @@ def passes(w: Writer) -> None:
                 w.compute(shift)
                 scale = f"tl.exp(sum_{value} - {w.find(shift, 0).name})"
                 w.name(total, 0, w.reduced(total, [f"sum_{total} * {scale}"]), "f32")
+        for value in means(kernel):
+            if value in alive and kernel.values_read(value)[0] in spread and not nearest(w, value):
+                _put_mean(w, value)
     stored = {s.value.index for made in kernel.outputs for s in made.stores if not kernel.late[s.value.index]}
     ready = {v for v in stored if not kernel.varies[v][-1]}
     for value in w.closure(ready | {kernel.values_read(v)[0] for v in scalars}):
@@ -65,6 +70,19 @@ def passes(w: Writer) -> None:
                 add_partials(w, value)
     if sums or scalars:
         w.put("tl.debug_barrier()")  # this turn's partial sums, before the next turn reads them
+
+
+def _put_mean(w: Writer, value: int) -> None:
+    """In one more pass."""
+    w.compute(value)
+    apart = f"apart_{value}"
+    rows = w.plan.schedule.rows if w.kernel.of_rows(value) else 1
+    zero = f"{apart} = tl.zeros(({rows}, {w.plan.schedule.block}), tl.float32)"
+    with pass_over(w, {means(w.kernel)[value]}, [zero], [value]) as inside:
+        for each in inside:
+            w.compute(each)
+        w.put(f"{apart} += {distance(w, value, 0)}")
+    put_exact(w, value, apart)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     phase 0      for each chunk: load, compute what waits for no reduction, add up the terms of the first reductions
                  one exchange between threads for all sums of the phase
-    phase 1      for each chunk: compute what waits for those, store what is done
+    phase 1      for each chunk: compute what waits for those, store what is done; means once more, exactly (`means`)
 
 What a phase computes of a chunk is used at once, so that only inputs and what later phases read stay alive.
 """
@@ -10,6 +10,7 @@ What a phase computes of a chunk is used at once, so that only inputs and what l
 from __future__ import annotations
 
 from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.means import distance, means, nearest, put_exact
 from kernels_triton.fused.schedules import needed
 from kernels_triton.fused.table import OPS
 from kernels_triton.fused.writer import Writer
@@ -35,6 +36,8 @@ def phases(w: Writer) -> None:
         for value in here:
             if not kernel.varies[value][-1] and value not in ending:
                 _load(w, value)
+                if value in means(kernel):
+                    _put_mean(w, value)
                 w.compute(value)
                 w.store(value)
         for chunk in range(w.chunks):
@@ -52,6 +55,16 @@ def phases(w: Writer) -> None:
                 if not kernel.of_rows(value) and kernel.varies[value][-1]:
                     for chunk in range(w.chunks):
                         w.scope.pop((value, chunk), None)
+
+
+def _put_mean(w: Writer, value: int) -> None:
+    if nearest(w, value):
+        return
+    w.compute(value)
+    _load(w, *w.kernel.values_read(value))  # what is summed
+    for chunk in range(w.chunks):
+        w.put(f"apart_{value} {'+=' if chunk else '='} {distance(w, value, chunk)}")
+    put_exact(w, value, f"apart_{value}")
 
 
 def columns_held(w: Writer) -> bool:

@@ -19,6 +19,7 @@ from kernels_triton.fused.table import OPS, Op, neutral
 from shardc.ir.ops.random import least_word
 
 Scope = dict[tuple[int, int], Variable]
+SMALL = 2.0**-100  # such a number's reciprocal is as exact as others'
 
 
 @dataclass
@@ -209,9 +210,21 @@ class Writer:
             for chunk in self.only(value, of):
                 self.add(op, f"total_{value}{self.suffix(chunk)}", self.masked_term(step, chunk, columns=False))
         else:
+            step = self.without_quotient(value, step)
             for chunk in self.only(value, of):
                 right, kind = self.right_side(step, chunk)
                 self.name(value, chunk, right, kind)
+
+    def without_quotient(self, value: int, step: Step) -> Step:
+        """A row's quotient by a number, as a mean is, as a product: no farther off than the two units that a GPU's
+        quotient is, and in fewer registers."""
+        by = step.operands[1] if step.op == "div" else 0
+        kernel, of = self.kernel, step.operands[0] if step.operands else 0
+        if isinstance(by, Ref) or not SMALL < abs(by) < 1 / SMALL or not isinstance(of, Ref):
+            return step
+        if kernel.varies[value][-1] or kernel.late[value] or kernel.double or kernel.classes[of.index] != "f":
+            return step
+        return Step("mul", (of, 1 / float(by)))
 
     def add(self, op: Op, name: str, term: str) -> None:
         """One more term, or tile of them, to what a reduction has so far."""

@@ -190,9 +190,10 @@ def forward_into(
         # For one wide row, weight and bias in registers would cost others theirs.
         held = not again and (not once or schedule.chunks == 1 or cols <= HELD_COLS)
         tile = {"COLS": cols, **schedule.persistent, "HOLD": held, "SQUARES": squares, "ONCE": once, "AGAIN": again}
-        older = launch.device_of(x).shared_bytes < rows.NEWER
-        # Untold, the compiler for sm_80 puts two aside, so that a second program fits.
-        registers = (1 << 16) // (32 * schedule.warps) if older and before is not None and x.element_size() == 4 else 0
+        # Untold, the compiler for sm_80 puts two aside, so that another program fits.
+        wide = schedule.chunks > 1 or (before is not None and x.element_size() == 4)
+        older = wide and launch.device_of(x).shared_bytes < rows.NEWER
+        registers = (1 << 16) // (32 * schedule.warps) if older else 0
         launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile, registers=min(255, registers))
     else:
         tile = {"COLS": cols, "BLOCK": schedule.block, "SQUARES": squares}

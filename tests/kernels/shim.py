@@ -6,6 +6,7 @@ element, which run-time loop bounds are.
 """
 
 # pyright: basic
+import inspect
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -81,6 +82,54 @@ def patch_tensor(tensor, *rest):
 
 
 interpreter._patch_lang_tensor = patch_tensor
+
+_np_dtype = interpreter._get_np_dtype
+NP_DTYPES = {}  # by dtype itself, of which Triton makes a table each time that it is asked
+
+
+def np_dtype(dtype):
+    if type(dtype) is not tl.dtype:
+        return _np_dtype(dtype)
+    if dtype not in NP_DTYPES:
+        NP_DTYPES[dtype] = _np_dtype(dtype)
+    return NP_DTYPES[dtype]
+
+
+interpreter._get_np_dtype = np_dtype
+
+# What there is to patch, by package: each call of a function within a kernel would search anew.
+PACKAGES = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+BUILTINS = {p: [name for name, member in inspect.getmembers(p) if tl.core.is_builtin(member)] for p in PACKAGES}
+
+
+def patch_builtin(package, *rest):
+    members = BUILTINS[package]
+    if tl.core.is_builtin(getattr(package, members[0])):  # else all of them are patched already
+        for name in members:
+            interpreter._patch_attr(package, name, getattr(package, name), *rest)
+
+
+interpreter._patch_builtin = patch_builtin
+
+
+def reduce(self, input):
+    """Neighbours, then neighbours of what that made, whole tiles at a time: in a tree, as GPUs do, and in order."""
+    given, axis = self.unravel(input, self.axis)
+    tiles = [np.moveaxis(x.handle.data, axis, 0) for x in given]
+    while (size := len(tiles[0])) > 1:
+        assert size % 2 == 0, "tiles are powers of 2"
+        both = [self.to_tensor(tile[k::2], x.dtype) for k in (0, 1) for tile, x in zip(tiles, given, strict=True)]
+        made = self.combine_fn.fn(*both)
+        made = made if isinstance(made, tuple) else (made,)
+        tiles = [y.handle.data.astype(tile.dtype, copy=False) for y, tile in zip(made, tiles, strict=True)]
+    if not self.keep_dims:
+        tiles = [tile[0] for tile in tiles]
+    elif self.axis is not None:
+        tiles = [np.moveaxis(tile, 0, axis) for tile in tiles]
+    return [self.to_tensor(np.asarray(tile, order="C"), x.dtype) for tile, x in zip(tiles, given, strict=True)]
+
+
+interpreter.ReduceOps.generic_reduce = reduce
 
 
 def of_libdevice(function):

@@ -13,6 +13,13 @@ import pytest
 import torch
 from interpreter import Interpreter
 
+from kernels_triton.fused import reference
+from kernels_triton.fused.codegen import generate
+from kernels_triton.fused.corpus import Draft
+from kernels_triton.fused.kernel import Kernel
+from kernels_triton.fused.schedules import Style, choose
+from kernels_triton.fused.text import text
+from kernels_triton.launch import H200
 from kernels_triton.rows import Schedule
 
 NUMBERS = {
@@ -93,6 +100,91 @@ def test_groups(interpreted: Interpreter, kind: str) -> None:
     assert torch.equal(y[:count, :half], b[:half, None].expand(count, half, space))
     assert torch.equal(mean[:count, 0], x[:count, 0, 0].float())
     assert judges.group_norm((y, mean, rstd), x, 2, w, b, 1e-5) <= 1.0
+
+
+def generated(cols: int, dtype: torch.dtype, rows: int, summed: bool, mean: str) -> Kernel:
+    """A norm of `x`, or of `x + y`, and its mean, with what no template has."""
+    k = Draft((rows, cols))
+    x, y = k.full(dtype), k.full(dtype)
+    h = k("add", x, y) if summed else x
+    total = k("rsum", h)
+    average = k("div", total, float(cols)) if mean == "div" else k("mul", total, 1 / cols)
+    apart = k("sub", h, average)
+    variance = k.mean(k("square", apart) if mean == "div" else k("mul", apart, apart))
+    normed = k("mul", apart, k("rsqrt", k("add", variance, 1e-5)))
+    k.out(k("tanh", k("mul", normed, 3.0)), torch.float32)
+    k.out_row(average)
+    return k.kernel("fused_norm_tanh")
+
+
+@pytest.mark.parametrize("mean", ["div", "mul"])
+@pytest.mark.parametrize("summed", [False, True], ids=["x", "x + y"])
+@pytest.mark.parametrize(
+    "schedule", [None, Schedule(256, 2, 4), Schedule(512, 1, 4, waves=1), Schedule(64, 0, 4)], ids=str
+)
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_generated_norms(
+    interpreted: Interpreter, dtype: torch.dtype, schedule: Schedule | None, summed: bool, mean: str
+) -> None:
+    x = rows_of(dtype, 331)
+    x = x[x.abs().amax(1) < 1e38]  # whose sum is finite
+    count = sum(abs(number) < 1e38 for number in NUMBERS[dtype])
+    y = torch.zeros_like(x)
+    y[:count] = x[:count] / 4 if dtype == torch.float32 else 0
+    kernel = generated(331, dtype, len(x), summed, mean)
+    out, average = interpreted("fused", text(kernel), _style(schedule), schedule, x, y)
+    exact = (x.float() + y.float() if summed else x.float())[:, 0]
+    assert torch.equal(out[:count], torch.zeros_like(out[:count]))
+    assert torch.equal(average[:count], exact[:count])
+    expected, centre = reference.run(kernel, [x.double(), y.double()])
+    h = x.double() + y.double() * summed
+    rounding = 2.0**-24 * centre.abs() / (h.var(-1, correction=0) + 1e-5).sqrt()  # of the mean, normed
+    assert ((out - expected).abs().amax(-1) <= 3e-6 + 6 * rounding).all()
+
+
+def _style(schedule: Schedule | None) -> Style | None:
+    return None if schedule is None else "rows" if schedule.chunks else "loops"
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule(64, 0, 4)], ids=["held", "looped"])
+def test_a_generated_mean_that_is_infinite_stays_so(interpreted: Interpreter, schedule: Schedule | None) -> None:
+    x = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    x[0, 7], x[1, 7] = float("inf"), float("nan")
+    kernel = generated(100, torch.float32, 3, False, "div")
+    _, average = interpreted("fused", text(kernel), _style(schedule), schedule, x, x)
+    assert average[0] == float("inf")
+    assert average[1].isnan()
+    torch.testing.assert_close(average[2], x[2].mean())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cols", "again"),
+    [
+        (torch.float32, 331, True),
+        (torch.bfloat16, 331, False),
+        (torch.bfloat16, 65536, False),
+        (torch.bfloat16, 65537, True),
+        (torch.float16, 8192, False),
+        (torch.float16, 8193, True),
+    ],
+)
+def test_a_mean_is_summed_again_only_where_it_has_to_be(dtype: torch.dtype, cols: int, again: bool) -> None:
+    kernel = generated(cols, dtype, 64, False, "div")
+    lines = generate(kernel, choose(kernel, H200)).text
+    assert ("off_" in lines) == again
+    assert ("nearest_quotient" in lines) != again
+    assert f" / {cols}.0\n" not in lines.replace("off_3 = tl.sum(apart_3, 1, keep_dims=True) / ", ""), (
+        "a row's quotient"
+    )
+
+
+def test_gradients_and_other_differences_are_as_they_were() -> None:
+    """Only of a mean whose distances are squared much is made."""
+    k = Draft((64, 331))
+    x = k.full(torch.float32)
+    k.out(k("tanh", k("sub", x, k.mean(x))), torch.float32)
+    kernel = k.kernel("fused_apart")
+    assert "off_" not in generate(kernel, choose(kernel, H200)).text
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -26,6 +26,7 @@ from shardc.ir.ops.linear import LINEAR_WGRAD
 from shardc.runtime.code import Routine
 from shardc.runtime.instructions import rank_context
 from shardc.runtime.overlap import arranged
+from tests.replanned import replanned
 
 KERNELS = {"mm", "sum.dim_IntList", "shardc.layer_norm_backward", "shardc.bias_gelu_backward"}
 
@@ -49,24 +50,30 @@ class Alone:
 
 
 BODIES: dict[str, Graph] = {}
+PROGRAMS: dict[str, shardc.Program] = {}
 
 
-def body_of(bucket: object = True, **plan: Any) -> Graph:
-    """Compiled once for all tests, none of which changes it."""
-    key = f"{bucket} {sorted(plan.items())}"
+def body_of(bucket: object = True, fuse: object = False, storage: object = None, **plan: Any) -> Graph:
+    """Compiled once for all tests, none of which changes it; traced once for all buckets, with `fuse` or without."""
+    plan |= {"storage": storage} if storage else {}
+    traced, said = str(sorted(plan.items())), {"bucket": bucket, "fuse": fuse}
+    key = f"{said} {traced}"
     if key not in BODIES:
-        BODIES[key] = compiled(bucket, plan)
+        known = PROGRAMS.get(traced)
+        program = replanned(known, **said) if known else compiled({**plan, **said})
+        PROGRAMS.setdefault(traced, program)
+        BODIES[key] = program.body
     return BODIES[key]
 
 
-def compiled(bucket: object, plan: dict[str, Any]) -> Graph:
+def compiled(plan: dict[str, Any]) -> shardc.Program:
     torch.manual_seed(0)
     model, batch = gpt2(batch=4, seq=8, layers=2, vocab=64, heads=4, width=32)
-    wanted = {"inputs": dict.fromkeys(batch, "dp, -"), "bucket": bucket, **plan}
+    wanted = {"inputs": dict.fromkeys(batch, "dp, -"), **plan}
     if wanted.pop("linears", False):
         model = Shape("linears", layers=2, width=32, heads=4, seq=8, vocab=64, batch=4).model(torch.float32)
     mine = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return shardc.compile(model, batch, mesh="dp=2", plan=wanted, optimizer=mine).body
+    return shardc.compile(model, batch, mesh="dp=2", plan=wanted, optimizer=mine)
 
 
 def routine(body: Graph) -> Routine:
