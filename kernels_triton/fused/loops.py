@@ -47,8 +47,9 @@ def passes(w: Writer) -> None:
                 w.compute(shift)
                 scale = f"tl.exp(sum_{value} - {w.find(shift, 0).name})"
                 w.name(total, 0, w.reduced(total, [f"sum_{total} * {scale}"]), "f32")
+        summed = {*spread, *(online[v][0] for v in spread if v in online)}
         for value in means(kernel):
-            if value in alive and kernel.values_read(value)[0] in spread and not nearest(w, value):
+            if value in alive and kernel.values_read(value)[0] in summed and not nearest(w, value):
                 _put_mean(w, value)
     stored = {s.value.index for made in kernel.outputs for s in made.stores if not kernel.late[s.value.index]}
     ready = {v for v in stored if not kernel.varies[v][-1]}

@@ -23,6 +23,7 @@ from kernels_triton.fused.table import OPS
 from kernels_triton.fused.writer import Writer
 
 BITS = {torch.bfloat16: 8, torch.float16: 11}  # of a number
+SQUARES = {"square": 1, "mul": 2}  # by which an operand is squared: so often it is read
 WIDEST = {dtype: 1 << 24 - bits for dtype, bits in BITS.items()}  # columns whose equal numbers have an exact sum
 
 
@@ -33,9 +34,9 @@ def means(kernel: Kernel) -> dict[int, int]:
         return {}
     first = len(kernel.inputs)
     found = {value: _mean_of(kernel, value) for value in range(first, first + len(kernel.steps))}
-    squared = {o[0] for s in kernel.steps if s.op in ("square", "mul") and len(o := reads(s)) and len(set(o)) == 1}
+    squared = {o[0] for s in kernel.steps if len(o := reads(s)) and o == (o[0],) * SQUARES.get(s.op, 0)}
     steps = enumerate(kernel.steps, first)
-    apart = {(o[0], o[1]) for at, s in steps if at in squared and s.op == "sub" and len(o := reads(s)) == 2}
+    apart = {o for at, s in steps if at in squared and s.op == "sub" for o in (reads(s), reads(s)[::-1])}
     return {value: of for value, of in found.items() if of is not None and (of, value) in apart}
 
 
@@ -79,7 +80,7 @@ def distance(w: Writer, value: int, chunk: int) -> str:
 
 
 def put_exact(w: Writer, value: int, apart: str) -> None:
-    """The mean, by what it is off; one that is infinite stays so, as infinity less itself is no number."""
+    """The mean, by what it is off, unless that is no number: an infinite mean stays so."""
     mean = w.find(value, 0).name
     w.put(f"off_{value} = tl.sum({apart}, 1, keep_dims=True) / {float(w.kernel.cols)}")
-    w.put(f"{mean} = tl.where(off_{value} == off_{value}, {mean} + off_{value}, {mean})")
+    w.put(f"{mean} = tl.where(tl.abs(off_{value}) < float('inf'), {mean} + off_{value}, {mean})")

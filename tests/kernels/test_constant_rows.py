@@ -146,15 +146,33 @@ def _style(schedule: Schedule | None) -> Style | None:
     return None if schedule is None else "rows" if schedule.chunks else "loops"
 
 
+@pytest.mark.parametrize("cols", [41, 83])
+@pytest.mark.parametrize("schedule", [None, Schedule(16, 0, 4)], ids=["held", "looped"])
+@pytest.mark.parametrize("kind", ["m - x", "exp"])
+def test_other_generated_norms(interpreted: Interpreter, kind: str, schedule: Schedule | None, cols: int) -> None:
+    """Of distances the other way round; of what is summed while its maximum is looked for."""
+    k = Draft((4, cols))
+    x = k.full(torch.float32)
+    h = k("exp", k("sub", x, k("rmax", x))) if kind == "exp" else x
+    average = k.mean(h)
+    apart = k("sub", average, h) if kind == "m - x" else k("sub", h, average)
+    k.out(k("mul", apart, k("rsqrt", k("add", k.mean(k("square", apart)), 1e-12))), torch.float32)
+    (y,) = interpreted("fused", text(k.kernel("fused_other")), _style(schedule), schedule, torch.ones(4, cols))
+    assert torch.equal(y, torch.zeros_like(y))
+
+
 @pytest.mark.parametrize("schedule", [None, Schedule(64, 0, 4)], ids=["held", "looped"])
 def test_a_generated_mean_that_is_infinite_stays_so(interpreted: Interpreter, schedule: Schedule | None) -> None:
-    x = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
     x[0, 7], x[1, 7] = float("inf"), float("nan")
-    kernel = generated(100, torch.float32, 3, False, "div")
+    x[3], x[4] = -3e38, torch.tensor([3.3e38, -2.4e38, *[0.0] * 98])
+    kernel = generated(100, torch.float32, 5, False, "div")
     _, average = interpreted("fused", text(kernel), _style(schedule), schedule, x, x)
     assert average[0] == float("inf")
     assert average[1].isnan()
     torch.testing.assert_close(average[2], x[2].mean())
+    assert average[3] == -float("inf")
+    torch.testing.assert_close(average[4], x[4].double().mean().float(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +199,11 @@ def test_a_mean_is_summed_again_only_where_it_has_to_be(dtype: torch.dtype, cols
 def test_gradients_and_other_differences_are_as_they_were() -> None:
     """Only of a mean whose distances are squared much is made."""
     k = Draft((64, 331))
-    x = k.full(torch.float32)
-    k.out(k("tanh", k("sub", x, k.mean(x))), torch.float32)
+    x, g = k.full(torch.float32), k.full(torch.float32)
+    apart = k("sub", x, k.mean(x))
+    k.out(k("tanh", apart), torch.float32)
+    k.out(k("mul", apart, 2.0), torch.float32)
+    k.out(k("mul", apart, g), torch.float32)
     kernel = k.kernel("fused_apart")
     assert "off_" not in generate(kernel, choose(kernel, H200)).text
 

@@ -19,6 +19,7 @@ from shardc.passes.fuse import clusters, fuse
 from shardc.passes.fuse.alike import Lowered
 from shardc.passes.fuse.kernels import Kernels, kernel
 from shardc.passes.fuse.memory_of import Memories
+from shardc.passes.fuse.spaces import Prim, Read, demand, space, whole
 from shardc.passes.fuse.units import LOWERINGS, unit
 from tests.handmade import Builder
 from tests.passes.fuse_graphs import chains
@@ -155,3 +156,24 @@ def test_what_agrees_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(clusters._Merging, "joined", checked)  # pyright: ignore[reportPrivateUsage]
     fuse(graph)
     assert agreed > 2
+
+
+def test_complex_numbers_are_no_kernels() -> None:
+    b = Builder(Mesh())
+    z = b.input("z", "c64[8, 16]")
+    one = b.call("one", "c64[8, 16]", aten.full.default, [8, 16], 1.0, dtype=torch.complex64)
+    b.output("output", "m", b.call("m", "c64[8, 16]", aten.mul.Tensor, z, one))
+    assert [info(call).name for call in fuse(b.graph()).calls()] == ["one", "m"]
+
+
+def test_what_reads_joined_parts_whole_beside_what_is_larger() -> None:
+    """Of parts that are stored one by one nothing in the kernel reads; nor do they say where a smaller call runs."""
+    part = Prim("part", "neg", (Read("x", whole(64)),), 64, torch.float32)
+    joined = Prim("joined", "cat", (Read("part", whole(64)),) * 3, 64, torch.float32, seed=16, index=((4, 48), (16, 1)))
+    small = Prim("small", "neg", (Read("joined", whole(192)),), 192, torch.float32)
+    large = Prim("large", "add", (Read("z", whole(384)), Read("part", ((6, 0), (64, 1)))), 384, torch.float32)
+    biased = Prim("biased", "add", (Read("large", whole(384)), Read("b", ((24, 0), (16, 1)))), 384, torch.float32)
+    wanted = demand((part, joined, small, large, biased))
+    assert wanted is not None
+    assert space((part, joined, large, biased), wanted) is not None
+    assert space((part, joined, small, large, biased), wanted) is None

@@ -19,7 +19,7 @@ from shardc.ir.graph import results, type_of
 from shardc.passes.fuse.literals import constant
 from shardc.passes.fuse.memory_of import Memories
 from shardc.passes.fuse.spaces import Prim, Read, Value
-from shardc.passes.fuse.units import Inner, Unit, unit
+from shardc.passes.fuse.units import LOWERINGS, Inner, Unit, unit
 
 WORDS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -33,6 +33,8 @@ class Lowered:
 
     def of(self, node: fx.Node) -> Unit | None:
         """As `unit` has it."""
+        if node.target not in LOWERINGS and node not in self.memories.copies:
+            return None
         bases: dict[fx.Node, int] = {}
         made = results(node)
         key = (

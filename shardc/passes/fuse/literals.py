@@ -21,6 +21,8 @@ def constant(node: fx.Node) -> float | int | bool | None:
     """The number that every element of a value is, as far as can be told from the call that makes it, and only if its
     dtype holds that number."""
     dtype = before = type_of(node).dtype
+    if dtype.is_complex:
+        return None
     if node.target in (aten._to_copy.default, aten.view.default, aten.expand.default, aten.unsqueeze.default):
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         number, before = constant(source), type_of(source).dtype

@@ -308,7 +308,7 @@ def _iteration(
         return walk if math.prod([n for n, step in zip(dims, walk, strict=True) if step]) == prim.size else None
     # As an operand of the kernel that it reads whole.
     known = (walks.get(r.value) for r in prim.reads if r.blocks == whole(prim.size))
-    return next((walk for walk in known if walk is not None), None)
+    return next((walk for walk in known if walk is not None and walk is not NOWHERE), None)
 
 
 def _result(prim: Prim, dims: Shape, own: Strides) -> Strides | None:
