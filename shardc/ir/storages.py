@@ -154,4 +154,4 @@ def _ask(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
         views = next((i for i, other in enumerate(homes) if other is home), None)
         return _Layout(views, tuple(result.shape), result.stride())
 
-    return [layout(result) for result in (results if isinstance(results, (list, tuple)) else (results,))]
+    return tuple([layout(result) for result in (results if isinstance(results, (list, tuple)) else (results,))])

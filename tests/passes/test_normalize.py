@@ -1,4 +1,7 @@
-"""normalize changes how a graph is spelled, never what it computes."""
+"""normalize changes how a graph is spelled, never what it computes.
+
+Over 400 lines: each spelling that it changes, and what all of them must keep, read together.
+"""
 
 from __future__ import annotations
 
