@@ -34,6 +34,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At the end all of it goes: what is kept then, some libraries take for a leak."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden("placement/too_many_dims.txt", text)` compares text with a file beside the test."""
