@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton import launch
+from kernels_triton import launch, spills
 from kernels_triton.bucket.corpus import LAYOUTS, launched
 from kernels_triton.fused.behind import end
 from kernels_triton.fused.corpus import CORPUS
@@ -291,14 +291,17 @@ def known(arch: int = 90) -> set[Variant]:
 
 
 def compiled(source: Source, arch: int) -> Any:
-    """Triton's compiled kernel for a GPU that need not be there."""
+    """Triton's compiled kernel for a GPU that need not be there, told of as many registers as a launch tells it."""
     triton, backends, compiler = (import_module(f"triton{part}") for part in ("", ".backends.compiler", ".compiler"))
     function = launch.kernel(source.kernel)
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in source.aligned}
     program = compiler.ASTSource(function, dict(source.signature), dict(source.constants), attributes)
-    return triton.compile(
-        program, target=backends.GPUTarget("cuda", arch, 32), options=launch.options(source.warps, source.registers)
-    )
+    target = backends.GPUTarget("cuda", arch, 32)
+
+    def built(registers: int) -> Any:
+        return triton.compile(program, target=target, options=launch.options(source.warps, registers))
+
+    return spills.without(built, source.warps, source.registers)[0]
 
 
 def measure(source: Source, arch: int) -> dict[str, Any]:
@@ -323,6 +326,7 @@ def measured(batch: Sequence[Source], arch: int) -> list[dict[str, Any]]:
             "constants": {k: v for k, v in source.constants if v is not None and k.isupper() and k != "COLS"},
             "warps": source.warps,
             "registers": made.registers,
+            "told": kernel.metadata.maxnreg or 0,
             "stack": made.stack,
             "spills": sum(name[:3] in ("LDL", "STL") for name in names),
             "shared": kernel.metadata.shared,

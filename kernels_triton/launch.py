@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from kernels_triton import spills
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,14 +39,18 @@ class Launch:
     args: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
-    registers: int = 0  # a thread may have; 0: as many as the compiler finds good
+    registers: int = 0  # a thread may have; 0: as many as the compiler finds good, and more where it spills
 
-    def __call__(self) -> None:
-        kernel(self.name)[self.grid](*self.args, **self.constants, **options(self.warps, self.registers))
+    def __call__(self) -> Any:
+        """Launch; the compiled kernel."""
+        compiles = bool(self.args) and isinstance(self.args[0], Tensor) and self.args[0].is_cuda and not interpreting()
+        registers = self.registers or (told(self) if compiles else 0)
+        return kernel(self.name)[self.grid](*self.args, **self.constants, **options(self.warps, registers))
 
 
 Listener = Callable[[Launch], None]
 _listeners: list[Listener] = []
+_known: dict[Hashable, int] = {}  # launches that were compiled, and the registers that the compiler was told of
 generated: dict[str, Any] = {}  # kernels made from text (`kernels_triton.fused`), beside those of the files
 
 
@@ -77,6 +83,20 @@ def options(warps: int, registers: int = 0) -> dict[str, Any]:
     """Triton's own options. Fusing a*b+c is pinned: its default is about to change, and with it the numbers."""
     most = {"maxnreg": registers} if registers else {}
     return {"num_warps": warps, "enable_fp_fusion": True, **most}
+
+
+def told(one: Launch) -> int:
+    """Registers that the compiler is told of where it would spill. The first launch of its kind compiles."""
+    kinds = tuple([x.dtype if isinstance(x, Tensor) else type(x) for x in one.args])
+    key = (one.name, one.warps, one.args[0].get_device(), tuple(one.constants.items()), kinds)
+    if key not in _known:
+        function = kernel(one.name)
+
+        def compiled(registers: int) -> Any:
+            return function.warmup(*one.args, grid=one.grid, **one.constants, **options(one.warps, registers))
+
+        _known[key] = spills.without(compiled, one.warps)[1]
+    return _known[key]
 
 
 @cache

@@ -10,7 +10,7 @@ from shardc.ir.graph import info, op_name
 from shardc.passes.fuse.again import Part
 from shardc.passes.fuse.clusters import Clustering, apart, saved
 from shardc.passes.fuse.memory_of import VIEWS
-from shardc.passes.fuse.scene import Scene, reads
+from shardc.passes.fuse.scene import Scene
 from shardc.passes.fuse.traffic import PRODUCTS
 from shardc.passes.fuse.unfused import UNFUSED
 from shardc.passes.fuse.units import LOWERINGS
@@ -85,7 +85,7 @@ def _beside(found: Clustering, i: int, linked: set[int]) -> list[tuple[str, str]
 
 def _neighbours(scene: Scene, i: int, linked: set[int]) -> list[int]:
     """The calls that make what it reads, that read what it makes, and that read what it reads."""
-    beside = {reader for value in reads(scene.units[i]) for reader in scene.readers.get(value, ())}
+    beside = {reader for value in scene.units[i].reads for reader in scene.readers.get(value, ())}
     return sorted((linked | beside) & scene.units.keys() - {i})
 
 

@@ -38,10 +38,10 @@ class _Moves:
             return
         found: list[direct.Direct] = []
         for own, part in self.parts:
-            kernel, size = launch.kernel(name(part)), (grid(part), 1, 1)
+            given = tuple(arguments(self.layout, flat, xs, own))
+            one = launch.Launch(name(part), (grid(part), 1, 1), given, {}, WARPS)
             with torch.cuda.device(self.index):
-                compiled = kernel[size](*arguments(self.layout, flat, xs, own), **launch.options(WARPS))
-            found.append(direct.bound(compiled, size))
+                found.append(direct.bound(one(), one.grid))
         self.launches = found
 
     def write(self, written: Written, buffers: Mapping[int, int], flat: int) -> None:

@@ -173,7 +173,7 @@ class Ready:
             repeat(direct.stream_of()(args[0].get_device()), *addresses)
             return
         x, y, z = (*grid, 1, 1)[:3]
-        compiled = launch.kernel(name)[x, y, z](*args, **launch.options(warps, registers))
+        compiled = launch.Launch(name, (x, y, z), tuple(args), {}, warps, registers)()
         if aligned:
             self.repeats[at] = direct.bound(compiled, (x, y, z))
 

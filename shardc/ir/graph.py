@@ -11,7 +11,7 @@ still say which global tensor the value is a shard of. Passes edit a graph in pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
@@ -148,7 +148,9 @@ class Graph:
             if node.op == "output":
                 fresh.output(fx.map_arg(node.args[0], lambda n: table[n]))
             else:
-                table[node] = fresh.node_copy(node, lambda n: table[n])
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: table[n])
+                table[node] = _node(fresh, node.op, node.target, args, kwargs, node.name)
+                table[node].meta.update(node.meta)
         made = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
         # Passes may have erased values that these tables still hold.
         made.activations = {name: table[n] for name, n in self.activations.items() if n in table}
@@ -192,7 +194,7 @@ class Graph:
         if name is None:
             prefix = f"d.{base.fqn}" if base.phase == "bwd" and base.fqn else "d" if base.phase == "bwd" else base.fqn
             name = ".".join(filter(None, (prefix, op_name(target).removeprefix("shardc.").partition(".")[0])))
-        node = self.fx.call_function(target, args, kwargs or {})
+        node = insert(self.fx, target, args, kwargs)
         fields = {"assignment": (), "passes": (), "fallback": (), "results": (), **fields}
         set_info(node, replace(base, name=self.unique(name), type=type, **fields))
         return node
@@ -207,12 +209,30 @@ class Graph:
 
 
 # ---------------------------------------------------------------------- node helpers
+def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """A call, at the graph's insertion point."""
+    return _node(graph, "call_function", target, args, kwargs or {})
+
+
+def _node(
+    graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
+) -> fx.Node:
+    """A node whose arguments are put in afterwards, and past the graph's table of ops, which has nothing of them. Else
+    torch looks through them for symbols, and files the node anew: half of the time that a copy takes."""
+    node = graph.create_node(op, target, name=name)
+    object.__setattr__(node, "args", args)
+    if kwargs:
+        object.__setattr__(node, "kwargs", dict(kwargs))
+    return node
+
+
 def info(node: fx.Node) -> ValueInfo:
     return node.meta[KEY]
 
 
 def set_info(node: fx.Node, value: ValueInfo) -> None:
-    node.meta = {KEY: value}
+    node.meta.clear()
+    node.meta[KEY] = value
 
 
 def update(node: fx.Node, **fields: Any) -> None:

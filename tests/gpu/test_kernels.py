@@ -1,5 +1,6 @@
 """The templates on a GPU: each element against float64 references, twice bitwise the same, and past 2^31 elements."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from closeness import by_rows, relative
 from torch import Tensor
 
-from kernels_triton import launch
+from kernels_triton import launch, ops, spills
+from kernels_triton.machine_code import MachineCode
 from kernels_triton.registry import TEMPLATES
 
 pytestmark = pytest.mark.gpu
@@ -100,3 +102,24 @@ def test_rows_that_lie_far_apart(name: str) -> None:
         found, expected = tensors(template.op(*apart, **variant)), tensors(template.op(*given, **variant))
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_kernel_that_would_spill_is_told_of_more_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the assembler had put something aside, whichever it is; and the second launch compiles nothing."""
+    x, weight = torch.randn(70, 1512, device="cuda"), torch.randn(1512, device="cuda")
+    expected = ops.rms_norm(x, weight, 1e-5)
+    codes: list[MachineCode] = []
+
+    def read(cubin: bytes, real: Any = spills.machine_code) -> MachineCode:
+        codes.append(real(cubin))
+        return replace(codes[-1], stack=0 if len(codes) > 1 else 8)
+
+    monkeypatch.setattr(spills, "machine_code", read)
+    monkeypatch.setattr(launch, "_known", {})
+    made: list[Any] = []
+    for _ in range(2):
+        with launch.recording(lambda one: made.append(one())):
+            torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), expected)
+    first = codes[0].registers
+    assert len(codes) == 2
+    assert [one.metadata.maxnreg for one in made] == [(first // 8 + 1) * 8] * 2

@@ -44,10 +44,12 @@ class Lowered:
             self._argument(node.args, bases),
             tuple([(name, self._argument(arg, bases)) for name, arg in node.kwargs.items()]),
         )
-        if key not in self.known:
-            self.known[key] = unit(self.memories, node), list(bases), made
-            return self.known[key][0]
-        first, theirs, yielded = self.known[key]
+        known = self.known.get(key)
+        if known is None:
+            first = unit(self.memories, node)
+            self.known[key] = first, list(bases), made
+            return first
+        first, theirs, yielded = known
         if first is None:
             return None
         names: dict[Value, Value] = {**dict(zip(theirs, bases, strict=True)), **dict(zip(yielded, made, strict=True))}

@@ -25,7 +25,7 @@ from shardc.ir.ops.buckets import UNPACK
 from shardc.passes.fuse.delays import LAUNCH, Urgent
 from shardc.passes.fuse.order import Clusters
 from shardc.passes.fuse.room import Room
-from shardc.passes.fuse.scene import Scene, reads
+from shardc.passes.fuse.scene import Scene
 from shardc.passes.fuse.spaces import Demand, Over, Prim, Space, Value, space, whole
 from shardc.passes.fuse.units import Unit
 
@@ -50,8 +50,9 @@ class Group:
 
     calls: list[int]
     demand: Demand
-    reads: set[fx.Node]
-    makes: set[fx.Node]
+    reads: Set[fx.Node]
+    makes: Set[fx.Node]  # what calls outside read, of all that it makes
+    made: int  # how many values that are, also those that nobody else reads
     home: int
     prims: int
     over: frozenset[Over]  # what its operations reduce
@@ -99,12 +100,13 @@ def cluster(scene: Scene, free: Freedom | None = None, room: Room | None = None)
     room = room if room is not None and free.longer else Room.none()
     found = Clustering(scene, Clusters(scene.end, scene.edges, scene.barriers), free, room, Urgent.of(scene))
     for i, one in scene.units.items():
-        makes = {value for value in results(one.node) if value is not None}
-        over: frozenset[Over] = frozenset(prim.over for prim in one.prims)
-        if space(one.prims, one.demand) is not None:
-            found.groups[i] = Group(
-                [i], one.demand, reads(one), makes, scene.home[i], len(one.prims), over, one.double, *_lies(one)
-            )
+        parts, _, flat = lies = _lies(one)
+        if (flat and not parts) or space(one.prims, one.demand) is not None:
+            values = [value for value in results(one.node) if value is not None]
+            makes = {value for value in values if scene.readers.get(value)}
+            over: frozenset[Over] = frozenset([prim.over for prim in one.prims])
+            about = (len(values), scene.home[i], len(one.prims), over, one.double)
+            found.groups[i] = Group([i], one.demand, one.reads, makes, *about, *lies)
     merge = _Merging(found)
     merge.run(_neighbours(scene, found.groups))
     if free.sideways:
@@ -150,7 +152,9 @@ def saved(scene: Scene, a: Group, b: Group) -> int:
             for value in shared:
                 inside = scene.readers.get(value, set()) <= both
                 total += scene.bytes[value] * (2 if inside else 1)
-    return total + sum(scene.bytes[value] for value in a.reads & b.reads)
+    for value in a.reads & b.reads:
+        total += scene.bytes[value]
+    return total
 
 
 def _agree(a: Group, b: Group, wanted: Demand) -> bool:
@@ -176,6 +180,10 @@ def apart(found: Clustering, a: int, b: int) -> str:
     return joined if isinstance(joined, str) else ""
 
 
+def _late(group: Group) -> bool:
+    return group.demand.cols > LONG and "col" in group.over
+
+
 def repeats_dear(prims: Iterable[Prim], size: int) -> bool:
     """Would a kernel of so many elements compute what is dear for each of many that share it? As the angles of a rotary
     embedding for every head: that takes 2.4 times as long as reading them."""
@@ -185,12 +193,14 @@ def repeats_dear(prims: Iterable[Prim], size: int) -> bool:
 def rounds_unseen(reads: Iterable[Value], prims: Callable[[], Iterable[Prim]]) -> bool:
     """Are floats made of integers alone, and not exactly, or narrower ones of float64 alone? Nothing would tell such a
     kernel to compute in float64, which is how a program is held against the single device."""
-    read = {type_of(value).dtype for value in reads if isinstance(value, fx.Node)}
-    floats = {dtype for dtype in read if dtype.is_floating_point}
-    if floats == {torch.float64}:
+    double = False
+    for value in reads:
+        if isinstance(value, fx.Node) and (dtype := type_of(value).dtype).is_floating_point:
+            if dtype != torch.float64:
+                return False
+            double = True
+    if double:
         return any(prim.dtype.is_floating_point and prim.dtype != torch.float64 for prim in prims())
-    if floats:
-        return False
     made = [prim for prim in prims() if prim.dtype.is_floating_point]
     return any(prim.op not in EXACT or prim.dtype.itemsize < 4 for prim in made)
 
@@ -206,26 +216,30 @@ class _Merging:
         for a, b in pairs:
             self.push(a, b)
         while self.heap:
-            _, _, a, b, *versions = heapq.heappop(self.heap)
+            _, _, a, b, first, second = heapq.heappop(self.heap)
             one, other = self.groups.get(a), self.groups.get(b)
-            if one is not None and other is not None and [one.version, other.version] == versions:
+            if one is not None and other is not None and one.version == first and other.version == second:
                 self.merge(a, b)
             else:  # scored before one of them was merged
                 self.push(a, b)
 
     def push(self, a: int, b: int) -> None:
         a, b = self.order.of(a), self.order.of(b)
-        if a == b:
-            return
-        a, b = (a, b) if a < b else (b, a)
+        if a != b:
+            self.score(a, b)
+
+    def score(self, a: int, b: int) -> None:
+        """What two clusters save as one, where they may be one at all."""
+        if a > b:
+            a, b = b, a
         one, other = self.groups.get(a), self.groups.get(b)
-        if one is None or other is None or (entry := (a, b, one.version, other.version)) in self.pushed:
+        if one is None or other is None or not self.order.fits(a, b):
             return
-        if self.order.fits(a, b) and one.demand.with_(other.demand) is not None:
+        entry = (a, b, one.version, other.version)
+        if entry not in self.pushed and one.demand.with_(other.demand) is not None:
             self.pushed.add(entry)
             # Sums over long rows wait for what reduces those rows, with which they may not be.
-            late = any(group.demand.cols > LONG and "col" in group.over for group in (one, other))
-            heapq.heappush(self.heap, (late, -saved(self.scene, one, other), *entry))
+            heapq.heappush(self.heap, (_late(one) or _late(other), -saved(self.scene, one, other), *entry))
 
     def merge(self, a: int, b: int) -> None:
         joined = self.joined(a, b)
@@ -239,8 +253,7 @@ class _Merging:
         del self.groups[a], self.groups[b]
         self.groups[kept] = made
         for near in self._near(made, kept):
-            if self.order.fits(kept, near):  # few do
-                self.push(kept, near)
+            self.score(kept, near)
 
     def joined(self, a: int, b: int) -> tuple[Group, int, int, int] | str:
         """The two as one, the bytes that are then held for longer, and from when to when; or why they may not be."""
@@ -255,7 +268,7 @@ class _Merging:
         first, last = min(one.home, other.home, home), max(one.home, other.home, home)
         if self._delays(one, other, home) or self._delays(other, one, home):
             return "a collective that the next product waits for would begin later"
-        if not self._may_hold(held, saving := saved(self.scene, one, other), first, last):
+        if held > TINY and not self._may_hold(held, saving := saved(self.scene, one, other), first, last):
             return f"{held} bytes would be held for longer to save {saving}, and the peak of memory leaves no room"
         if not _agree(one, other, made.demand) and space(self.found.prims(made.calls), made.demand) is None:
             return APART
@@ -271,7 +284,7 @@ class _Merging:
         return sum(self.scene.bytes[v] for v in (other.reads - one.reads - one.makes) | stays) > LAUNCH
 
     def _may_hold(self, held: int, saving: int, first: int, last: int) -> bool:
-        if held <= TINY or held * SMALL <= saving:
+        if held * SMALL <= saving:
             return True
         return held <= ROOMY * saving and self.room.has(held, first, last)
 
@@ -306,7 +319,8 @@ class _Merging:
             calls,
             wanted,
             (a.reads | b.reads) - a.makes - b.makes,
-            a.makes | b.makes,
+            makes,
+            a.made + b.made,
             home,
             a.prims + b.prims,
             a.over | b.over,
@@ -315,13 +329,13 @@ class _Merging:
             a.flat and b.flat and _agree(a, b, wanted),
             1 + max(a.version, b.version),
         )
-        small = wanted.size <= FEW or not self._waits(made)
-        more = UPDATES if info(first).phase == "opt" and small else 1
+        updates = info(first).phase == "opt" and (wanted.size <= FEW or not self._waits(made))
+        more = UPDATES if updates else 1
         if made.prims > more * MOST_PRIMS or len(made.reads) + len(makes) > more * MOST_TENSORS:
             return "one kernel would have too many operations or tensors"
         if wanted.cols:
             large = sum(1 for v in (*made.reads, *makes) if scene.bytes[v] * 4 >= wanted.size)
-            if large > MOST_ROWS and large > max(len(a.reads | a.makes), len(b.reads | b.makes)):
+            if large > MOST_ROWS and large > max(len(one.reads) + one.made for one in (a, b)):
                 return "a kernel that holds rows would hold too many tensors"
         if rounds_unseen(made.reads, lambda: self.found.prims(made.calls)):
             return "of integers or float64 alone it would make floats that are not exact"

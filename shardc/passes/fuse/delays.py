@@ -17,6 +17,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import op_name, operands, results
 from shardc.passes.fuse.scene import Scene
 
+NONE = frozenset[int]()
 LAUNCH = 4 << 20  # bytes that a GPU moves while it launches a kernel: to be so late costs no more than is saved
 
 
@@ -49,5 +50,7 @@ class Urgent:
 
     def soon(self, makes: Set[fx.Node], home: int) -> frozenset[int]:
         """Those that read what is made at `home`, with no product before them."""
+        if self.reading.keys().isdisjoint(makes):
+            return NONE
         found = frozenset(n for value in makes if value in self.reading for n in self.reading[value])
         return frozenset(n for n in found if n < home + self.run[home])

@@ -24,7 +24,7 @@ import kernels_triton.fused.into  # noqa: F401  # pyright: ignore[reportUnusedIm
 from kernels_triton.fused.op import FUSED
 from kernels_triton.fused.text import text
 from kernels_triton.templates.op import OPS
-from shardc.ir.graph import Graph, Phase, ValueInfo, info, producer, set_info, type_of
+from shardc.ir.graph import Graph, Phase, ValueInfo, info, insert, producer, set_info, type_of
 from shardc.passes.fuse.again import Part
 from shardc.passes.fuse.kernels import Kernels, Made
 from shardc.passes.fuse.scene import Scene
@@ -62,9 +62,6 @@ def emit(scene: Scene, todo: Sequence[Part], templates: Collection[str] = tuple(
         calls += [scene.calls[i] for i in part.calls]
     for old, new in replaced.items():
         old.replace_all_uses_with(new)
-        about = info(old)
-        set_info(old, replace(about, name=f"{about.name} (fused)"))
-        set_info(new, about)
     for table in (graph.activations, graph.gradients):
         table.update({name: replaced.get(value, value) for name, value in table.items()})
     _erase(graph, calls)
@@ -82,7 +79,7 @@ def _call(scene: Scene, part: Part, made: Made, replaced: dict[fx.Node, fx.Node]
     with graph.fx.inserting_before(graph.output_node):
         lying = {value: _contiguous(scene, replaced.get(value, value), value) for value in dict.fromkeys(made.inputs)}
         inputs = [lying[value] for value in made.inputs]
-        call = graph.fx.call_function(OPS.get(made.kernel.name, FUSED), (inputs, text(made.kernel)))
+        call = insert(graph.fx, OPS.get(made.kernel.name, FUSED), (inputs, text(made.kernel)))
         about = info(max(nodes, key=lambda node: PHASES.index(info(node).phase)))
         prefix = f"d.{about.fqn}" if phase == "bwd" and about.fqn else "d" if phase == "bwd" else about.fqn
         prefix = ".".join(filter(None, ("opt", first.fqn))) if phase == "opt" else prefix
@@ -102,7 +99,7 @@ def _call(scene: Scene, part: Part, made: Made, replaced: dict[fx.Node, fx.Node]
         )
         set_info(call, own)
         for at, value in enumerate(made.outputs):
-            item = graph.fx.call_function(operator.getitem, (call, at))
+            item = insert(graph.fx, operator.getitem, (call, at))
             set_info(item, info(value))
             replaced[value] = item
     return call

@@ -31,6 +31,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from functools import cached_property
 
 from torch import fx
 
@@ -45,6 +46,7 @@ CUTS = {"floor", "ceil", "trunc", "round", "fmod", "remainder", "floordiv", "div
 WHOLE = {"floor", "ceil", "trunc", "round"}  # of equal bits, equal bits
 EXACT = {"same", "cast", "where", "neg", "abs", "maximum", "minimum", "sign", "uniform", "iota", *WHOLE}
 PLAIN = {*EXACT, "add", "sub", "mul", "square", "fma"}
+MAY_JUMP = {*COMPARISONS, *CUTS, "sign", "cast"}
 EXTREMES = {"max", "min", "rmax", "rmin", "cmax", "cmin"}
 # Calls whose results are elements of what they read.
 PICKS = {
@@ -68,7 +70,6 @@ class Jumps:
     def __init__(self, memories: Memories, calls: Sequence[fx.Node], units: Mapping[int, Unit]) -> None:
         self.memories, self.calls, self.units = memories, calls, units
         self.bits: dict[Value, Bits] = {}
-        self.floats: set[Value] = {p.out for one in units.values() for p in one.prims if p.dtype.is_floating_point}
         self.picked = self._picked()
         for at in reversed(range(len(calls))):
             if at in units:
@@ -76,6 +77,10 @@ class Jumps:
                     self._seen_by(prim)
             elif _moves(calls[at]) and any(self.bits.get(base) == Bits.SAME for base in self._made(calls[at])):
                 self._raise((memories.of[value].base for value in operands(calls[at])), Bits.SAME)
+
+    @cached_property
+    def floats(self) -> set[Value]:
+        return {p.out for one in self.units.values() for p in one.prims if p.dtype.is_floating_point}
 
     def repeatable(self, prims: Iterable[Prim]) -> bool:
         """May another kernel do these operations too?"""
@@ -96,7 +101,7 @@ class Jumps:
                         at += 1
                         prims.append(Prim(made, "cast", (arg,), prim.size, type_of(arg.value).dtype))  # type: ignore[arg-type]
                         args[k] = Read(made, whole(prim.size))
-            prims.append(replace(prim, args=tuple(args)))
+            prims.append(prim if args == list(prim.args) else replace(prim, args=tuple(args)))
         if len(prims) == len(one.prims):
             return one
         wanted = demand(prims)
@@ -105,23 +110,27 @@ class Jumps:
     def run_twice(self) -> set[int]:
         """Calls that recomputation has run again, or that are written twice, and whose results may differ in no bit:
         where each time is another kernel's, they would. They stay calls."""
-        if Bits.SAME not in self.bits.values():
+        told = {at for at, one in self.units.items() if not self.repeatable(one.prims)}
+        if not told or Bits.SAME not in self.bits.values():
             return set()
         first: dict[fx.Node, fx.Node] = {}
         same: dict[str, list[int]] = {}
         for at, node in enumerate(self.calls):
-            args, kwargs = (fx.map_arg(given, lambda n: first.get(n, n)) for given in (node.args, node.kwargs))
-            twins = same.setdefault(repr((node.target, args, kwargs)), [])
+            given = (node.args, node.kwargs)
+            given = fx.map_arg(given, lambda n: first.get(n, n)) if first else given
+            twins = same.setdefault(f"{node.target} {given}", [])
             twins.append(at)
+            if len(twins) == 1:
+                continue
             for value, before in zip(results(node), results(self.calls[twins[0]]), strict=False):
-                if value is not None and before is not None and value is not before:
+                if value is not None and before is not None:
                     first[value] = before
         several = {at for twins in same.values() if len(twins) > 1 for at in twins}
-        return {at for at in several & self.units.keys() if not self.repeatable(self.units[at].prims)}
+        return several & told
 
     def _allows(self, prim: Prim) -> bool:
-        bits = self.bits.get(prim.out, Bits.FREE)
-        if bits == Bits.FREE or not prim.dtype.is_floating_point:
+        bits = self.bits.get(prim.out)
+        if not bits or not prim.dtype.is_floating_point:
             return True
         return prim.op in (EXACT if bits == Bits.SAME else PLAIN)
 
@@ -131,7 +140,7 @@ class Jumps:
         for at, node in enumerate(self.calls):
             if at in self.units:
                 for prim in self.units[at].prims:
-                    if prim.op in EXTREMES or (found and any(r.value in found for r in prim.reads)):
+                    if prim.op in EXTREMES or (found and not found.isdisjoint([r.value for r in prim.reads])):
                         found.add(prim.out)
             elif _moves(node):
                 bases = (self.memories.of[value].base for value in operands(node))
@@ -150,12 +159,14 @@ class Jumps:
             self._raise((read.value for read in prim.reads if self._float(read.value)), jump)
         if prim.op in COMPARISONS:
             return
-        bits = self.bits.get(prim.out, Bits.FREE)
-        if bits == Bits.SAME or prim.over == "point":
+        bits = self.bits.get(prim.out)
+        if bits is not None and (bits == Bits.SAME or prim.over == "point"):
             self._raise((read.value for read in prim.reads), bits)
 
     def _jump(self, prim: Prim) -> Bits | None:
         """What it asks of floats, if it jumps."""
+        if prim.op not in MAY_JUMP:
+            return None
         to_bool = prim.op == "cast" and not prim.dtype.is_floating_point
         if prim.op in CUTS:
             return Bits.SAME

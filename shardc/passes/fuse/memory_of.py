@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch import fx
 from shardc.ir.graph import Graph, operands, results, type_of
 from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.storages import strides as real_strides
-from shardc.passes.fuse.spaces import Blocks, Read, Shape, Strides, blocks
+from shardc.passes.fuse.spaces import Read, Shape, Strides, blocks
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -48,11 +49,7 @@ class Memory(NamedTuple):
             if have not in (1, want):
                 return None
             strides.append(0 if have == 1 else stride)
-        return Read(self.base, _blocks(shape, tuple(strides)), self.offset)
-
-
-def _blocks(shape: Shape, strides: Strides) -> Blocks:
-    return blocks(shape, strides)
+        return Read(self.base, blocks(shape, tuple(strides)), self.offset)
 
 
 class Memories:
@@ -62,6 +59,7 @@ class Memories:
         self.of: dict[fx.Node, Memory] = {}
         self.permuted: dict[fx.Node, tuple[int, ...]] = {}  # bases that lie in another order of their dims
         self.copies: set[fx.Node] = set()  # "views" that copy
+        self.gaps: set[fx.Node] = set()  # bases whose memory no kernel walks: there are gaps in it, or it overlaps
         asked: dict[Any, Any] = {}
         real: Mapping[fx.Node, Strides] = real_strides(graph)
         for node in graph.placeholders:
@@ -82,14 +80,20 @@ class Memories:
                 own = _own(shape)
                 lies = own if kept else real.get(value, own)
                 self.of[value] = Memory(value, shape, lies)
-                if lies != own and (order := _order(self.of[value])) is not None:
-                    self.permuted[value] = order
+                if lies != own:
+                    self._lies(value)
 
     def readable(self, value: fx.Node) -> bool:
         """Is the memory that it is a view of gapless, so that a kernel can walk it?"""
-        base = self.of[value].base
-        home = self.of[base]
-        return base in self.permuted or _blocks(home.shape, home.strides) in (((math.prod(home.shape), 1),), ((1, 0),))
+        return self.of[value].base not in self.gaps
+
+    def _lies(self, value: fx.Node) -> None:
+        """Note of a value how it lies, where that is not in the order of its dims."""
+        home = self.of[value]
+        if (order := _order(home)) is not None:
+            self.permuted[value] = order
+        elif blocks(home.shape, home.strides) not in (((math.prod(home.shape), 1),), ((1, 0),)):
+            self.gaps.add(value)
 
     def _view(self, node: fx.Node, asked: dict[Any, Any]) -> list[Memory] | None:
         """What each result in use looks into; None if it is a copy."""
@@ -118,6 +122,7 @@ def _ask(node: fx.Node, memory: Memory) -> list[tuple[Shape, Strides, int]] | No
     return [(tuple(one.shape), one.stride(), int(one.storage_offset())) for one in every]
 
 
+@lru_cache(maxsize=65536)
 def _own(shape: Shape) -> Strides:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 

@@ -47,8 +47,9 @@ class Clusters:
 
     def fits(self, a: int, b: int) -> bool:
         """Is there a place for both between barriers?"""
-        begin = max(self.early[a], self.early[b])
-        return begin < self.late[a] and begin < self.late[b]
+        early, late = self.early, self.late
+        begin = early[a] if early[a] > early[b] else early[b]
+        return begin < late[a] and begin < late[b]
 
     def merge(self, a: int, b: int) -> int | None:
         """Make one cluster of two, and return it; None where that would make a cycle, or disturb barriers."""
@@ -59,7 +60,10 @@ class Clusters:
         up, down = self._between(a, b)
         if not down.isdisjoint(up):
             return None
-        self._reorder(a, b, up, down)
+        if up or down:
+            self._reorder(a, b, up, down)
+        else:
+            self.place[b] = self.place[a]
         self._contract(a, b)
         return a
 

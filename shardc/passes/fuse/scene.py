@@ -65,7 +65,7 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset(), through: bool = T
     cheap: dict[fx.Node, Unit] = {}
     lowered = Lowered(memories)
     for i, node in enumerate(calls):
-        if op_name(node.target) in exclude or info(node).name in exclude:
+        if exclude and (op_name(node.target) in exclude or info(node).name in exclude):
             continue
         found = lowered.of(node)
         if found is not None:
@@ -90,7 +90,7 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset(), through: bool = T
             del units[i]  # its readers make it themselves
             unneeded.add(i)
             continue
-        bases = list(reads(units[i])) if i in units else operands(node)
+        bases = units[i].reads if i in units else operands(node)
         if node.target not in VIEWS or i in units:
             for value in bases:
                 readers.setdefault(memories.of[value].base, set()).add(i)
@@ -107,12 +107,6 @@ def scene(graph: Graph, exclude: frozenset[str] = frozenset(), through: bool = T
     return Scene(graph, calls, units, barriers, sorted(edges), readers, home, inner, memories, jumps, sizes)
 
 
-def reads(one: Unit) -> set[fx.Node]:
-    """The values of the graph whose memory a unit reads."""
-    own = {value for value in results(one.node) if value is not None}
-    return {r.value for prim in one.prims for r in prim.reads if isinstance(r.value, fx.Node)} - own
-
-
 def _free(node: fx.Node) -> bool:
     if node.target in FREE:
         return True
@@ -127,7 +121,7 @@ def _with_cheap_operands(user: Unit, cheap: dict[fx.Node, Unit]) -> Unit:
 
     Once for each way in which they are read: a position is that of a row and of a column.
     """
-    if not any(read.value in cheap for prim in user.prims for read in prim.reads):
+    if user.reads.isdisjoint(cheap):
         return user
     prims: list[Prim] = []
     made: dict[tuple[Value, Blocks, int], Value] = {}
@@ -145,7 +139,12 @@ def _with_cheap_operands(user: Unit, cheap: dict[fx.Node, Unit]) -> Unit:
             made[key] = names[read.value]
         return read._replace(value=made[key])
 
-    own = [replace(p, args=tuple(inlined(a, p.size) if isinstance(a, Read) else a for a in p.args)) for p in user.prims]
+    own = [
+        replace(p, args=tuple([inlined(a, p.size) if isinstance(a, Read) else a for a in p.args]))
+        if any(read.value in cheap for read in p.reads)
+        else p
+        for p in user.prims
+    ]
     every = (*prims, *own)
     wanted = demand(every) if made else None
     return user if wanted is None or space(every, wanted) is None else Unit(user.node, every, wanted)
@@ -160,7 +159,7 @@ def _cheap(graph: Graph, one: Unit) -> bool:
     count = sum(prim.op != "iota" for prim in one.prims)
     if count > FEW or info(one.node).type is None or any(prim.over != "point" for prim in one.prims):
         return False
-    bases = reads(one)
+    bases = one.reads
     read = sum(type_of(value).local_bytes(graph.mesh) for value in bases)
     mask = type_of(one.node).dtype == torch.bool and not any(type_of(v).dtype.is_floating_point for v in bases)
     return 2 * read <= type_of(one.node).local_bytes(graph.mesh) or (mask and len(bases) == 1)

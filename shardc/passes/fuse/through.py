@@ -51,7 +51,7 @@ def read_through(
         if changed is None:
             continue
         found.update(changed)
-        for base in _bases(one):
+        for base in one.reads:
             readers[base] = readers.get(base, set()) - {i} | who
         del readers[value]
     return found
@@ -113,14 +113,9 @@ def _readers(
             continue
         if i not in units and node.target in VIEWS:
             continue
-        for value in _bases(units[i]) if i in units else operands(node):
+        for value in units[i].reads if i in units else operands(node):
             readers.setdefault(memories.of[value].base, set()).add(i)
     return readers
-
-
-def _bases(one: Unit) -> set[fx.Node]:
-    made = {prim.out for prim in one.prims}
-    return {r.value for p in one.prims for r in p.reads if isinstance(r.value, fx.Node) and r.value not in made}
 
 
 def _pointwise(one: Unit) -> bool:
@@ -137,7 +132,7 @@ def _made_where_read(graph: Graph, one: Unit, users: Mapping[int, Unit], jumps: 
     if len(reads) > 1 and not jumps.repeatable(one.prims):
         return None
     share = sum(math.prod(n for n, stride in read.blocks if stride) for _, read in reads) / size
-    bytes = {base: type_of(base).local_bytes(graph.mesh) for base in _bases(one)}
+    bytes = {base: type_of(base).local_bytes(graph.mesh) for base in one.reads}
     own, inputs = type_of(value).local_bytes(graph.mesh), sum(bytes.values())
     held = sum(n for base, n in bytes.items() if base.op != "placeholder")
     if share * inputs > (1 + share) * own + inputs:

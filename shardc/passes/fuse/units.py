@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -32,21 +33,29 @@ class Unfit(Exception):  # noqa: N818  (no error: a lowering's "no")
     """This call is no part of a kernel."""
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Unit:
     """One call of the graph, as a part of a kernel."""
 
     node: fx.Node
     prims: tuple[Prim, ...]
     demand: Demand
+    reads: frozenset[fx.Node] = field(init=False)  # the values of the graph whose memory it reads
+
+    def __post_init__(self) -> None:
+        made = [prim.out for prim in self.prims]
+        every = [read.value for prim in self.prims for read in prim.reads]
+        reads = frozenset([value for value in every if isinstance(value, fx.Node) and value not in made])
+        object.__setattr__(self, "reads", reads)
 
     @property
     def double(self) -> bool:
         """Does it compute in float64? Kernels do, where all their tensors are of it. So does what tells float64 values
         apart, whatever it yields: in float32, 1 + 1e-12 is no more than 1."""
-        return any(
-            prim.dtype == torch.float64 or (not prim.dtype.is_floating_point and any(map(_is_double, prim.reads)))
-            for prim in self.prims
-        )
+        for prim in self.prims:
+            if prim.dtype == torch.float64 or (not prim.dtype.is_floating_point and any(map(_is_double, prim.reads))):
+                return True
+        return False
 
 
 def _is_double(read: Read) -> bool:

@@ -1,0 +1,101 @@
+"""Kernels of which the assembler would put a little aside are told of more registers, and others of none."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels_triton import gate, launch, spills
+from kernels_triton.machine_code import MachineCode, machine_code
+
+pytestmark = pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton is not installed: nothing can be compiled here")
+
+
+def compiler(monkeypatch: pytest.MonkeyPatch, needs: int, takes: int, told: list[int]) -> Callable[[int], Any]:
+    """Of a kernel that needs so many registers, and takes so many if it is told of none."""
+
+    def read(cubin: int) -> MachineCode:
+        registers = min(cubin, needs) if cubin else takes
+        return MachineCode(registers, 8 * (registers < needs), b"")
+
+    def compiled(registers: int) -> Any:
+        told.append(registers)
+        return SimpleNamespace(asm={"cubin": registers})
+
+    monkeypatch.setattr(spills, "machine_code", read)
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("needs", "takes", "warps", "tried", "found"),
+    [
+        (80, 80, 4, [0], 0),  # nothing is put aside
+        (83, 80, 4, [0, 88], 88),
+        (83, 77, 4, [0, 80, 88], 88),
+        (250, 240, 4, [0, 248], 0),  # no thread has 256
+        (140, 128, 16, [0], 0),  # nor do so many threads have more
+        (140, 128, 8, [0, 136, 144], 144),
+        (200, 80, 4, [0, 88, 96, 104, 112], 0),  # it is not a few that it lacks
+    ],
+)
+def test_the_next_eight_registers_until_nothing_is_put_aside(
+    monkeypatch: pytest.MonkeyPatch, needs: int, takes: int, warps: int, tried: list[int], found: int
+) -> None:
+    told: list[int] = []
+    kernel, registers = spills.without(compiler(monkeypatch, needs, takes, told), warps)
+    assert (told, registers) == (tried, found)
+    assert kernel.asm["cubin"] == found
+
+
+def test_what_a_schedule_says_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    kernel, registers = spills.without(compiler(monkeypatch, 100, 80, told), 4, registers=72)
+    assert (kernel.asm["cubin"], registers, told) == (72, 72, [72])
+
+
+def test_a_launch_compiles_the_first_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again for tensors of other dtypes, other constants or other warps: those are other kernels."""
+    told: list[int] = []
+    compiled = compiler(monkeypatch, 83, 80, told)
+
+    def warmup(*args: Any, grid: tuple[int, int, int], maxnreg: int = 0, **constants: Any) -> Any:
+        return compiled(maxnreg)
+
+    monkeypatch.setattr(launch, "kernel", lambda name: SimpleNamespace(warmup=warmup))
+    x = torch.empty(8)
+    one = launch.Launch("test_spills.kernel", (1, 1, 1), (x, 3, 0.5, None), {"BLOCK": 8}, 4)
+    assert [launch.told(one), launch.told(one)] == [88, 88]
+    assert told == [0, 88]
+    others = (
+        replace(one, args=(x.half(), 3, 0.5, None)),
+        replace(one, args=(x, 3, 0.5, x)),
+        replace(one, constants={"BLOCK": 16}),
+        replace(one, warps=8),
+    )
+    for at, other in enumerate(others, 2):
+        assert launch.told(other) == 88
+        assert told == [0, 88] * at
+
+
+@pytest.mark.parametrize(
+    ("arch", "template", "cols"), [(80, "layer_norm_backward", 1024), (90, "rms_norm_backward", 5001)]
+)
+def test_kernels_of_which_a_little_was_put_aside(
+    monkeypatch: pytest.MonkeyPatch, arch: int, template: str, cols: int
+) -> None:
+    """Of bfloat16 with weights in float32, as mixed precision has, with the assembler of Triton 3.9."""
+    found = [
+        one
+        for one in gate.sources(arch)
+        if (one.template, one.cols) == (template, cols)
+        and {kind for _, kind in one.signature if kind.startswith("*")} == {"*bf16", "*fp32"}
+        and "norm_backward" in one.kernel
+    ]
+    assert found
+    assert [line["spills"] for line in gate.measured(found, arch)] == [0] * len(found)
+    if launch.triton_version() == (3, 9):
+        monkeypatch.setattr(spills, "TRIES", 0)
+        assert any(machine_code(gate.compiled(one, arch).asm["cubin"]).stack for one in found)
