@@ -291,7 +291,7 @@ def known(arch: int = 90) -> set[Variant]:
 
 
 def compiled(source: Source, arch: int) -> Any:
-    """Triton's compiled kernel for a GPU that need not be there, told of as many registers as a launch tells it."""
+    """Triton's compiled kernel for a GPU that need not be there, with the limit of registers that a launch gives it."""
     triton, backends, compiler = (import_module(f"triton{part}") for part in ("", ".backends.compiler", ".compiler"))
     function = launch.kernel(source.kernel)
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in source.aligned}
@@ -326,7 +326,7 @@ def measured(batch: Sequence[Source], arch: int) -> list[dict[str, Any]]:
             "constants": {k: v for k, v in source.constants if v is not None and k.isupper() and k != "COLS"},
             "warps": source.warps,
             "registers": made.registers,
-            "told": kernel.metadata.maxnreg or 0,
+            "limit": kernel.metadata.maxnreg or 0,
             "stack": made.stack,
             "spills": sum(name[:3] in ("LDL", "STL") for name in names),
             "shared": kernel.metadata.shared,

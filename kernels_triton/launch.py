@@ -39,18 +39,18 @@ class Launch:
     args: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
-    registers: int = 0  # a thread may have; 0: as many as the compiler finds good, and more where it spills
+    registers: int = 0  # a thread may have; 0: as many as the compiler finds good, and more where it spills (`limit`)
 
     def __call__(self) -> Any:
         """Launch; the compiled kernel."""
-        compiles = bool(self.args) and isinstance(self.args[0], Tensor) and self.args[0].is_cuda and not interpreting()
-        registers = self.registers or (told(self) if compiles else 0)
+        on_gpu = bool(self.args) and isinstance(self.args[0], Tensor) and self.args[0].is_cuda
+        registers = self.registers or (limit(self) if on_gpu else 0)
         return kernel(self.name)[self.grid](*self.args, **self.constants, **options(self.warps, registers))
 
 
 Listener = Callable[[Launch], None]
 _listeners: list[Listener] = []
-_known: dict[Hashable, int] = {}  # launches that were compiled, and the registers that the compiler was told of
+_limits: dict[Hashable, int] = {}  # of each kind of launch, as `limit` finds them
 generated: dict[str, Any] = {}  # kernels made from text (`kernels_triton.fused`), beside those of the files
 
 
@@ -85,18 +85,24 @@ def options(warps: int, registers: int = 0) -> dict[str, Any]:
     return {"num_warps": warps, "enable_fp_fusion": True, **most}
 
 
-def told(one: Launch) -> int:
-    """Registers that the compiler is told of where it would spill. The first launch of its kind compiles."""
-    kinds = tuple([x.dtype if isinstance(x, Tensor) else type(x) for x in one.args])
-    key = (one.name, one.warps, one.args[0].get_device(), tuple(one.constants.items()), kinds)
-    if key not in _known:
+def limit(one: Launch) -> int:
+    """The limit of registers, 0: none, with which a launch on a GPU spills nothing. The first of its kind compiles."""
+    key = (one.name, one.warps, one.args[0].get_device(), tuple(one.constants.items()), tuple(map(_kind, one.args)))
+    if key not in _limits:
         function = kernel(one.name)
 
         def compiled(registers: int) -> Any:
             return function.warmup(*one.args, grid=one.grid, **one.constants, **options(one.warps, registers))
 
-        _known[key] = spills.without(compiled, one.warps)[1]
-    return _known[key]
+        _limits[key] = 0 if interpreting() else spills.without(compiled, one.warps)[1]
+    return _limits[key]
+
+
+def _kind(x: Any) -> Hashable:
+    """What of an argument makes another kernel: Triton compiles for what can be divided by 16, and for 1."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    return (x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31) if type(x) is int else type(x)
 
 
 @cache

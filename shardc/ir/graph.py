@@ -217,8 +217,9 @@ def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str
 def _node(
     graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
 ) -> fx.Node:
-    """A node whose arguments are put in afterwards, and past the graph's table of ops, which has nothing of them. Else
-    torch looks through them for symbols, and files the node anew: half of the time that a copy takes."""
+    """A node whose arguments are set after it is made, and without `Node.__setattr__`, which would take the node out of
+    the graph's table of ops and put it in again. Torch's `create_node` looks through arguments for symbolic sizes, and
+    no body has any. The two are half of the time that a copy takes."""
     node = graph.create_node(op, target, name=name)
     object.__setattr__(node, "args", args)
     if kwargs:

@@ -104,8 +104,8 @@ def test_rows_that_lie_far_apart(name: str) -> None:
             assert torch.equal(mine, theirs)
 
 
-def test_a_kernel_that_would_spill_is_told_of_more_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the assembler had put something aside, whichever it is; and the second launch compiles nothing."""
+def test_a_kernel_that_would_spill_gets_a_limit_of_more_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the assembler had spilled, whichever it is; and the second launch compiles nothing."""
     x, weight = torch.randn(70, 1512, device="cuda"), torch.randn(1512, device="cuda")
     expected = ops.rms_norm(x, weight, 1e-5)
     codes: list[MachineCode] = []
@@ -115,7 +115,7 @@ def test_a_kernel_that_would_spill_is_told_of_more_registers(monkeypatch: pytest
         return replace(codes[-1], stack=0 if len(codes) > 1 else 8)
 
     monkeypatch.setattr(spills, "machine_code", read)
-    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(launch, "_limits", {})
     made: list[Any] = []
     for _ in range(2):
         with launch.recording(lambda one: made.append(one())):

@@ -1,4 +1,4 @@
-"""Kernels of which the assembler would put a little aside are told of more registers, and others of none."""
+"""Kernels that would spill a little get a limit of more registers, and others none."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,15 +14,15 @@ from kernels_triton.machine_code import MachineCode, machine_code
 pytestmark = pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton is not installed: nothing can be compiled here")
 
 
-def compiler(monkeypatch: pytest.MonkeyPatch, needs: int, takes: int, told: list[int]) -> Callable[[int], Any]:
-    """Of a kernel that needs so many registers, and takes so many if it is told of none."""
+def compiler(monkeypatch: pytest.MonkeyPatch, needs: int, takes: int, limits: list[int]) -> Callable[[int], Any]:
+    """Of a kernel that needs so many registers, and takes so many without a limit; which are tried is noted."""
 
     def read(cubin: int) -> MachineCode:
         registers = min(cubin, needs) if cubin else takes
         return MachineCode(registers, 8 * (registers < needs), b"")
 
     def compiled(registers: int) -> Any:
-        told.append(registers)
+        limits.append(registers)
         return SimpleNamespace(asm={"cubin": registers})
 
     monkeypatch.setattr(spills, "machine_code", read)
@@ -32,7 +32,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, needs: int, takes: int, told: list
 @pytest.mark.parametrize(
     ("needs", "takes", "warps", "tried", "found"),
     [
-        (80, 80, 4, [0], 0),  # nothing is put aside
+        (80, 80, 4, [0], 0),  # it spills nothing
         (83, 80, 4, [0, 88], 88),
         (83, 77, 4, [0, 80, 88], 88),
         (250, 240, 4, [0, 248], 0),  # no thread has 256
@@ -41,25 +41,25 @@ def compiler(monkeypatch: pytest.MonkeyPatch, needs: int, takes: int, told: list
         (200, 80, 4, [0, 88, 96, 104, 112], 0),  # it is not a few that it lacks
     ],
 )
-def test_the_next_eight_registers_until_nothing_is_put_aside(
+def test_the_next_eight_registers_until_nothing_is_spilled(
     monkeypatch: pytest.MonkeyPatch, needs: int, takes: int, warps: int, tried: list[int], found: int
 ) -> None:
-    told: list[int] = []
-    kernel, registers = spills.without(compiler(monkeypatch, needs, takes, told), warps)
-    assert (told, registers) == (tried, found)
+    limits: list[int] = []
+    kernel, registers = spills.without(compiler(monkeypatch, needs, takes, limits), warps)
+    assert (limits, registers) == (tried, found)
     assert kernel.asm["cubin"] == found
 
 
 def test_what_a_schedule_says_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    kernel, registers = spills.without(compiler(monkeypatch, 100, 80, told), 4, registers=72)
-    assert (kernel.asm["cubin"], registers, told) == (72, 72, [72])
+    limits: list[int] = []
+    kernel, registers = spills.without(compiler(monkeypatch, 100, 80, limits), 4, registers=72)
+    assert (kernel.asm["cubin"], registers, limits) == (72, 72, [72])
 
 
 def test_a_launch_compiles_the_first_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again for tensors of other dtypes, other constants or other warps: those are other kernels."""
-    told: list[int] = []
-    compiled = compiler(monkeypatch, 83, 80, told)
+    """And again for what Triton makes another kernel of: 16 that divides, 1, a dtype, a constant, warps."""
+    limits: list[int] = []
+    compiled = compiler(monkeypatch, 83, 80, limits)
 
     def warmup(*args: Any, grid: tuple[int, int, int], maxnreg: int = 0, **constants: Any) -> Any:
         return compiled(maxnreg)
@@ -67,23 +67,42 @@ def test_a_launch_compiles_the_first_time_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "kernel", lambda name: SimpleNamespace(warmup=warmup))
     x = torch.empty(8)
     one = launch.Launch("test_spills.kernel", (1, 1, 1), (x, 3, 0.5, None), {"BLOCK": 8}, 4)
-    assert [launch.told(one), launch.told(one)] == [88, 88]
-    assert told == [0, 88]
+    assert [launch.limit(one), launch.limit(one)] == [88, 88]
+    assert limits == [0, 88]
     others = (
         replace(one, args=(x.half(), 3, 0.5, None)),
         replace(one, args=(x, 3, 0.5, x)),
+        replace(one, args=(x, 16, 0.5, None)),
+        replace(one, args=(x, 1, 0.5, None)),
+        replace(one, args=(x, 1 << 31, 0.5, None)),
+        replace(one, args=(torch.empty(9)[1:], 3, 0.5, None)),
         replace(one, constants={"BLOCK": 16}),
         replace(one, warps=8),
     )
+    assert launch.limit(replace(one, args=(x.clone(), 5, 1.5, None))) == 88
+    assert limits == [0, 88]
     for at, other in enumerate(others, 2):
-        assert launch.told(other) == 88
-        assert told == [0, 88] * at
+        assert launch.limit(other) == 88
+        assert limits == [0, 88] * at
+
+
+@pytest.mark.parametrize("asm", [{}, {"cubin": b"no machine code at all"}, {"hsaco": b""}])
+def test_what_cannot_be_read_runs_as_it_is(asm: dict[str, bytes]) -> None:
+    kernel = SimpleNamespace(asm=asm)
+    assert spills.without(lambda registers: kernel, 4) == (kernel, 0)
+    assert spills.without(lambda registers: None, 4) == (None, 0)
+
+
+def test_where_triton_interprets_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "kernel", lambda name: SimpleNamespace())
+    monkeypatch.setattr(launch, "interpreting", lambda: True)
+    assert launch.limit(launch.Launch("test_spills.interpreted", (1, 1, 1), (torch.empty(8),), {}, 4)) == 0
 
 
 @pytest.mark.parametrize(
     ("arch", "template", "cols"), [(80, "layer_norm_backward", 1024), (90, "rms_norm_backward", 5001)]
 )
-def test_kernels_of_which_a_little_was_put_aside(
+def test_kernels_that_would_spill_a_little(
     monkeypatch: pytest.MonkeyPatch, arch: int, template: str, cols: int
 ) -> None:
     """Of bfloat16 with weights in float32, as mixed precision has, with the assembler of Triton 3.9."""

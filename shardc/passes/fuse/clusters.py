@@ -51,8 +51,8 @@ class Group:
     calls: list[int]
     demand: Demand
     reads: Set[fx.Node]
-    makes: Set[fx.Node]  # what calls outside read, of all that it makes
-    made: int  # how many values that are, also those that nobody else reads
+    makes: Set[fx.Node]  # of the values that it makes those that other calls read, or that are outputs of the graph
+    made: int  # how many values it makes, with those that nobody else reads
     home: int
     prims: int
     over: frozenset[Over]  # what its operations reduce

@@ -80,6 +80,7 @@ class Jumps:
 
     @cached_property
     def floats(self) -> set[Value]:
+        """As long as the units are those that it was made of: it is asked for then, or never."""
         return {p.out for one in self.units.values() for p in one.prims if p.dtype.is_floating_point}
 
     def repeatable(self, prims: Iterable[Prim]) -> bool:
