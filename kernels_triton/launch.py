@@ -88,21 +88,23 @@ def options(warps: int, registers: int = 0) -> dict[str, Any]:
 def limit(one: Launch) -> int:
     """The limit of registers, 0: none, with which a launch on a GPU spills nothing. The first of its kind compiles."""
     key = (one.name, one.warps, one.args[0].get_device(), tuple(one.constants.items()), tuple(map(_kind, one.args)))
-    if key not in _limits:
+    found = _limits.get(key)
+    if found is None:
         function = kernel(one.name)
 
         def compiled(registers: int) -> Any:
             return function.warmup(*one.args, grid=one.grid, **one.constants, **options(one.warps, registers))
 
-        _limits[key] = 0 if interpreting() else spills.without(compiled, one.warps)[1]
-    return _limits[key]
+        found = _limits[key] = 0 if interpreting() else spills.without(compiled, one.warps)[1]
+    return found
 
 
 def _kind(x: Any) -> Hashable:
     """What of an argument makes another kernel: Triton compiles for what can be divided by 16, and for 1."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return (x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31) if type(x) is int else type(x)
+    kind = type(x)
+    if kind is int:
+        return x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31
+    return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else kind
 
 
 @cache
