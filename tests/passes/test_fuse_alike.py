@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from benchmarks.fusion_census import body_of, traced
-from shardc.ir.graph import Graph, info, update
+from shardc.ir.graph import Graph, info, results, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.passes.fuse import clusters, fuse
@@ -20,7 +20,8 @@ from shardc.passes.fuse.alike import Lowered
 from shardc.passes.fuse.kernels import Kernels, kernel
 from shardc.passes.fuse.memory_of import Memories
 from shardc.passes.fuse.spaces import Prim, Read, demand, space, whole
-from shardc.passes.fuse.units import LOWERINGS, unit
+from shardc.passes.fuse.unit_of import unit
+from shardc.passes.fuse.units import LOWERINGS, Unit
 from tests.handmade import Builder
 from tests.passes.fuse_graphs import chains
 
@@ -169,6 +170,38 @@ def test_what_agrees_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(clusters._Merging, "joined", checked)  # pyright: ignore[reportPrivateUsage]
     fuse(graph)
     assert agreed > 2
+
+
+def test_a_lone_call_that_lies_flat_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat, lies = 0, clusters._lies  # pyright: ignore[reportPrivateUsage]
+
+    def checked(one: Unit) -> Any:
+        nonlocal flat
+        found = lies(one)
+        if found[2] and not found[0]:
+            flat += 1
+            assert clusters.space(one.prims, one.demand) is not None
+        return found
+
+    monkeypatch.setattr(clusters, "_lies", checked)
+    fuse(graph)
+    assert flat > 2
+
+
+def test_a_cluster_makes_what_others_read(graph: Graph) -> None:
+    several = 0
+
+    def watch(found: clusters.Clustering, _: object) -> None:
+        nonlocal several
+        for group in found.groups.values():
+            inside, calls = set(group.calls), [found.scene.calls[i] for i in group.calls]
+            values = {value for call in calls for value in results(call) if value is not None}
+            assert group.makes == {v for v in values if found.scene.readers.get(v, set()) - inside}
+            assert group.made == len(values)
+            several += len(group.makes) < len(values)
+
+    fuse(graph, watch=watch)
+    assert several
 
 
 def test_the_first_of_joined_parts_is_read_from_memory() -> None:

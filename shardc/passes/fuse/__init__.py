@@ -4,8 +4,8 @@
     %h1 = add(%a, %h)              ->   shardc.fused([...])         and writes %h1 and the norm
     %n = native_layer_norm(%h1)
 
-    scene      what may be fused, who reads what                    (`units`, `memory_of`, `lowerings`, `softmaxes`,
-                                                                     `group_norms`)
+    scene      what may be fused, who reads what                    (`units`, `unit_of`, `memory_of`, `lowerings`,
+                                                                     `softmaxes`, `group_norms`)
     clusters   which calls become one kernel                        (`spaces`: have they a space? `order`: may they?
                                                                      `room`: is there memory for it?)
     again      what a kernel makes itself, although another one has

@@ -19,7 +19,8 @@ from shardc.ir.graph import results, type_of
 from shardc.passes.fuse.literals import constant
 from shardc.passes.fuse.memory_of import Memories
 from shardc.passes.fuse.spaces import Prim, Read, Value
-from shardc.passes.fuse.units import LOWERINGS, Inner, Unit, unit
+from shardc.passes.fuse.unit_of import unit
+from shardc.passes.fuse.units import LOWERINGS, Inner, Unit
 
 WORDS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
