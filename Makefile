@@ -19,7 +19,8 @@ help:
 	@echo "make fuzz    5,000 random programs and 1,000 random plans of real models, each on a random mesh;"
 	@echo "             models x meshes x microbatches x pipeline schedules, 2,000 random orders of execution;"
 	@echo "             1,250 random kernels in Triton's interpreter, and 100 on a GPU if there is one"
-	@echo "             (FUZZ_EXAMPLES=500 make fuzz: a tenth of all that)"
+	@echo "             (FUZZ_EXAMPLES=500 make fuzz: a tenth of all that); then the full form of each test of which"
+	@echo "             make test runs a sample (pytest -m long)"
 	@echo "make gate-kernels  compile every kernel for sm_90 and sm_80 without a GPU: spills and access widths, as JSON"
 	@echo "make format  format and fix what ruff can"
 
@@ -53,6 +54,7 @@ format: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/properties tests/stages/test_equivalence.py tests/kernels/test_fused.py::test_random_kernels \
 		tests/gpu/test_random_kernels.py -n auto --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest -m long -n auto --dist worksteal
 
 gate-kernels: $(STAMP)
 	$(BIN)/python -m kernels_triton.gate

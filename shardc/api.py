@@ -8,8 +8,10 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +42,7 @@ from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
+from shardc.model_changes import CompiledModel, changed
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
 from shardc.passes.accumulate import accumulate
 from shardc.passes.align import Align
@@ -166,7 +169,7 @@ def compile(
     record: dict[str, Any] = {
         "text": wanted.dump(),
         "seed": wanted.seed,
-        "batch": describe(batch, Call(model, batch).paths),
+        "batch": describe(batch, Call(model, batch).paths, traced.written),
     }
     if wanted.pipeline is not None:
         record["cut"] = wanted.pipeline.place("split", "stages")
@@ -207,6 +210,10 @@ def compile(
         loss=loss,
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
+        compiled=CompiledModel(model, loss, traced.constants, traced.own),
+        recompile=partial(
+            compile, model, batch, mesh=mesh, plan=plan, loss=loss, optimizer=optimizer, strict=strict, watch=watch
+        ),
     )
     program.refuse(wanted, chosen, options.strict)
     return program
@@ -227,9 +234,12 @@ class Program(data.Program):
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
     optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
+    compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
+    recompile: Callable[[], Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
 
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
         """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
+        self.refuse_changed_model()
         inputs = self.inputs(batch, params)
         if self.pipelined is not None:
             return StepResult.of(self.body, simulate_stages(self.pipelined, inputs))
@@ -249,6 +259,7 @@ class Program(data.Program):
         Floats are lifted to `dtype`, those that a library hard-codes to float32 too. The ranks of a pipeline take turns
         as their lists allow: in one way, or, with an `order`, in one that this number picks.
         """
+        self.refuse_changed_model()
         if dtype not in TOLERANCE:
             known = ", ".join(map(str, TOLERANCE))
             raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
@@ -377,9 +388,22 @@ class Program(data.Program):
         return {name: torch.tensor(rate, dtype=torch.float64) for name, rate in self.plan.get("rates", {}).items()}
 
     def launch(self, **options: Any) -> Trainer:
-        """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated."""
+        """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
+
+        Of a model that was changed since (put into another mode, frozen, hooked), it is that of the model as it is now.
+        """
+        if self.compiled is not None and self.recompile is not None and (now := self.compiled.all_changes()):
+            warnings.warn(f"{changed(now).diagnostics[0].message}: it is compiled again", stacklevel=2)
+            return self.recompile().launch(**options)
+        if self.compiled is not None:
+            self.compiled.accept_values()
         engines = None if self.pipelined is None else PipelineEngines(self.pipelined)
         return launch_program(self, engines=engines, **options)
+
+    def refuse_changed_model(self) -> None:
+        """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""
+        if self.compiled is not None:
+            self.compiled.refuse_changes()
 
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""

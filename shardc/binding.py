@@ -151,7 +151,7 @@ def without_gradient(traced: Traced) -> list[Diagnostic]:
         return []
     names = ", ".join(traced.unused[:4]) + (f" and {len(traced.unused) - 4} more" if len(traced.unused) > 4 else "")
     message = f"the loss does not depend on {names}: no gradient"
-    hint = "freeze what is not trained; reentrant checkpointing hides gradients: use_reentrant=False"
+    hint = "freeze what is not trained: requires_grad_(False)"
     return [Diagnostic("SC108", message, "note", hint=hint)]
 
 

@@ -8,6 +8,7 @@ is the one such file: what depends on torch's insides is found here and nowhere 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import operator
 import sys
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 Decompositions = Mapping[OpOverload, Callable[..., Any]]
@@ -120,6 +122,22 @@ def node_of(t: Tensor) -> fx.Node | None:
         t = torch._from_functional_tensor(t)
     slot = proxy_mode.tracer.tensor_tracker.get(t)
     return None if slot is None else slot.proxy.node
+
+
+class Recorded:
+    """The tensors of the recording under way: afterwards, those that something still holds."""
+
+    def __init__(self) -> None:
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None, "nothing is being recorded"
+        self._tracked = proxy_mode.tracer.tensor_tracker  # holds its keys weakly
+
+    def held(self, but: Sequence[Tensor]) -> list[Tensor]:
+        """Those that are still held, but for some. Collects garbage only if there are any."""
+        known = {id(t) for t in but}
+        if any(id(t) not in known for t in self._tracked):
+            gc.collect()
+        return [t for t in self._tracked if id(t) not in known]
 
 
 def mutates(node: fx.Node) -> bool:
@@ -232,7 +250,135 @@ def override_aten(implementations: Mapping[str, Callable[..., Any]]) -> Generato
         flush()
 
 
+# ------------------------------------------------------------------ the model's own tensors
+def storage_of(t: Tensor) -> int | None:
+    """The identity of the memory that a tensor lies in, on meta too; None where it has no storage (sparse tensors)."""
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextmanager
+def swapped(entries: Sequence[tuple[nn.Module, str, str, Tensor]]) -> Generator[None]:
+    """Let modules hold other tensors: `(module, "_parameters" or "_buffers", key, tensor)` each.
+
+    `functional_call` ends its swap when forward returns; backward may run forward again (activation checkpointing).
+    Afterwards every entry is what it was, whatever forward assigned to it.
+    """
+    original = [(getattr(module, kind), key, getattr(module, kind)[key]) for module, kind, key, _ in entries]
+    for module, kind, key, tensor in entries:
+        getattr(module, kind)[key] = tensor
+    try:
+        yield
+    finally:
+        for holder, key, tensor in original:
+            holder[key] = tensor
+
+
+def held(module: nn.Module, kind: str, key: str) -> Tensor | None:
+    """What a module holds under a name now; `kind` is "_parameters" or "_buffers"."""
+    return getattr(module, kind).get(key)
+
+
+def version_of(t: Tensor) -> int:
+    """How often a tensor was changed in place; a view's count is that of its base. 0 for one that keeps no count."""
+    return 0 if t.is_inference() else t._version
+
+
+def was_written(t: Tensor) -> bool:
+    """Was a tensor, made for a trace, changed in place since?"""
+    return version_of(t) > 0
+
+
+@contextmanager
+def substituting(stand_in: Callable[[Tensor], Tensor | None]) -> Generator[None]:
+    """Replace tensors among the arguments of torch functions and of `autograd.Function.apply`, as `stand_in` says.
+
+    A mode sees every torch function that Python calls; `Function.apply` is none of them.
+    """
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            new = None if isinstance(value, FakeTensor) else stand_in(value)
+            return value if new is None else new
+        if type(value) in (list, tuple) and value:
+            return type(value)(replaced(item) for item in value)
+        return value
+
+    class Substitute(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
+            return func(*replaced(args), **kwargs)
+
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*replaced(args), **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign]
+    try:
+        with Substitute():
+            yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
 # ------------------------------------------------------------------ autograd
+def gradient_hooks(p: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """A leaf's hooks: those of `register_hook`, and those of `register_post_accumulate_grad_hook`."""
+    before: dict[int, Any] = getattr(p, "_backward_hooks", None) or {}
+    after: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    return list(before.values()), list(after.values())
+
+
+def runs_python(root: Any, own: str) -> bool:
+    """Is the backward of a custom `autograd.Function` reached from `root`, other than one of the package `own`?"""
+    seen: set[Any] = set()
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(parent for parent, _ in node.next_functions)
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and (function.__module__ or "").partition(".")[0] != own:
+            return True
+    return False
+
+
+@contextmanager
+def undifferentiable(ops: Iterable[OpOverload], refuse: Callable[[OpOverload], Exception]) -> Generator[None]:
+    """Raise where autograd would have to differentiate one of these ops, which have no formula at the dispatcher.
+
+    Without this, autograd takes the result of such an op for a constant, and the gradient is lost without a word.
+    """
+    named = {op.name().partition("::")[2]: op for op in ops}
+    library = torch.library.Library("shardc", "IMPL")
+
+    def guard(op: OpOverload) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+                raise refuse(op)
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args, **kwargs)
+
+        return run
+
+    for name, op in named.items():
+        library.impl(name, guard(op), "AutogradCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+        for op in named.values():
+            op._dispatch_cache.clear()
+
+
 def sequence_number() -> int:
     """The number of the autograd node made last: what a forward op and its backward have in common."""
     return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]

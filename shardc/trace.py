@@ -7,8 +7,10 @@ function of its parameters, its buffers and the batch:
 
 and what ATen sees of it, autograd's backward included, is the graph. If anything was mutated, the graph is traced
 once more without mutation; changed buffers are outputs then. Tied parameters are one input and one gradient.
-`trace_ops` says which ops are substituted, `trace_origin` how nodes know their module and source line, `trace_state`
-and `trace_carried` what becomes of Python values that forward keeps on the model.
+`trace_stand_ins` puts the graph's inputs in the place of the model's own tensors, `trace_ops` says which ops are
+substituted, `trace_backward` how gradients and hooks become part of the graph, `trace_buffers` what forward makes of
+buffers, `trace_origin` how nodes know their module and source line, `trace_state`, `trace_holders` and `trace_carried`
+what becomes of Python values that a step leaves behind.
 """
 
 from __future__ import annotations
@@ -21,19 +23,21 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call
 
 from shardc import torch_compat
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.microbatch import SHARE
 from shardc.precision import SCALE, Casts, Precision, place_casts, refuse_mixed
+from shardc.trace_backward import Hooks, gradients
+from shardc.trace_buffers import buffers_after
 from shardc.trace_call import Call
 from shardc.trace_carried import carried
 from shardc.trace_clean import clean, constants_as_inputs
-from shardc.trace_ops import SMALL_DECOMPOSITIONS, RandomOps, overrides
+from shardc.trace_ops import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.trace_origin import Origin, Origins, first_tensor
 from shardc.trace_result import Traced, TracedInput, TracedOutput
-from shardc.trace_state import Snapshot, left_tensors
+from shardc.trace_stand_ins import StandIns, refuse_frozen, refuse_shared_memory, written_inputs
+from shardc.trace_state import Snapshot, left_tensors, refuse_kept
 
 aten = torch.ops.aten
 
@@ -60,24 +64,18 @@ def trace(
     step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision)
     try:
         gm, inputs, origins = step.record()
+        step.before.clear_caches()
+        own = frozenset(change.attribute for change in step.before.changes())
         found = carried(model, step.before, gm, step.left, lambda: copy(step).record()[0])
     finally:
         step.before.restore()
+    refuse_kept(step.recorded.held(but=inputs))
+    given = dict(zip(call.names, call.tensors, strict=True))
+    refuse_shared_memory(model, given, [*step.written_buffers, *step.written])
+    found += written_inputs(step.written, given)
     if any(torch_compat.mutates(node) for node in gm.graph.nodes):
         gm, origins = _without_mutation(gm, inputs, step.mode, origins)
-    return replace(_finish(step, gm, origins), diagnostics=tuple(found))
-
-
-class _Model(nn.Module):
-    """Reads the buffers while functional_call's swap is alive: a buffer may have been re-assigned, not mutated."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        output = self.model(*args, **kwargs)
-        return output, dict(self.model.named_buffers())
+    return replace(_finish(step, gm, origins), diagnostics=tuple(found), own=own)
 
 
 class _Step:
@@ -98,7 +96,6 @@ class _Step:
         self.precision = precision
         self.casts = Casts(precision, model, call.names) if precision is not None else None
         self.scaled = precision is not None and precision.scaled
-        self.wrapped = _Model(model)
         self.mode = torch_compat.fake_mode()
         self.random = RandomOps()
         self.params = dict(model.named_parameters())
@@ -106,10 +103,16 @@ class _Step:
         self.trainable = [name for name, p in self.params.items() if p.requires_grad]
         self.results: list[tuple[Literal["loss", "grad", "buffer", "output"], str]] = []  # of joint, in order
         self.unused: tuple[str, ...] = ()
-        self.before = Snapshot(model)
+        self.written: tuple[str, ...] = ()  # inputs that forward changes in place
+        self.written_buffers: list[str] = []
+        self.hooks = Hooks.of(self.params)
+        self.before = Snapshot(model, loss, *self.hooks.functions)
         self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
         if not self.trainable:
             raise error("SC102", "the model has no trainable parameter", hint="set requires_grad on some parameters")
+        self.hooks.refuse_microbatches(microbatches)
+        self.hooks.refuse_groups()
+        refuse_shared_memory(model, dict(zip(call.names, call.tensors, strict=True)))
 
     def fakes(self) -> list[Tensor]:
         def fake(t: Tensor) -> Tensor:
@@ -138,6 +141,7 @@ class _Step:
             stack.enter_context(torch.enable_grad())  # whatever the caller's mode
             stack.enter_context(torch_compat.hugging_face_patches(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
+            stack.enter_context(torch_compat.undifferentiable(WHOLE_OPS, undifferentiated))
             stack.enter_context(self.random.numbered())
             stack.enter_context(origins.watching())
             if self.casts is not None:
@@ -154,6 +158,7 @@ class _Step:
         count = len(self.params), len(self.params) + len(self.buffers)
         params = dict(zip(self.params, tensors[: count[0]], strict=True))
         buffers = dict(zip(self.buffers, tensors[count[0] : count[1]], strict=True))
+        self.recorded = torch_compat.Recorded()
         self.random.seed = tensors[-1]
         inputs = dict(zip(self.call.names, tensors[count[1] :], strict=False))
         batch = self.call.batch(tuple(inputs.values()))
@@ -161,23 +166,27 @@ class _Step:
         if self.casts is not None:
             used = self.casts.cast(params, self.params, origins.within)
             fed = self.call.batch(self.casts.batch(inputs))
-        swap = {f"model.{name}": t for name, t in (used | buffers).items()}
-        output, new_buffers = functional_call(self.wrapped, swap, self.call.arguments(fed))
-        loss = self._scalar(output, batch)
-        if self.weighted:
-            loss = loss * tensors[-2].to(loss.dtype)
-        elif self.microbatches > 1:
-            loss = loss / self.microbatches
-        root = loss * tensors[-2 - self.weighted] if self.scaled else loss
-        origins.phase = "bwd"
-        torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
-        wanted = [params[name] for name in self.trainable]
-        grads = cast("tuple[Tensor | None, ...]", torch.autograd.grad(root, wanted, allow_unused=True))
+        self.hooks.attach(params)
+        stand_ins = StandIns(self.model, used | buffers)
+        with stand_ins.active():  # until backward has run: checkpointing runs forward again
+            args, kwargs = self.call.arguments(fed)
+            output = self.model(*args, **kwargs)
+            loss = self._scalar(output, batch)
+            if self.weighted:
+                loss = loss * tensors[-2].to(loss.dtype)
+            elif self.microbatches > 1:
+                loss = loss / self.microbatches
+            root = loss * tensors[-2 - self.weighted] if self.scaled else loss
+            origins.phase = "bwd"
+            torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
+            stand_ins.refuse_changed()
+            grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
+            stand_ins.refuse_changed()
+            kept = buffers_after(self.model, buffers, used, stand_ins.places)
 
-        self.unused = tuple(name for name, grad in zip(self.trainable, grads, strict=True) if grad is None)
-        found = {name: grad for name, grad in zip(self.trainable, grads, strict=True) if grad is not None}
+        self.unused = tuple(name for name, grad in grads.items() if grad is None)
+        found = {name: grad for name, grad in grads.items() if grad is not None}
         found = found if self.casts is None else self.casts.gradients(found, origins.within)
-        kept = {name: new_buffers[name] for name in self.buffers if name in new_buffers}
         outputs = torch_compat.flatten_with_paths(output) if self.with_outputs else []
         seen = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
         self.results = [("loss", "loss")]
@@ -186,6 +195,9 @@ class _Step:
         self.results.extend(("output", path) for path in seen)
         left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
         self.left = {key: node for key, node in left if node is not None}
+        given = zip(self.call.names, tensors[count[1] :], strict=False)
+        self.written = tuple(name for name, t in given if torch_compat.was_written(t))
+        self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
         return [loss, *found.values(), *kept.values(), *seen.values()]
 
     def _scalar(self, output: Any, batch: Any) -> Tensor:
@@ -247,6 +259,8 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     inputs = _named_inputs(step, placeholders)
     replaced = clean(graph, inputs, origins)
     graph.eliminate_dead_code()
+    captured = {n: cast("Tensor", getattr(gm, str(n.target))) for n in graph.nodes if n.op == "get_attr"}
+    refuse_frozen(step.model, captured, lambda node: origins.of.get(node, Origin()))
     by_target = constants_as_inputs(graph, placeholders[-1])
     constants: dict[str, Tensor] = {}
     for number, (target, node) in enumerate(by_target.items()):
@@ -262,8 +276,8 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
 
     (output,) = (node for node in graph.nodes if node.op == "output")
     results = [TracedOutput(role, name, node) for (role, name), node in zip(step.results, output.args[0], strict=True)]
-    unchanged = {i.node for i in inputs if i.role == "buffer"}
-    outputs = tuple(r for r in results if not (r.role == "buffer" and r.node in unchanged))
+    own = {i.name: i.node for i in inputs if i.role == "buffer"}
+    outputs = tuple(_copied(graph, r) for r in results if not (r.role == "buffer" and r.node is own.get(r.name)))
     output.args = (tuple(r.node for r in outputs),)
     place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
     _rewrite_meta(graph, inputs, origins)
@@ -271,7 +285,18 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
         refuse_mixed(graph)
     graph.lint()
 
-    return Traced(graph, tuple(inputs), outputs, _calls(graph, origins, replaced), constants, step.unused)
+    modules = _calls(graph, origins, replaced)
+    return Traced(graph, tuple(inputs), outputs, modules, constants, step.unused, written=step.written)
+
+
+def _copied(graph: fx.Graph, result: TracedOutput) -> TracedOutput:
+    """A buffer that becomes what an input was is a copy of it: that input may be changed before the step ends."""
+    if result.role != "buffer" or result.node.op != "placeholder":
+        return result
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        copy_of = graph.call_function(aten.clone.default, (result.node,))
+    copy_of.meta["val"] = result.node.meta["val"]
+    return replace(result, node=copy_of)
 
 
 def _calls(graph: fx.Graph, origins: Origins, replaced: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:

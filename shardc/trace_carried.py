@@ -7,8 +7,6 @@ once and kept is the same as one that is made anew.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from shardc import torch_compat
 from shardc.ir.diagnostic import Diagnostic, ShardcError
-from shardc.trace_origin import place
+from shardc.trace_origin import named_at
 from shardc.trace_state import Change, Snapshot, left_tensors, reachable
 
 READ = "forward reads what an earlier step left in {}; every step of a program finds there what the first would"
@@ -74,21 +72,7 @@ def _names(changes: Iterable[Change]) -> list[str]:
 def _said(model: nn.Module, message: str, names: list[str], cause: str | None = None) -> Diagnostic:
     """The warning, at the line where the first of the attributes is spoken of."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    fqn, _, attribute = names[0].rpartition(".")
-    where: dict[str, str | None] = {}
-    while fqn and fqn not in dict(model.named_modules()):  # of a plain object that the module holds
-        fqn, _, attribute = fqn.rpartition(".")
-    for source in (type(model.get_submodule(fqn)).forward, type(model.get_submodule(fqn))):
-        try:
-            lines, start = inspect.getsourcelines(source)
-            path = inspect.getsourcefile(source)
-        except (OSError, TypeError):
-            continue
-        at = next((i for i, line in enumerate(lines) if re.search(rf"\w\.{attribute}\b", line)), None)
-        if at is not None and path is not None:
-            location, text = place(path, start + at)
-            where = {"location": location, "source_text": text or None}
-            break
+    fqn, where = named_at(model, names[0])
     return Diagnostic("SC109", message.format(shown), "warning", fqn=fqn or None, cause=cause, hint=HINT, **where)
 
 

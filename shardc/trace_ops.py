@@ -18,9 +18,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardc import torch_compat
-from shardc.ir.ops.attention import attention
-from shardc.ir.ops.grouped import grouped_mm
-from shardc.ir.ops.linear import linear
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.graph import op_name
+from shardc.ir.ops.attention import SDPA, SDPA_BWD, attention
+from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD, grouped_mm
+from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, linear
 from shardc.ir.ops.random import RANDOM_UNIFORM
 
 aten = torch.ops.aten
@@ -31,6 +33,16 @@ SMALL_DECOMPOSITIONS = (
     "mse_loss_backward", "mv", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "rsub", "softplus_backward",
     "stack", "unsafe_split", "zeros", "zeros_like",
 )  # fmt: skip
+
+
+# Autograd knows these by the functions of `overrides` alone; called by themselves they would be constants to it.
+WHOLE_OPS = (LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, SDPA, SDPA_BWD, GROUPED_MM, GROUPED_MM_WGRAD)
+
+
+def undifferentiated(op: OpOverload) -> ShardcError:
+    """The error for an op of `WHOLE_OPS` whose gradient would be lost."""
+    message = f"{op_name(op)} has no derivative here, and its gradient is asked for"
+    return error("SC104", message, op=op_name(op), hint="report the model: each such op should have one")
 
 
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:

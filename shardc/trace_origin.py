@@ -8,6 +8,7 @@ to no op; they take the module and line of the op executed last.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
@@ -31,7 +32,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _OURS = tuple(
     os.path.join(os.path.dirname(__file__), name)
-    for name in ("torch_compat.py", "trace.py", "trace_ops.py", "trace_origin.py", "precision.py", "ir" + os.sep)
+    for name in ("torch_compat.py", "trace", "precision.py", "ir" + os.sep)  # trace.py and what is beside it
 )
 _MADE_PYTHON = re.compile(r"\.(item|tolist|numpy)\(|\b(float|int|bool)\(")
 # Where torch's own modules look at values, and how to keep them from it: by a word of their line.
@@ -212,6 +213,47 @@ def _place(path: str, line: int, here: str) -> tuple[str, str]:
     elif path.startswith(here + os.sep):
         path = os.path.relpath(path, here)
     return f"{path}:{line}", text
+
+
+def named_at(model: nn.Module, name: str) -> tuple[str, dict[str, str | None]]:
+    """The module that has an attribute, and where it is spoken of first: `location` and `source_text`.
+
+    That is in the forward, or the class, of this module or, if that is of torch, of the nearest one around it that is
+    not; there the line has a module's name on the way to the attribute, and if possible the attribute's too.
+    """
+    modules = dict(model.named_modules())
+    fqn, _, attribute = name.rpartition(".")
+    while fqn and fqn not in modules:  # of a plain object that the module holds
+        fqn, _, attribute = fqn.rpartition(".")
+    around, child = fqn, attribute
+    while True:
+        found = _first_mention(modules[around], child, attribute)
+        if found or not around:
+            return fqn, found
+        around, _, child = around.rpartition(".")
+
+
+def _first_mention(module: nn.Module, word: str, better: str) -> dict[str, str | None]:
+    for source in (type(module).forward, type(module)):
+        try:
+            lines, start = inspect.getsourcelines(source)
+            path = inspect.getsourcefile(source)
+        except (OSError, TypeError):
+            continue
+        if path is None or path.startswith(_TORCH):
+            continue
+        fits = [i for i, line in enumerate(lines) if re.search(rf"\w\.{re.escape(word)}\b", line)]
+        best = [i for i in fits if better in lines[i]] or fits
+        if best:
+            location, text = place(path, start + best[0])
+            return {"location": location, "source_text": text or None}
+    return {}
+
+
+def about_tensor(model: nn.Module, code: str, name: str, message: str, hint: str) -> ShardcError:
+    """An error about one of the model's parameters or buffers, at the line where forward first speaks of it."""
+    fqn, where = named_at(model, name)
+    return error(code, message, tensor=name, fqn=fqn or None, hint=hint, **where)
 
 
 def first_tensor(output: Any) -> Tensor | None:

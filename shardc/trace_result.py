@@ -44,3 +44,5 @@ class Traced:
     constants: dict[str, Tensor]  # tensors that the model made from data: real, inputs of role "buffer"
     unused: tuple[str, ...]  # trainable parameters that the loss does not depend on
     diagnostics: tuple[Diagnostic, ...] = ()
+    written: tuple[str, ...] = ()  # inputs that forward changes in place
+    own: frozenset[str] = frozenset()  # attributes of the model that forward itself changes

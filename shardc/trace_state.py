@@ -1,7 +1,8 @@
 """What forward leaves behind on the model's own objects: undone after a trace, and reported where a step would read it.
 
-A trace runs the user's own forward. What that keeps in Python (`self.cache = x`, a counter, a list appended to) would
-be a fake tensor, or one count too many, afterwards: a `Snapshot` puts everything back. And a compiled step has no such
+A trace runs the user's own forward, loss function and hooks. What these keep in Python (`self.cache = x`, a counter, a
+list appended to, a variable of an enclosing function) would be a fake tensor, or one count too many, afterwards: a
+`Snapshot` puts everything back. And a compiled step has no such
 memory. Where the next step would read what this one left, the program computes every step as the first, which is said
 (SC109). It is found by tracing a second step over what the first has left, if it has left anything:
 
@@ -13,19 +14,19 @@ memory. Where the next step would read what this one left, the program computes 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from types import FrameType, MethodType
+from typing import Any
 
 from torch import Tensor, nn
 
-_DICTS = (dict, OrderedDict, defaultdict, Counter)
-_OPAQUE = (Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, str, bytes, int, float, tuple)
+from shardc.ir.diagnostic import error
+from shardc.trace_holders import ABSENT, CACHE, CONTAINERS, Cache, Holder, held_by_class, holders_of, inside
+
 _OWN = ("_parameters", "_buffers", "_modules")  # what is in these goes by its own name alone
 _DEPTH = 4  # of containers and plain objects below a module
-ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -65,107 +66,98 @@ class Change:
             return "[" in self.place.path
         if all(isinstance(value, int | float | str) for value in (self.before, self.after)):
             return True
-        both = [len(value) for value in (self.before, self.after) if _is_container(value)]
+        both = [len(value) for value in (self.before, self.after) if isinstance(value, CONTAINERS)]
         return len(both) == 2 and both[0] != both[1]
 
 
 @dataclass(frozen=True)
 class _Held:
     place: Place
-    holder: Any  # a container; of an object, its __dict__
-    items: dict[object, Any]  # what it held, in order
-    of_object: bool
+    holder: Holder
+    items: Mapping[object, Any]  # what it held, in order
 
 
 class Snapshot:
-    """Every module's attributes, and the containers and plain objects that they hold."""
+    """Every module's attributes, and the containers and plain objects that they hold; of functions their variables."""
 
-    def __init__(self, root: object) -> None:
-        self._held = [
-            _Held(place, holder, _items(holder), holder is not value)
-            for place, value in reachable(root)
-            for holder in [_holder(value)]
-            if holder is not None
+    def __init__(self, *roots: object) -> None:
+        modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+        classes = dict.fromkeys(cls for module in modules for cls in type(module).__mro__)
+        by_class = {cls: held_by_class(cls) for cls in classes}
+        functions = [function for _, some in by_class.values() for function in some]
+        self._held = [_Held(Place("", cls.__name__), h, h.items()) for cls, (h, _) in by_class.items() if h is not None]
+        of_classes = [(h.place.attribute(str(key)), value) for h in self._held for key, value in h.items.items()]
+        self._held += [
+            _Held(place, holder, holder.items())
+            for place, value in _walked([*of_classes, *((Place(), root) for root in (*functions, *reversed(roots)))])
+            for holder in holders_of(value)
         ]
 
     def changes(self) -> list[Change]:
         """What differs now, item by item."""
         found: list[Change] = []
         for held in self._held:
-            now = _items(held.holder)
+            now = held.holder.items()
             for key in {**held.items, **now}:
                 before, after = held.items.get(key, ABSENT), now.get(key, ABSENT)
                 if not _same(before, after):
-                    place = held.place.attribute(str(key)) if held.of_object else held.place.item(key)
+                    place = held.place.attribute(str(key)) if held.holder.named else held.place.item(key)
                     found.append(Change(place, before, after))
         return found
 
+    def clear_caches(self) -> None:
+        """Empty the functions with `lru_cache` that remember more than they did."""
+        for held in self._held:
+            if isinstance(held.holder, Cache):
+                held.holder.restore(held.items)
+
     def restore(self) -> None:
         for held in self._held:
-            if _untouched(held):
-                continue
-            held.holder.clear()
-            if isinstance(held.holder, dict):
-                for key, value in held.items.items():
-                    held.holder[key] = value
-            elif isinstance(held.holder, set):
-                held.holder.update(held.items.values())
-            else:
-                held.holder.extend(held.items.values())
+            held.holder.restore(held.items)
 
 
 def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place, Any]]:
-    """All that a value holds, itself first: through modules, plain containers and plain objects."""
-    todo: list[tuple[Place, Any]] = [(place or Place(), root)]
-    seen: set[int] = set()
+    """All that a value holds, itself first: through modules, containers, plain objects and functions."""
+    return _walked([(place or Place(), root)])
+
+
+def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
+    seen: dict[int, Any] = {}  # the values are kept, so that no other takes the place of one
     while todo:
         at, value = todo.pop()
         if isinstance(value, nn.Module):
             at = Place(at.path, at.path)
         if id(value) in seen or at.depth > _DEPTH:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         yield at, value
-        holder = value if isinstance(value, tuple) else _holder(value)
-        if holder is None:
-            continue
-        own = holder is not value
-        todo += [(at.attribute(str(k)) if own else at.item(k), v) for k, v in _items(holder).items()]
+        method = isinstance(value, MethodType)
+        todo += [(at if method else at.item(i), part) for i, part in enumerate(inside(value))]
+        for holder in holders_of(value):
+            todo += [(at.attribute(str(k)) if holder.named else at.item(k), v) for k, v in holder.items().items()]
 
 
 def left_tensors(changes: Iterable[Change]) -> list[Tensor]:
     """The tensors that were left behind."""
-    return [t for change in changes for _, t in reachable(change.after, change.place) if isinstance(t, Tensor)]
+    return [t for change in changes for _, t in reachable(change.after, place=change.place) if isinstance(t, Tensor)]
 
 
-def _untouched(held: _Held) -> bool:
-    """The same items in the same order."""
-    now = _items(held.holder)
-    pairs = [*zip(now.values(), held.items.values(), strict=False)]
-    pairs += zip(now, held.items, strict=False) if isinstance(held.holder, dict) else []
-    return len(now) == len(held.items) and all(a is b for a, b in pairs)
+def refuse_kept(tensors: Sequence[Tensor]) -> None:
+    """Raise ShardcError (SC109) for tensors of a trace that Python still holds, in places that no snapshot knows.
 
-
-def _holder(value: Any) -> Any:
-    """The container that a value is, or keeps its attributes in."""
-    if isinstance(value, _OPAQUE):
-        return None
-    return value if _is_container(value) else getattr(value, "__dict__", None)
-
-
-def _is_container(value: Any) -> bool:
-    return type(value) in (list, set, deque, *_DICTS)
-
-
-def _items(holder: Any) -> dict[object, Any]:
-    if isinstance(holder, dict):
-        return dict(cast("dict[object, Any]", holder))
-    if isinstance(holder, set):
-        return {id(value): value for value in cast("set[object]", holder)}
-    return dict(enumerate(holder))
+    The model would meet them in its next call outside of a program. A cache of functools is emptied instead.
+    """
+    places = [place for t in tensors for place in gc.get_referrers(t) if place is not tensors]
+    for cache in (place for place in places if isinstance(place, CACHE)):
+        cache.cache_clear()
+    kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, (CACHE, FrameType)))
+    if kinds:
+        message = f"forward keeps tensors of a step where they cannot be taken back from: in a {' and a '.join(kinds)}"
+        hint = "keep them on the model, or in a container that forward names; a table made once can be a buffer"
+        raise error("SC109", message, hint=hint)
 
 
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    return type(a) is type(b) and isinstance(a, int | float | str) and a == b
+    return type(a) is type(b) and isinstance(a, int | float | str | bytes) and a == b

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.diagnostic import error, nearest
+from shardc.ir.overlap import refuse_overlap
 from shardc.torch_compat import flatten, flatten_with_paths
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -30,17 +31,18 @@ class Inputs(dict[str, Tensor]):
     """A batch's tensors by the names of the program's inputs: checked, and taken as they are."""
 
 
-def describe(batch: Any, names: Sequence[str]) -> dict[str, Any]:
-    """A sample batch as plain data; `names` are those of its leaves."""
+def describe(batch: Any, names: Sequence[str], written: Sequence[str] = ()) -> dict[str, Any]:
+    """A sample batch as plain data; `names` are those of its leaves, `written` those that forward changes in place."""
     leaves = [[path, name, *_seen(leaf)] for (path, leaf), name in zip(_leaves(batch), names, strict=True)]
-    return {"by_name": isinstance(batch, Mapping), "leaves": leaves}
+    return {"by_name": isinstance(batch, Mapping), "leaves": leaves, "written": list(written)}
 
 
 def batch_inputs(batch: Any, names: Sequence[str], sample: Sample | None = None) -> Inputs:
     """A batch's tensors by the names that tracing gave them: a mapping's by their keys, others' in order.
 
-    Raises ShardcError (SC501) where it is not like the sample. Without one, what a mapping has beyond the names comes
-    along, so that an error over a missing name can suggest it.
+    Raises ShardcError: SC501 where it is not like the sample, SC125 where an input that forward changes in place shares
+    memory with another. Without a sample, what a mapping has beyond the names comes along, so that an error over a
+    missing name can suggest it.
     """
     if isinstance(batch, Inputs):
         return batch
@@ -48,9 +50,11 @@ def batch_inputs(batch: Any, names: Sequence[str], sample: Sample | None = None)
     if sample is not None:
         _check(sample, leaves, isinstance(batch, Mapping))
     tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
-    if isinstance(batch, Mapping):
-        return Inputs(tensors)
-    return Inputs(zip(names, (leaf for _, leaf in tensors), strict=False))
+    by_name = isinstance(batch, Mapping)
+    found = Inputs(tensors) if by_name else Inputs(zip(names, (leaf for _, leaf in tensors), strict=False))
+    if sample is not None:
+        refuse_overlap(sample["written"], found)
+    return found
 
 
 def _check(sample: Sample, leaves: list[tuple[str, Any]], by_name: bool) -> None:

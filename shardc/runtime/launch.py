@@ -61,7 +61,9 @@ class Trainer:
         sample: Sample | None = None,
         check: Callable[[Feed], None] | None = None,
         raises: bool = False,
+        unchanged: Callable[[], None] = lambda: None,
     ) -> None:
+        self._unchanged = unchanged  # raises where the model is not what was compiled
         self._sample, self._check, self._raises = sample, check, raises
         self._rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
@@ -79,6 +81,7 @@ class Trainer:
 
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
+        self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
         held, fed = self.state | rates, self._feeds(batch)
@@ -270,10 +273,11 @@ def launch(
     reference: Graph | None = getattr(program, "reference", None)
     check = None if reference is None else IndexCheck(reference)
     raises = getattr(program, "plan", {}).get("nonfinite") == "raise"
+    unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     engine = engines.job(timeout, device) if in_job else engines.simulation()
     try:
-        return Trainer(engines.body, engine, sources, init, seed, rates, sample, check, raises)
+        return Trainer(engines.body, engine, sources, init, seed, rates, sample, check, raises, unchanged)
     except BaseException as failure:
         engine.close(failure)
         raise

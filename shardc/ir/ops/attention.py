@@ -122,6 +122,29 @@ SDPA_BWD = define(
 )
 
 
+def differentiable_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    causal: bool, scale: float, gqa: bool, *, need_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of attention in ordinary ops, from its operands alone: autograd follows them to any order.
+
+    With p = softmax(s): dv = p^T g, ds = p (dp - sum_j dp p), dp = g v^T. Rows that see no key have p = 0.
+    """
+    queries, grad = _wide(q), _wide(g)
+    keys, values = _repeated(q, k, v, gqa)
+    scores = _scores(queries, keys, mask, causal, scale)
+    dead = scores.amax(-1, keepdim=True) == float("-inf")
+    probs = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    dv = probs.transpose(-2, -1) @ grad
+    dp = grad @ values.transpose(-2, -1)
+    ds = probs * (dp - (dp * probs).sum(-1, keepdim=True))
+    dq, dk = scale * (ds @ keys), scale * (ds.transpose(-2, -1) @ queries)
+    if dk.shape != k.shape:
+        dk, dv = (t.unflatten(-3, (k.shape[-3], -1)).sum(-3) for t in (dk, dv))
+    dmask = ds.sum_to_size(mask.shape).to(mask.dtype) if need_mask and mask is not None else None
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -136,6 +159,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         need_mask = bool(ctx.needs_input_grad[3])
         q, k, v, mask, o, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: these gradients will be differentiated
+            dq, dk, dv, dmask = differentiable_backward(grads[0], q, k, v, mask, *ctx.options, need_mask=need_mask)
+            return dq, dk, dv, dmask, None, None, None
         dq, dk, dv, dmask = SDPA_BWD(grads[0], q, k, v, mask, o, lse, *ctx.options, need_mask)
         return dq, dk, dv, dmask if need_mask else None, None, None, None
 

@@ -47,6 +47,8 @@ GROUPED_MM_WGRAD = define("grouped_mm_wgrad(Tensor a, Tensor g, Tensor offs) -> 
 
 
 class _GroupedMM(torch.autograd.Function):
+    """The product of each group; its gradients are products of groups again, and so are theirs."""
+
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         ctx.save_for_backward(a, b, offs)
@@ -54,11 +56,24 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (g,) = grads
-        a, b, offs = ctx.saved_tensors
-        need_a, need_b, _ = ctx.needs_input_grad
-        da = GROUPED_MM(g, b.transpose(-2, -1), offs) if need_a else None
-        return da, GROUPED_MM_WGRAD(a, g, offs) if need_b else None, None
+        (h,), (a, b, offs), (need_a, need_b, _) = grads, ctx.saved_tensors, ctx.needs_input_grad
+        da = _GroupedMM.apply(h, b.transpose(-2, -1), offs) if need_a else None
+        return da, _GroupedWgrad.apply(a, h, offs) if need_b else None, None
+
+
+class _GroupedWgrad(torch.autograd.Function):
+    """`a^T g` of each group: [S, K] and [S, N] to [E, K, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(a, g, offs)
+        return GROUPED_MM_WGRAD(a, g, offs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (h,), (a, g, offs), (need_a, need_g, _) = grads, ctx.saved_tensors, ctx.needs_input_grad
+        da = _GroupedMM.apply(g, h.transpose(-2, -1), offs) if need_a else None
+        return da, _GroupedMM.apply(a, h, offs) if need_g else None, None
 
 
 def grouped_mm(

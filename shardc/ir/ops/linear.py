@@ -59,6 +59,15 @@ LINEAR_WGRAD = define("linear_wgrad(Tensor g, Tensor x) -> Tensor", _wgrad, _wgr
 
 
 class _Linear(torch.autograd.Function):
+    """`x w^T + b`; below, its two gradients. The gradients of each of the three are the other two, to any order.
+
+    With y = x w^T, dgrad(g, w) = g w and wgrad(g, x) = g^T x, and h the gradient of a result:
+
+        linear(x, w)    x: dgrad(h, w)     w: wgrad(h, x)
+        dgrad(g, w)     g: linear(h, w)    w: wgrad(g, h)
+        wgrad(g, x)     g: linear(x, h)    x: dgrad(g, h)
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
@@ -67,14 +76,36 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (g,) = grads
-        x, w = ctx.saved_tensors
-        need_x, need_w, need_b = ctx.needs_input_grad
+        (h,), (x, w), (need_x, need_w, need_b) = grads, ctx.saved_tensors, ctx.needs_input_grad
         return (
-            LINEAR_DGRAD(g, w) if need_x else None,
-            LINEAR_WGRAD(g, x) if need_w else None,
-            g.sum(list(range(g.dim() - 1))) if need_b and g.dim() > 1 else g if need_b else None,
+            _Dgrad.apply(h, w) if need_x else None,
+            _Wgrad.apply(h, x) if need_w else None,
+            h.sum(list(range(h.dim() - 1))) if need_b and h.dim() > 1 else h if need_b else None,
         )
+
+
+class _Dgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(g, w)
+        return LINEAR_DGRAD(g, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (h,), (g, w), (need_g, need_w) = grads, ctx.saved_tensors, ctx.needs_input_grad
+        return _Linear.apply(h, w, None) if need_g else None, _Wgrad.apply(g, h) if need_w else None
+
+
+class _Wgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(g, x)
+        return LINEAR_WGRAD(g, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (h,), (g, x), (need_g, need_x) = grads, ctx.saved_tensors, ctx.needs_input_grad
+        return _Linear.apply(x, h, None) if need_g else None, _Dgrad.apply(g, h) if need_x else None
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:

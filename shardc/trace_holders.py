@@ -1,0 +1,271 @@
+"""Where Python keeps what a step may change: each kind of place, what it holds, and how that is put back.
+
+    an object's attributes, its slots          self.last = h
+    containers                                 self.log.append(h)
+    a class's attributes                       type(self).calls += 1
+    variables around a function                nonlocal count; CACHE[key] = h; def f(x, seen=[])
+    arrays of numpy, by content                self.mean *= 0.9
+    iterators, by position                     next(self.schedule)
+    functions with `lru_cache`                 table(128)
+
+An iterator cannot be put back, and of a cache all is forgotten; that they changed is known all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+ABSENT = object()
+CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
+NUMBERS = (bool, int, float, complex)
+_OPAQUE = (Tensor, type, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex)
+_ITERATORS = (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), enumerate, zip)
+CACHE = type(lru_cache(lambda: None))
+_LARGEST_ARRAY = 1 << 20  # bytes: of a larger one of numpy only a part is looked at
+
+
+class Holder(Protocol):
+    """One place. `named`: its items are attributes or variables, and not elements of a container."""
+
+    named: bool
+
+    def items(self) -> dict[object, Any]: ...
+    def restore(self, items: Mapping[object, Any]) -> None: ...
+
+
+class Container:
+    def __init__(self, value: Any, named: bool = False) -> None:
+        self._value, self.named = value, named
+
+    def items(self) -> dict[object, Any]:
+        if isinstance(self._value, dict):
+            return dict(cast("dict[object, Any]", self._value))
+        if isinstance(self._value, set):
+            return {id(value): value for value in cast("set[object]", self._value)}
+        return dict(enumerate(self._value))
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        now = self.items()
+        if [*map(id, now.values())] == [*map(id, items.values())] and (
+            not isinstance(self._value, dict) or [*now] == [*items]
+        ):
+            return
+        self._value.clear()
+        if isinstance(self._value, dict):
+            for key, value in items.items():
+                self._value[key] = value
+        elif isinstance(self._value, set):
+            self._value.update(items.values())
+        else:
+            self._value.extend(items.values())
+
+
+class Attributes:
+    """Some attributes of an object: those in its slots, or, of a class, those that can change from step to step."""
+
+    named = True
+
+    def __init__(self, value: Any, names: list[str]) -> None:
+        self._value, self._names = value, names
+
+    def items(self) -> dict[object, Any]:
+        read = vars(self._value).get if isinstance(self._value, type) else partial(getattr, self._value)
+        found = {name: read(name, ABSENT) for name in self._names}
+        return {name: value for name, value in found.items() if value is not ABSENT}
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        now = self.items()
+        for name in self._names:
+            if name in items and now.get(name, ABSENT) is not items[name]:
+                setattr(self._value, name, items[name])
+            elif name not in items and name in now:
+                delattr(self._value, name)
+
+
+class Variables:
+    """What a function reads of the variables around it: its closure, its module's globals, its defaults.
+
+    Of globals only what a step can change without being told where: containers, numbers, and what holds these.
+    """
+
+    named = True
+
+    def __init__(self, function: FunctionType) -> None:
+        names = function.__code__.co_freevars
+        self._cells: dict[str, CellType] = dict(zip(names, function.__closure__ or (), strict=True))
+        self._globals = function.__globals__
+        self._names = [n for n in function.__code__.co_names if _changes(self._globals.get(n))]
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self._defaults = [value for value in defaults if type(value) in CONTAINERS]
+
+    def items(self) -> dict[object, Any]:
+        found: dict[object, Any] = {name: _content(cell) for name, cell in self._cells.items()}
+        found |= {name: self._globals[name] for name in self._names if name in self._globals}
+        return found | {f"default {i}": value for i, value in enumerate(self._defaults)}
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        for name, value in items.items():
+            if name in self._cells and value is ABSENT:
+                del self._cells[cast("str", name)].cell_contents
+            elif name in self._cells:
+                self._cells[cast("str", name)].cell_contents = value
+            elif name in self._names:
+                self._globals[cast("str", name)] = value
+
+
+class Array:
+    """An array of numpy, by its content."""
+
+    named = False
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def items(self) -> dict[object, Any]:
+        return {"content": self._value.tobytes() if self._value.nbytes <= _LARGEST_ARRAY else None}
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        if items["content"] is not None and items["content"] != self._value.tobytes():
+            flat = type(self._value)(self._value.shape, self._value.dtype, bytearray(items["content"]))
+            self._value[...] = flat
+
+
+class Cache:
+    """What a function with `lru_cache` remembers: not looked at, since it is the same whenever it is made."""
+
+    named = False
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._size = function, function.cache_info().currsize
+
+    def items(self) -> dict[object, Any]:
+        return {}
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        if self._function.cache_info().currsize != self._size:
+            self._function.cache_clear()
+
+
+class Position:
+    """Where an iterator stands: seen, and not put back."""
+
+    named = False
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def items(self) -> dict[object, Any]:
+        if isinstance(self._value, GeneratorType):
+            frame = self._value.gi_frame
+            return {"position": "ended" if frame is None else f"{frame.f_lasti} {frame.f_locals!r}"}
+        return {"position": repr(self._value.__reduce__())}
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        pass
+
+
+def holders_of(value: Any) -> list[Holder]:
+    """The places that a value is, or has its attributes in."""
+    how = _how_held(type(value))
+    return how(value) if how is not None else []
+
+
+@lru_cache(maxsize=4096)
+def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
+    """How values of a type hold what they hold; None where they hold nothing that a step may change."""
+    if cls in CONTAINERS:
+        return lambda value: [Container(value)]
+    if issubclass(cls, FunctionType):
+        return lambda f: [Variables(f), *([Container(f.__dict__, named=True)] if f.__dict__ else [])]
+    if issubclass(cls, CACHE):
+        return lambda value: [Cache(value)]
+    if issubclass(cls, (*_ITERATORS, GeneratorType)):
+        return lambda value: [Position(value)]
+    if _package(cls) == "numpy":
+        return (lambda a: [Array(a)] if a.dtype.kind in "biufc" else []) if cls.__name__ == "ndarray" else None
+    if issubclass(cls, (*_OPAQUE, tuple, type(None))):
+        return None
+    slots = _slots(cls)
+
+    def of_object(value: Any) -> list[Holder]:
+        attributes = getattr(value, "__dict__", None)
+        found: list[Holder] = [] if attributes is None else [Container(attributes, named=True)]
+        return [*found, Attributes(value, slots)] if slots else found
+
+    return of_object
+
+
+def held_by_class(cls: type) -> tuple[Holder | None, list[Any]]:
+    """Of a class, without those that it derives from: the place of what can change, and its functions.
+
+    Of classes of torch and of Python itself there is nothing: nothing of theirs is a user's.
+    """
+    if _package(cls) in _NOBODYS:
+        return None, []
+    own = dict(vars(cls))
+    names = [name for name, value in own.items() if _changes(value) and not name.startswith("__")]
+    unwrapped = (getattr(value, "__func__", value) for value in own.values())
+    functions = [value for value in unwrapped if type(value) in (FunctionType, CACHE)]
+    return Attributes(cls, names) if names else None, functions
+
+
+def inside(value: Any) -> list[Any]:
+    """What a value holds beside its places: the elements of a tuple; what a bound method or a partial calls."""
+    if not _has_inside(type(value)):
+        return []
+    if isinstance(value, tuple):
+        return [*cast("tuple[Any, ...]", value)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):
+        return [value.__self__]  # the list of `list.append`
+    if isinstance(value, CACHE):
+        return [value.__wrapped__]
+    return []
+
+
+@lru_cache(maxsize=4096)
+def _has_inside(cls: type) -> bool:
+    return issubclass(cls, (tuple, MethodType, partial, BuiltinFunctionType, CACHE))
+
+
+_NOBODYS = frozenset(("torch", "builtins", *sys.stdlib_module_names))
+"""The packages whose classes and functions keep nothing of a user's."""
+
+
+_CHANGING = frozenset((*NUMBERS, *CONTAINERS, *_ITERATORS, GeneratorType, CACHE))
+
+
+def _changes(value: Any) -> bool:
+    """Can a global or a class's attribute change from step to step, or hold what does? A function's can."""
+    if isinstance(value, FunctionType):
+        return _package(value) not in _NOBODYS
+    return type(value) in _CHANGING or type(value).__name__ == "ndarray"
+
+
+def _package(value: Any) -> str:
+    """The top-level package that a class or function is from: "" of one made by `exec` (a dataclass's, fx's)."""
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a variable that is not assigned yet
+        return ABSENT
+
+
+def _slots(cls: type) -> list[str]:
+    names: Iterator[Any] = (getattr(one, "__slots__", ()) for one in cls.__mro__ if one.__module__ != "builtins")
+    flat = [name for some in names for name in ([some] if isinstance(some, str) else some)]
+    return [name for name in flat if name not in ("__dict__", "__weakref__")]
