@@ -40,7 +40,6 @@ from shardc.explain_kernels import Explained, explain_value
 from shardc.explain_transfers import cause_of
 from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
-from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
 from shardc.model_changes import CompiledModel, changed
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
@@ -52,18 +51,16 @@ from shardc.passes.fuse.traffic import traffic
 from shardc.passes.recompute import Recompute
 from shardc.pipelining import pipeline_of, tensor_mesh
 from shardc.plan import TOTAL, Plan
-from shardc.precision import HALF
 from shardc.program_inputs import complete_inputs, drawn_batch, model_state
 from shardc.rank import Rank
 from shardc.runtime.batch import batch_inputs, describe
-from shardc.runtime.eager import Witness, eager_outputs
 from shardc.runtime.index_check import IndexCheck
 from shardc.runtime.launch import Trainer
 from shardc.runtime.launch import launch as launch_program
 from shardc.runtime.microbatches import feeds, split
+from shardc.runtime.report import TOLERANCE, Report
 from shardc.runtime.result import StepResult
 from shardc.runtime.simulate import simulate
-from shardc.runtime.verify import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, TOLERANCE, Report, verify
 from shardc.stages import share
 from shardc.stages.costs import Costs
 from shardc.stages.engines import PipelineEngines
@@ -76,10 +73,10 @@ from shardc.stages.replay import replay
 from shardc.stages.sends import Transfer, transfers
 from shardc.stages.simulate import simulate_stages
 from shardc.stages.timeline import Timeline, costs_of
-from shardc.stages.verify import Stages
-from shardc.token_weights import bind_tokens, counted
+from shardc.token_weights import bind_tokens
 from shardc.trace import trace
 from shardc.trace_call import Call
+from shardc.verification import verify_program
 
 Module = TypeVar("Module", bound=type[nn.Module])
 
@@ -184,7 +181,7 @@ def compile(
             precision=precision,
             check_finite=check_finite,
         )
-        record |= {"fills": fills, "nonfinite": wanted.nonfinite}
+        record |= {"fills": fills, "nonfinite": wanted.nonfinite, "clip_grad_norm": wanted.clip_grad_norm}
     if optimizer is not None:
         rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
@@ -253,53 +250,19 @@ class Program(data.Program):
         params: Mapping[str, Tensor] | None = None,
         order: int | None = None,
     ) -> Report:
-        """Every rank simulated against the single device: loss, every gradient, every updated buffer.
+        """Every rank simulated against the single device, and that against the model as eager PyTorch trains it.
 
-        The reference is the traced graph; with the model at hand (and no random ops) also the eager model itself.
-        Floats are lifted to `dtype`, those that a library hard-codes to float32 too. The ranks of a pipeline take turns
-        as their lists allow: in one way, or, with an `order`, in one that this number picks.
+        Compared are the loss, every gradient and buffer, with an optimizer every parameter and state too, after two
+        steps of different batches where one leaves something to the next. Eager PyTorch is asked where the model is at
+        hand and draws no random numbers; whatever it changes is put back. Floats are lifted to `dtype`, those that a
+        library hard-codes to float32 too. The ranks of a pipeline take turns as their lists allow: in one way, or, with
+        an `order`, in one that this number picks.
         """
         self.refuse_changed_model()
         if dtype not in TOLERANCE:
             known = ", ".join(map(str, TOLERANCE))
             raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
-        eager, absent, near = self._witness(self.sample if batch is None else batch, dtype, params is not None)
-        subject = self.body if self.pipelined is None else Stages(self.pipelined, order)
-        return verify(subject, self.reference, self.inputs(batch, params), dtype, eager, absent, near)
-
-    def _witness(self, batch: Any, dtype: torch.dtype, other_params: bool) -> tuple[Witness | None, str, float]:
-        """What eager PyTorch computes, or why it cannot be asked; and how near the reference should come to it."""
-        near = EAGER_TOLERANCE
-        if self.model is None:
-            return None, "the program came from a file, without its model", near
-        if other_params or any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers())):
-            return None, "the parameters are not the model's own", near
-        if any(port.role == "seed" for port in self.reference.inputs):
-            return None, "the model draws random numbers, and torch draws others", near
-        own = {p.dtype for p in self.model.parameters()}
-        rounds = "precision" not in self.plan and own.isdisjoint(HALF)
-        if rounds and any(type_of(v).dtype in HALF for v in self.reference.values()):
-            near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
-        stored = model_state(self.model, self.reference)
-        counts = self._counts() if self.reference.tokens is not None else None
-        problem: Exception | None = None
-        # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
-        for kind in (dtype, *([None] if own == {torch.float32} else [])):
-            try:
-                found = eager_outputs(self.model, batch, self.loss, kind, self.reference.microbatches, stored, counts)
-            except Exception as failed:
-                problem = problem or failed
-            else:
-                return found, "", near if kind is not None else max(near, EAGER_OWN)
-        assert problem is not None
-        said = str(problem).strip().partition("\n")[0]
-        return None, f"a copy of the model does not run in {dtype}: {type(problem).__name__}: {said}", near
-
-    def _counts(self) -> Callable[[Any], int]:
-        """The tokens of a microbatch, for a loss that is weighted by them."""
-        tokens, names = self.reference.tokens, [p.name for p in self.reference.inputs if p.role == "input"]
-        assert tokens is not None
-        return lambda part: counted(batch_inputs(part, names)[tokens.input], tokens)
+        return verify_program(self, batch, dtype, params, order)
 
     def memory(self) -> MemoryReport | PipelineMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""

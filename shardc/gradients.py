@@ -24,9 +24,10 @@ from torch import fx
 
 from shardc.append import Append, module_of
 from shardc.ir.graph import Port, type_of
+from shardc.ir.microbatch import SCALE
 from shardc.ir.types import TensorType
 from shardc.passes.decompositions.table import canonical_dims
-from shardc.precision import HALF, SCALE, Precision
+from shardc.precision import HALF, Precision
 
 aten = torch.ops.aten
 EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s

@@ -125,6 +125,11 @@ class CompiledModel:
         """The values that the model has now are those that a trainer starts from."""
         self._state_versions = [version_of(t) for t in self._state]
 
+    def put_back(self) -> None:
+        """Tensors were written to for a while, and are now what they were."""
+        self.accept_values()
+        self._versions = [version_of(t) for t in self._constants]
+
 
 def changed(changes: list[str]) -> ShardcError:
     """The error for a model that is no longer as it was compiled."""

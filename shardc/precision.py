@@ -34,7 +34,6 @@ Within = Callable[[str], AbstractContextManager[None]]
 CAST = torch.ops.aten._to_copy.default
 KEEP_HINT = "let a module that mixes dtypes stay in its own: precision: {compute: ..., keep: [its name]}"
 HALF = (torch.bfloat16, torch.float16)
-SCALE = "loss:scale"  # the input that the loss is multiplied by
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, fx, nn
 
 from shardc import torch_compat
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.microbatch import SHARE
-from shardc.precision import SCALE, Casts, Precision, place_casts, refuse_mixed
+from shardc.ir.microbatch import SCALE, SHARE
+from shardc.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.trace_backward import Hooks, gradients
 from shardc.trace_buffers import buffers_after
 from shardc.trace_call import Call

@@ -105,6 +105,11 @@ class Snapshot:
                     found.append(Change(place, before, after))
         return found
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that lay in all those places."""
+        held = [(h.place, value) for h in self._held for value in h.items.values()]
+        return (value for _, value in _walked(held) if isinstance(value, Tensor))
+
     def clear_caches(self) -> None:
         """Empty the functions with `lru_cache` that remember more than they did."""
         for held in self._held:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import shardc
 from shardc import cli
 from shardc.ir.diagnostic import error
-from shardc.runtime.verify import TOLERANCE
+from shardc.runtime.report import TOLERANCE
 
 ROOT = Path(__file__).parent.parent
 MODEL = "examples/mlp.py:mlp"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.diagnostic import ShardcError
 
 
 class Complex(nn.Module):
@@ -61,8 +64,10 @@ def test_a_reference_that_is_not_the_model_is_told_in_its_own_dtype_too() -> Non
     model = OwnFloats()
     program = shardc.compile(model, torch.randn(8, 8), mesh="dp=2", plan={"inputs": {"x": "dp, -"}})
     assert program.verify().ok
-    model.scale = 1.1  # what was traced is another model now
-    report = program.verify()
+    model.scale = 1.1
+    with pytest.raises(ShardcError, match="SC124"):
+        program.verify()
+    report = replace(program, compiled=None).verify()
     assert not report.ok
     assert report.equal
 

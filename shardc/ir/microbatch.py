@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph, Role, info
 from shardc.ir.ops.accumulate import ACCUMULATE
 
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
+SCALE = "loss:scale"  # the state that the loss is multiplied by, where gradients are of half precision
 GIVEN: tuple[Role, ...] = ("input", "seed", "share")  # inputs that each microbatch is given
 FED: tuple[Role, ...] = (*GIVEN, "buffer")  # inputs that a microbatch has of its own
 MADE: tuple[Role, ...] = ("output", "buffer")  # and outputs

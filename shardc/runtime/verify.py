@@ -1,4 +1,4 @@
-"""Is the distributed program the single-device one? Run both, compare the loss, every gradient and updated buffer.
+"""Is the distributed program the single-device one? Run both, compare the loss, every gradient and all that is updated.
 
 Errors are relative (see `compare`), and allowed up to the tolerance or what rounding explains (see `rounding`), which
 is measured when one exceeds it. Ranks that should hold the same value and do not count as an error too. When something
@@ -17,148 +17,20 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, producer, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import SCALE
 from shardc.runtime.compare import SMALL_GRADIENT, floor_of, largest_gradient, magnitude, relative_error
+from shardc.runtime.instructions import Numerics
 from shardc.runtime.layout import assemble, replica_spread, shard
+from shardc.runtime.report import EAGER_TOLERANCE, TOLERANCE, Mismatch, Report, Row
 from shardc.runtime.rounding import rounding
 from shardc.runtime.simulate import run_reference, simulate
+from shardc.torch_compat import version_of
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-PLURALS = {
-    "loss": "losses",
-    "grad": "gradients",
-    "param": "parameters",
-    "state": "states",
-    "buffer": "buffers",
-    "output": "outputs",
-}
-WITNESSED = ("loss", "grad", "buffer")  # roles of what eager PyTorch finds before an optimizer's step
+CHANGED = "changed"  # role of a buffer that a step of eager PyTorch changed
+ROUNDED = 1e3  # times its own rounding: what an update is not measured below
 OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
-EAGER_TOLERANCE = 1e-5  # libraries hard-code float32 in places, where our graph computes in float64 throughout
-EAGER_OWN = 1e-2  # of a model that runs in its own float32 alone: it rounds, and small gradients show it
-EAGER_HALF = 1e-1  # of a model that casts to half precision itself
-
-
-@dataclass(frozen=True)
-class Row:
-    """One output compared. `eager_error` is the reference's own error against eager PyTorch, where that was given."""
-
-    role: str
-    name: str
-    error: float
-    shape: tuple[int, ...]
-    eager_error: float | None = None
-    explained: float = 0.0  # by rounding alone
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first instruction whose value is not that of its namesake on one device, and the ranks that hold it wrong."""
-
-    name: str
-    op: str
-    type: str
-    error: float
-    ranks: tuple[int, ...]
-    source: str = ""
-    source_text: str = ""
-    fqn: str = ""
-    cause: str = ""
-
-    def diagnostic(self) -> Diagnostic:
-        ranks = ", ".join(map(str, self.ranks))
-        return Diagnostic(
-            "SC505",
-            f"%{self.name} is the first value that is not the single device's, by {self.error:.1e}, on ranks {ranks}",
-            location=self.source or None,
-            source_text=self.source_text or None,
-            fqn=self.fqn or None,
-            tensor=f"%{self.name} : {self.type}",
-            op=self.op,
-            cause=self.cause or None,
-        )
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `verify` found; true when every row is within the tolerance."""
-
-    rows: tuple[Row, ...]
-    tolerance: float
-    dtype: torch.dtype
-    ranks: int
-    first_mismatch: Mismatch | None = None
-    absent: str = ""  # why eager PyTorch was not asked
-    eager_tolerance: float = EAGER_TOLERANCE
-
-    @property
-    def ok(self) -> bool:
-        return self.equal and (
-            self.eager_error is None or self.eager_error <= max(self.eager_tolerance, self.tolerance)
-        )
-
-    @property
-    def equal(self) -> bool:
-        """The distributed program is the single-device one, whatever eager PyTorch says."""
-        return all(self.within(row) for row in self.rows)
-
-    def within(self, row: Row) -> bool:
-        return row.error <= max(self.tolerance, row.explained)  # a NaN is not
-
-    @property
-    def max_rel_error(self) -> float:
-        """The worst error; infinite where one is not a number."""
-        return max((_number(row.error) for row in self.rows), default=0.0)
-
-    @property
-    def eager_error(self) -> float | None:
-        """The reference's worst error against eager PyTorch; None where that did not run."""
-        found = [_number(row.eager_error) for row in self.rows if row.eager_error is not None]
-        return max(found) if found else None
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        equal = self.equal
-        verdict = "equal to the single device" if equal else "DIFFERENT from the single device"
-        if equal and not self.ok:
-            verdict = "equal to the traced graph, but that is NOT what eager PyTorch computes"
-        error = f"error {self.max_rel_error:.1e}, tolerance {self.tolerance:.0e}"
-        lines = [f"{self.ranks} ranks in {name}: {verdict}; {error}{self._beyond() if equal else ''}"]
-        for role, many in PLURALS.items():
-            rows = sorted((row for row in self.rows if row.role == role), key=lambda row: -row.error)
-            if not rows:
-                continue
-            label = role if len(rows) == 1 else many
-            lines.append(f"  {len(rows):>4} {label:<10} {rows[0].error:.1e} at worst ({rows[0].name})")
-            if not self.ok:
-                wrong = [row for row in rows if not self.within(row)]
-                lines += [f"       {row.error:.1e}  {row.name} {list(row.shape)}" for row in wrong[:10]]
-                if len(wrong) > 10:
-                    lines.append(f"       and {len(wrong) - 10} more")
-        if self.eager_error is not None:
-            lines.append(f"  the single device against eager PyTorch: {self.eager_error:.1e}")
-            wrong = [row for row in self.rows if (row.eager_error or 0.0) > max(self.eager_tolerance, self.tolerance)]
-            lines += [f"       {row.eager_error:.1e}  {row.role} {row.name} {list(row.shape)}" for row in wrong[:10]]
-        elif self.absent:
-            lines.append(f"  eager PyTorch was not asked: {self.absent}")
-        if self.first_mismatch is not None:
-            lines += ["", self.first_mismatch.diagnostic().render()]
-        return "\n".join(lines)
-
-    def _beyond(self) -> str:
-        """Of a report that is equal: how much of the error beyond the tolerance rounding explains."""
-        beyond = [row for row in self.rows if row.error > self.tolerance]
-        return f", or up to {max(row.explained for row in beyond):.1e} where rounding explains it" if beyond else ""
-
-
-def _number(error: float) -> float:
-    return math.inf if math.isnan(error) else error
-
 
 Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]  # an output as ranks hold it
 
@@ -195,6 +67,7 @@ class Body:
     def run(
         self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
     ) -> dict[Port, torch.Tensor]:
+        consumed = Consumed(self.body)
         ports: dict[fx.Node, list[Port]] = {}
         for port, node in zip(self.body.outputs, self.body.output_values, strict=True):
             ports.setdefault(node, []).append(port)
@@ -202,8 +75,9 @@ class Body:
         def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
             for port in ports.get(node, ()):
                 returned(port, node, values)
+            consumed(node, values)
 
-        return simulate(self.body, inputs, dtype=dtype, observe=watch)
+        return simulate(self.body, inputs, dtype=dtype, observe=watch) | consumed.found(inputs)
 
     def first_mismatch(
         self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
@@ -223,6 +97,44 @@ class Body:
         return found[0] if found else None
 
 
+class Consumed:
+    """The gradients that an update consumes, which are no outputs; an observer of a run.
+
+    Those of a loss that was scaled are divided by its scale. A body that fuses a gradient into a kernel has it no more.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes = set(graph.gradients.values())  # one may be the gradient of several parameters
+        self._values: dict[fx.Node, Sequence[torch.Tensor]] = {}
+
+    def __call__(self, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        if node in self._nodes:
+            self._values[node] = values  # of several microbatches the last: the sum
+
+    def found(self, inputs: Mapping[str, torch.Tensor]) -> dict[Port, torch.Tensor]:
+        scale = float(inputs[SCALE]) if SCALE in inputs else 1.0
+        ranks = {node: dict(enumerate(values)) for node, values in self._values.items()}
+        mesh, gradients = self._graph.mesh, self._graph.gradients.items()
+        return {
+            Port("grad", name): assemble(ranks[node], type_of(node), mesh) / scale
+            for name, node in gradients
+            if node in ranks
+        }
+
+
+def reference_step(
+    reference: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+    numerics: Numerics | None = None,
+) -> dict[Port, torch.Tensor]:
+    """What the single device returns, and the gradients that its update consumes."""
+    consumed = Consumed(reference)
+    found = run_reference(reference, inputs, dtype=dtype, numerics=numerics, observe=consumed)
+    return found | consumed.found(inputs)
+
+
 def verify(
     subject: Graph | Subject,
     reference: Graph,
@@ -231,13 +143,15 @@ def verify(
     eager: Mapping[tuple[str, str], torch.Tensor] | None = None,
     absent: str = "",
     eager_tolerance: float = EAGER_TOLERANCE,
+    expected: Mapping[Port, torch.Tensor] | None = None,
 ) -> Report:
     """Compare all simulated ranks of a body, or of another subject, with `reference` on one device, in `dtype`.
 
-    Both are given the same global inputs.
+    Both are given the same global inputs, which neither may change.
 
-    `eager` gives what PyTorch itself finds, by (role, name) of the output, to compare the reference with in turn; a
-    gradient that only it finds is a failure. `absent` says why it is not given, for the report to say.
+    `eager` gives what PyTorch itself finds, by (role, name) of the output, to compare the reference with in turn. A
+    gradient that only it finds is a failure, and so is a buffer of role "changed" that the program does not return.
+    `absent` says why it is not given, for the report to say. `expected` is what `reference_step` has found already.
     """
     subject = Body(subject) if isinstance(subject, Graph) else subject
     spreads: dict[Port, float] = {}
@@ -245,29 +159,26 @@ def verify(
     def watch(port: Port, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
         spreads[port] = replica_spread(dict(enumerate(values)), type_of(node), subject.mesh)
 
-    expected = run_reference(reference, inputs, dtype=dtype)
+    versions = {name: version_of(value) for name, value in inputs.items()}
+    expected = reference_step(reference, inputs, dtype) if expected is None else expected
     found = subject.run(inputs, dtype, watch)
-    largest = largest_gradient(expected)
+    scales = _Scales(reference, inputs, expected, dtype)
     rows: list[Row] = []
     for port, want in expected.items():
-        assert port in found, f"nobody returns {port.role} '{port.name}'"
-        floor = floor_of(want, largest, dtype)
-        spread = spreads.get(port, 0.0) / max(magnitude(want), floor, sys.float_info.min)
-        error = max(relative_error(found[port], want, floor), spread)
-        checked = eager.get((port.role, port.name)) if eager and port.role in WITNESSED else None
-        rows.append(
-            Row(
-                port.role,
-                port.name,
-                error,
-                tuple(want.shape),
-                None if checked is None else relative_error(want, checked.to(want.dtype), floor),
-            )
-        )
-    if eager and any(row.role == "grad" for row in rows):
-        seen = {(row.role, row.name) for row in rows}
-        lost = [(name, g) for (role, name), g in eager.items() if role == "grad" and (role, name) not in seen]
-        rows += [Row("grad", name, 0.0, tuple(g.shape), math.inf) for name, g in lost if magnitude(g)]
+        returned = port in scales.returned
+        assert port in found or not returned, f"nobody returns {port.role} '{port.name}'"
+        floor = scales.floor(port)
+        error = 0.0
+        if port in found:
+            spread = spreads.get(port, 0.0) / max(magnitude(want), floor, sys.float_info.min)
+            error = max(relative_error(found[port], want, floor), spread)
+        checked = eager.get((port.role, port.name)) if eager else None
+        beside = None if checked is None else scales.eager_error(port, checked)
+        if port in found or beside is not None:
+            rows.append(Row(port.role, port.name, error, tuple(want.shape), beside))
+    written = [name for name, value in inputs.items() if version_of(value) != versions[name]]
+    rows += [Row("input", name, math.inf, tuple(inputs[name].shape)) for name in written]
+    rows += _lost(reference, rows, eager or {})
     slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
     tolerance = TOLERANCE[dtype] * slack
     report = Report(tuple(rows), tolerance, dtype, subject.ranks, None, absent, eager_tolerance)
@@ -277,7 +188,53 @@ def verify(
         report = replace(report, rows=explained)
     if report.equal:
         return report
-    return replace(report, first_mismatch=subject.first_mismatch(reference, inputs, dtype, SMALL_GRADIENT * largest))
+    floor = SMALL_GRADIENT * scales.largest
+    return replace(report, first_mismatch=subject.first_mismatch(reference, inputs, dtype, floor))
+
+
+class _Scales:
+    """What the errors of each output are measured against."""
+
+    def __init__(
+        self,
+        reference: Graph,
+        inputs: Mapping[str, torch.Tensor],
+        expected: Mapping[Port, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self.returned = set(reference.outputs)
+        self._inputs, self._expected, self._dtype = inputs, expected, dtype
+        self.largest = largest_gradient({port: value for port, value in expected.items() if port in self.returned})
+        self._largest_of_all = largest_gradient(expected)
+
+    def floor(self, port: Port) -> float:
+        largest = self.largest if port in self.returned else self._largest_of_all
+        return floor_of(self._expected[port], largest, self._dtype)
+
+    def eager_error(self, port: Port, checked: torch.Tensor) -> float:
+        """How far the reference is from eager PyTorch: of a parameter, in what the step adds to it."""
+        want = self._expected[port]
+        lowest = torch.finfo(checked.dtype).eps if checked.is_floating_point() else 0.0
+        checked = checked.to(want.dtype).reshape(want.shape) if checked.numel() == want.numel() else checked
+        if checked.shape != want.shape:
+            return math.inf
+        if port.role != "param" or port.name not in self._inputs:
+            return relative_error(want, checked, self.floor(port))
+        before = self._inputs[port.name].to(want.dtype)
+        return relative_error(want - before, checked - before, ROUNDED * lowest * magnitude(before))
+
+
+def _lost(reference: Graph, rows: Sequence[Row], eager: Mapping[tuple[str, str], torch.Tensor]) -> list[Row]:
+    """What eager PyTorch changes and the program does not return."""
+    names = {name: port.name for port in reference.inputs for name in (port.name, *port.aliases)}
+    seen = {(row.role, row.name) for row in rows}
+    lost: list[Row] = []
+    for (role, name), value in eager.items():
+        gradient = role == "grad" and any(row.role == "grad" for row in rows) and magnitude(value) > 0
+        kind = "buffer" if role == CHANGED else role
+        if (gradient or role == CHANGED) and (kind, names.get(name, name)) not in seen:
+            lost.append(Row(kind, name, 0.0, tuple(value.shape), math.inf))
+    return lost
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, Port, info
+from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.mesh import Mesh
-from shardc.runtime.verify import Body, Mismatch, Namesakes, Returned
+from shardc.runtime.report import Mismatch
+from shardc.runtime.verify import Body, Consumed, Namesakes, Returned
 from shardc.stages.program import Pipelined
 from shardc.stages.simulate import Choose, first, simulate_stages
 
@@ -43,14 +44,24 @@ class Stages:
     def run(
         self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
     ) -> dict[Port, torch.Tensor]:
-        return simulate_stages(
+        consumed = Consumed(self.program.body)
+        named = {info(node).name: node for node in self.program.body.gradients.values()}
+
+        def watch(_: int, at: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            known = named.get(info(node).name)
+            if at < 0 and known is not None and type_of(known) == type_of(node):
+                consumed(known, values)
+
+        outputs = simulate_stages(
             self.program,
             inputs,
             dtype=dtype,
             choose=in_order(self.order),
             buffered=self.order is not None,
             returned=returned,
+            observe=watch,
         )
+        return outputs | consumed.found(inputs)
 
     def first_mismatch(
         self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float

@@ -15,12 +15,12 @@ from torch import fx, nn
 
 from shardc import Mesh, Plan, compiler
 from shardc.api import Program, bind
+from shardc.eager_training import EagerTraining
 from shardc.ir.annotation import Annotation
 from shardc.ir.graph import info, op_name, operands, type_of
 from shardc.ir.placement import Placement
 from shardc.rules.registry import find_rule
 from shardc.runtime.compare import floor_of, magnitude, relative_error
-from shardc.runtime.eager import eager_outputs
 from shardc.runtime.simulate import run_reference
 from shardc.trace import Traced, trace
 from tests.in_double import InDouble
@@ -86,8 +86,8 @@ def test_equal_to_one_device_and_to_eager(compiled: Compiled, mesh: str) -> None
 def test_only_hard_coded_float32_tells_eager_apart(compiled: Compiled) -> None:
     program = compiled.programs[MESHES[0]]
     found = run_reference(program.reference, program.inputs(), dtype=torch.float64)
-    with InDouble():
-        eager = eager_outputs(compiled.module, program.sample, program.loss, torch.float64)
+    with InDouble(), EagerTraining(compiled.module, program.loss).active() as training:
+        eager = training.step(program.sample)
     largest = max(magnitude(value) for port, value in found.items() if port.role == "grad")
     for port, value in found.items():
         floor = floor_of(value, largest, torch.float64)

@@ -18,8 +18,9 @@ from shardc.ir.placement import Placement
 from shardc.ir.program import Program
 from shardc.ir.text import print_graph
 from shardc.passes.seed import Bound
+from shardc.runtime.report import Report
 from shardc.runtime.simulate import run_reference, simulate
-from shardc.runtime.verify import Report, verify
+from shardc.runtime.verify import verify
 
 # What a random plan may be refused for: dims that no axis can shard, blocks that do not fit. Other codes are bugs here.
 LEGITIMATE = {"SC206", "SC203", "SC207", "SC302"}

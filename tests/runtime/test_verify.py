@@ -8,7 +8,8 @@ import torch
 from shardc.ir.graph import Graph, info
 from shardc.ir.mesh import Mesh
 from shardc.runtime.compare import relative_error
-from shardc.runtime.verify import Report, Row, verify
+from shardc.runtime.report import Report, Row
+from shardc.runtime.verify import verify
 from tests.handmade import MESH, Builder, aten, mlp, mlp_inputs
 
 
