@@ -102,7 +102,10 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
 def distribute(graph: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] = Fuse) -> Graph:
     """One rank's body of a normalised graph, which it consumes; or what it is after the pass `last`."""
     todo = passes(bound, _cuts(graph, bound), options)
-    return run(graph, todo[: 1 + next(i for i, one in enumerate(todo) if isinstance(one, last))], options)
+    body = run(graph, todo[: 1 + next(i for i, one in enumerate(todo) if isinstance(one, last))], options)
+    if options.recompute.mode == "budget":
+        options.recompute.settle(body)
+    return body
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

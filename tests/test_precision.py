@@ -277,7 +277,7 @@ dtypes = st.sampled_from([None, "bf16", "fp16", REDUCE_HALF, {"compute": "bf16",
 
 
 @pytest.mark.slow
-@settings(max_examples=max(15, settings().max_examples // 100))  # whole steps of other models are drawn in properties/
+@settings(max_examples=max(8, settings().max_examples // 100))  # whole steps of other models are drawn in properties/
 @given(
     st.sampled_from(["mlp", "gpt2", "cnn"]), storages, dtypes, st.sampled_from([1, 2]), st.sampled_from([None, 0.5]),
     st.sampled_from(["none", "full"]), st.sampled_from([None, "skip"]), st.booleans(),

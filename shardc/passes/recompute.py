@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from shardc.cost.flops import COUNTS, node_flops
+from shardc.cost.memory import memory
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, op_name, operands, producer, replace_operands, results, set_info, type_of
@@ -74,6 +75,16 @@ class Recompute(Pass):
         _rewrite(graph, forward, dropped(found))
         graph.erase_dead()
         return graph
+
+    def settle(self, body: Graph) -> None:
+        """Say SC214, or no more, of a body as its ranks run it: by the activations that `cost.memory` counts.
+
+        The choice itself is made with room for temporaries, which live beside them.
+        """
+        body.diagnostics = [d for d in body.diagnostics if d.code != "SC214"]
+        held = memory(body).row("activations").most
+        if self.mode == "budget" and held > self.budget:
+            body.diagnostics.append(self._too_much(held))
 
     def _tradeoff(self, forward: _Forward, segment: str) -> tuple[Tradeoff, list[fx.Node]]:
         """A segment's choices, and the values that its storages stand for."""

@@ -1,8 +1,9 @@
 """The compile gate: what CI compiles of it passes on two architectures, it refuses what it is there to refuse, and what
 programs launch is among what it compiles.
 
-For sm_90 every template in every dtype and variant, its kernels for long rows, and every plan of the generator; one in
-three of these for sm_80. The rest, every width and every combination of operands, is `make gate-kernels`.
+For sm_90 every template in every dtype and variant, its kernels for long rows, and every plan of the generator: every
+second of these in all runs, the others, and one in three for sm_80, with the long tests. The rest, every width and
+every combination of operands, is `make gate-kernels`.
 """
 
 from collections.abc import Callable
@@ -38,8 +39,8 @@ def quick(arch: int) -> list[gate.Source]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.long) for part in range(2, PARTS))])
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.long)])
 def test_kernels_pass(arch: int, part: int) -> None:
     lines = gate.measured(quick(arch)[part::PARTS], arch)
     assert [line for line in lines if line["problems"]] == []

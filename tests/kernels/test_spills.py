@@ -99,6 +99,7 @@ def test_where_triton_interprets_nothing_is_compiled(monkeypatch: pytest.MonkeyP
     assert launch.limit(launch.Launch("test_spills.interpreted", (1, 1, 1), (torch.empty(8),), {}, 4)) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "template", "cols"), [(80, "layer_norm_backward", 1024), (90, "rms_norm_backward", 5001)]
 )

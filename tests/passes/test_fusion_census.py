@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.fusion_census import body_of, census, inductor
 
 BEST = ((True, False),)  # of language models: by the rule of GPUs, the graph as it is
 
 
+@pytest.mark.long
 def test_fewer_bytes_than_inductor() -> None:
     inductor([body_of("gpt2", 1, True)], BEST)
     for model in ("gpt2", "llama"):

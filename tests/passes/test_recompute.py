@@ -15,7 +15,7 @@ from torch import fx
 
 import shardc
 from shardc.cost.flops import COUNTS, flops
-from shardc.ir.collectives import KINDS
+from shardc.ir.collectives import KINDS, human_bytes
 from shardc.ir.graph import Graph, Port, info, op_name, operands, producer
 from shardc.ir.storages import storages
 from shardc.passes.recompute import Recompute, segment_of
@@ -206,6 +206,17 @@ def test_an_impossible_budget() -> None:
     assert run(program)[2] <= run(replanned(program, recompute="full"))[2]
     with pytest.raises(shardc.ShardcError, match="SC214"):
         compiled("gpt2", {"budget": "1 KiB"}, strict=True)
+
+
+def test_the_warning_counts_what_the_memory_report_calls_activations() -> None:
+    least = compiled("gpt2", {"budget": "1 KiB"})
+    held = least.memory().row("activations").most  # pyright: ignore[reportAttributeAccessIssue]
+    (said,) = [d for d in least.diagnostics if d.code == "SC214"]
+    assert f"activations take {human_bytes(held)} a rank" in said.message
+    for budget in (held, held - 1):
+        enough = replanned(least, recompute={"budget": budget})
+        assert enough.memory().row("activations").most == held  # pyright: ignore[reportAttributeAccessIssue]
+        assert ("SC214" in {d.code for d in enough.diagnostics}) == (budget < held)
 
 
 @st.composite

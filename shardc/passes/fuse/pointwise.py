@@ -35,6 +35,9 @@ def relu6(m: Make, x: Operand) -> Operand:
     return m.limited(x, 0.0, 6.0)
 
 
+ONE_SIXTH = 0.16666667163372040  # of float32: torch's constant for hardsigmoid's gradient, in float64 too
+
+
 def _gate(m: Make, x: Operand) -> Inner:
     """min(max(x + 3, 0), 6)"""
     return m.limited(m.add(x, 3.0), 0.0, 6.0)
@@ -49,7 +52,7 @@ def hardsigmoid(m: Make, x: Operand) -> Operand:
 @lower(aten.hardsigmoid_backward.default)
 def hardsigmoid_backward(m: Make, g: Operand, x: Operand) -> Operand:
     m.floating(g, x)
-    return m.choose(_between(m, x, -3.0, 3.0), m.mul(g, 1 / 6), 0.0)
+    return m.choose(_between(m, x, -3.0, 3.0), m.mul(g, ONE_SIXTH), 0.0)
 
 
 @lower(aten.hardswish.default)
