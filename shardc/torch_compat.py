@@ -11,10 +11,12 @@ from __future__ import annotations
 import gc
 import inspect
 import operator
+import pickle
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
@@ -633,3 +636,57 @@ def job_store() -> Any:
 def stored_at(info: Any) -> tuple[str, int, int]:
     """File, offset and length of an item of a distributed checkpoint; torch keeps the class of what says so private."""
     return info.relative_path, info.offset, info.length
+
+
+# What an index of torch.distributed.checkpoint is made of; nothing of it runs when it is read.
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath"},
+    "pathlib._local": {"Path", "PosixPath"},
+}
+
+
+class ForeignIndexError(Exception):
+    """An index that names something else than an index does, or is cut short. Its text ends "the index ..."."""
+
+
+class _IndexReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _INDEX_CLASSES.get(module, ()):
+            raise ForeignIndexError(f"names {module}.{name}, which is no part of an index")
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise ForeignIndexError("refers to something outside of it")
+
+
+def read_index(path: Path) -> Metadata:
+    """The index that torch.distributed.checkpoint keeps as a pickle, by an allow-list of its classes.
+
+    Raises ForeignIndexError for all that is none. What it says is not checked.
+    """
+    try:
+        with path.open("rb") as file:
+            found = _IndexReader(file).load()
+    except ForeignIndexError:
+        raise
+    except Exception as failure:
+        raise ForeignIndexError(f"cannot be read: {type(failure).__name__}") from None
+    if type(found) is not Metadata:
+        raise ForeignIndexError("is no index of tensors")
+    for name in ("state_dict_metadata", "storage_data"):
+        if not hasattr(found, name):
+            raise ForeignIndexError(f"has no {name}")
+    return found

@@ -11,11 +11,13 @@ never costs the checkpoint before. All ranks must call each of these; what fails
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +30,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import DTYPE_NAMES, TensorType
-from shardc.runtime.checkpoint_folder import Manifest, Piece, Stored, find
-from shardc.runtime.checkpoint_planners import Held, LoadShards, SaveShards, Writer, names_of, writes
+from shardc.runtime.checkpoint_folder import find, temporary
+from shardc.runtime.checkpoint_lock import FolderLock
+from shardc.runtime.checkpoint_manifest import MANIFEST, Manifest, Piece, Stored
+from shardc.runtime.checkpoint_planners import Held, LoadShards, Reader, SaveShards, Writer, names_of, writes
 from shardc.torch_compat import stored_at
 
 T = TypeVar("T")
@@ -92,6 +96,18 @@ class Checkpoints:
         self._job = whole or mesh
         self._pending: Saving | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._locks: dict[Path, FolderLock] = {}  # of the job's first rank
+
+    def reserve(self, path: str | Path) -> None:
+        """Take the folder for this job, until `close`. Raises ShardcError (SC551) on every rank if another has it."""
+        place = Path(path).absolute()
+
+        def acquire() -> None:
+            if self.own == 0:
+                with suppress(OSError):  # where no lock can be written nothing can: the save says so
+                    self._locks.setdefault(place, FolderLock(place)).acquire()
+
+        self.agreed(acquire)
 
     def save(
         self, path: str | Path, held: Mapping[str, Held], position: Position, asynchronous: bool = False
@@ -99,6 +115,7 @@ class Checkpoints:
         """Write a checkpoint, in place of the one at `path` if there is one."""
         self.settle()
         place = Path(path).absolute()
+        self.reserve(place)
         held = {name: self._own(one) for name, one in held.items()}
         extra = _plain(position.extra)
         stored = {name: Stored(one.role, one.aliases) for name, one in held.items()}
@@ -119,11 +136,11 @@ class Checkpoints:
         place = Path(path).absolute()
         held = {name: self._own(one) for name, one in held.items()}
 
-        def opened() -> tuple[Path, Manifest, LoadShards, dcp.FileSystemReader]:
+        def opened() -> tuple[Path, Manifest, LoadShards, Reader]:
             folder = find(place)
             manifest = Manifest.read(folder)
-            reader = dcp.FileSystemReader(folder)
-            metadata = reader.read_metadata()
+            metadata = manifest.index(folder)
+            reader = Reader(folder, metadata)
             named = names_of(list(metadata.state_dict_metadata), held)
             _check_fit(place, held, named, manifest, metadata, strict)
             planner = LoadShards({own: held[name] for name, own in named.items()}, self.mesh, self.rank)
@@ -172,6 +189,21 @@ class Checkpoints:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+            for lock in self._locks.values():
+                lock.release()
+            self._locks.clear()
+
+    def together(self, step: int, seconds: float = 10.0) -> bool:
+        """Have all ranks of the job made as many steps, and do all ask within so many seconds?"""
+        if self.group is None:
+            return True
+        try:
+            dist.monitored_barrier(self.group, timedelta(seconds=seconds))
+            steps: list[int] = [step] * dist.get_world_size(self.group)
+            dist.all_gather_object(steps, step, group=self.group)
+        except RuntimeError:
+            return False
+        return steps == [step] * len(steps)
 
     def _own(self, held: Held) -> Held:
         """Alone, a process holds every tensor whole, whatever the program would have its ranks hold."""
@@ -200,20 +232,25 @@ class Checkpoints:
         own = {name: one for name, one in held.items() if self._writes(name, one)}
         planner, tensors = SaveShards(own, self.mesh, self.rank), _tensors(held)
         with _explained(f"the checkpoint {path} could not be written", blame), _quietly():
-            dcp.save(
-                tensors, storage_writer=Writer(path, manifest), planner=planner,
-                process_group=self.group, no_dist=self.group is None,
-            )  # fmt: skip
+            try:
+                dcp.save(
+                    tensors, storage_writer=Writer(path, manifest), planner=planner,
+                    process_group=self.group, no_dist=self.group is None,
+                )  # fmt: skip
+            except BaseException:
+                if self.own == 0 and not (temporary(path, manifest.step) / MANIFEST).exists():  # half written
+                    shutil.rmtree(temporary(path, manifest.step), ignore_errors=True)
+                raise
 
 
 def load_state_dict(path: str | Path, roles: Sequence[str] = ("param", "buffer")) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, whole, under all the model's names; `roles` may ask for "state", the optimizer's."""
     folder = find(Path(path).absolute())
     manifest = Manifest.read(folder)
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = manifest.index(folder).state_dict_metadata
     held: dict[str, Held] = {}
     for name, one in manifest.tensors.items():
-        kind = stored[name]
+        kind = stored.get(name)
         if one.role in roles and isinstance(kind, TensorStorageMetadata):
             tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
             held[name] = Held(tensor, TensorType.of(tensor), one.role, one.aliases)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -45,7 +45,8 @@ from torch.futures import Future
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.runtime.checkpoint_folder import METADATA, Manifest, begin, crc_of, publish, temporary
+from shardc.runtime.checkpoint_folder import begin, publish, temporary
+from shardc.runtime.checkpoint_manifest import METADATA, Manifest, crc_of
 from shardc.runtime.layout import shard_slices
 from shardc.torch_compat import stored_at
 
@@ -231,6 +232,17 @@ class Writer(FileSystemWriter):
         files = {one.name: one.stat().st_size for one in sorted(self._folder.iterdir())}
         replace(self._manifest, files=files, checks=rows).write(self._folder)
         publish(self._folder, self._place)
+
+
+class Reader(FileSystemReader):
+    """Reads by an index that was checked, and not by the one that torch would unpickle."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
 
 
 def names_of(stored: Sequence[str], held: Mapping[str, Held]) -> dict[str, str]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardc.ir.diagnostic import error
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint import Checkpoints
 from shardc.runtime.checkpoint_folder import sync
@@ -36,16 +37,38 @@ def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_
     def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
         if first:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, str(folder / f"{name}.tmp"), {"format": "pt"})
-            with (folder / f"{name}.tmp").open("rb+") as file:
-                os.fsync(file.fileno())
+            with _written(folder, files):
+                save_file(tensors, str(folder / f"{name}.tmp"), {"format": "pt"})
+                with (folder / f"{name}.tmp").open("rb+") as file:
+                    os.fsync(file.fileno())
 
     for name, names in files.items():
         tensors = {one: whole for one in names if (whole := gathered(place, one, held[one])) is not None}
         place.agreed(lambda name=name, tensors=tensors: write(name, tensors))
-    if first:
-        _put_in_place(folder, files, sum(one.type.numel() * one.type.dtype.itemsize for one in held.values()))
-    place.agreed(lambda: None)
+
+    def finish() -> None:
+        if first:
+            with _written(folder, files):
+                _put_in_place(folder, files, sum(one.type.numel() * one.type.dtype.itemsize for one in held.values()))
+
+    place.agreed(finish)
+
+
+@contextmanager
+def _written(folder: Path, files: Mapping[str, list[str]]) -> Generator[None]:
+    """What goes wrong with files as SC408, for instance a full disk, which does not stay full of what is half done."""
+    try:
+        yield
+    except ShardcError:
+        raise
+    except Exception as failure:  # safetensors has a class of its own for what the system refuses
+        for name in (*files, INDEX):
+            with suppress(OSError):
+                (folder / f"{name}.tmp").unlink(missing_ok=True)
+        message = f"the weights could not be written to {folder}: {type(failure).__name__}: {failure}"
+        raise error(
+            "SC408", message, hint="weights that were there before are as they were, or were replaced"
+        ) from failure
 
 
 def gathered(place: Checkpoints, name: str, held: Held) -> torch.Tensor | None:

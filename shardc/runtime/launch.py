@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ from shardc.runtime.checkpoint_planners import Held
 from shardc.runtime.engine import Engine, Engines, OneBody
 from shardc.runtime.export import export
 from shardc.runtime.index_check import IndexCheck
-from shardc.runtime.loop import Metrics, train
+from shardc.runtime.loop import Metrics, Run, train
 from shardc.runtime.microbatches import Feed, feeds
 from shardc.runtime.nonfinite import nonfinite
 from shardc.runtime.result import StepResult, Tensors
@@ -78,6 +77,9 @@ class Trainer:
         }
         self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
+        self._checkpoints: Checkpoints | None = None
+        self.run = Run()
+        self.intact = True  # no step was left halfway: its error may have come after it wrote over the state
 
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
@@ -85,8 +87,10 @@ class Trainer:
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
         held, fed = self.state | rates, self._feeds(batch)
+        self.intact = False
         result = StepResult.of(self.body, self.engine.run(held, fed, self.steps))
         if self._raises and result.finite is not None and not result.finite:
+            self.intact = True
             raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(held, fed))
         self._grads = result.grads
         self._finite = result.finite
@@ -96,6 +100,7 @@ class Trainer:
         for name, value in result.updates.items():
             self.state[name] = self._as_input(self._inputs[name][0].role, name, value)
         self.steps += 1
+        self.intact = True
         return result
 
     def train(self, batches: Iterable[Any], steps: int, **options: Any) -> Iterator[Metrics]:
@@ -147,9 +152,10 @@ class Trainer:
             found |= dict.fromkeys((name, *port.aliases), whole.clone() if whole is held else whole)
         return found
 
-    @cached_property
+    @property
     def checkpoints(self) -> Checkpoints:
-        return self.engine.checkpoints()
+        self._checkpoints = self._checkpoints or self.engine.checkpoints()
+        return self._checkpoints
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> Saving:
         """Write a checkpoint of all state, with `extra` (plain data) beside it; every rank must call it.
@@ -164,6 +170,7 @@ class Trainer:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
         position = self.checkpoints.load(path, self._held(), strict)
         self.steps, self.seed, self._grads = position.step, position.seed, None
+        self.intact, self.run = True, Run()
         return dict(position.extra)
 
     def export_safetensors(self, path: str | Path) -> None:
@@ -182,8 +189,8 @@ class Trainer:
         The other ranks hear of a failure, if that is why.
         """
         try:
-            if "checkpoints" in self.__dict__:
-                self.checkpoints.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
         finally:
             self.engine.close(failure)
 

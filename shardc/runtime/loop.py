@@ -5,26 +5,33 @@
 
 Started again with the same arguments, it goes on where the last whole checkpoint stands, and makes the very steps that
 it would have made: parameters, optimizer state, seed and step are the checkpoint's, with the schedule and the learning
-rates, and what of the batches was trained on is skipped.
+rates, and what of the batches was trained on is passed over. Called once more (a second epoch), it trains on all that
+it is given.
 """
 
 from __future__ import annotations
 
+import inspect
 import resource
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from shardc.ir.collectives import human_bytes
+from shardc.ir.diagnostic import error
+from shardc.runtime.checkpoint import Checkpoints
+from shardc.runtime.checkpoint_folder import present
 from shardc.torch_compat import count_optimizer_step
 
 
@@ -56,6 +63,12 @@ class Steps(Protocol):
     def leads(self) -> bool: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def checkpoints(self) -> Checkpoints: ...
+
+    run: Run
+    intact: bool  # no step was left halfway
+
     def step(self, batch: Any) -> Any: ...
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None, asynchronous: bool) -> Any: ...
     def load(self, path: str | Path) -> dict[str, Any]: ...
@@ -96,6 +109,24 @@ class Metrics:
         return "  ".join([*parts, *(["skipped"] if self.skipped else [])])
 
 
+@dataclass
+class Run:
+    """Where a trainer stands in its calls of `train`."""
+
+    place: Path | None = None  # the checkpoint that holds the trainer's state,
+    step: int = -1  # at this step
+    begun: int | None = None  # the step at which the batches began that a checkpoint was made among
+
+    def take_up(self, trainer: Steps, place: Path, scheduler: Scheduler | None) -> None:
+        """Go on from a checkpoint, if there is one that the trainer does not stand at."""
+        if present(place) and (self.place, self.step) != (place, trainer.steps):
+            extra = trainer.load(place)
+            trainer.run = self
+            _restore(extra, scheduler)
+            self.begun = int(extra.get("begun", 0))
+            self.place, self.step = place, trainer.steps
+
+
 def train(
     trainer: Steps,
     batches: Iterable[Any],
@@ -109,31 +140,112 @@ def train(
 ) -> Iterator[Metrics]:
     """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
 
-    `checkpoint` is saved every so many steps, in the background, and after the last one. Where it exists already,
-    training goes on from it (unless `resume` is false): `batches` starts from the beginning all the same, and the
-    first ones are passed over. The `scheduler` steps after each step. The leading rank shows a line: on a terminal
-    one that is renewed, else about twenty over the whole run, on standard error.
+    `checkpoint` is saved every so many steps, in the background, and at the end: after the last step or the last batch,
+    and where an error, an interruption or the caller ends the loop between two steps (of a job's ranks, where all end
+    at the same one). Where it exists already, training goes on from it (unless `resume` is false): `batches` starts
+    from the beginning all the same, and those that were trained on are passed over. A later call of the same trainer
+    passes over nothing: it trains on what it is given. The `scheduler` steps after each step. The leading rank shows a
+    line: on a terminal one that is renewed, else about twenty over the whole run, on standard error.
+
+    Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a scheduler that wants a metric.
     """
-    if checkpoint is not None and resume and Path(checkpoint).exists():
-        _restore(trainer.load(checkpoint), scheduler)
+    check_scheduler(scheduler)
+    place = None if checkpoint is None else Path(checkpoint).absolute()
+    run = trainer.run
+    if place is not None:
+        trainer.checkpoints.reserve(place)
+        if resume:
+            run.take_up(trainer, place, scheduler)
+    if trainer.steps > steps:  # it was saved in a later call, which will come
+        return
+    begun = trainer.steps if run.begun is None else run.begun
+    run.begun = None
     saved = trainer.steps
     line = _Line(trainer.steps, steps) if progress and trainer.leads else None
-    with line or nullcontext():
-        for batch in islice(batches, trainer.steps, steps):
-            start = time.perf_counter()
-            result = trainer.step(batch)
-            metrics = measure(result, batch, trainer, start, _rates(scheduler))
-            if scheduler is not None:
-                count_optimizer_step(scheduler.optimizer)
-                scheduler.step()
-            if checkpoint is not None and every and trainer.steps % every == 0:
-                trainer.save(checkpoint, extra=_position(scheduler), asynchronous=True)
-                saved = trainer.steps
-            if line is not None:
-                line.show(metrics)
-            yield metrics
-        if checkpoint is not None and saved != trainer.steps:
-            trainer.save(checkpoint, extra=_position(scheduler), asynchronous=False)
+
+    def save(asynchronous: bool) -> None:
+        nonlocal saved
+        if place is not None and saved != trainer.steps:
+            trainer.save(place, extra={"begun": begun, **_position(scheduler)}, asynchronous=asynchronous)
+            saved = run.step = trainer.steps
+            run.place = place
+
+    skipped = trainer.steps - begun
+    with line or nullcontext(), Interruptions() as interruptions:
+        try:
+            for batch in islice(batches, skipped, skipped + steps - trainer.steps):
+                start = time.perf_counter()
+                with interruptions.later():
+                    result = trainer.step(batch)
+                    metrics = measure(result, batch, trainer, start, _rates(scheduler))
+                    if scheduler is not None:
+                        count_optimizer_step(scheduler.optimizer)
+                        scheduler.step()
+                if every and trainer.steps % every == 0:
+                    save(asynchronous=True)
+                if line is not None:
+                    line.show(metrics)
+                yield metrics
+        except BaseException:
+            with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
+                if place is not None and trainer.intact and trainer.checkpoints.together(trainer.steps):
+                    save(asynchronous=False)
+            raise
+        save(asynchronous=False)
+
+
+def check_scheduler(scheduler: Scheduler | None) -> None:
+    """Raise ShardcError (SC552) for a scheduler whose step needs an argument, as ReduceLROnPlateau's metric."""
+    if scheduler is None:
+        return
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        name = type(scheduler).__name__
+        hint = "step it in the loop over train(...), with the metric: scheduler.step(metrics.loss)"
+        raise error("SC552", f"{name} wants a metric at each step, which train does not have", hint=hint) from None
+
+
+class Interruptions:
+    """SIGINT and SIGTERM between steps, not within: what came during one is raised when it is done.
+
+    Only in the main thread, and only where nobody has taken the signal already.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._busy, self._came = False, 0
+
+    def __enter__(self) -> Interruptions:
+        if threading.current_thread() is threading.main_thread():
+            for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+                if signal.getsignal(number) is usual:
+                    self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def later(self) -> Generator[None]:
+        """While this is entered, signals wait. A second one does not."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+        if self._came:
+            self._end()
+
+    def _heard(self, number: int, _: object) -> None:
+        again, self._came = bool(self._came), number
+        if again or not self._busy:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        number, self._came = self._came, 0
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def measure(

@@ -15,7 +15,7 @@ from examples.gpt2 import gpt2
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.runtime.checkpoint import load_state_dict
-from shardc.runtime.checkpoint_folder import Manifest
+from shardc.runtime.checkpoint_manifest import Manifest
 from shardc.runtime.launch import launch
 from tests.distributed.ranks import start
 from tests.handmade import mlp, mlp_inputs

@@ -28,7 +28,7 @@ from shardc.ir.types import Atom, TensorType
 from shardc.plan import Plan
 from shardc.runtime import checkpoint_planners
 from shardc.runtime.checkpoint import Checkpoints, Position, load_state_dict
-from shardc.runtime.checkpoint_folder import MANIFEST
+from shardc.runtime.checkpoint_manifest import MANIFEST
 from shardc.runtime.checkpoint_planners import Held, chunks_of, writes
 from shardc.runtime.export import export
 from shardc.runtime.launch import Trainer, launch
@@ -178,7 +178,7 @@ def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
     other.load(str(tmp_path / "ck"))
     assert same(other.state, want)
     assert (other.steps, other.seed) == (2, 3)
-    assert [one.name for one in tmp_path.iterdir()] == ["ck"]
+    assert {one.name for one in tmp_path.iterdir()} == {"ck", "ck.lock"}
     assert stepped(other, 2) == stepped(trainer, 2)
 
 
@@ -252,16 +252,18 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None
             break
         check(f"killed before event {event}")
         if seen == {0, 1}:  # begin again from the one before, to kill at the rest
-            shutil.rmtree(path, ignore_errors=True)
-            shutil.rmtree(tmp_path / "ck.tmp-replaced", ignore_errors=True)
-            start = small()
-            start.save(path)
+            for folder in tmp_path.glob("ck*"):
+                shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+            with small() as start:
+                start.save(path)
         moments = event
     assert moments > 12
     assert seen == {0, 1}
     check("not killed")
     assert reader.steps == 1
-    assert [one.name for one in tmp_path.iterdir()] == ["ck"]
+    assert {one.name for one in tmp_path.iterdir()} == {"ck", "ck.lock"}
+    trainer.close()
+    assert {one.name for one in tmp_path.iterdir()} == {"ck"}
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

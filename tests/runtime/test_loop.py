@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.loop import Metrics, count_items
 
 
@@ -60,15 +66,101 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
 
 
 def test_stopped_between_checkpoints_goes_back_to_the_last(tmp_path: Path) -> None:
+    """A process that is killed says nothing; one whose caller ends the loop leaves a checkpoint of its last step."""
     whole = run(6, None)
     trainer, scheduler = started()
     with trainer:
         for metrics in trainer.train(batches(), 6, checkpoint=tmp_path / "run", every=2, scheduler=scheduler):
             if metrics.step == 5:
+                trainer.checkpoints.settle()
+                shutil.copytree(tmp_path / "run", tmp_path / "killed")
                 break
+    for folder, steps in (("killed", [5, 6]), ("run", [6])):
+        rest = run(6, tmp_path / folder)
+        assert [m.step for m in rest] == steps
+        assert [m.loss for m in rest] == [m.loss for m in whole[steps[0] - 1 :]]
+
+
+def epochs(folder: Path, count: int, stop: int = 0) -> list[float]:
+    """The losses of several calls of `train` on one list of four batches; killed after step `stop`."""
+    data = list(islice(batches(), 4))
+    trainer, scheduler = started()
+    losses: list[float] = []
+    with trainer:
+        for epoch in range(count):
+            options = {"checkpoint": folder, "every": 1, "scheduler": scheduler, "progress": False}
+            for metrics in trainer.train(data, 4 * (epoch + 1), **options):
+                losses.append(metrics.loss)
+                if metrics.step == stop:
+                    trainer.checkpoints.settle()
+                    shutil.copytree(folder, folder.with_name(f"killed-{stop}"))
+    return losses
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 7, 8, 11])
+def test_a_second_epoch_trains_on_the_same_batches_and_is_resumed_where_it_was(tmp_path: Path, stop: int) -> None:
+    whole = epochs(tmp_path / "run", 3, stop)
+    assert len(whole) == 12
+    assert epochs(tmp_path / f"killed-{stop}", 3) == whole[stop:]
+
+
+class Lost(Exception):
+    pass
+
+
+@pytest.mark.parametrize("how", ["loader", "exhausted", "caller", "signal"])
+def test_whatever_ends_training_leaves_a_checkpoint(tmp_path: Path, how: str) -> None:
+    whole = run(6, None)
+    trainer, scheduler = started()
+
+    def loader() -> Iterator[Any]:
+        yield from islice(batches(), 4)
+        if how == "loader":
+            raise Lost
+        if how == "signal":
+            step = trainer.engine.run
+
+            def interrupted(*args: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGINT)
+                return step(*args)
+
+            trainer.engine.run = interrupted
+            yield from islice(batches(), 4, None)
+
+    ended = {"loader": Lost, "exhausted": None, "caller": Lost, "signal": KeyboardInterrupt}[how]
+    with trainer, pytest.raises(ended) if ended else nullcontext():
+        for metrics in trainer.train(loader(), 6, checkpoint=tmp_path / "run", scheduler=scheduler):
+            if how == "caller" and metrics.step == 4:
+                raise Lost
     rest = run(6, tmp_path / "run")
-    assert [m.step for m in rest] == [5, 6]
-    assert [m.loss for m in rest] == [m.loss for m in whole[4:]]
+    done = 5 if how == "signal" else 4  # a step that was begun is finished
+    assert [m.step for m in rest] == list(range(done + 1, 7))
+    assert [m.loss for m in rest] == [m.loss for m in whole[done:]]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_that_fails_halfway_is_not_saved(tmp_path: Path) -> None:
+    trainer, scheduler = started()
+    step = trainer.engine.run
+
+    def fails(held: Any, fed: Any, steps: int) -> Any:
+        if steps == 3:
+            next(iter(held.values())).zero_()
+            raise Lost
+        return step(held, fed, steps)
+
+    trainer.engine.run = fails
+    with trainer, pytest.raises(Lost):
+        list(trainer.train(batches(), 6, checkpoint=tmp_path / "run", every=2, scheduler=scheduler))
+    assert [m.step for m in run(6, tmp_path / "run")] == [3, 4, 5, 6]
+
+
+def test_a_scheduler_that_wants_a_metric_is_refused() -> None:
+    trainer, _ = started()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.ones(1)]))
+    with trainer, pytest.raises(ShardcError, match="ReduceLROnPlateau wants a metric") as caught:
+        next(trainer.train(batches(), 2, scheduler=plateau))
+    assert caught.value.code == "SC552"
 
 
 def test_metrics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,232 @@
+"""`shardc.json`: what a checkpoint's folder holds, checked against a schema before anything else of it is read.
+
+    step, seed, mesh, extra      where training stood
+    tensors                      name -> role, other names
+    files, checks                name -> bytes; name -> [offset, bytes, CRC-32] of every piece
+
+A checkpoint may come from anywhere. Its names are those of files in its folder and lead nowhere else; its index, which
+torch's tools want as a pickle, may name the classes of such an index and nothing that runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.torch_compat import ForeignIndexError, read_index, stored_at
+
+FORMAT, VERSION = "shardc-checkpoint", 1
+MANIFEST, METADATA = "shardc.json", ".metadata"
+BLOCK = 1 << 20
+LARGEST = 1 << 28  # bytes of a manifest: some 100 of a tensor and rank
+DIMS = 64
+
+Bytes = Annotated[int, Field(ge=0, lt=1 << 62)]
+FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.][A-Za-z0-9_.\-]*$", max_length=255)]
+TensorName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+class Piece(NamedTuple):
+    """A stretch of a file, and the tensor that it holds a part of."""
+
+    file: str
+    offset: int
+    length: int
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the manifest says of a tensor."""
+
+    role: str
+    aliases: tuple[str, ...] = ()
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Stored(_Schema):
+    role: Literal["param", "buffer", "state"]
+    aliases: list[TensorName]
+
+
+class _Body(_Schema):
+    step: Annotated[int, Field(ge=0, lt=1 << 53)]
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+    mesh: Annotated[str, StringConstraints(max_length=4096)]
+    extra: dict[str, Any]
+    tensors: dict[TensorName, _Stored]
+    files: dict[FileName, Bytes]
+    checks: dict[FileName, list[Annotated[list[Bytes], Field(min_length=3, max_length=3)]]]
+
+
+class _File(_Schema):
+    format: Literal["shardc-checkpoint"]
+    version: int
+    crc32: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What makes a folder a checkpoint."""
+
+    step: int
+    seed: int
+    mesh: str
+    extra: dict[str, Any]
+    tensors: dict[str, Stored]
+    files: dict[str, int] = field(default_factory=dict[str, int])  # name -> bytes
+    checks: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])  # name -> offset, bytes, CRC
+
+    def write(self, folder: Path) -> None:
+        body = asdict(self)
+        data = {"format": FORMAT, "version": VERSION, "crc32": _crc_of(body), "body": body}
+        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest, where all that it lists is there in full. Contents are checked as they are needed.
+
+        Raises ShardcError: SC405 for damage, SC403 for another version, SC408 where it cannot be read.
+        """
+        body = _body(folder)
+        tensors = {name: Stored(one.role, tuple(one.aliases)) for name, one in body.tensors.items()}
+        manifest = cls(body.step, body.seed, body.mesh, body.extra, tensors, body.files, body.checks)
+        if METADATA not in manifest.files:
+            raise damaged(folder, f"{MANIFEST} does not list {METADATA}")
+        for name, size in manifest.files.items():
+            place = folder / name
+            found = place.stat().st_size if place.is_file() and not place.is_symlink() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes, not the {size} that were written"
+                raise damaged(folder, f"{name} {what}")
+        manifest.verify(folder, [Piece(METADATA, 0, manifest.files[METADATA], "the index of all tensors")])
+        return manifest
+
+    def verify(self, folder: Path, pieces: Iterable[Piece]) -> None:
+        """Raise SC405 unless all of these pieces are what was written. All damage is listed."""
+        known = {(name, at): (length, crc) for name, rows in self.checks.items() for at, length, crc in rows}
+        by_file: dict[str, list[Piece]] = {}
+        for piece in sorted(set(pieces)):
+            by_file.setdefault(piece.file, []).append(piece)
+        found: list[str] = []
+        for name, wanted in by_file.items():
+            with (folder / name).open("rb") as file:
+                for piece in wanted:
+                    if known.get((name, piece.offset)) != (piece.length, crc_of(file, piece.offset, piece.length)):
+                        found.append(f"{name} is altered, in {piece.tensor}")
+        if found:
+            raise damaged(folder, *found)
+
+    def index(self, folder: Path) -> Metadata:
+        """torch's index of the tensors: nothing but tensors, in files of this folder, within their bounds.
+
+        Raises ShardcError (SC405) for anything else.
+        """
+        try:
+            index = read_index(folder / METADATA)
+        except ForeignIndexError as failure:
+            raise damaged(folder, f"{METADATA} {failure}") from None
+        if problem := self._problem_of(index):
+            raise damaged(folder, f"{METADATA} {problem}")
+        return index
+
+    def _problem_of(self, index: Metadata) -> str | None:
+        stored, data = index.state_dict_metadata, index.storage_data
+        if not isinstance(stored, dict) or not isinstance(data, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return "is no index of tensors"
+        held = sum(self.files.values())
+        for name, one in stored.items():
+            if type(name) is not str or not isinstance(one, TensorStorageMetadata):
+                return f"has something under {name!r} that is no tensor"
+            if not _is_tensor(one):
+                return f"describes '{name}' in a way that no tensor is"
+            if one.size.numel() * one.properties.dtype.itemsize > held:
+                return f"gives '{name}' {list(one.size)}, more than its files hold"
+        for place, info in data.items():
+            if not isinstance(place, MetadataIndex) or place.fqn not in stored:
+                return "places a tensor that it does not describe"
+            file, offset, length = stored_at(info)
+            if [type(one) for one in (file, offset, length)] != [str, int, int] or min(offset, length) < 0:
+                return f"places '{place.fqn}' nowhere"
+            if offset + length > self.files.get(file, -1):
+                return f"places '{place.fqn}' in {file!r}, which has no such piece"
+        return None
+
+
+def damaged(folder: Path, *what: str) -> ShardcError:
+    hint = "load an earlier checkpoint"
+    return ShardcError(*[Diagnostic("SC405", f"the checkpoint {folder} is damaged: {one}", hint=hint) for one in what])
+
+
+def crc_of(file: BinaryIO, offset: int, length: int) -> int:
+    file.seek(offset)
+    crc = 0
+    while length > 0 and (block := file.read(min(BLOCK, length))):
+        crc = zlib.crc32(block, crc)
+        length -= len(block)
+    return crc
+
+
+def _body(folder: Path) -> _Body:
+    place = folder / MANIFEST
+    try:
+        if place.is_symlink() or place.stat().st_size > LARGEST:
+            raise damaged(folder, f"{MANIFEST} is none that was written")
+        data = _File.model_validate(json.loads(place.read_text(encoding="utf-8")))
+    except OSError as failure:
+        raise error("SC408", f"cannot read {place}: {failure.strerror}") from failure
+    except (ValueError, RecursionError):  # of JSON, of UTF-8, or of the schema
+        raise damaged(folder, f"{MANIFEST} is cut short or altered") from None
+    if data.version != VERSION:
+        message = f"the checkpoint {folder} has version {data.version}, this shardc reads {VERSION}"
+        raise error("SC403", message, hint="load it with the shardc that wrote it, and save it anew")
+    if data.crc32 != _crc_of(data.body):
+        raise damaged(folder, f"{MANIFEST} is altered")
+    try:
+        return _Body.model_validate(data.body)
+    except ValidationError as failure:
+        first = failure.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(folder, f"{MANIFEST} is none that was written: {where}: {first['msg']}") from None
+
+
+def _is_tensor(one: TensorStorageMetadata) -> bool:
+    """Are the size, the dtype and the chunks of a tensor what they say they are?"""
+    size = one.size
+    if not _is_size(size) or not isinstance(one.properties.dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return False
+    if not isinstance(one.chunks, list):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return False
+    for chunk in one.chunks:
+        if not _is_size(chunk.offsets) or not _is_size(chunk.sizes) or len(chunk.offsets) != len(size):
+            return False
+        if len(chunk.sizes) != len(size):
+            return False
+        if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            return False
+    return True
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, torch.Size) and len(size) <= DIMS and all(n >= 0 for n in size)
+
+
+def _crc_of(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
