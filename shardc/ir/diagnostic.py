@@ -97,6 +97,10 @@ CODES: dict[str, Code] = {
     "SC533": Code("kernel-table", "a table of kernels' schedules is not there, or is none"),
     "SC509": Code("non-finite", "a step's gradients are not finite, and the plan says to raise"),
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
+    "SC541": Code("ranks-differ", "ranks of a job run different versions, plans, programs or settings"),
+    "SC542": Code("replicas-differ", "ranks hold or are given different values of what should be the same"),
+    "SC543": Code("absent-rank", "a rank did not come to the launch of a job within the time limit"),
+    "SC544": Code("no-gradients", "gradients are asked of a program that does not return them"),
 }
 
 
