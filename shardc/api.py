@@ -42,6 +42,7 @@ from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.streams import step_key
 from shardc.model_changes import CompiledModel, changed
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
 from shardc.passes.accumulate import accumulate
@@ -368,6 +369,8 @@ class Program(data.Program):
         if batch is None or (own_batch and any(value.is_meta for value in given.values())):
             given = drawn_batch(self.reference)
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
+        key = torch.tensor(step_key(int(self.plan.get("seed", 0)), 0))  # that of a run's first step
+        own |= {port.name: key for port in self.reference.inputs if port.role == "seed"}
         found = complete_inputs(self.reference, {**own, **state, **given}, seed=0)
         check = IndexCheck(self.reference)
         for feed in feeds(self.reference, found):

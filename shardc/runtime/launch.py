@@ -25,6 +25,7 @@ from shardc.ir.diagnostic import ShardcError, suggest
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import GIVEN
+from shardc.ir.ops.streams import step_key
 from shardc.ir.types import TensorType
 from shardc.ir.version import VERSION
 from shardc.runtime.batch import Sample, batch_inputs
@@ -213,12 +214,12 @@ class Trainer:
         }
 
     def _feeds(self, batch: Any) -> list[Feed]:
-        """The batch's tensors, checked, by microbatch, each with a seed: on every rank the same, every step another."""
+        """The batch's tensors, checked, by microbatch, each with a key of its own for random numbers."""
         ports = [port for port, _ in self._inputs.values() if port.role == "input"]
         given: Tensors = batch_inputs(batch, [port.name for port in ports], self._sample)
         for port, type in self._inputs.values():
             if port.role == "seed":
-                given[port.name] = torch.full(type.shape, self.seed + self.steps, dtype=type.dtype)
+                given[port.name] = torch.full(type.shape, step_key(self.seed, self.steps), dtype=type.dtype)
         placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
         found = feeds(self.body, given)
         for feed in found:
