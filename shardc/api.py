@@ -176,16 +176,16 @@ def compile(
         record["cut"] = wanted.pipeline.place("split", "stages")
     if precision is not None:
         record["precision"] = str(precision.compute)
-    if optimizer is not None or check_finite:
+    if optimizer is not None or check_finite or wanted.clip_grad_norm is not None:
         fills = append_updates(
             reference,
             optimizer,
             model,
-            clip_grad_norm=wanted.clip_grad_norm if optimizer is not None else None,
+            clip_grad_norm=wanted.clip_grad_norm,
             precision=precision,
             check_finite=check_finite,
         )
-        record |= {"fills": fills, "nonfinite": wanted.nonfinite}
+        record |= {"fills": fills, "nonfinite": wanted.nonfinite, "clip_grad_norm": wanted.clip_grad_norm}
     if optimizer is not None:
         rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
@@ -283,11 +283,14 @@ class Program(data.Program):
             near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         stored = model_state(self.model, self.reference)
         counts = self._counts() if self.reference.tokens is not None else None
+        limit: float | None = None if self.optimizer is not None else self.plan.get("clip_grad_norm")
         problem: Exception | None = None
         # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
         for kind in (dtype, *([None] if own == {torch.float32} else [])):
             try:
-                found = eager_outputs(self.model, batch, self.loss, kind, self.reference.microbatches, stored, counts)
+                found = eager_outputs(
+                    self.model, batch, self.loss, kind, self.reference.microbatches, stored, counts, limit
+                )
             except Exception as failed:
                 problem = problem or failed
             else:

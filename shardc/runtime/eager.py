@@ -26,12 +26,13 @@ def eager_outputs(
     microbatches: int = 1,
     stored: Mapping[str, Tensor] | None = None,
     counted: Callable[[Any], int] | None = None,
+    limit: float | None = None,
 ) -> Witness:
     """The loss, the gradient of every parameter that gets one, and every buffer after the step.
 
     Of several `microbatches` the loss is the mean, or, where tokens are `counted` in them, the mean weighted by these;
     they are run one after the other, as torch accumulates. What is `stored` of a parameter may have been rounded; it is
-    what the model then has.
+    what the model then has. Gradients are clipped to a global norm of `limit`, where there is one.
 
     Runs on a copy in `dtype` (in its own if that is None), in the model's present mode, on the CPU. Floats of the batch
     are cast too, and complex numbers to the wider kind. Gradients are those of `.backward()`, which also reaches
@@ -70,6 +71,8 @@ def eager_outputs(
                 total += value.detach()
             else:  # a mean over no tokens is 0 / 0
                 _backward_of_nothing(value, list(twin.parameters()))
+    if limit is not None:
+        nn.utils.clip_grad_norm_(twin.parameters(), limit)
     found: Witness = {("loss", "loss"): total}
     found |= {("grad", name): p.grad for name, p in twin.named_parameters() if p.grad is not None}
     return found | {("buffer", name): b.detach() for name, b in twin.named_buffers()}

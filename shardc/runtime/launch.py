@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardc.ir.diagnostic import ShardcError, suggest
+from shardc.ir.diagnostic import ShardcError, error, suggest
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import GIVEN
@@ -141,10 +141,20 @@ class Trainer:
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
 
     def gather_grads(self) -> Tensors:
-        """The last step's gradients, whole; every rank must call it."""
+        """The last step's gradients, whole; every rank must call it.
+
+        {} before the first step, or where nothing is trained. Raises ShardcError (SC544) where the program has an
+        optimizer: its gradients end in the update.
+        """
+        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
+        if not types and any(role == "param" for role, _ in self._outputs):
+            message = "the program has an optimizer, so its gradients end in the update and are not returned"
+            hint = (
+                "compile without optimizer= to have gradients; step(batch).grad_norm is their norm under clip_grad_norm"
+            )
+            raise error("SC544", message, hint=hint)
         if self._grads is None:
             return {}
-        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
         return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
 
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
