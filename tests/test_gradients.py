@@ -75,13 +75,13 @@ def test_large_gradients_are_finite_and_clipped_right(name: str, size: float) ->
     result = trainer.step(x)
     model.double()(x.double()).mul(size).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    close = {"rtol": 5e-2, "atol": 5e-3} if name == "bf16" else {"rtol": 1e-4, "atol": 1e-6}
+    rtol, atol = (5e-2, 5e-3) if name == "bf16" else (1e-4, 1e-6)
     assert result.finite is not None
     assert bool(result.finite)
     assert result.grad_norm is not None
-    torch.testing.assert_close(result.grad_norm.double(), norm, **close)
+    torch.testing.assert_close(result.grad_norm.double(), norm, rtol=rtol, atol=atol)
     for key, gradient in trainer.gather_grads().items():
-        torch.testing.assert_close(gradient.double(), model.get_parameter(key).grad, **close)
+        torch.testing.assert_close(gradient.double(), model.get_parameter(key).grad, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
