@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardc.ir.arena import planned
 from shardc.ir.diagnostic import error
@@ -68,7 +67,7 @@ class Job:
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""
-        group = dist.new_group(backend="gloo", timeout=self.member.limit)
+        group = self.member.group(self.monitor.blame)
         return Checkpoints(self.mesh, self.rank, group, self.monitor.blame)
 
     def timed(self, act: Callable[[], object]) -> Any:

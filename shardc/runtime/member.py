@@ -72,6 +72,13 @@ class Member:
             raise blame(failure) from failure
         return rows
 
+    def group(self, blame: Callable[[Exception], Exception]) -> Any:
+        """A group of all ranks on CPUs, which no step uses; all must call it."""
+        try:
+            return dist.new_group(backend="gloo", timeout=self.limit)
+        except Exception as failure:
+            raise blame(failure) from failure
+
     def store(self, name: str) -> Any:
         """Where the ranks leave notes for each other, under a name."""
         return dist.PrefixStore(f"shardc/{name}", job_store())

@@ -113,7 +113,7 @@ class PipelineJob:
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""
-        group = dist.new_group(backend="gloo", timeout=self.member.limit)
+        group = self.member.group(self.monitor.blame)
         mesh, blame = self.body.mesh, self.monitor.blame
         return Checkpoints(
             mesh, self.i, group, blame, self.rank, lambda name: self._copies[self.homes[name][0]], self.program.mesh

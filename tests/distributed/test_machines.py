@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class Machines:
 
 
 @contextmanager
-def machines(folder: Path, nodes: str) -> Iterator[Machines]:
+def machines(folder: Path, nodes: str) -> Generator[Machines]:
     found = Machines(folder, nodes)
     try:
         for node in range(2):
