@@ -8,6 +8,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.placement import OPEN, P, Placement
+from shardc.ir.version import VERSION
 from shardc.plan import Plan
 from shardc.rules.registry import rule
 from shardc.stages import schedules
@@ -29,4 +30,4 @@ __all__ = [
     "shard",
 ]
 
-__version__ = "0.1.0"
+__version__ = VERSION

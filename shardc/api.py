@@ -41,6 +41,7 @@ from shardc.explain_transfers import cause_of
 from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.streams import step_key
 from shardc.model_changes import CompiledModel, changed
 from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
 from shardc.passes.accumulate import accumulate
@@ -172,12 +173,12 @@ def compile(
         record["cut"] = wanted.pipeline.place("split", "stages")
     if precision is not None:
         record["precision"] = str(precision.compute)
-    if optimizer is not None or check_finite:
+    if optimizer is not None or check_finite or wanted.clip_grad_norm is not None:
         fills = append_updates(
             reference,
             optimizer,
             model,
-            clip_grad_norm=wanted.clip_grad_norm if optimizer is not None else None,
+            clip_grad_norm=wanted.clip_grad_norm,
             precision=precision,
             check_finite=check_finite,
         )
@@ -331,6 +332,8 @@ class Program(data.Program):
         if batch is None or (own_batch and any(value.is_meta for value in given.values())):
             given = drawn_batch(self.reference)
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
+        key = torch.tensor(step_key(int(self.plan.get("seed", 0)), 0))  # that of a run's first step
+        own |= {port.name: key for port in self.reference.inputs if port.role == "seed"}
         found = complete_inputs(self.reference, {**own, **state, **given}, seed=0)
         check = IndexCheck(self.reference)
         for feed in feeds(self.reference, found):

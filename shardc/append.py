@@ -45,7 +45,7 @@ class Append:
             type = found
         with self.graph.fx.inserting_before(self.end):
             node = self.graph.fx.call_function(target, args, kwargs)
-        named = self.graph.unique(f"{name}.{op_name(target).partition('.')[0]}")
+        named = self.graph.unique(f"{name}.{op_name(target).removeprefix('shardc.').partition('.')[0]}")
         set_info(node, ValueInfo(named, type, fqn=fqn, phase="opt", constant=constant))
         return node
 

@@ -30,8 +30,8 @@ class EagerTraining:
 
     Of several `microbatches` the loss is the mean, or, where tokens are `counted` in them, the mean weighted by these;
     they are run one after the other, as torch accumulates. What is `stored` of a parameter may have been rounded; it is
-    what the model then has. With an optimizer, gradients are clipped to `clip_grad_norm`, and a step with a gradient
-    that is not finite is skipped if `check_finite`.
+    what the model then has. Gradients are clipped to `clip_grad_norm`, on their way to the optimizer or where they are
+    returned. A step with a gradient that is not finite is skipped if `check_finite`.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class EagerTraining:
                     _backward_of_nothing(value, list(self.model.parameters()))
         found: Witness = {("loss", "loss"): total}
         params = dict(self.model.named_parameters())
+        if self.optimizer is None and self.limit is not None:  # these are returned clipped
+            found["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(list(params.values()), self.limit)
         found |= {("grad", name): p.grad.clone() for name, p in params.items() if p.grad is not None}
         if self.optimizer is not None:
             found |= self._updated(params, gradients or {})

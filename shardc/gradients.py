@@ -6,9 +6,10 @@
     g      = g * min(1, limit / norm) / scale
 
 Gradients arrive as backward leaves them: of the loss times `scale`, where the loss was scaled. The scale is a power of
-two, so that dividing by it loses nothing, and it rides on the factor that clipping multiplies by. One number that is
-not finite makes the sum of squares so, therefore the norm's collective also tells every rank the same of `finite`; the
-ranks that hold a value twice are taken to hold the same value, here as everywhere.
+two, so that dividing by it loses nothing, and it rides on the factor that clipping multiplies by. Squares are summed in
+float64, which holds those of every float32: the sum is not finite where an element is not, and nowhere else. So the
+norm's collective also tells every rank the same of `finite`; the ranks that hold a value twice are taken to hold the
+same value, here as everywhere.
 
 The scale halves after a step with an overflow, and doubles after `growth_interval` steps in a row without.
 """
@@ -25,8 +26,8 @@ from torch import fx
 from shardc.append import Append, module_of
 from shardc.ir.graph import Port, type_of
 from shardc.ir.microbatch import SCALE
+from shardc.ir.ops.squares import SUM_OF_SQUARES
 from shardc.ir.types import TensorType
-from shardc.passes.decompositions.table import canonical_dims
 from shardc.precision import HALF, Precision
 
 aten = torch.ops.aten
@@ -64,6 +65,9 @@ def finish(
     Without `check`, a norm that is not finite goes through.
     """
     scale = append.graph.input_nodes().get(SCALE)
+    # Also of a norm that float32 cannot hold the factor is right.
+    wide = any(type_of(g).dtype == torch.float64 for g in gradients.values())
+    widest = torch.float64 if wide else torch.float32
     total = _squares(append, gradients) if gradients and (check or limit is not None) else None
     inverse = None if scale is None else append.call("opt.scale", "", aten.reciprocal.default, scale)
     norm = factor = finite = None
@@ -75,8 +79,10 @@ def finish(
         factor = _ratio(append, norm, limit)
     if inverse is not None:
         factor = inverse if factor is None else append.call("opt.clip", "", aten.mul.Tensor, factor, inverse)
+    norm = None if norm is None else append.cast("opt.norm", "", norm, widest)
     found = dict(gradients)
     if factor is not None:
+        factor = append.cast("opt.clip", "", factor, widest)
         found = {name: _times(append, name, g, factor) for name, g in gradients.items()}
     if scale is None or finite is None or precision is None:
         return Final(found, norm, finite)
@@ -85,15 +91,20 @@ def finish(
 
 
 def _squares(append: Append, gradients: Mapping[str, fx.Node]) -> fx.Node:
-    """The sum of the squares of all elements, each counted once."""
+    """The sum of the squares of all elements, each counted once, in float64.
+
+    It reads a gradient through an elementwise call, which can be placed as the update is: under ZeRO each rank then
+    has its shard alone to look at. A scalar has no dims to place.
+    """
     total: fx.Node | None = None
     for name, g in gradients.items():
         at, fqn = f"opt.{name}.norm", module_of(name)
-        wide = append.cast(at, fqn, g, torch.float32) if type_of(g).dtype in HALF else g
-        square = append.call(at, fqn, aten.mul.Tensor, wide, wide)
-        dims = canonical_dims(None, type_of(g).ndim)
-        one = append.call(at, fqn, aten.sum.dim_IntList, square, dims, False) if dims else square
-        total = one if total is None else append.call("opt.norm", "", aten.add.Tensor, total, one)
+        if type_of(g).dtype in HALF:
+            size = append.cast(at, fqn, g, torch.float32)
+        else:
+            size = append.call(at, fqn, aten.abs.default, g)
+        square = append.call(at, fqn, SUM_OF_SQUARES, size)
+        total = square if total is None else append.call("opt.norm", "", aten.add.Tensor, total, square)
     assert total is not None
     return total
 

@@ -96,7 +96,7 @@ def _from_file(path: Path, name: str) -> Target:
         made: object = factory()
     except ShardcError:
         raise
-    except Exception as problem:
+    except BaseException as problem:  # also what asks to leave: sys.exit in a factory ends no command without a word
         raise _failed(f"{name}() failed", path, problem) from problem
     parts: list[Any] = [*cast("tuple[Any, ...]", made)] if isinstance(made, tuple) else []
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
@@ -116,7 +116,7 @@ def _module(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))  # as python file.py does, so that it may import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except BaseException as problem:
         raise _failed("importing it failed", path, problem) from problem
     finally:
         sys.path.pop(0)
@@ -134,12 +134,12 @@ def _factories(module: ModuleType) -> list[str]:
     return [name for name, value in vars(module).items() if fits(value)]
 
 
-def _failed(what: str, path: Path, problem: Exception) -> ShardcError:
+def _failed(what: str, path: Path, problem: BaseException) -> ShardcError:
     """The user's own line in the file that raised."""
     own = path.resolve()  # as Python names the file that it loads, however the user named it
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if Path(f.filename).resolve() == own]
     where, line = (f"{path}:{frames[-1].lineno}", frames[-1].line) if frames else (str(path), None)
-    message = f"{what}: {type(problem).__name__}: {problem}"
+    message = f"{what}: {type(problem).__name__}" + (f": {problem}" if str(problem) else "")
     return error("SC105", message, location=where, source_text=line or None, hint="does it run under python by itself?")
 
 

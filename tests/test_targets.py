@@ -42,3 +42,15 @@ def test_a_factory_that_raises_is_shown_at_its_line(
     assert found.location is not None
     assert found.location.endswith("model.py:3")
     assert found.source_text == "return [][x]"
+
+
+@pytest.mark.parametrize("leaves", ["raise SystemExit(3)", "raise KeyboardInterrupt", "import sys; sys.exit('enough')"])
+@pytest.mark.parametrize("where", ["factory", "file"])
+def test_a_factory_that_leaves_the_process_is_an_error_like_any_other(leaves: str, where: str, tmp_path: Path) -> None:
+    text = f"def build():\n    {leaves}\n" if where == "factory" else f"if True:\n    {leaves}\ndef build(): ...\n"
+    (tmp_path / "leaving.py").write_text(text)
+    with pytest.raises(ShardcError, match=r"SystemExit|KeyboardInterrupt") as raised:
+        load(f"{tmp_path / 'leaving.py'}:build")
+    (found,) = raised.value.diagnostics
+    assert found.code == "SC105"
+    assert found.source_text == leaves

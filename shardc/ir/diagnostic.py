@@ -99,6 +99,10 @@ CODES: dict[str, Code] = {
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
     "SC552": Code("scheduler-argument", "a scheduler's step needs an argument that the training loop does not have"),
     "SC551": Code("checkpoint-in-use", "another job is writing the checkpoint"),
+    "SC541": Code("ranks-differ", "ranks of a job run different versions, plans, programs or settings"),
+    "SC542": Code("replicas-differ", "ranks hold or are given different values of what should be the same"),
+    "SC543": Code("absent-rank", "a rank did not come to the launch of a job within the time limit"),
+    "SC544": Code("no-gradients", "gradients are asked of a program that does not return them"),
 }
 
 

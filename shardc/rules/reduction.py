@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardc.ir.ops.squares import SUM_OF_SQUARES
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
 
@@ -47,6 +48,11 @@ ALL = [((4, 6),), ((),), ((3, 1, 5),)]
 @rule(aten.sum.dim_IntList, examples=[*DIMS, ((4, 6), None), ((4, 6), ()), example((4, 6), (1,), ints={"self": 9})])
 def sum_dims(self: Dims, dim: Sequence[int] | None, keepdim: bool, dtype: Any = None) -> Notation:
     return reduced(self, dim, keepdim, "sum")
+
+
+@rule(SUM_OF_SQUARES, examples=[((4, 6),), ((),), ((3, 1, 5),)])
+def sum_of_squares(x: Dims) -> Notation:
+    return replace(reduced(x, None, False, "sum"), linear=())
 
 
 @rule(aten.sum.default, examples=[*ALL, example((4, 6), ints={"self": 9}), example((4, 6), bools=("self",))])

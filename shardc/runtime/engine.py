@@ -15,12 +15,14 @@ import torch
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port
 from shardc.ir.mesh import Mesh
+from shardc.ir.text import print_graph
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint import Checkpoints
 from shardc.runtime.job import Job
 from shardc.runtime.member import Keeping, Whole
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.nonfinite import probe
+from shardc.runtime.replicas import Peers
 from shardc.runtime.simulate import simulate
 
 
@@ -29,6 +31,11 @@ class Engine(Protocol):
 
     rank: int
     device: torch.device
+
+    @property
+    def peers(self) -> Peers | None:
+        """The other ranks of the job; None in simulation."""
+        ...
 
     @property
     def shards(self) -> Keeping:
@@ -64,7 +71,10 @@ class Engines(Protocol):
     @property
     def body(self) -> Graph: ...
     def simulation(self) -> Engine: ...
-    def job(self, timeout: float, device: str | None) -> Engine: ...
+
+    def job(self, timeout: float, device: str | None, facts: Mapping[str, str]) -> Engine:
+        """`facts` are what all ranks must have in common; what is run is added to them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,8 +86,9 @@ class OneBody:
     def simulation(self) -> Engine:
         return Simulation(self.body)
 
-    def job(self, timeout: float, device: str | None) -> Engine:
-        return Job(self.body, timeout, device)
+    def job(self, timeout: float, device: str | None, facts: Mapping[str, str]) -> Engine:
+        text = print_graph(self.body, comments=False)
+        return Job(self.body, timeout, device, {**facts, "program": text})
 
 
 class Simulation:
@@ -89,6 +100,7 @@ class Simulation:
         run: Callable[[Mapping[str, torch.Tensor], Sequence[Feed]], dict[Port, torch.Tensor]] | None = None,
     ) -> None:
         self.body, self.rank, self.device, self.shards = body, 0, torch.device("cpu"), Whole()
+        self.peers = None
         self._run = run or (lambda held, fed: simulate(body, held, fed=fed))
 
     def holds(self, name: str) -> bool:

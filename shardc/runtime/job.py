@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardc.ir.arena import planned
 from shardc.ir.diagnostic import error
@@ -22,14 +21,17 @@ from shardc.runtime.member import Member, Shards
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.monitor import Alike, Monitor
 from shardc.runtime.nonfinite import probe
+from shardc.runtime.replicas import Peers
 
 
 class Job:
     """Joins the job on construction; tensors that it holds are this rank's shards, on its device."""
 
-    def __init__(self, body: Graph, timeout: float, device: str | None = None) -> None:
+    def __init__(
+        self, body: Graph, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
+    ) -> None:
         mesh = body.mesh
-        self.member = member = Member(mesh, timeout, device)
+        self.member = member = Member(mesh, timeout, device, facts)
         self.rank, self.device, self.mesh = member.rank, member.device, mesh
         self.comm = ProcessGroupCommunicator(mesh, self.rank, axes_used(body), member.limit)
         arena = Arena({body: planned(body)}, self.device)
@@ -37,6 +39,8 @@ class Job:
         names = Alike(self.executor.routine.names)
         self.monitor = Monitor(member.store(body.name), self.rank, member.world, names, fatal=member.on_gpu)
         self.shards = Shards(mesh, self.rank, self.device, self.comm, self.monitor.blame)
+        places = [(0, rank) for rank in range(mesh.world_size)]
+        self.peers = Peers(mesh, self.device, lambda x: member.gather(x, self.monitor.blame), places)
 
     def holds(self, name: str) -> bool:
         return True
@@ -63,7 +67,7 @@ class Job:
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""
-        group = dist.new_group(backend="gloo", timeout=self.member.limit)
+        group = self.member.group(self.monitor.blame)
         return Checkpoints(self.mesh, self.rank, group, self.monitor.blame)
 
     def timed(self, act: Callable[[], object]) -> Any:

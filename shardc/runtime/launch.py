@@ -12,6 +12,7 @@ one at a time and cut. In simulation the tensors are whole, and the same calls g
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardc.ir.diagnostic import ShardcError, suggest
+from shardc.ir.diagnostic import ShardcError, error, suggest
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import GIVEN
+from shardc.ir.ops.streams import step_key
 from shardc.ir.types import TensorType
+from shardc.ir.version import VERSION
 from shardc.runtime.batch import Sample, batch_inputs
 from shardc.runtime.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint_planners import Held
@@ -32,6 +36,7 @@ from shardc.runtime.index_check import IndexCheck
 from shardc.runtime.loop import Metrics, Run, train
 from shardc.runtime.microbatches import Feed, feeds
 from shardc.runtime.nonfinite import nonfinite
+from shardc.runtime.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.result import StepResult, Tensors
 from shardc.runtime.simulate import missing, supplied
 from shardc.runtime.weights import Init, Source, Weights, find, source_of
@@ -61,6 +66,7 @@ class Trainer:
         check: Callable[[Feed], None] | None = None,
         raises: bool = False,
         unchanged: Callable[[], None] = lambda: None,
+        check_every: int = EVERY,
     ) -> None:
         self._unchanged = unchanged  # raises where the model is not what was compiled
         self._sample, self._check, self._raises = sample, check, raises
@@ -72,9 +78,12 @@ class Trainer:
         if init is None:
             _all_supplied([port for port, _ in kept], sources)
         self._kept = {port.name: (port, type) for port, type in kept}
+        self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
         self.state = {
             n: self._loaded(port, type, sources, init) for n, (port, type) in self._kept.items() if engine.holds(n)
         }
+        self._check_every, self._taken = check_every, 0  # steps since the state was loaded
+        self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
         self._checkpoints: Checkpoints | None = None
@@ -87,6 +96,9 @@ class Trainer:
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
         held, fed = self.state | rates, self._feeds(batch)
+        if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
+            self._compare(held, fed)
+        self._taken += 1
         self.intact = False
         result = StepResult.of(self.body, self.engine.run(held, fed, self.steps))
         if self._raises and result.finite is not None and not result.finite:
@@ -134,10 +146,20 @@ class Trainer:
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
 
     def gather_grads(self) -> Tensors:
-        """The last step's gradients, whole; every rank must call it."""
+        """The last step's gradients, whole; every rank must call it.
+
+        {} before the first step, or where nothing is trained. Raises ShardcError (SC544) where the program has an
+        optimizer: its gradients end in the update.
+        """
+        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
+        if not types and any(role == "param" for role, _ in self._outputs):
+            message = "the program has an optimizer, so its gradients end in the update and are not returned"
+            hint = (
+                "compile without optimizer= to have gradients; step(batch).grad_norm is their norm under clip_grad_norm"
+            )
+            raise error("SC544", message, hint=hint)
         if self._grads is None:
             return {}
-        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
         return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
 
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
@@ -171,6 +193,7 @@ class Trainer:
         position = self.checkpoints.load(path, self._held(), strict)
         self.steps, self.seed, self._grads = position.step, position.seed, None
         self.intact, self.run = True, Run()
+        self._taken = 0
         return dict(position.extra)
 
     def export_safetensors(self, path: str | Path) -> None:
@@ -208,12 +231,12 @@ class Trainer:
         }
 
     def _feeds(self, batch: Any) -> list[Feed]:
-        """The batch's tensors, checked, by microbatch, each with a seed: on every rank the same, every step another."""
+        """The batch's tensors, checked, by microbatch, each with a key of its own for random numbers."""
         ports = [port for port, _ in self._inputs.values() if port.role == "input"]
         given: Tensors = batch_inputs(batch, [port.name for port in ports], self._sample)
         for port, type in self._inputs.values():
             if port.role == "seed":
-                given[port.name] = torch.full(type.shape, self.seed + self.steps, dtype=type.dtype)
+                given[port.name] = torch.full(type.shape, step_key(self.seed, self.steps), dtype=type.dtype)
         placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
         found = feeds(self.body, given)
         for feed in found:
@@ -221,6 +244,29 @@ class Trainer:
             if self._check is not None:
                 self._check(feed)
         return found
+
+    def _compare(self, held: Tensors, fed: Sequence[Feed]) -> None:
+        """What is held and fed is what the other ranks hold and feed, where they share it."""
+        if self.engine.peers is None:
+            return
+        ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
+        items = [Item(port.name, port.role, type, held.get(port.name)) for port, type in ports]
+        items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
+        # The whole batch: a rank reads a part of it, and takes the others' to be the rest of the same.
+        for feed in fed:
+            given = [(self._inputs[name][0], value) for name, value in feed.items()]
+            items += [Item(p.name, p.role, TensorType.plain(x.dtype, tuple(x.shape)), x) for p, x in given]
+        self.engine.peers.check(items, f"before step {self.steps}")
+
+    def _compare_launched(self) -> None:
+        """What training starts from is the same on all ranks: what they share, and the corners of each whole tensor."""
+        if self.engine.peers is None:
+            return
+        items = [Item(name, port.role, type, self.state.get(name)) for name, (port, type) in self._kept.items()]
+        for name, (port, type) in self._kept.items():
+            if type.axes:
+                items.append(Item(name, port.role, TensorType.plain(type.dtype, (0,)), self._corners.get(name)))
+        self.engine.peers.check(items, "at the launch", launching=True)
 
     def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """A gradient or buffer in the layout of the state that it belongs to."""
@@ -231,12 +277,15 @@ class Trainer:
 
     def _loaded(self, port: Port, type: TensorType, sources: list[Source], init: Init | None) -> torch.Tensor:
         read = find(sources, (port.name, *port.aliases))
-        if read is not None:
-            return self.engine.shards.load(read, type)
-        assert init is not None, f"{port.name} was looked for already"
-        made = init(port.name, type.shape, type.dtype)
-        assert tuple(made.shape) == type.shape, f"init gave {tuple(made.shape)} for '{port.name}' of {type.shape}"
-        return self.engine.shards.load(lambda slices: made[slices], type)
+        if read is None:
+            assert init is not None, f"{port.name} was looked for already"
+            made = init(port.name, type.shape, type.dtype)
+            assert tuple(made.shape) == type.shape, f"init gave {tuple(made.shape)} for '{port.name}' of {type.shape}"
+            read = made.__getitem__
+        if type.axes and self.engine.peers is not None:
+            parts = [read(slices).reshape(-1).to(type.dtype) for slices in corners(type.shape)]
+            self._corners[port.name] = torch.cat(parts)
+        return self.engine.shards.load(read, type)
 
 
 def _all_supplied(ports: Sequence[Port], sources: Sequence[Source]) -> None:
@@ -257,6 +306,7 @@ def launch(
     seed: int | None = None,
     timeout: float = 600.0,
     device: str | None = None,
+    check_every: int = EVERY,
     engines: Engines | None = None,
 ) -> Trainer:
     """The trainer of a program: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
@@ -265,6 +315,10 @@ def launch(
     then from `init(name, shape, dtype)`, which is called one tensor at a time and must give the same on every rank. A
     rank that is dead or stuck is an error that names it, at most `timeout` seconds later. `seed` is that of random ops,
     by default the plan's. `engines` run the steps of a program that is more than its body.
+
+    The ranks of a job must run the same: versions, plan, program and seed are compared first (SC541; SC543 where a rank
+    does not come), then the values that they start from, and what they share of parameters, state, inputs and rates
+    before the first 3 steps and every `check_every`-th (SC542; 0 leaves the steps out).
     """
     engines = engines or OneBody(program.body)
     seed = int(getattr(program, "plan", {}).get("seed", 0)) if seed is None else seed
@@ -282,9 +336,27 @@ def launch(
     raises = getattr(program, "plan", {}).get("nonfinite") == "raise"
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    engine = engines.job(timeout, device) if in_job else engines.simulation()
+    if in_job:
+        plan: Mapping[str, Any] = getattr(program, "plan", {})
+        engine = engines.job(timeout, device, _facts(plan, rates(), seed, check_every))
+    else:
+        engine = engines.simulation()
     try:
-        return Trainer(engines.body, engine, sources, init, seed, rates, sample, check, raises, unchanged)
+        return Trainer(engines.body, engine, sources, init, seed, rates, sample, check, raises, unchanged, check_every)
     except BaseException as failure:
         engine.close(failure)
         raise
+
+
+def _facts(plan: Mapping[str, Any], rates: Tensors, seed: int, check_every: int) -> dict[str, str]:
+    """What the ranks of a job must have in common, beside the program itself."""
+    wanted = {key: value for key, value in plan.items() if key not in ("text", "rates")}
+    return {
+        "version of shardc": VERSION,
+        "version of torch": torch.__version__,
+        "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "plan": "\n".join([str(plan.get("text", "")), *(f"{k}: {v}" for k, v in sorted(wanted.items()))]),
+        "learning rates": ", ".join(f"{name}={float(rate)!r}" for name, rate in rates.items()),
+        "random seed": str(seed),
+        "checks": str(check_every),
+    }

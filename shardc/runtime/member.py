@@ -6,7 +6,7 @@ Environment variables are torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
+from shardc.runtime.agreement import absent, agree
 from shardc.runtime.groups import ProcessGroupCommunicator
 from shardc.runtime.layout import assemble, load_shard, shard
 from shardc.runtime.monitor import BEAT, SILENCE
@@ -24,9 +25,15 @@ from shardc.torch_compat import job_store
 
 
 class Member:
-    """Joins the job on construction, unless the process is in one already: gloo on CPUs, NCCL on GPUs."""
+    """Joins the job on construction, unless the process is in one already: gloo on CPUs, NCCL on GPUs.
 
-    def __init__(self, mesh: Mesh, timeout: float, device: str | None = None) -> None:
+    `facts` are what all ranks must have in common (see `runtime.agreement`), which is found out first: ranks that run
+    different programs would make different groups, and wait for each other.
+    """
+
+    def __init__(
+        self, mesh: Mesh, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
+    ) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if self.world != mesh.world_size:
             message = f"the job has {self.world} ranks, the program's mesh ({mesh}) has {mesh.world_size}"
@@ -38,10 +45,39 @@ class Member:
         # Who is to blame takes a while to find out; it counts towards the limit.
         self.limit = timedelta(seconds=max(timeout - SILENCE - 2 * BEAT, timeout / 2))
         self._owns_group = not dist.is_initialized()
+        store = self._meet() if self._owns_group else job_store()
+        common = {**(facts or {}), "device": self.device.type}
+        agree(dist.PrefixStore("shardc", store), self.rank, self.world, common, self.limit)
         if self._owns_group:
             # Named, NCCL connects at once; else at a group's first collective, where all its ranks must take part.
             named = self.device if self.on_gpu else None
-            dist.init_process_group("nccl" if self.on_gpu else "gloo", timeout=self.limit, device_id=named)
+            backend = "nccl" if self.on_gpu else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.limit, device_id=named
+            )
+
+    def _meet(self) -> Any:
+        """The store of the job, which the ranks find each other through."""
+        try:
+            return next(iter(dist.rendezvous("env://", self.rank, self.world, timeout=self.limit)))[0]
+        except dist.DistError as failure:
+            raise absent([], self.limit) from failure
+
+    def gather(self, x: torch.Tensor, blame: Callable[[Exception], Exception]) -> list[torch.Tensor]:
+        """What every rank of the job gives, in order; all must call it, with tensors of one shape on the device."""
+        rows = [torch.empty_like(x) for _ in range(self.world)]
+        try:
+            dist.all_gather(rows, x.contiguous())
+        except Exception as failure:
+            raise blame(failure) from failure
+        return rows
+
+    def group(self, blame: Callable[[Exception], Exception]) -> Any:
+        """A group of all ranks on CPUs, which no step uses; all must call it."""
+        try:
+            return dist.new_group(backend="gloo", timeout=self.limit)
+        except Exception as failure:
+            raise blame(failure) from failure
 
     def store(self, name: str) -> Any:
         """Where the ranks leave notes for each other, under a name."""

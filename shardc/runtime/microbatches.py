@@ -3,7 +3,8 @@
     batch [8, 128] of a program of 4 microbatches        4 x [2, 128]
 
 What was too short to be split when the program was compiled (a scalar, positions of [1, 128]) goes to each microbatch
-whole. Random draws differ from one to the next: the seed of microbatch k of step s is (seed + s) * microbatches + k.
+whole. Random draws differ from one to the next: a microbatch's key is made of the step's and of its number
+(`ir.ops.streams`).
 
 Where losses count by tokens, microbatch k is also given its share n_k / (n_0 + n_1 + ...), computed where the batch
 lies, so that no GPU is waited for. Without a token of its own it counts 0. But the mean of no tokens is 0 / 0, and
@@ -21,6 +22,7 @@ import torch
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Tokens, type_of
 from shardc.ir.microbatch import GIVEN
+from shardc.ir.ops.streams import fold_in
 from shardc.torch_compat import flatten, unflatten
 
 Feed = dict[str, torch.Tensor]
@@ -41,7 +43,7 @@ def feeds(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[Feed]:
         value, shape = given[name], type_of(node).shape
         for k, feed in enumerate(found):
             if port.role == "seed":
-                feed[port.name] = value * count + k
+                feed[port.name] = torch.full_like(value, fold_in(int(value), k))
             elif count == 1 or tuple(value.shape) == shape:
                 feed[port.name] = value
             else:

@@ -1,7 +1,7 @@
 """Which gradients are not finite? Asked only when a step that looks for them has found that some are.
 
 The step itself knows no more than one bool, the same on every rank. As it changed nothing, it can be run again, up to
-the square of each gradient, which the global norm is made of: those are the `probe`'s outputs.
+the squares of each gradient, which the global norm is made of: their sums are the `probe`'s outputs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SHOWN = 5  # names in a message
 
 
 def probe(body: Graph, params: Iterable[str] | None = None) -> Graph:
-    """The body up to the square of each parameter's gradient, which it returns instead, by parameter.
+    """The body up to the squares of each parameter's gradient, whose sum it returns instead, by parameter.
 
     `params` are their names, by default the body's own.
     """
     found = body.copy()
     known = {port.name for port in body.inputs if port.role == "param"} if params is None else set(params)
-    named = ((re.fullmatch(r"opt\.(.+)\.norm\.mul", info(node).name), node) for node in found.calls())
+    named = ((re.fullmatch(r"opt\.(.+)\.norm\.sum_of_squares", info(node).name), node) for node in found.calls())
     squares = {match[1]: node for match, node in named if match is not None and match[1] in known}
     found.outputs = tuple(Port("output", name) for name in squares)
     found.output_node.args = (tuple(squares.values()),)

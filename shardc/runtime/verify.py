@@ -77,7 +77,8 @@ class Body:
                 returned(port, node, values)
             consumed(node, values)
 
-        return simulate(self.body, inputs, dtype=dtype, observe=watch) | consumed.found(inputs)
+        outputs = simulate(self.body, inputs, dtype=dtype, observe=watch)
+        return consumed.found(inputs) | outputs  # returned gradients are clipped, and consumed ones are not
 
     def first_mismatch(
         self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
@@ -132,7 +133,7 @@ def reference_step(
     """What the single device returns, and the gradients that its update consumes."""
     consumed = Consumed(reference)
     found = run_reference(reference, inputs, dtype=dtype, numerics=numerics, observe=consumed)
-    return found | consumed.found(inputs)
+    return consumed.found(inputs) | found
 
 
 def verify(

@@ -31,5 +31,6 @@ class PipelineEngines:
 
         return Simulation(self.body, run)
 
-    def job(self, timeout: float, device: str | None) -> Engine:
-        return PipelineJob(self.program, timeout, device)
+    def job(self, timeout: float, device: str | None, facts: Mapping[str, str]) -> Engine:
+        texts = [self.program.text(c, comments=False) for c in range(len(self.program.lists.ranks))]
+        return PipelineJob(self.program, timeout, device, {**facts, "program": "\n".join(texts)})

@@ -21,6 +21,7 @@ from shardc.runtime.member import Member, Shards
 from shardc.runtime.microbatches import Feed
 from shardc.runtime.monitor import Monitor
 from shardc.runtime.nonfinite import probe
+from shardc.runtime.replicas import Peers
 from shardc.stages.executor import ListExecutor
 from shardc.stages.finishing import Outputs, guarded
 from shardc.stages.graph_code import GraphCode, Now
@@ -37,10 +38,12 @@ KEPT = ("param", "buffer", "state")
 class PipelineJob:
     """Joins the job on construction; tensors that it holds are this rank's shards, on its device."""
 
-    def __init__(self, program: Pipelined, timeout: float, device: str | None = None) -> None:
+    def __init__(
+        self, program: Pipelined, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
+    ) -> None:
         prove(program.lists).check()
         self.program, self.body = program, program.body
-        self.member = member = Member(program.mesh, timeout, device)
+        self.member = member = Member(program.mesh, timeout, device, facts)
         self.rank, self.device = member.rank, member.device
         self.c, self.i = program.coordinates(self.rank)
         mesh, count = self.body.mesh, len(program.lists.ranks)
@@ -58,6 +61,8 @@ class PipelineJob:
         self.monitor = Monitor(store, self.rank, member.world, ListPlaces(program), fatal=member.on_gpu)
         self.shards = Shards(mesh, self.i, self.device, self.comm, self.monitor.blame)
         self.homes = _homes(program)
+        places = [program.coordinates(rank) for rank in range(member.world)]
+        self.peers = Peers(mesh, self.device, lambda x: member.gather(x, self.monitor.blame), places, self.homes)
         self._copies = copies
         self._read = {port.name for graph in _graphs_of(program, self.c) for port in graph.inputs}
         self._types = {name: type_of(node) for name, node in self.body.input_nodes().items()}
@@ -108,7 +113,7 @@ class PipelineJob:
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""
-        group = dist.new_group(backend="gloo", timeout=self.member.limit)
+        group = self.member.group(self.monitor.blame)
         mesh, blame = self.body.mesh, self.monitor.blame
         return Checkpoints(
             mesh, self.i, group, blame, self.rank, lambda name: self._copies[self.homes[name][0]], self.program.mesh

@@ -61,7 +61,7 @@ class Stages:
             returned=returned,
             observe=watch,
         )
-        return outputs | consumed.found(inputs)
+        return consumed.found(inputs) | outputs
 
     def first_mismatch(
         self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float

@@ -1,0 +1,116 @@
+"""Do all ranks run the same job? Compared through its store, before the first group is made and anything can hang.
+
+    facts      text by name: versions, plan, program, seed, ...; each rank leaves their hashes, and reads everyone's
+    a hash differs: those that have it leave the text, and every rank raises the same error (SC541), which quotes the
+    first line that differs
+
+Of several answers the right one is taken to be the most frequent; of equally frequent ones, the lowest rank's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+
+SHOWN = 160  # characters of a line in a message
+HINTS = {
+    "version of shardc": "install the same version of shardc on every machine",
+    "version of torch": "install the same version of torch on every machine",
+    "version of Python": "start every rank with the same Python",
+    "device": "give every rank the same kind of device, or pass launch(device=...)",
+    "program": "compile the same model, loss and optimizer on every rank: nothing of them may depend on the rank",
+    "plan": "compile with the same plan, mesh and sample batch on every rank",
+    "learning rates": "give every rank's optimizer the same learning rates",
+    "random seed": "launch every rank with the same seed, or leave it to the plan",
+    "checks": "pass the same check_every to launch on every rank",
+}
+
+
+def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: timedelta) -> None:
+    """Return where every rank has the same facts. Every rank must call it.
+
+    Raises ShardcError: SC541 names the ranks whose facts are others than most ranks', SC543 the ranks that did not come
+    within the limit.
+    """
+    if world == 1:
+        return
+    # A store may outlive a launch: this is the rank's so many-th.
+    meeting = f"launch/{store.add(f'launches/{rank}', 1)}"
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items()}
+    told = _exchanged(store, f"{meeting}/hashes", rank, world, hashes, limit)
+    names = dict.fromkeys(name for one in told for name in one)
+    differing = [name for name in names if len({one.get(name, "") for one in told}) > 1]
+    if not differing:
+        return
+    texts = _exchanged(store, f"{meeting}/texts", rank, world, {n: facts.get(n, "") for n in differing}, limit)
+    raise ShardcError(*(_differs(name, [one.get(name, "") for one in texts]) for name in differing))
+
+
+def sides(answers: Sequence[Any]) -> tuple[int, dict[Any, list[int]]]:
+    """A rank of the majority, and by every other answer the ranks that gave it."""
+    groups: dict[Any, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        groups.setdefault(answer, []).append(rank)
+    most = max(groups.values(), key=len)  # the first of the longest
+    return most[0], {answer: ranks for answer, ranks in groups.items() if ranks is not most}
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 1, 2, 5`, `ranks 8, 9, 10, 11 and 60 more`."""
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+def absent(ranks: Sequence[int], limit: timedelta) -> ShardcError:
+    """The error where ranks did not come to the launch."""
+    who = f"{ranks_text(ranks)} of the job" if ranks else "some ranks of the job"
+    message = f"{who} did not come to the launch within {limit.total_seconds():g} seconds"
+    hint = "look for their last output: did they fail, or are they still compiling? then launch with a larger timeout"
+    return error("SC543", message, hint=hint)
+
+
+def _exchanged(
+    store: Any, topic: str, rank: int, world: int, own: Mapping[str, str], limit: timedelta
+) -> list[dict[str, str]]:
+    """What every rank has to say on a topic."""
+    keys = [f"{topic}/{other}" for other in range(world)]
+    store.set(keys[rank], json.dumps(dict(own)))
+    try:
+        store.wait(keys, limit)
+    except Exception as failure:
+        raise absent([other for other, key in enumerate(keys) if not store.check([key])], limit) from failure
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _differs(name: str, texts: Sequence[str]) -> Diagnostic:
+    usual, others = sides(texts)
+    different = sorted(rank for ranks in others.values() for rank in ranks)
+    has = "has" if len(different) == 1 else "have"
+    message = f"{ranks_text(different)} {has} {'other' if name.endswith('s') else 'another'} {name} than rank {usual}"
+    lines = [line for text, ranks in others.items() for line in _first_difference(texts[usual], usual, text, ranks[0])]
+    return Diagnostic("SC541", message, cause="\n".join(lines), hint=HINTS.get(name))
+
+
+def _first_difference(usual: str, rank: int, other: str, different: int) -> list[str]:
+    for line, (a, b) in enumerate(zip_longest(usual.split("\n"), other.split("\n"))):
+        if a != b:
+            where = f", line {line + 1}" if "\n" in usual + other else ""
+            return [f"rank {rank}{where}: {_window(a, b)}", f"rank {different}{where}: {_window(b, a)}"]
+    return []
+
+
+def _window(line: str | None, other: str | None) -> str:
+    """A line, or of a long one the part around where the other one begins to differ."""
+    if line is None:
+        return "(ends before it)"
+    line, start = line.strip(), 0
+    if len(line) > SHOWN:
+        same = next((i for i, (a, b) in enumerate(zip(line, (other or "").strip(), strict=False)) if a != b), 0)
+        start = max(0, min(same - SHOWN // 2, len(line) - SHOWN))
+    return ("..." if start else "") + line[start : start + SHOWN] + ("..." if start + SHOWN < len(line) else "")

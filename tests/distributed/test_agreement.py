@@ -1,0 +1,54 @@
+"""A rank that is not as the others is named, with what differs, before it can spoil a step: on every rank the same."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import start
+
+WORKER = Path(__file__).parent / "agreement_worker.py"
+SAID = {
+    "seed": "SC541 ranks-differ]: rank 1 has another random seed than rank 0",
+    "rate": "SC541 ranks-differ]: rank 1 has other learning rates than rank 0",
+    "rate_later": "SC542 replicas-differ]: before step 2: rank 1 has another learning rate than the other ranks",
+    "plan": "SC541 ranks-differ]: rank 1 has another plan than rank 0",
+    "version": "SC541 ranks-differ]: rank 1 has another version of shardc than rank 0",
+    "data": "SC542 replicas-differ]: before step 0: rank 1 was given another batch than the other ranks",
+    "data_pipeline": "SC542 replicas-differ]: before step 0: rank 1 was given another batch than the other ranks",
+    "optimizer": "SC541 ranks-differ]: rank 1 has another program than rank 0",
+    "weights": "SC542 replicas-differ]: at the launch: rank 1 starts from other values than the other ranks",
+    "weights_sharded": "SC542 replicas-differ]: at the launch: rank 1 starts from other values than the other ranks",
+    "forward": "SC541 ranks-differ]: rank 1 has another program than rank 0",
+    "written": "SC542 replicas-differ]: before step 1: rank 1 holds other values than the other ranks",
+    "moved": "SC542 replicas-differ]: before step 1: rank 1 is at another step or random seed than the other ranks",
+}
+CAUSES = {
+    "rate_later": "different: learning rate lr.0",
+    "plan": "rank 1, line 3: clip_grad_norm: 2.0",
+    "data": "different: input x",
+    "optimizer": 'mul.Tensor(%"up.weight:momentum_buffer", 0.8)',
+    "weights": "different: param up.weight, param up.bias, param down.weight and 1 more",
+    "forward": "%tanh = tanh(%up.add)",
+    "written": "different: param up.weight",
+}
+
+
+def test_a_rank_that_differs_is_named_by_every_rank(tmp_path: Path) -> None:
+    first, second = start("agree", 2, tmp_path, worker=WORKER)
+    assert first is not None
+    assert second is not None
+    alike = [name for name in first if name.startswith("alike")]
+    assert sorted(first) == sorted([*alike, *SAID, "rounded"])
+    for name in alike:
+        assert len(first[name]["losses"]) == 4, first[name]
+        assert first[name] == {**second[name], "warnings": []}
+    assert first["alike"]["losses"] == pytest.approx(first["alike_sharded"]["losses"], rel=1e-5)
+    for name, said in SAID.items():
+        assert said in first[name]["error"], first[name]
+        assert CAUSES.get(name, "") in first[name]["error"], first[name]
+        if name != "moved":  # each says at which step it is itself
+            assert first[name]["error"] == second[name]["error"]
+    assert len(first["rounded"]["losses"]) == 4
+    assert (
+        "before step 1: rank 1 and the others differ in what they hold of up.weight" in first["rounded"]["warnings"][0]
+    )
