@@ -29,9 +29,12 @@ from shardc.plan_values import (
     Annotations,
     Bucketing,
     Dtypes,
+    Flag,
+    Length,
     LossOver,
     Nonfinite,
     Recomputing,
+    Seed,
     Source,
     Storage,
     bytes_text,
@@ -67,7 +70,7 @@ class Plan(BaseModel):
     outputs: Annotations = {}
     storage: Storage = Storage()
     recompute: Recomputing = Recomputing()
-    align: bool = True
+    align: Flag = True
     bucket: Bucketing = Bucketing()
     fuse: Annotated[Fusing, BeforeValidator(says_something)] = Fusing()
     precision: Dtypes | None = None
@@ -75,10 +78,10 @@ class Plan(BaseModel):
     accumulate: int = 1
     pipeline: Pipelining | None = None
     loss: LossOver = LossOver()
-    clip_grad_norm: float | None = None
-    strict: bool = False
+    clip_grad_norm: Length | None = None
+    strict: Flag = False
     budget: dict[str, int] = {}
-    seed: int = 0
+    seed: Seed = 0
 
     @classmethod
     def of(
@@ -298,7 +301,8 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     said = problem["msg"] if problem["type"] == "literal_error" else problem["msg"].partition(",")[0]
     expected = said.removeprefix("Input should be ")
     message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
-    hints = {"strict": "write true or false", "seed": "write a whole number"}
+    hints = {"strict": "write true or false", "align": "write true or false", "seed": "write a whole number"}
+    hints |= {"clip_grad_norm": "write the largest norm, 1.0 say, or leave the key out"}
     hint = {**hints, "nonfinite": "write ignore, skip or raise"}.get(path[0])
     return (source.locate(Diagnostic("SC208", message, hint=hint), *path),)
 

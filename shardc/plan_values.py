@@ -9,14 +9,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
-    NonNegativeInt,
-    PositiveInt,
+    Field,
     PrivateAttr,
     ValidationInfo,
     field_validator,
@@ -31,6 +31,23 @@ from shardc.ir.placement import P, Placement
 Annotations = dict[str, Annotation]
 RecomputeMode = Literal["none", "full", "selective", "budget"]
 Nonfinite = Literal["ignore", "skip", "raise"]
+
+
+def _spelled(value: object) -> object:
+    """YAML reads 1e-3, without a point, as text."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+
+
+# Every number of a plan has a range, true is no number, and text is none.
+Flag = Annotated[bool, Field(strict=True)]
+Length = Annotated[float, BeforeValidator(_spelled), Field(strict=True, gt=0, le=1e30, allow_inf_nan=False)]
+Scale = Annotated[float, BeforeValidator(_spelled), Field(strict=True, allow_inf_nan=False)]
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Label = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Shift = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Interval = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+MOST = 2**16  # microbatches, stages
+MOST_BYTES = 2**60
 
 
 BUCKET = 25 * 2**20  # bytes, as torch's DistributedDataParallel
@@ -71,7 +88,15 @@ class Storage(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     axes: tuple[str, ...] = ()
     params: Annotations = {}
-    regather: bool | dict[str, bool] = True
+    regather: Flag | dict[str, Flag] = True
+
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _read_zero(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool | float):
+            wrong = Diagnostic("SC208", f"'storage.zero' should be 0, 1, 2 or 3, not {value!r}", hint="write zero: 1")
+            raise ShardcError(source_of(info).locate(wrong, "storage", "zero"))
+        return value
 
     @field_validator("axes", mode="before")
     @classmethod
@@ -104,7 +129,7 @@ class Recomputing(BaseModel):
 
     mode: RecomputeMode = "none"
     budget: int = 0
-    collectives: bool = False
+    collectives: Flag = False
 
     @model_validator(mode="before")
     @classmethod
@@ -151,8 +176,8 @@ class LossOver(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokens: str | None = None
-    ignore: int = -100
-    shift: NonNegativeInt = 0
+    ignore: Label = -100
+    shift: Shift = 0
     _written: Written = PrivateAttr(default=Written())
 
     def model_post_init(self, context: Any, /) -> None:
@@ -236,8 +261,8 @@ class Dtypes(BaseModel):
     master: str = "fp32"
     reduce: str = "fp32"
     keep: tuple[Annotation, ...] = ()
-    loss_scale: float = 2.0**16
-    growth_interval: PositiveInt = 2000
+    loss_scale: Scale = 2.0**16
+    growth_interval: Interval = 2000
 
     @model_validator(mode="before")
     @classmethod
@@ -320,9 +345,10 @@ def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], me
 
 
 def read_count(value: object, info: ValidationInfo, *path: str) -> int:
-    """Read a whole number from 1; what YAML reads as true is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        message = f"'{'.'.join(path)}' should be a whole number from 1, not {value!r}"
+    """Read a whole number from 1 to MOST; what YAML reads as true is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        most = f" to {MOST}" if isinstance(value, int) and value > MOST else ""
+        message = f"'{'.'.join(path)}' should be a whole number from 1{most}, not {value!r}"
         wrong = Diagnostic("SC208", message, hint=f"write {path[-1]}: 4, say")
         raise ShardcError(source_of(info).locate(wrong, *path))
     return value
@@ -336,7 +362,10 @@ def read_bytes(value: object) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if found is None or isinstance(value, bool) or found[2].upper() not in _UNITS:
         raise error("SC208", f"{value!r} is not a number of bytes", hint='write 4096, "512 KiB" or "2 MiB"')
-    return round(float(found[1]) * _UNITS[found[2].upper()])
+    size = float(found[1]) * _UNITS[found[2].upper()]
+    if size > MOST_BYTES:
+        raise error("SC208", f"{found[0].strip()[:40]} is more bytes than there are", hint="a rank has some GiB")
+    return round(size)
 
 
 def bytes_text(size: int) -> str:
