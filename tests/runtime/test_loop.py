@@ -108,6 +108,15 @@ class Lost(Exception):
     pass
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in its background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["loader", "exhausted", "caller", "signal"])
 def test_whatever_ends_training_leaves_a_checkpoint(tmp_path: Path, how: str) -> None:
     whole = run(6, None)
