@@ -13,14 +13,24 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Role, info
 from shardc.ir.ops.accumulate import ACCUMULATE
 
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
+MOST = 2**16  # microbatches of a step
 SCALE = "loss:scale"  # the state that the loss is multiplied by, where gradients are of half precision
 GIVEN: tuple[Role, ...] = ("input", "seed", "share")  # inputs that each microbatch is given
 FED: tuple[Role, ...] = (*GIVEN, "buffer")  # inputs that a microbatch has of its own
 MADE: tuple[Role, ...] = ("output", "buffer")  # and outputs
+
+
+def checked_count(count: object) -> int:
+    """A number of microbatches as a file gives it. Raises ShardcError (SC402) where it is none, or beyond MOST."""
+    if type(count) is int and 1 <= count <= MOST:
+        return count
+    hint = "compile the program anew, and save it"
+    raise error("SC402", f"a step has 1 to {MOST} microbatches, not {str(count)[:40]}", hint=hint)
 
 
 def in_microbatch(graph: Graph) -> set[fx.Node]:

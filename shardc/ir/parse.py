@@ -26,7 +26,8 @@ from torch._ops import OpOverload
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error, suggest
 from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import AXIS_NAME, Mesh
-from shardc.ir.schema import WORDS, arrange, find_op, schema_of, yields_one_tensor
+from shardc.ir.microbatch import checked_count
+from shardc.ir.schema import WORDS, arrange, find_op, schema_of, unfit, yields_one_tensor
 from shardc.ir.text import BARE_NAME
 from shardc.ir.types import DTYPES, Axes, TensorType
 
@@ -93,7 +94,7 @@ class _Parser:
         self.expect("(")
         count = self.take(r"[1-9]\d*") or self.fail("a number of microbatches")
         self.expect(")")
-        return int(count)
+        return checked_count(int(count[:20]))
 
     def tokens(self) -> Tokens | None:
         if not self.take(r"tokens\b"):
@@ -165,6 +166,8 @@ class _Parser:
         op = find_op(word)
         if op is None:
             self.refuse(f"there is no op '{word}'", at, "ops are those of torch.ops.aten and torch.ops.shardc")
+        if reason := unfit(op):
+            self.refuse(f"no program may call '{word}', which {reason}", at, "a program's ops are functions of tensors")
         args, kwargs = self.arguments(op, at)
         about = ValueInfo(
             "",

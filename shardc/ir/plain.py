@@ -22,7 +22,8 @@ from torch import fx
 from shardc.ir.diagnostic import Diagnostic, error
 from shardc.ir.graph import Graph, Port, Tokens, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import Mesh
-from shardc.ir.schema import WORDS, find_op, word_of
+from shardc.ir.microbatch import checked_count
+from shardc.ir.schema import WORDS, find_op, unfit, word_of
 from shardc.ir.types import DTYPE_NAMES, DTYPES, TensorType
 
 Plain = dict[str, Any]
@@ -57,7 +58,7 @@ def graph_from_plain(data: Plain) -> Graph:
     inputs, outputs = ([_port(port) for port in data[side]] for side in ("inputs", "outputs"))
     graph = Graph(made, mesh_from_plain(data["mesh"]), inputs, outputs, data["name"])
     graph.activations = {fqn: values[name] for fqn, name in data["activations"].items()}
-    graph.microbatches = int(data["microbatches"])
+    graph.microbatches = checked_count(data["microbatches"])
     graph.tokens = Tokens(**data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
     return graph
 
@@ -146,6 +147,9 @@ def _make(made: fx.Graph, data: Plain, values: Mapping[str, fx.Node]) -> fx.Node
     if op is None:
         hint = f"this is torch {torch.__version__}; a program may call ops of torch.ops.aten and torch.ops.shardc only"
         raise error("SC403", f"the program calls '{data['call']}', which is no op here", tensor=data["name"], hint=hint)
+    if reason := unfit(op):
+        message = f"the program calls '{data['call']}', which {reason}: no program may"
+        raise error("SC402", message, tensor=data["name"], hint="a program's ops are functions of tensors")
     args = tuple(_value(arg, values) for arg in data["args"])
     return made.call_function(op, args, {name: _value(arg, values) for name, arg in data.get("kwargs", {}).items()})
 

@@ -42,6 +42,7 @@ from shardc.ir.plain import (
     tensor_to_plain,
 )
 from shardc.ir.text import print_graph
+from shardc.ir.verify import violations
 
 FORMAT = "shardc-program"
 VERSION = 3
@@ -122,7 +123,9 @@ class Program:
         """The program of a file's text; `origin` names the file in errors."""
         content = _content(text, origin)
         try:
-            return cls(**cls.fields_of(content))
+            fields = cls.fields_of(content)
+            refuse_unsound({"body": fields["body"], "reference": fields["reference"]})
+            return cls(**fields)
         except ShardcError as wrong:
             raise ShardcError(*(replace(d, location=d.location or origin) for d in wrong.diagnostics)) from None
         except Exception as wrong:  # whatever a forged file trips over: its checksum is right, what it says is not
@@ -158,6 +161,14 @@ class Program:
         return cls.from_json(text, str(path))
 
 
+def refuse_unsound(graphs: Mapping[str, Graph]) -> None:
+    """Raise ShardcError (SC402) with what is wrong with graphs that were read: each must be as passes leave theirs."""
+    found = [f"{name}: {line}" for name, graph in graphs.items() for line in violations(graph)]
+    if found:
+        raise error("SC402", "the content is no program", cause="\n".join(found[:SHOWN]), hint=_COMPILE)
+
+
+SHOWN = 10  # of what is wrong
 _COMPILE = "write the file anew: compile the program, then save it"
 
 

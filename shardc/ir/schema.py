@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from importlib import import_module
@@ -64,6 +65,36 @@ def find_op(name: str) -> OpOverload | None:
         return None
     found = getattr(packet, parts[1] if len(parts) == 2 else "default", None)
     return found if isinstance(found, OpOverload) else None
+
+
+# What an argument of a functional op is spelled as; a file's name is none of these.
+_TEXTS = {"approximate", "rounding_mode", "reduce", "padding", "padding_mode", "mode", "equation"}
+_ARGUMENTS = re.compile(
+    r"(Optional\[)?(List\[)?(Optional\[)?(Tensor|number|int|float|bool|str|Device|Layout|MemoryFormat|ScalarType"
+    r"|complex|SymInt|Dimname|Scalar)\]*"
+)
+
+
+@lru_cache(maxsize=4096)
+def unfit(op: OpOverload) -> str:
+    """Why no program may hold an op, in words; "" of one that may.
+
+    A program's calls are functions of their operands: they write over nothing, reach for nothing outside, and yield
+    tensors. Text and files may come from anywhere, and are read by this.
+    """
+    schema = schema_of(op)
+    if schema.is_mutable or any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments):
+        return "writes over its operands"
+    if not any("Tensor" in str(one.type) for one in schema.returns):
+        return "yields no tensor"
+    if op.namespace != "shardc":
+        for one in schema.arguments:
+            kind = str(one.type)
+            if _ARGUMENTS.fullmatch(kind) is None and one.name != "generator":
+                return f"takes a {kind}"
+            if "str" in kind and one.name not in _TEXTS:
+                return f"takes the text '{one.name}'"
+    return ""
 
 
 def schema_of(op: Any) -> Any:

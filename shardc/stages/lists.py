@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardc.ir.microbatch import checked_count
 from shardc.stages.instructions import (
     COMPUTE,
     TRANSFER,
@@ -74,4 +75,4 @@ class RankLists:
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> RankLists:
         ranks = tuple(tuple(instruction_from_plain(i) for i in listed) for listed in data["ranks"])
-        return cls(pipeline_from_plain(data["pipeline"]), data["microbatches"], ranks, data["schedule"])
+        return cls(pipeline_from_plain(data["pipeline"]), checked_count(data["microbatches"]), ranks, data["schedule"])
