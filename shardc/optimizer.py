@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shardc import torch_compat
 from shardc.append import Append, module_of
 from shardc.gradients import Final, finish
 from shardc.ir.diagnostic import error
@@ -46,6 +47,8 @@ def append_updates(
     optimizer the gradients are returned, of the loss as it is. `graph.gradients` names the gradients that the graph
     still computes, as backward makes them.
     """
+    if optimizer is not None:
+        refuse_hooks(optimizer)
     groups = _groups(graph, optimizer, model) if optimizer is not None else {}
     outputs = list(zip(graph.outputs, graph.output_values, strict=True))
     gradients = {port.name: node for port, node in outputs if port.role == "grad"}
@@ -98,8 +101,19 @@ def _updated(
     return made
 
 
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ShardcError (SC107) where Python acts around the optimizer's step: a program's update has no such place."""
+    if not (hooks := torch_compat.step_hooks(optimizer)):
+        return
+    name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
+    hint = "clip by the plan's clip_grad_norm or by hooks of the parameters; make the rest part of the optimizer's step"
+    raise refused(optimizer, f"{name} acts before, after or in the place of its step", hint)
+
+
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The "hyper" inputs: each group's present learning rate, in float64 as Python's."""
+    """The "hyper" inputs: each group's present learning rate, in float64 as Python's. Raises ShardcError (SC107) where
+    the optimizer was given a hook."""
+    refuse_hooks(optimizer)
     return {
         f"lr.{i}": torch.as_tensor(group["lr"], dtype=torch.float64, device="cpu").detach().reshape(())
         for i, group in enumerate(optimizer.param_groups)

@@ -83,7 +83,11 @@ def record(
         stack.enter_context(_plain_rnns())
         stack.enter_context(_node_hook(on_node))
         stack.enter_context(_quiet_stacks())
-        return make_fx(fn, **options)(*inputs)
+        gm = make_fx(fn, **options)(*inputs)
+    for node in reversed(gm.graph.nodes):  # an op that raised, and whose error `fn` caught, has computed nothing
+        if isinstance(node.target, OpOverload) and not node.users and "val" not in node.meta:
+            gm.graph.erase_node(node)
+    return gm
 
 
 def functionalized(
@@ -430,6 +434,20 @@ def each_tensor(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Mod
 def count_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers that the optimizer stepped: its step ran in a graph, and they warn of an order that is right."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What runs before or after the optimizer's step, or in its place: hooks, its own and all optimizers', and a `step`
+    that was put into the instance, other than that by which schedulers count."""
+    found: list[Callable[..., Any]] = []
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        found += optimizer.__dict__.get(name, {}).values()
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        found += getattr(sys.modules[torch.optim.Optimizer.__module__], name, {}).values()
+    patched = optimizer.__dict__.get("step")
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+        found.append(patched)
+    return found
 
 
 def bare_optimizer(

@@ -10,7 +10,7 @@ once more without mutation; changed buffers are outputs then. Tied parameters ar
 `trace_stand_ins` puts the graph's inputs in the place of the model's own tensors, `trace_ops` says which ops are
 substituted, `trace_backward` how gradients and hooks become part of the graph, `trace_buffers` what forward makes of
 buffers, `trace_origin` how nodes know their module and source line, `trace_state`, `trace_holders` and `trace_carried`
-what becomes of Python values that a step leaves behind.
+what becomes of Python values that a step leaves behind, `trace_drawn` that Python's random numbers are none of a graph.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardc.trace_buffers import buffers_after
 from shardc.trace_call import Call
 from shardc.trace_carried import carried
 from shardc.trace_clean import clean, constants_as_inputs
+from shardc.trace_drawn import Generators
 from shardc.trace_ops import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.trace_origin import Origin, Origins, first_tensor
 from shardc.trace_result import Traced, TracedInput, TracedOutput
@@ -61,6 +62,7 @@ def trace(
     tensor has the dtype that the model gives it.
     """
     call = Call(model, batch)
+    generators = Generators(model)
     step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision)
     try:
         gm, inputs, origins = step.record()
@@ -69,6 +71,9 @@ def trace(
         found = carried(model, step.before, gm, step.left, lambda: copy(step).record()[0])
     finally:
         step.before.restore()
+        drawn = generators.drawn()
+        generators.restore()
+    found += drawn
     refuse_kept(step.recorded.held(but=inputs))
     given = dict(zip(call.names, call.tensors, strict=True))
     refuse_shared_memory(model, given, [*step.written_buffers, *step.written])

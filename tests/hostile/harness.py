@@ -1,0 +1,195 @@
+"""Modules that do in Python what a tracer may forget, and plain eager training, written here, to hold them against.
+
+Each case is compiled under a layout and trained for three steps of different batches; losses, gradients, parameters and
+buffers are those of eager PyTorch, or the program is refused with the code that the case names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import shardc
+from shardc.ir.diagnostic import ShardcError
+
+M = TypeVar("M", bound=type[nn.Module])
+TOLERANCE = 1e-11
+STEPS = 3
+
+BATCH, COLUMNS = {"inputs": {"x": "dp"}}, {"params": {"a.weight": "tp, -"}}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("dp=2", BATCH),
+    "tp2": ("tp=2", COLUMNS),
+    "dp2 tp2": ("dp=2, tp=2", BATCH | COLUMNS),
+    "dp3": ("dp=3", BATCH),
+    "zero1": ("dp=2", BATCH | {"storage": {"zero": 1, "axes": ["dp"]}}),
+    "zero2": ("dp=2", BATCH | {"storage": {"zero": 2, "axes": ["dp"]}}),
+    "zero3": ("dp=2", BATCH | {"storage": {"zero": 3, "axes": ["dp"]}}),
+    "pp2": ("pp=2", {"pipeline": {"microbatches": 2}}),
+    "accumulate": ("dp=2", BATCH | {"accumulate": 2}),
+    "recompute": ("dp=2", BATCH | {"recompute": "full"}),
+    "fuse": ("dp=2", BATCH | {"fuse": True}),
+}
+MICROBATCHES = {"pp2": 2, "accumulate": 2}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+    "none": None,
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),  # smaller ones make updates of rounding
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, and what becomes of it.
+
+    `refused` is the code of the error under every layout, or under those it names; `warned`, that of a warning which
+    says that steps are not eager's. A `random` module draws numbers: its steps are those of one rank, not eager's.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    refused: str | Mapping[str, str] | None = None
+    warned: str | None = None
+    random: bool = False
+    shape: tuple[int, ...] = (4, 6)
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+
+    def code(self, layout: str) -> str | None:
+        return self.refused if isinstance(self.refused, str) or self.refused is None else self.refused.get(layout)
+
+    def model(self) -> nn.Module:
+        """In float64 from the start: `.double()` would make other tensors of those that it holds by the way."""
+        before = torch.get_default_dtype()
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        try:
+            return self.build()
+        finally:
+            torch.set_default_dtype(before)
+
+    def batches(self) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(7)
+        return [torch.randn(*self.shape, generator=draw, dtype=torch.float64) for _ in range(STEPS)]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(**options: Any) -> Callable[[M], M]:
+    """Enter a module, made without arguments, under its class's name."""
+
+    def enter(build: M) -> M:
+        assert build.__name__ not in CASES
+        CASES[build.__name__] = Case(build.__name__, build, **options)
+        return build
+
+    return enter
+
+
+class Net(nn.Module):
+    """Two linear layers; cases differ in what lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x))).square().mean()
+
+
+@dataclass
+class Trace:
+    """What training left behind: each step's loss and gradients, the last parameters and buffers."""
+
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def of_step(self, step: int, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
+        self.values[f"loss {step}"] = loss.detach().clone()
+        self.values |= {f"gradient {step} of {name}": g.detach().clone() for name, g in gradients.items()}
+
+    def differences(self, other: Trace) -> list[str]:
+        """A line for each value that is missing in one, or differs by more than the tolerance."""
+        found = [f"{key}: only one has it" for key in self.values.keys() ^ other.values.keys()]
+        for key in self.values.keys() & other.values.keys():
+            mine, its = self.values[key], other.values[key]
+            if mine.shape != its.shape or not torch.allclose(mine, its, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+                found.append(f"{key}: {mine.flatten()[:3].tolist()}... is not {its.flatten()[:3].tolist()}...")
+        return sorted(found)
+
+
+def trained_eagerly(case: Case, optimizer: str, microbatches: int = 1) -> Trace:
+    """Plain PyTorch; microbatches' gradients add up, as `backward` adds them."""
+    model, trace = case.model(), Trace()
+    make = case.optimizer or OPTIMIZERS[optimizer]
+    steps = make(model.parameters()) if make is not None else None
+    for step, batch in enumerate(case.batches()):
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in batch.chunk(microbatches):
+            with sdpa_kernel(SDPBackend.MATH):  # the others' kernels have no second derivatives
+                loss = model(part.clone()) / microbatches
+                loss.backward()
+            total += loss.detach()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.requires_grad}
+        trace.of_step(step, total, gradients if steps is None else {})
+        if steps is not None:
+            steps.step()
+    kept = dict(model.named_buffers(remove_duplicate=False)) | model.state_dict()  # also those that are not persistent
+    trace.values |= {name: t.detach().clone() for name, t in kept.items() if isinstance(t, Tensor)}
+    return trace
+
+
+def compiled(case: Case, layout: str, optimizer: str) -> tuple[shardc.Program, list[Tensor]]:
+    mesh, plan = LAYOUTS.get(layout, ("dp=1", {}))
+    model, data = case.model(), case.batches()
+    make = case.optimizer or OPTIMIZERS[optimizer]
+    made = make(model.parameters()) if make is not None else None
+    return shardc.compile(model, data[0].clone(), mesh=mesh, plan=plan, optimizer=made), data
+
+
+def trained(program: shardc.Program, data: list[Tensor], optimizer: bool) -> Trace:
+    trace = Trace()
+    trainer = program.launch()
+    for step, batch in enumerate(data):
+        loss = trainer.step(batch.clone()).loss
+        trace.of_step(step, loss, {} if optimizer else trainer.gather_grads())
+    trace.values |= trainer.state_dict()
+    return trace
+
+
+def outcome(case: Case, layout: str, optimizer: str) -> str:
+    """ "right", the code of the error, or what is wrong; the same of `verify`, which has to agree.
+
+    Raises whatever else compiling and training raise: an error without a code is a fault.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program, data = compiled(case, layout, optimizer)
+            stepped = case.optimizer is not None or OPTIMIZERS[optimizer] is not None
+            found = trained(program, data, stepped)
+        except ShardcError as refusal:
+            return refusal.code
+        codes = {d.code for d in program.diagnostics}
+        if case.warned is not None:
+            return case.warned if case.warned in codes else f"no warning {case.warned}, but {sorted(codes)}"
+        if case.random:
+            expected = trained(compiled(case, "one", optimizer)[0], data, stepped)
+        else:
+            expected = trained_eagerly(case, optimizer, MICROBATCHES.get(layout, 1))
+        wrong = found.differences(expected)
+        report = program.verify()
+    if wrong and report.ok:
+        return "\n".join(["wrong, and verify does not find it:", *wrong])
+    if wrong or not report.ok:
+        return "\n".join(["wrong, as verify finds:" if wrong else f"right, but verify says:\n{report}", *wrong])
+    return "right"
