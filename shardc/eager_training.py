@@ -29,7 +29,7 @@ class EagerTraining:
     """Steps of plain PyTorch with a model that is lifted to `dtype` (in its own if that is None), on the CPU.
 
     Of several `microbatches` the loss is the mean, or, where tokens are `counted` in them, the mean weighted by these;
-    they are run one after the other, as torch accumulates. What is `stored` of a parameter may have been rounded; it is
+    they are run one after the other. What is `stored` of a parameter may have been rounded; it is
     what the model then has. Gradients are clipped to `clip_grad_norm`, on their way to the optimizer or where they are
     returned. A step with a gradient that is not finite is skipped if `check_finite`.
     """
@@ -74,13 +74,14 @@ class EagerTraining:
         checkpointing's). Buffers that the step left as they were are given too.
         """
         batch = copied_batch(dict(batch) if isinstance(batch, Mapping) else batch, self.dtype)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        sums: dict[Tensor, Tensor] = {}
         before = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         total = torch.zeros((), dtype=self.dtype or torch.float32)
         parts = split(batch, self.microbatches)
         counts = [1 if self.counted is None else self.counted(part) for part in parts]
         for part, count in zip(parts, counts, strict=True):
+            # Summed here: torch adds in place to gradients that may be views of one another, and counts terms twice.
+            self._forget_gradients()
             with torch.enable_grad():
                 value = self._loss_of(part)
                 if count:
@@ -89,6 +90,11 @@ class EagerTraining:
                     total += value.detach()
                 else:  # a mean over no tokens is 0 / 0
                     _backward_of_nothing(value, list(self.model.parameters()))
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    sums[p] = sums[p] + p.grad if p in sums else p.grad.clone()
+        for p in self.model.parameters():
+            p.grad = sums.get(p)
         found: Witness = {("loss", "loss"): total}
         params = dict(self.model.named_parameters())
         if self.optimizer is None and self.limit is not None:  # these are returned clipped
@@ -99,6 +105,10 @@ class EagerTraining:
         after = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         found |= {("buffer", name): b for name, b in after.items()}
         return found | {(CHANGED, n): b for n, b in after.items() if n not in before or not _equal(b, before[n])}
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def _loss_of(self, part: Any) -> Tensor:
         if isinstance(part, dict):

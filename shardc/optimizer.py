@@ -103,6 +103,9 @@ def _updated(
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise ShardcError (SC107) where Python acts around the optimizer's step: a program's update has no such place."""
+    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "pass one torch.optim.Optimizer; parameters that are to be updated in other ways are groups of it"
+        raise error("SC107", f"the optimizer is a {type(optimizer).__name__}", hint=hint)
     if not (hooks := torch_compat.step_hooks(optimizer)):
         return
     name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)

@@ -50,6 +50,10 @@ TOTAL = "total"
 __all__ = ["Annotation", "Kind", "Plan", "Storage", "bytes_text", "match", "read_bytes"]
 
 
+LARGEST = 1_000_000  # values of a plan, aliases written out
+TOO_DEEP = "the plan is nested too deeply"
+
+
 class Plan(BaseModel):
     """What the user asks for. Build one with `Plan.of`, `Plan.load`, `Plan.from_dict` or `Plan.from_hf`.
 
@@ -144,7 +148,12 @@ class Plan(BaseModel):
         """Read YAML text; `plan.dump()` gives it back."""
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
+            _refuse_large(root, name)
             data: object = yaml.safe_load(text)
+        except RecursionError:
+            raise error("SC208", TOO_DEEP, location=name, hint="a plan is a few levels deep") from None
+        except yaml.reader.ReaderError as invalid:
+            raise error("SC208", f"not YAML: {invalid.reason}", location=name, hint="a plan is plain text") from None
         except yaml.MarkedYAMLError as invalid:
             at = invalid.problem_mark
             where = f"{name}:{at.line + 1}" if at else name
@@ -325,6 +334,25 @@ def _key_lines(root: Any, name: str, text: tuple[str, ...]) -> dict[tuple[str, .
 
     visit(root, ())
     return lines
+
+
+def _refuse_large(root: yaml.Node | None, name: str) -> None:
+    """Raise ShardcError (SC208) where anchors contain themselves, or stand for more than a plan has."""
+    sizes: dict[int, int] = {}  # of nodes, by id; 0 of those that are being counted
+
+    def size(node: yaml.Node | None) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if sizes.get(id(node)) == 0:
+            raise error("SC208", "an anchor contains itself", location=name, hint="write out what is meant")
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            parts = [part for value in node.value for part in (value if isinstance(value, tuple) else (value,))]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    if size(root) > LARGEST:
+        raise error("SC208", f"the plan has more than {LARGEST:,} values", location=name, hint="write fewer aliases")
 
 
 def _caller() -> str | None:

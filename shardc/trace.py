@@ -31,7 +31,7 @@ from shardc.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.trace_backward import Hooks, gradients
 from shardc.trace_buffers import buffers_after
 from shardc.trace_call import Call
-from shardc.trace_carried import carried
+from shardc.trace_carried import carried, refuse_written_constants
 from shardc.trace_clean import clean, constants_as_inputs
 from shardc.trace_drawn import Generators
 from shardc.trace_ops import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
@@ -39,6 +39,7 @@ from shardc.trace_origin import Origin, Origins, first_tensor
 from shardc.trace_result import Traced, TracedInput, TracedOutput
 from shardc.trace_stand_ins import StandIns, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.trace_state import Snapshot, left_tensors, refuse_kept
+from shardc.trace_unfit import refuse_unfit
 
 aten = torch.ops.aten
 
@@ -62,6 +63,7 @@ def trace(
     tensor has the dtype that the model gives it.
     """
     call = Call(model, batch)
+    refuse_unfit(model, dict(zip(call.names, call.tensors, strict=True)))
     generators = Generators(model)
     step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision)
     try:
@@ -79,6 +81,7 @@ def trace(
     refuse_shared_memory(model, given, [*step.written_buffers, *step.written])
     found += written_inputs(step.written, given)
     if any(torch_compat.mutates(node) for node in gm.graph.nodes):
+        refuse_written_constants(gm, origins)
         gm, origins = _without_mutation(gm, inputs, step.mode, origins)
     return replace(_finish(step, gm, origins), diagnostics=tuple(found), own=own)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
-from shardc.ir.diagnostic import Diagnostic, ShardcError
-from shardc.trace_origin import named_at
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.trace_origin import Origin, Origins, named_at
 from shardc.trace_state import Change, Snapshot, left_tensors, reachable
 
 READ = "forward reads what an earlier step left in {}; every step of a program finds there what the first would"
@@ -63,6 +63,16 @@ def carried(
     if counted:
         found.append(_said(model, COUNTED, counted))
     return found
+
+
+def refuse_written_constants(gm: fx.GraphModule, origins: Origins) -> None:
+    """Raise ShardcError (SC109) for a write into a tensor that is neither the model's nor made in forward: a global."""
+    constants = _constants(gm)
+    for node in gm.graph.nodes:
+        if torch_compat.mutates(node) and _base(node) in constants:
+            origin = origins.of.get(node, Origin())
+            place = {"location": origin.source or None, "source_text": origin.source_text or None}
+            raise error("SC109", IN_PLACE.format("what lies outside of the model"), hint=HINT, **place)
 
 
 def _names(changes: Iterable[Change]) -> list[str]:

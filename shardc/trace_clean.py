@@ -10,8 +10,10 @@ from shardc import torch_compat
 from shardc.ir.diagnostic import error
 from shardc.trace_origin import Origin, Origins
 from shardc.trace_result import TracedInput
+from shardc.trace_unfit import refuse_sparse
 
 aten = torch.ops.aten
+OURS = ("aten", "shardc", "prims")
 
 
 def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[fx.Node, fx.Node]:
@@ -22,6 +24,7 @@ def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[
         target = node.target
         if node.op != "call_function" or not isinstance(target, OpOverload):
             continue
+        refuse_sparse(node, origins)
         if target in torch_compat.IDENTITIES or (target is aten.t.default and node.meta["val"].dim() < 2):
             replaced[node] = node.args[0]
             node.replace_all_uses_with(node.args[0])
@@ -40,6 +43,16 @@ def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[
             graph.erase_node(node)
         else:
             assert not torch_compat.mutates(node), f"{node.format_node()} survived functionalization"
+            if target.namespace not in OURS and isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+                origin = origins.of.get(node, Origin())
+                raise error(
+                    "SC104",
+                    f"{target} is an op of another library: nothing is known of how it can be sharded",
+                    location=origin.source or None,
+                    source_text=origin.source_text or None,
+                    fqn=origin.fqn or None,
+                    hint="compute it with torch's own functions",
+                )
             if torch.Tag.nondeterministic_seeded in target.tags:
                 origin = origins.of.get(node, Origin())
                 raise error(

@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import settings
 # One process a core runs tests; more threads would only compete, and sum in another order.
 torch.set_num_threads(1)
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
 # `make fuzz`: other examples each time, or those of --hypothesis-seed.
 settings.register_profile("fuzz", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5000")))
 settings.load_profile("ci")
@@ -22,7 +23,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files with what the code says now")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before `-m "not long"` is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Of a test that is marked `sampled(n)`, all but each n-th of its cases are `long`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % int(marker.args[0]):
+                item.add_marker(pytest.mark.long)
+            seen[test] += 1
+    yield
+    _slow_first(items)
+
+
+def _slow_first(items: list[pytest.Item]) -> None:
     """Modules with slow tests come first, whole, for what their tests share: no core ends with a long test alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

@@ -56,6 +56,7 @@ def tally(program: shardc.Program, phase: str, axis: str) -> Counter[tuple[str, 
 
 @pytest.mark.parametrize("layers", [2, 32])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sampled(2)
 def test_tensor_parallel(model: str, layers: int) -> None:
     program = compiled(model, model, layers)
     # 2 a layer, and the embedding's rows; for the cross-entropy one gather.
@@ -69,6 +70,7 @@ def test_tensor_parallel(model: str, layers: int) -> None:
 
 @pytest.mark.parametrize("layers", [2, 32])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sampled(2)
 def test_sequence_parallel(model: str, layers: int) -> None:
     program = compiled(model, f"{model}_sp", layers)
     pairs = 2 * layers + 1

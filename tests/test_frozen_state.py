@@ -141,6 +141,7 @@ OTHER_WAYS = [
 
 
 @pytest.mark.parametrize("build", OTHER_WAYS)
+@pytest.mark.sampled(2)
 def test_other_ways_to_a_parameter(build: type[nn.Module]) -> None:
     assert_trains_as_eager(build, DATA)
 
@@ -215,6 +216,7 @@ def test_checkpointing(way: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("plan", [{"inputs": {"x": "dp"}, "storage": {"zero": 3, "axes": ["dp"]}}, {"accumulate": 2}])
+@pytest.mark.sampled(2)
 def test_checkpointing_under_plans(reentrant: bool, plan: dict[str, Any]) -> None:
     class PerSample(nn.Module):
         def __init__(self) -> None:

@@ -26,6 +26,7 @@ def overflowing(batch: Any, value: float = 1e6) -> Any:
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.sampled(3)
 def test_an_overflow_skips_the_step_halves_the_scale_and_recovers(zero: int, train: bool) -> None:
     precision = {"compute": "fp16", "loss_scale": 1024, "growth_interval": 3}
     program, batch = compiled("mlp", precision, zero=zero, train=train, clip_grad_norm=1.0)

@@ -88,6 +88,7 @@ def real(name: str, mesh: str, optimizer: bool = True, **more: Any) -> Program:
 
 
 @pytest.mark.parametrize(("name", "schedule", "mesh", "more"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+@pytest.mark.sampled(2)
 def test_equals_the_single_device(name: str, schedule: str, mesh: str, more: dict[str, Any]) -> None:
     program = real(name, mesh, **more, pipeline={"schedule": schedule, "microbatches": 4})
     checked(program, order=1)
@@ -97,6 +98,7 @@ def test_equals_the_single_device(name: str, schedule: str, mesh: str, more: dic
 @pytest.mark.parametrize(
     "more", [{}, ZERO | {"clip_grad_norm": 0.1}, {"precision": "bf16"}], ids=["plain", "zero", "bf16"]
 )
+@pytest.mark.sampled(3)
 def test_five_steps_of_adamw_are_those_without_a_pipeline(more: dict[str, Any]) -> None:
     """Simulated, from a batch to new parameters; what differs is rounding."""
     runs: list[tuple[list[float], dict[str, Tensor]]] = []

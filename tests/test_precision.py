@@ -190,6 +190,7 @@ def looked_at(name: str, precision: str, zero: int) -> shardc.Program:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sampled(3)
 def test_gradients_are_reduced_as_the_plan_says(name: str, zero: int) -> None:
     """In float32 not a byte in bfloat16; in bfloat16 half as many, and as many collectives."""
     kind = "reduce_scatter" if zero else "all_reduce"
@@ -259,6 +260,7 @@ CASES = list(product(["gpt2", "llama"], LAYOUTS, range(4)))
     ("name", "layout", "zero", "kind"),
     [(*case, kind) for i, case in enumerate(CASES) for kind in (list(KINDS)[(i + i // 4) % 4],)],
 )
+@pytest.mark.sampled(4)
 def test_five_steps_equal_eager(name: str, layout: tuple[str, bool], zero: int, kind: str) -> None:
     """All ranks, in float64, on from their own state; dp=3 divides neither the batch nor most parameters."""
     mesh, sp = layout
@@ -282,6 +284,7 @@ dtypes = st.sampled_from([None, "bf16", "fp16", REDUCE_HALF, {"compute": "bf16",
     st.sampled_from(["mlp", "gpt2", "cnn"]), storages, dtypes, st.sampled_from([1, 2]), st.sampled_from([None, 0.5]),
     st.sampled_from(["none", "full"]), st.sampled_from([None, "skip"]), st.booleans(),
 )  # fmt: skip
+@pytest.mark.long
 def test_combinations_verify(
     name: str, storage: tuple[int, str], precision: object, accumulate: int, clip: float | None, recompute: str,
     nonfinite: Any, train: bool,
@@ -318,6 +321,7 @@ def test_the_reference_rounds_as_torch_does() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.sampled(2)
 def test_in_its_own_dtypes_every_rank_is_near_the_single_device(precision: str, zero: int) -> None:
     program, _ = compiled("gpt2", precision, zero=zero, train=False)
     inputs = program.inputs()
@@ -329,6 +333,7 @@ def test_in_its_own_dtypes_every_rank_is_near_the_single_device(precision: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_200_steps_in_bfloat16_follow_float32() -> None:
     """GPT-2 on real text, with a float32 master, sharded: every loss within 1 % of eager PyTorch's in float32."""
     arguments = ["--width", "32", "--heads", "2", "--layers", "1", "--batch", "8", "--seq", "32", "--steps", "200"]

@@ -60,6 +60,7 @@ def whole(batch: Any, model: nn.Module) -> Found:
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 12])
 @pytest.mark.parametrize("mesh", ["", "dp=2"])
+@pytest.mark.sampled(3)
 def test_a_step_in_pieces_is_the_step_in_one(microbatches: int, mesh: str) -> None:
     """Also of microbatches that do not divide among the ranks, and of samples without a label."""
     model, batch = uneven()
@@ -165,6 +166,7 @@ def cross_entropy(y: Tensor, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.sampled(2)
 def test_loss_functions_tuples_precision_optimizers(microbatches: int, precision: str | None) -> None:
     torch.manual_seed(0)
     model, x, labels = Classifier(), torch.randn(12, 6), torch.randint(5, (12,))

@@ -24,9 +24,9 @@ def lifted(kernel: Kernel, dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
     return None
 
 
-def run(kernel: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, fresh and contiguous."""
-    stand_in = lifted(kernel, [x.dtype for x in inputs])
+def run(kernel: Kernel, inputs: Sequence[Tensor], stand_in: torch.dtype | None = None) -> list[Tensor]:
+    """The outputs, fresh and contiguous. `stand_in`: what the graph is lifted to, where its inputs do not tell."""
+    stand_in = stand_in or lifted(kernel, [x.dtype for x in inputs])
     compute = torch.float64 if stand_in == torch.float64 or (stand_in is None and kernel.double) else torch.float32
     device = inputs[0].device
     floats = {"f": compute, "i": torch.int64, "b": torch.bool}

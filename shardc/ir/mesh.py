@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*(?::\d+)*")
 Axes = str | Sequence[str]
+MOST = 2**20  # ranks
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -40,6 +41,8 @@ class Mesh:
                 raise error("SC210", f"'{name}' is not a name for an axis", hint="use letters, digits and underscores")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise error("SC210", f"axis '{name}' has size {size!r}", hint="sizes are integers of at least 1")
+        if math.prod(size for _, size in pairs) > MOST:
+            raise error("SC210", f"the mesh ({self}) has more than {MOST:,} ranks", hint="give each axis its size")
         for name in self.names:
             if self.names.count(name) > 1:
                 raise error("SC210", f"axis '{name}' appears twice in the mesh", hint="give each axis its own name")

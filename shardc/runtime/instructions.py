@@ -16,6 +16,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from kernels_triton.fused import reference
+from kernels_triton.fused.op import FUSED
+from kernels_triton.fused.text import parse
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import MADE, in_microbatch
@@ -194,6 +197,8 @@ def _target(node: fx.Node, numerics: Numerics) -> Callable[..., Any]:
     run = KERNELS.get(node.target, cast("Callable[..., Any]", node.target))
     type, dtype = info(node).type, numerics.dtype
     found = [type_of(value).dtype for value in operands(node)]
+    if node.target is FUSED and dtype is not None and not any(one.is_floating_point for one in found):
+        return lambda inputs, line: reference.run(parse(line), inputs, stand_in=dtype)
     made = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and bool(found)
     if dtype is None or not made or type is None or not type.dtype.is_floating_point:
         return run

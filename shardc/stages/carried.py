@@ -1,16 +1,34 @@
-"""A buffer goes from microbatch to microbatch in one stage's memory: what to say of one that two stages would share."""
+"""A buffer goes from microbatch to microbatch in one stage's memory: what backward has of it, and what to say of one
+that two stages would share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.graph import info, producer
+from shardc.ir.graph import Graph, info, producer, type_of
 from shardc.stages.anatomy import Anatomy
 
 SHOWN = 3  # places to cut
+
+
+def keep_for_backward(graph: Graph) -> None:
+    """Let backward read a copy, made in forward, of each buffer that forward changes: by the time that it runs, the
+    forward of later microbatches has changed the buffer again. Edits the graph, which computes what it did."""
+    anatomy = Anatomy(graph)
+    for buffer, changed in anatomy.carried.items():
+        late = [call for call in buffer.users if call in anatomy.backward]
+        early = [call for call in anatomy.calls if call in buffer.users and call not in anatomy.backward]
+        if late:
+            like = early[0] if early else producer(changed)[0]
+            with graph.fx.inserting_before(like):
+                name = f"{info(buffer).name}.kept"
+                copy = graph.call(torch.ops.aten.clone.default, (buffer,), like=like, type=type_of(buffer), name=name)
+            for call in late:
+                call.replace_input_with(buffer, copy)
 
 
 def in_two_stages(anatomy: Anatomy, buffer: fx.Node, stage_of: Mapping[fx.Node, int]) -> ShardcError:

@@ -27,6 +27,7 @@ from shardc.stages.again import keep_what_was_sent
 from shardc.stages.anatomy import Anatomy
 from shardc.stages.balance import call_costs, choose, named
 from shardc.stages.bodies import extract
+from shardc.stages.carried import keep_for_backward
 from shardc.stages.costs import Costs, StageCost
 from shardc.stages.finish import End, Finish
 from shardc.stages.hoist import KEPT, merge_gathers
@@ -90,6 +91,7 @@ def cut(body: Graph, stages: int | None = None, split: Sequence[str] = ()) -> St
     """
     graph = body.copy()
     kept = merge_gathers(graph)
+    keep_for_backward(graph)
     anatomy = Anatomy(graph)
     if split and stages is not None and stages != len(split) + 1:
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"

@@ -224,6 +224,7 @@ def check_schedules(programs: dict[str, shardc.Program], found: list[dict[str, A
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_eight_ranks_train_as_one_device(tmp_path: Path) -> None:
     inputs = dict.fromkeys(("input_ids", "labels"), "dp, -")
     program = prepare(tmp_path, "pp2dp2tp2", "dp=2,pp=2,tp=2", params=TP, inputs=inputs, **pipeline("zb-v"))
@@ -232,6 +233,7 @@ def test_eight_ranks_train_as_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_stored_parameters_are_gathered_for_stages(tmp_path: Path) -> None:
     """ZeRO-3 within the stages of a pipeline: gathers of the instruction lists, in processes and in the simulation."""
     zero: dict[str, Any] = {"storage": {"zero": 3, "axes": ["dp"]}}

@@ -127,18 +127,25 @@ class Trace:
 
 
 def trained_eagerly(case: Case, optimizer: str, microbatches: int = 1) -> Trace:
-    """Plain PyTorch; microbatches' gradients add up, as `backward` adds them."""
+    """Plain PyTorch. Gradients of microbatches are added up here: `backward` adds in place, and counts terms twice
+    where gradients are views of one another (of `torch.stack(parameters)`)."""
     model, trace = case.model(), Trace()
     make = case.optimizer or OPTIMIZERS[optimizer]
     steps = make(model.parameters()) if make is not None else None
     for step, batch in enumerate(case.batches()):
-        model.zero_grad()
+        sums: dict[nn.Parameter, Tensor] = {}
         total = torch.zeros((), dtype=torch.float64)
         for part in batch.chunk(microbatches):
+            model.zero_grad()
             with sdpa_kernel(SDPBackend.MATH):  # the others' kernels have no second derivatives
                 loss = model(part.clone()) / microbatches
                 loss.backward()
             total += loss.detach()
+            for p in model.parameters():
+                if p.grad is not None:
+                    sums[p] = sums.get(p, 0) + p.grad.clone()
+        for p in model.parameters():
+            p.grad = sums.get(p)
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.requires_grad}
         trace.of_step(step, total, gradients if steps is None else {})
         if steps is not None:

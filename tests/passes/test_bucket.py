@@ -70,6 +70,7 @@ def sent(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(2)
 def test_fewer_collectives_of_the_same_bytes(case: str) -> None:
     plan, before, large, small = CASES[case]
     plain = compiled(plan)

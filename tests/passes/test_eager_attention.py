@@ -50,6 +50,7 @@ CHAINS: dict[str, tuple[list[int], list[int], list[int], list[int]]] = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.sampled(2)
 def test_one_kernel_forward_and_one_backward(name: str) -> None:
     program = compiled(name)
     body = fuse(program.body, templates=())

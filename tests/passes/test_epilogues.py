@@ -90,6 +90,7 @@ def ops(kernel: Kernel) -> list[str]:
 
 @CASES
 @MODELS
+@pytest.mark.sampled(2)
 def test_one_kernel_after_each_forward_sum(plan: str, precision: str | None) -> None:
     program = compiled(plan, precision)
     found = summed(program, plan, "fwd")

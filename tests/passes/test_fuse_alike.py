@@ -72,6 +72,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
     return MAKE[request.param]()
 
 
+@pytest.mark.sampled(2)
 def test_calls_found_again_are_as_lowered(graph: Graph) -> None:
     memories = Memories(graph, lambda node: node.target in LOWERINGS)
     lowered = Lowered(memories)

@@ -42,6 +42,7 @@ def counted(graph: Graph) -> Counter[str]:
     return found
 
 
+@pytest.mark.long
 def test_twice_the_blocks_are_twice_the_work() -> None:
     torch.manual_seed(0)
     graphs = [traced(blocks * CALLS_OF_BLOCK) for blocks in (20, 40)]

@@ -108,6 +108,7 @@ def test_same_numbers_in_less_memory(name: str, arguments: tuple[tuple[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_full_recompute_of_24_layers() -> None:
     arguments = (("layers", 24), ("batch", 4), *DROPOUT)
     before, expected, held = plain("gpt2", arguments)

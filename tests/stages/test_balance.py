@@ -51,6 +51,7 @@ def test_as_good_as_brute_force(data: st.DataObject) -> None:
     assert sum(crossing[at] for at in loose[1:]) <= sum(crossing[at] for at in starts[1:])
 
 
+@pytest.mark.long
 def test_24_layers_with_a_vocabulary_of_128k() -> None:
     """The head costs as much as several layers; the balance is within 3 % of what brute force finds."""
     start = time.perf_counter()

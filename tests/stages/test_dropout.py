@@ -80,6 +80,7 @@ def test_microbatches_in_turn(mesh: str) -> None:
 
 @pytest.mark.parametrize(("mesh", "recompute"), [("", "none"), ("dp=2", "none"), ("tp=2", "full")])
 @pytest.mark.parametrize(("stages", "split"), CUTS)
+@pytest.mark.sampled(3)
 def test_pipelined(stages: int | None, split: tuple[str, ...], mesh: str, recompute: str) -> None:
     """Also where a stage draws a mask again for its backward, as it does with what it can make of a seed."""
     compiled, drawn = program(mesh, recompute), single(mesh)

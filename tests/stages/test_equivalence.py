@@ -30,11 +30,13 @@ SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in ran
 
 
 @pytest.mark.parametrize("case", PRODUCT if FUZZ else SAMPLE, ids=str)
+@pytest.mark.sampled(2)
 def test_equals_the_single_device(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.parametrize("program", PLANS, ids=str)
+@pytest.mark.sampled(2)
 def test_plans(program: tuple[str, str, int]) -> None:
     check(Case(*program, 4, "zb-h1"), seed=2)
     check(Case(*program, 3, "1f1b"), seed=3)

@@ -107,6 +107,7 @@ class Meter:
         ("gpt2", "zero3", 3, 4, "1f1b", 1),
     ],
 )
+@pytest.mark.sampled(2)
 def test_every_instruction_holds_what_the_report_says(
     model: str,
     variant: str,
@@ -205,6 +206,7 @@ class Allocations(TorchDispatchMode):
     ("model", "microbatches", "recompute", "mesh"),
     [("gpt2", 4, "none", ""), ("llama", 3, "full", ""), ("gpt2", 4, "none", "dp=2")],
 )
+@pytest.mark.sampled(3)
 def test_a_rank_of_a_job_holds_what_the_report_says(model: str, microbatches: int, recompute: str, mesh: str) -> None:
     """All stages on one rank, as a process runs its list, optimizer included: to the byte at the peak."""
     module, batch, _ = make(model, **SIZES[model])

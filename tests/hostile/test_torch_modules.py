@@ -1,0 +1,46 @@
+"""torch's own modules, with the arguments that torch tests them with: none trains otherwise than eager PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PARTS = 64
+# What is refused, and is right to be: by the module's name.
+REFUSED = {
+    # momentum=None divides by a count that is a tensor; CTC reads lengths, a transformer its mask, from tensors.
+    "SC101": ("nn.BatchNorm", "nn.LazyBatchNorm", "nn.CTCLoss", "nn.Transformer"),
+    "SC104": ("nn.LinearCrossEntropyLoss",),  # in chunks, by an op of torch's that is none of ATen
+    "SC112": ("nn.Lazy",),
+}
+
+
+def outcomes(part: int) -> dict[str, str]:
+    command = [sys.executable, "-m", "tests.hostile.torch_modules", str(part), str(PARTS)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return {one["case"]: one["outcome"] for one in map(json.loads, ran.stdout.splitlines())}
+
+
+def unexpected(found: dict[str, str]) -> dict[str, str]:
+    return {
+        case: outcome
+        for case, outcome in found.items()
+        if outcome not in ("right", "nothing to shard") and not case.startswith(REFUSED.get(outcome, ("none",)))
+    }
+
+
+@pytest.mark.parametrize("part", [0])
+def test_a_sample(part: int) -> None:
+    found = outcomes(part)
+    assert not unexpected(found)
+    assert list(found.values()).count("right") > len(found) // 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(1, PARTS))
+def test_all(part: int) -> None:
+    assert not unexpected(outcomes(part))
