@@ -52,6 +52,7 @@ from shardc.passes.fuse.traffic import traffic
 from shardc.passes.recompute import Recompute
 from shardc.pipelining import pipeline_of, tensor_mesh
 from shardc.plan import TOTAL, Plan
+from shardc.program_check import refuse_false
 from shardc.program_inputs import complete_inputs, drawn_batch, model_state
 from shardc.rank import Rank
 from shardc.runtime.batch import batch_inputs, describe
@@ -313,6 +314,10 @@ class Program(data.Program):
     def fields_of(cls, content: dict[str, Any]) -> dict[str, Any]:
         found = super().fields_of(content)
         return found | {key: Pipelined.from_plain(found[key]) for key in ("pipelined",) if key in found}
+
+    def refuse_false(self) -> None:
+        """Raise ShardcError with what is wrong with a program that was read, by instruction."""
+        refuse_false(self, self.pipelined)
 
     def transfers(self) -> list[Transfer]:
         """What the stages of a pipeline send each other of a microbatch; without one there is nothing."""

@@ -77,6 +77,7 @@ CODES: dict[str, Code] = {
     "SC407": Code("no-checkpoint", "there is no checkpoint at a path"),
     "SC408": Code("checkpoint-failed", "a checkpoint could not be written or read"),
     "SC409": Code("cannot-write", "a file cannot be written, or its suffix stands for another form"),
+    "SC410": Code("false-type", "an instruction of a program yields something else than the program says"),
     "SC501": Code(
         "batch-shape", "a batch has other leaves, shapes, dtypes or Python values than the program was compiled for"
     ),

@@ -5,6 +5,9 @@
 Every field of a node's `ValueInfo` survives exactly; those at their default are left out. What is not a number, string
 or list in an argument is a dict of one key that says what it is. Ops are looked up by name among aten's and shardc's.
 What only compiling needs (seeds, priorities) is not kept.
+
+What is read is taken for nothing: each field must be of its kind, and of what a file holds beyond that nothing is kept
+but an error.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ from __future__ import annotations
 import base64
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import fx
 
-from shardc.ir.diagnostic import Diagnostic, error
-from shardc.ir.graph import Graph, Port, Tokens, ValueInfo, info, op_name, set_info
+from shardc.ir.diagnostic import CODES, Diagnostic, Severity, ShardcError, error
+from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import checked_count
 from shardc.ir.schema import WORDS, find_op, unfit, word_of
@@ -48,19 +51,74 @@ def graph_to_plain(graph: Graph) -> Plain:
     }
 
 
+GRAPH = ("name", "mesh", "microbatches", "tokens", "inputs", "outputs", "nodes", "returns", "activations")
+
+
 def graph_from_plain(data: Plain) -> Graph:
+    """Raises ShardcError (SC402, SC403) with the instruction that cannot be read, ValueError for all else."""
+    fields_known(data, GRAPH)
     made = fx.Graph()
     values: dict[str, fx.Node] = {}
-    for item in data["nodes"]:
-        values[item["name"]] = node = _make(made, item, values)
-        set_info(node, _info(item))
-    made.output(tuple(values[name] for name in data["returns"]))
-    inputs, outputs = ([_port(port) for port in data[side]] for side in ("inputs", "outputs"))
-    graph = Graph(made, mesh_from_plain(data["mesh"]), inputs, outputs, data["name"])
+    for item in listed(data["nodes"]):
+        name = text_of(item["name"])
+        try:
+            if name in values:
+                raise ValueError("there are two instructions of this name")
+            node = _make(made, item, values)
+            set_info(node, _info(item))
+        except ShardcError:
+            raise
+        except Exception as wrong:
+            what = f"the instruction cannot be read ({type(wrong).__name__}: {str(wrong)[:200]})"
+            hint = "compile the program anew, and save it"
+            raise error("SC402", what, tensor=name, location=str(item.get("source", "")) or None, hint=hint) from wrong
+        values[name] = node
+    made.output(tuple(values[text_of(name)] for name in listed(data["returns"])))
+    inputs, outputs = ([_port(port) for port in listed(data[side])] for side in ("inputs", "outputs"))
+    graph = Graph(made, mesh_from_plain(data["mesh"]), inputs, outputs, text_of(data["name"]))
     graph.activations = {fqn: values[name] for fqn, name in data["activations"].items()}
     graph.microbatches = checked_count(data["microbatches"])
-    graph.tokens = Tokens(**data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
+    graph.tokens = _tokens(data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
     return graph
+
+
+# ---------------------------------------------------------------------- of what kind data must be
+def fields_known(data: Any, known: Sequence[str]) -> None:
+    """ValueError for what is no dict, or has other keys than these."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{str(data)[:40]!r} is no table")
+    if more := data.keys() - set(known):
+        raise ValueError(f"{', '.join(map(repr, sorted(more)))} is unknown")
+
+
+def listed(data: Any) -> list[Any]:
+    if not isinstance(data, list | tuple):
+        raise ValueError(f"{str(data)[:40]!r} is no list")
+    return list(cast("Sequence[Any]", data))
+
+
+def text_of(data: Any) -> str:
+    if not isinstance(data, str):
+        raise ValueError(f"{str(data)[:40]!r} is no text")
+    return data
+
+
+def texts_of(data: Any) -> tuple[str, ...]:
+    return tuple(text_of(item) for item in listed(data))
+
+
+def whole_of(data: Any) -> int:
+    """A count, or a size in bytes."""
+    if type(data) is not int or not 0 <= data < 2**63:
+        raise ValueError(f"{str(data)[:40]!r} is no whole number from 0")
+    return data
+
+
+def _tokens(data: Plain) -> Tokens:
+    fields_known(data, ("input", "ignore", "shift"))
+    if type(data["ignore"]) is not int or abs(data["ignore"]) >= 2**63:
+        raise ValueError(f"{str(data['ignore'])[:40]} is no token")
+    return Tokens(text_of(data["input"]), data["ignore"], whole_of(data["shift"]))
 
 
 def mesh_to_plain(mesh: Mesh) -> list[Any]:
@@ -68,7 +126,7 @@ def mesh_to_plain(mesh: Mesh) -> list[Any]:
 
 
 def mesh_from_plain(data: list[Any]) -> Mesh:
-    return Mesh((name, size) for name, size in data)
+    return Mesh((text_of(name), size) for name, size in map(listed, listed(data)))
 
 
 def tensor_to_plain(tensor: torch.Tensor) -> Plain:
@@ -80,7 +138,8 @@ def tensor_to_plain(tensor: torch.Tensor) -> Plain:
 
 
 def tensor_from_plain(data: Plain) -> torch.Tensor:
-    dtype, shape = DTYPES[data["dtype"]], data["shape"]
+    fields_known(data, ("dtype", "shape", "bytes"))
+    dtype, shape = DTYPES[data["dtype"]], [whole_of(n) for n in listed(data["shape"])]
     raw = base64.b64decode(data["bytes"], validate=True)
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes are no {data['dtype']} of shape {shape}")
@@ -92,11 +151,17 @@ def diagnostic_to_plain(diagnostic: Diagnostic) -> Plain:
 
 
 def diagnostic_from_plain(data: Plain) -> Diagnostic:
-    return Diagnostic(**data)
+    fields_known(data, tuple(f.name for f in fields(Diagnostic)))
+    if data["code"] not in CODES or data.get("severity", "error") not in get_args(Severity):
+        raise ValueError(f"{str(data)[:40]} is no diagnostic")
+    return Diagnostic(**{key: text_of(value) for key, value in data.items()})
 
 
 def _port(data: Plain) -> Port:
-    return Port(data["role"], data["name"], tuple(data["aliases"]), data["trainable"])
+    fields_known(data, ("role", "name", "aliases", "trainable"))
+    if data["role"] not in get_args(Role) or not isinstance(data["trainable"], bool):
+        raise ValueError(f"{str(data)[:80]} is no input or output")
+    return Port(data["role"], text_of(data["name"]), texts_of(data["aliases"]), data["trainable"])
 
 
 # ---------------------------------------------------------------------- nodes
@@ -125,6 +190,9 @@ def _field(value: Any) -> Any:
 
 def _info(data: Plain) -> ValueInfo:
     known: Plain = {name: _tuples(data[name]) for name in _DEFAULTS if name in data}
+    for name, value in known.items():
+        if not _KINDS[name](value):
+            raise ValueError(f"{name} is {str(value)[:80]!r}")
     if "type" in known:
         known["type"] = TensorType.parse(known["type"])
     if "results" in known:
@@ -137,20 +205,48 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_text, value))
+
+
+def _pairs(value: object, second: Callable[[object], bool]) -> bool:
+    """Pairs of a text and something."""
+    pairs = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    return pairs and all(_text(pair[0]) and second(pair[1]) for pair in cast("tuple[Any, ...]", value))
+
+
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("name", "type", "fqn", "source", "source_text", "cause"), _text),
+    "results": lambda value: isinstance(value, tuple) and all(v is None or _text(v) for v in value),
+    "phase": lambda value: value in get_args(Phase),
+    "constant": lambda value: isinstance(value, bool),
+    "assignment": lambda value: _pairs(value, _texts),
+    "passes": _texts,
+    "fallback": lambda value: _pairs(value, _text),
+}
+assert _KINDS.keys() == _DEFAULTS.keys()
+
+
 def _make(made: fx.Graph, data: Plain, values: Mapping[str, fx.Node]) -> fx.Node:
+    fields_known(data, (*_DEFAULTS, "item", "call", "args", "kwargs"))
     if "item" in data:
         call, index = data["item"]
+        whole_of(index)
         return made.call_function(operator.getitem, (values[call], index))
     if "call" not in data:
         return made.placeholder(f"in_{len(values)}")
-    op = find_op(data["call"])
+    op = find_op(text_of(data["call"]))
     if op is None:
         hint = f"this is torch {torch.__version__}; a program may call ops of torch.ops.aten and torch.ops.shardc only"
         raise error("SC403", f"the program calls '{data['call']}', which is no op here", tensor=data["name"], hint=hint)
     if reason := unfit(op):
         message = f"the program calls '{data['call']}', which {reason}: no program may"
         raise error("SC402", message, tensor=data["name"], hint="a program's ops are functions of tensors")
-    args = tuple(_value(arg, values) for arg in data["args"])
+    args = tuple(_value(arg, values) for arg in listed(data["args"]))
     return made.call_function(op, args, {name: _value(arg, values) for name, arg in data.get("kwargs", {}).items()})
 
 
@@ -179,6 +275,8 @@ def _value(data: Any, values: Mapping[str, fx.Node]) -> Any:
     if isinstance(data, list):
         return [_value(item, values) for item in data]
     if not isinstance(data, dict):
+        if type(data) is int and abs(data) >= 2**63:
+            raise ValueError("a number has more than 64 bits")
         return data
     ((kind, what),) = data.items()
     match kind:

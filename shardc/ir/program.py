@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -34,12 +34,15 @@ from shardc.ir.plain import (
     Plain,
     diagnostic_from_plain,
     diagnostic_to_plain,
+    fields_known,
     graph_from_plain,
     graph_to_plain,
+    listed,
     mesh_from_plain,
     mesh_to_plain,
     tensor_from_plain,
     tensor_to_plain,
+    texts_of,
 )
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
@@ -65,6 +68,11 @@ class Program:
     annotations: tuple[AnnotationLine, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # by their input port's name
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])  # plain data: what the user asked for
+
+    saved: ClassVar[tuple[str, ...]] = (
+        *("body", "reference", "mesh", "diagnostics", "annotations", "constants", "plan"),
+        "pipelined",  # of a program that has one
+    )
 
     def text(self) -> str:
         """The body as text; `shardc.ir.parse` reads it back."""
@@ -105,12 +113,16 @@ class Program:
             "body": graph_from_plain(content.pop("body")),
             "reference": graph_from_plain(content.pop("reference")),
             "mesh": mesh_from_plain(content.pop("mesh")),
-            "diagnostics": tuple(diagnostic_from_plain(d) for d in content.pop("diagnostics")),
-            "annotations": tuple(cast(AnnotationLine, tuple(line)) for line in content.pop("annotations")),
+            "diagnostics": tuple(diagnostic_from_plain(d) for d in listed(content.pop("diagnostics"))),
+            "annotations": tuple(_annotation(line) for line in listed(content.pop("annotations"))),
             "constants": {name: tensor_from_plain(t) for name, t in content.pop("constants").items()},
             "plan": content.pop("plan"),
             **content,
         }
+
+    def refuse_false(self) -> None:
+        """Raise ShardcError with what is wrong with a program that was read."""
+        refuse_unsound({"body": self.body, "reference": self.reference})
 
     def to_json(self) -> str:
         content = _canonical(self.to_plain())
@@ -124,8 +136,10 @@ class Program:
         content = _content(text, origin)
         try:
             fields = cls.fields_of(content)
-            refuse_unsound({"body": fields["body"], "reference": fields["reference"]})
-            return cls(**fields)
+            fields_known(fields, cls.saved)
+            program = cls(**fields)
+            program.refuse_false()
+            return program
         except ShardcError as wrong:
             raise ShardcError(*(replace(d, location=d.location or origin) for d in wrong.diagnostics)) from None
         except Exception as wrong:  # whatever a forged file trips over: its checksum is right, what it says is not
@@ -189,10 +203,19 @@ def _content(text: str, origin: str) -> Plain:
         message = f"the program file has version {data.get('version')}, this shardc reads version {VERSION}"
         raise error("SC403", message, location=origin, hint=_COMPILE)
     content: Any = data.get("content")
-    if not isinstance(content, dict) or data.get("sha256") != _checksum(_canonical(content)):
+    try:
+        intact = isinstance(content, dict) and data.get("sha256") == _checksum(_canonical(content))
+    except (ValueError, RecursionError):  # nested too deep, or text that is no Unicode
+        intact = False
+    if not intact:
         message = "the program file was altered after it was written: its checksum differs"
         raise error("SC402", message, location=origin, hint=_COMPILE)
     return content
+
+
+def _annotation(data: Any) -> AnnotationLine:
+    kind, name, placement, origin = texts_of(data)
+    return kind, name, placement, origin
 
 
 def _canonical(content: Plain) -> str:

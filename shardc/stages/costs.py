@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shardc.ir.plain import listed
 from shardc.stages.instructions import Backward, Compute, Dgrad, Forward, Gather
 
 
@@ -69,5 +70,12 @@ class Costs:
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Costs:
+        """ValueError, TypeError for what `to_plain` does not write."""
         more: dict[str, Any] = {key: value for key, value in data.items() if key != "stages"}
-        return cls(tuple(StageCost(**stage) for stage in data["stages"]), **more)
+        stages = [dict(stage) for stage in listed(data["stages"])]
+        gathers: dict[str, Any] = more.get("gathers", {})
+        numbers = [*gathers.values(), *(value for key, value in more.items() if key != "gathers")]
+        numbers += [value for stage in stages for value in stage.values() if value is not None]
+        if any(isinstance(n, bool) or not isinstance(n, int | float) or n != n for n in numbers):
+            raise ValueError("a cost is no number")
+        return cls(tuple(StageCost(**stage) for stage in stages), **more)

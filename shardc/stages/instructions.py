@@ -19,8 +19,11 @@ these alone, along the axes that the parameters are stored over, needs no group:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_args
+
+from shardc.ir.plain import listed, text_of, texts_of, whole_of
 
 Group = tuple[int, ...]
 
@@ -140,9 +143,24 @@ def instruction_to_plain(instruction: Instruction) -> list[Any]:
 
 
 def instruction_from_plain(data: list[Any]) -> Instruction:
-    name, *values = data
-    kind: Any = BY_NAME[name]
-    return kind(*(tuple(v) if isinstance(v, list) else v for v in values))
+    """ValueError, KeyError for what `instruction_to_plain` does not write."""
+    name, *values = listed(data)
+    kind: Any = BY_NAME[text_of(name)]
+    names = [f.name for f in fields(kind)]
+    return kind(**{name: _READ[name](value) for name, value in zip(names, values, strict=True)})
+
+
+def _microbatch(data: Any) -> int | None:
+    return None if data is None else whole_of(data)
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("stage", "peer", "bytes"), whole_of),
+    "microbatch": _microbatch,
+    "value": text_of,
+    "values": texts_of,
+    "group": lambda data: tuple(map(whole_of, listed(data))),
+}
 
 
 def in_words(instruction: Instruction) -> str:

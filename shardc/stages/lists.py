@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.ir.microbatch import checked_count
+from shardc.ir.plain import listed, text_of
 from shardc.stages.instructions import (
     COMPUTE,
     TRANSFER,
@@ -18,11 +19,11 @@ from shardc.stages.instructions import (
 from shardc.stages.pipeline import Pipeline, pipeline_from_plain, pipeline_to_plain
 
 
-def batches(listed: Iterable[Instruction]) -> list[list[Instruction]]:
+def batches(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
     """The steps of a list: a run of adjacent transfers is one step, any other instruction is one by itself."""
     found: list[list[Instruction]] = []
     open_batch = False
-    for instruction in listed:
+    for instruction in instructions:
         transfer = isinstance(instruction, TRANSFER)
         if transfer and open_batch:
             found[-1].append(instruction)
@@ -68,11 +69,12 @@ class RankLists:
         return {
             "pipeline": pipeline_to_plain(self.pipeline),
             "microbatches": self.microbatches,
-            "ranks": [[instruction_to_plain(i) for i in listed] for listed in self.ranks],
+            "ranks": [[instruction_to_plain(i) for i in own] for own in self.ranks],
             "schedule": self.schedule,
         }
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> RankLists:
-        ranks = tuple(tuple(instruction_from_plain(i) for i in listed) for listed in data["ranks"])
-        return cls(pipeline_from_plain(data["pipeline"]), checked_count(data["microbatches"]), ranks, data["schedule"])
+        ranks = tuple(tuple(map(instruction_from_plain, listed(own))) for own in listed(data["ranks"]))
+        count = checked_count(data["microbatches"])
+        return cls(pipeline_from_plain(data["pipeline"]), count, ranks, text_of(data["schedule"]))

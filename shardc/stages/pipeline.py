@@ -19,11 +19,12 @@ not to gather anew is `params1.kept`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from shardc.ir.plain import listed, texts_of, whole_of
 from shardc.stages.instructions import (
     COMPUTE,
     Backward,
@@ -83,6 +84,10 @@ class Pipeline:
 
     def part(self, instruction: Compute) -> Part:
         return self._parts[instruction.stage][PART_OF[type(instruction)]]
+
+    def parts(self, stage: int) -> Mapping[PartName, Part]:
+        """All parts of a stage, and its backward in one."""
+        return self._parts[stage]
 
     def effects(self, instruction: Instruction) -> tuple[list[Value], list[Value]]:
         """The values that an instruction reads on its rank, and those that it puts there."""
@@ -190,17 +195,25 @@ def pipeline_to_plain(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def pipeline_from_plain(data: Mapping[str, Any]) -> Pipeline:
+    """ValueError, KeyError for what `pipeline_to_plain` does not write."""
     stages = tuple(
         Stage(
             **{part: _part(s[part]) for part in PARTS},
-            gathers=tuple(s["gathers"]),
-            kept=tuple(s["kept"]),
-            ordered=s["ordered"],
+            gathers=texts_of(s["gathers"]),
+            kept=texts_of(s["kept"]),
+            ordered=_flag(s["ordered"]),
         )
-        for s in data["stages"]
+        for s in listed(data["stages"])
     )
-    return Pipeline(stages, dict(data["bytes"]), data["updates"], data["clips"])
+    sizes = {name: whole_of(size) for name, size in data["bytes"].items()}
+    return Pipeline(stages, sizes, _flag(data["updates"]), _flag(data["clips"]))
 
 
-def _part(data: Mapping[str, Sequence[str]]) -> Part:
-    return Part(**{name: tuple(names) for name, names in data.items()})
+def _part(data: Mapping[str, Any]) -> Part:
+    return Part(**{name: texts_of(names) for name, names in data.items()})
+
+
+def _flag(data: Any) -> bool:
+    if not isinstance(data, bool):
+        raise ValueError(f"{str(data)[:40]!r} is neither true nor false")
+    return data

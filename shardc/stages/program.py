@@ -15,12 +15,21 @@ that is in the whole mesh is for its own order to say, in which the pipeline's a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.plain import graph_from_plain, graph_to_plain, mesh_from_plain, mesh_to_plain
+from shardc.ir.plain import (
+    fields_known,
+    graph_from_plain,
+    graph_to_plain,
+    listed,
+    mesh_from_plain,
+    mesh_to_plain,
+    text_of,
+    texts_of,
+)
 from shardc.ir.text import print_graph
 from shardc.ir.types import TensorType
 from shardc.stages.build import build
@@ -117,27 +126,33 @@ class Pipelined:
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Pipelined:
+        """Raises ShardcError, ValueError, KeyError or AssertionError for what `to_plain` does not write."""
+        fields_known(data, tuple(f.name for f in fields(cls)))
         return cls(
             graph_from_plain(data["body"]),
             RankLists.from_plain(data["lists"]),
-            tuple(
-                StageBodies(
-                    **{name: graph_from_plain(one[name]) for name in GRAPHS},
-                    gathers={name: graph_from_plain(graph) for name, graph in one["gathers"].items()},
-                    reduce=None if one["reduce"] is None else graph_from_plain(one["reduce"]),
-                )
-                for one in data["stages"]
-            ),
-            tuple(
-                Finish(graph_from_plain(f["norm"]), graph_from_plain(f["update"]), tuple(f["totals"]))
-                for f in data["finishes"]
-            ),
-            {name: tuple(values) for name, values in data["bundles"].items()},
+            tuple(map(_stage, listed(data["stages"]))),
+            tuple(map(_finish, listed(data["finishes"]))),
+            {name: texts_of(values) for name, values in data["bundles"].items()},
             {name: TensorType.parse(text) for name, text in data["shared"].items()},
             mesh_from_plain(data["mesh"]),
-            data["axis"],
+            text_of(data["axis"]),
             Costs.from_plain(data["costs"]),
         )
+
+
+def _stage(data: Mapping[str, Any]) -> StageBodies:
+    fields_known(data, (*GRAPHS, "gathers", "reduce"))
+    return StageBodies(
+        **{name: graph_from_plain(data[name]) for name in GRAPHS},
+        gathers={name: graph_from_plain(graph) for name, graph in data["gathers"].items()},
+        reduce=None if data["reduce"] is None else graph_from_plain(data["reduce"]),
+    )
+
+
+def _finish(data: Mapping[str, Any]) -> Finish:
+    fields_known(data, ("norm", "update", "totals"))
+    return Finish(graph_from_plain(data["norm"]), graph_from_plain(data["update"]), texts_of(data["totals"]))
 
 
 def without(mesh: Mesh, axis: str) -> Mesh:

@@ -1,0 +1,364 @@
+"""How a call's results lie, found anew from how its operands lie: by the op's rule, or by what a collective does.
+
+    linear(x : f32[8@dp, 64@tp], w : f32[96, 64@tp])      rule  s k, n k -> s n, sum k
+    pieces  s = dp, k = tp                            ->  f32[8@dp, 96] |sum tp
+
+After `localize` a call's arguments are one rank's. A rule is asked about global shapes where arguments do not depend on
+them, or hold a shape that the result has; elsewhere about local ones, where a dim of which a rank holds one element has
+no factor, so that nothing is said of the axes that shard it.
+
+A softmax over a sharded dim reads a shard's own maximum before the ranks meet (see `online_softmax`): a value that is
+pending by max, made finite, may be subtracted; and a view may lay what is pending side by side, as a dim that the axes
+shard. Nothing else may.
+
+Of a generated kernel, whose text counts in elements alone, less is said: its results lie along axes of its operands,
+and what is pending stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from kernels_triton.fused.op import FUSED
+from kernels_triton.templates.op import OPS as TEMPLATES
+from shardc.ir.graph import info, operands, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops import collectives, local
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.schema import given, schema_of
+from shardc.ir.types import Atom, Axes, TensorType, local_size
+from shardc.passes.lower_reshards import transposition
+from shardc.rules.notation import Dims, RuleError, fit
+from shardc.rules.projection import Projection, overlay
+from shardc.rules.registry import OpRule, find_rule, notation_of
+
+KERNELS: frozenset[Any] = frozenset((FUSED, *TEMPLATES.values()))
+SAME: frozenset[Any] = frozenset((ACCUMULATE,))
+aten = torch.ops.aten
+FINITE: frozenset[Any] = frozenset((aten.clamp_min.default, aten.clamp.default))
+
+
+class _Said(NamedTuple):
+    """What a rule says of a call: its factors laid over the atoms that are looked at, and those axes that are not."""
+
+    projection: Projection
+    operands: tuple[tuple[Axes, ...], ...]
+    results: tuple[tuple[Axes, ...], ...]
+    unseen: frozenset[str]
+
+
+def placement_faults(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """What is wrong with how a call's results are said to lie; `made` has their types, None for those that none reads."""
+    handler = _HANDLERS.get(node.target)
+    if handler is not None:
+        return handler(node, made, mesh)
+    read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
+    if not any(t.axes or t.partial for t in (*read, *made) if t is not None):
+        return []  # all of it is whole on every rank
+    schema, key = _frozen(node)
+    every = tuple(info(node).results) if info(node).type is None else (info(node).type,)
+    return list(_by_rule(node.target, schema, key, read, tuple(made), every, mesh))
+
+
+def _own(value: fx.Node) -> TensorType:
+    """The type of what is subtracted: a shard's own maximum, made finite, is a number like any other."""
+    type = type_of(value)
+    return type.place(type.placement) if value.target in FINITE else type
+
+
+# ---------------------------------------------------------------------- calls with a rule
+class _Slot(NamedTuple):
+    """Stands for an operand in a call's frozen arguments."""
+
+    index: int
+
+
+def _frozen(node: fx.Node) -> tuple[tuple[str, ...], tuple[Hashable, ...]]:
+    """Arguments by schema name, each operand as its number."""
+    count = 0
+
+    def freeze(value: Any) -> Hashable:
+        nonlocal count
+        if isinstance(value, fx.Node):
+            count += 1
+            return _Slot(count - 1)
+        return tuple([freeze(item) for item in value]) if isinstance(value, list | tuple) else value
+
+    names: list[str] = []
+    values: list[Hashable] = []
+    for i, argument in enumerate(schema_of(node.target).arguments):
+        if i < len(node.args) and not argument.kwarg_only:
+            value: Any = node.args[i]
+        elif argument.name in node.kwargs:
+            value = node.kwargs[argument.name]
+        else:
+            value = argument.default_value if argument.has_default_value() else None
+        names.append(argument.name)
+        values.append(freeze(value))
+    return tuple(names), tuple(values)
+
+
+@lru_cache(maxsize=65536)
+def _by_rule(
+    op: OpOverload,
+    names: tuple[str, ...],
+    values: tuple[Hashable, ...],
+    read: tuple[TensorType, ...],
+    made: tuple[TensorType | None, ...],
+    every: tuple[TensorType | None, ...],
+    mesh: Mesh,
+) -> tuple[str, ...]:
+    entry = find_rule(op)
+    assert entry is not None, f"{op} has no meaning"
+    whole = tuple(m or e for m, e in zip(made, every, strict=True) if e is not None)
+    shown = tuple(m for m, e in zip(made, every, strict=True) if e is not None)
+    found: tuple[str, ...] = ()
+    for local_shapes in (False, True) if entry.shape_arg else (entry.localize is not None,):
+        try:
+            said = _laid(entry, names, values, read, whole, mesh, local_shapes=local_shapes)
+        except (RuleError, ValueError, IndexError, TypeError, ZeroDivisionError) as wrong:
+            faults: tuple[str, ...] = (f"its rule does not fit it: {wrong}",)
+        else:
+            faults = tuple(_compared(entry, said, read, shown))
+        if not faults:
+            return ()
+        found = found or faults
+    return found
+
+
+def _compared(
+    entry: OpRule, said: _Said, read: Sequence[TensorType], made: Sequence[TensorType | None]
+) -> Iterator[str]:
+    """The results' types against what follows from the operands'."""
+    projection = said.projection
+    split: dict[int, Axes] = {}
+    for pieces, placement in zip(projection.operands, said.operands, strict=True):
+        for piece, axes in zip(pieces, placement, strict=True):
+            if split.setdefault(piece, axes) != axes:
+                yield f"its operands lie differently along {projection.names[piece]}"
+    for piece in projection.blocked:
+        if split.get(piece):
+            yield f"{projection.names[piece]} must be whole, and lies over {'.'.join(split[piece])}"
+            return
+    passed: set[tuple[str, str]] = set()
+    for axis, kind in dict.fromkeys(one for type in read for one in type.partial):
+        having = [k for k, type in enumerate(read) if (axis, kind) in type.partial]
+        joint = projection.linear == "joint" and len(having) == len(read)
+        each = projection.linear != "joint" and len(having) == 1 and having[0] in projection.linear
+        if entry.kind == "view" and axis in said.unseen:
+            continue  # side by side
+        if not ((kind == "sum" and (joint or each)) or (kind != "sum" and entry.op in FINITE)):
+            yield f"it is not linear in what is pending by {kind} over {axis}"
+        passed.add((axis, kind))
+    for k, (type, placement) in enumerate(zip(made, said.results, strict=True)):
+        if type is None:
+            continue
+        for piece, axes in zip(projection.results[k], placement, strict=True):
+            if piece in split and split[piece] != axes and not said.unseen.issuperset({*split[piece]} ^ {*axes}):
+                have, say = ".".join(split[piece]) or "no axis", ".".join(axes) or "no axis"
+                yield f"{projection.names[piece]} lies over {have}, and over {say} in its result"
+        pending = {*projection.partial(split, k), *passed}
+        spoken = {one for one in type.partial if one[0] not in said.unseen}
+        if spoken - pending or pending - set(type.partial):
+            yield f"pending in its result is {_listed(pending)}, not {_listed(type.partial)}"
+
+
+def _laid(
+    entry: OpRule,
+    names: tuple[str, ...],
+    values: tuple[Hashable, ...],
+    read: tuple[TensorType, ...],
+    whole: tuple[TensorType | None, ...],
+    mesh: Mesh,
+    *,
+    local_shapes: bool,
+) -> _Said:
+    def shape(type: TensorType) -> tuple[int, ...]:
+        return type.local_shape(mesh) if local_shapes else type.shape
+
+    def thawed(name: str, value: Any) -> Any:
+        if isinstance(value, _Slot):
+            return Dims(name, shape(read[value.index]))
+        if isinstance(value, tuple):
+            return [thawed(f"{name}{k}_", item) for k, item in enumerate(value)]
+        return value
+
+    arguments = {name: thawed(name, value) for name, value in zip(names, values, strict=True)}
+    types = [t for t in whole if t is not None]
+    if entry.shape_arg and not local_shapes:
+        arguments[entry.shape_arg] = list(types[0].shape)
+    rule = fit(notation_of(entry, arguments), tuple(map(shape, read)), tuple(map(shape, types)))
+    unseen: set[str] = set()
+
+    def seen(type: TensorType) -> TensorType:
+        """The atoms that a rule can tell apart, as large as it is told that they are."""
+        if not local_shapes:
+            return type
+        unseen.update(axis for atom in type.atoms if atom.local(mesh) == 1 for axis in atom.axes)
+        dims = [tuple([Atom(size, a.axes) for a in dim if (size := a.local(mesh)) != 1]) for dim in type.dims]
+        return TensorType(type.dtype, tuple(dims), type.partial)
+
+    ins, outs = [seen(t) for t in read], [seen(t) for t in types]
+    projection = overlay(rule, ins, outs)
+    return _Said(projection, tuple(t.placement for t in ins), tuple(t.placement for t in outs), frozenset(unseen))
+
+
+def _listed(pending: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{kind} {axis}" for axis, kind in sorted(pending)) or "nothing"
+
+
+# ---------------------------------------------------------------------- ops of ours without a rule
+def _moved(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """A collective or a slice: what it does to its operand's placement, from its arguments, is what the result says."""
+    args, after = given(node), made[0]
+    before = type_of(args["x"])
+    axes: Axes = mesh.resolve(args["axes"])
+    assert after is not None
+    if is_flat(node):
+        return _flat_moved(node, before, after, axes)
+    placement, pending = list(before.placement), dict(before.partial)
+    if "atoms" in args and list(args["atoms"]) != list(before.local_atoms(mesh)):
+        return [f"atoms are {list(before.local_atoms(mesh))}, not {args['atoms']}"]
+    for name in ("pos", "split", "concat"):
+        if name in args and not 0 <= args[name] < len(placement):
+            return [f"{name} is {args[name]}, of {len(placement)} atoms"]
+    if node.target in (collectives.all_reduce, collectives.reduce_scatter):
+        lacking = [axis for axis in axes if pending.pop(axis, None) != args["op"]]
+        if lacking:
+            return [f"reduces by {args['op']} over {', '.join(lacking)}, pending is {_listed(before.partial)}"]
+    elif set(axes) & before.partial_axes:
+        return [f"moves what is pending over {', '.join(sorted(set(axes) & before.partial_axes))}"]
+    if node.target in (collectives.reduce_scatter, local.shard_slice):
+        placement[args["pos"]] += axes
+    elif node.target in (collectives.all_gather, collectives.all_to_all):
+        source = args["pos"] if node.target is collectives.all_gather else args["concat"]
+        if placement[source][-len(axes) :] != axes:
+            return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(placement[source]) or 'no axis'}"]
+        placement[source] = placement[source][: -len(axes)]
+        if node.target is collectives.all_to_all:
+            placement[args["split"]] += axes
+        if args["size"] != local_size(before.atoms[source].size, placement[source], mesh):
+            return [f"gathers {args['size']} elements of {before.atoms[source]}"]
+    elif node.target is collectives.permute_ranks:
+        ends = [i for i, now in enumerate(placement) if now == axes[:1]]
+        square = len(axes) == 2 and mesh.size(axes[:1]) == mesh.size(axes[1:])
+        if not square or len(ends) != 1 or list(args["source"]) != transposition(mesh.size(axes[:1])):
+            return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
+        placement[ends[0]] = axes[1:]
+    if len({axis for own in placement for axis in own}) != sum(map(len, placement)):
+        return [f"shards by {'.'.join(axes)} what lies over it already"]
+    want = before.place(placement, pending.items())
+    return [] if want == after else [f"yields {want}, the result says {after}"]
+
+
+def is_flat(node: fx.Node) -> bool:
+    """A collective of a bucket: `passes.verify.buckets_match` knows its members' layout."""
+    return any(operand.target is PACK for operand in operands(node))
+
+
+def _flat_moved(node: fx.Node, before: TensorType, after: TensorType, axes: Axes) -> list[str]:
+    pending = dict(before.partial)
+    if "op" in given(node):
+        lacking = [axis for axis in axes if pending.pop(axis, None) != given(node)["op"]]
+        if lacking:
+            return [f"reduces by {given(node)['op']} over {', '.join(lacking)}, pending is {_listed(before.partial)}"]
+    gathers = node.target is collectives.all_gather
+    expected = before.axes - set(axes) if gathers else before.axes | (set(axes) if "pos" in given(node) else set())
+    if gathers and not set(axes) <= before.axes:
+        return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(sorted(before.axes)) or 'no axis'}"]
+    if after.partial != tuple(sorted(pending.items())) or after.axes != expected:
+        return [f"yields what lies over {sorted(expected)}, pending {_listed(pending.items())}; it says {after}"]
+    return []
+
+
+def _packed(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """A bucket's members are pending alike, and lie along the axes of the flat tensor."""
+    after, read = made[0], list(map(type_of, operands(node)))
+    assert after is not None
+    if any(type.partial != after.partial for type in read):
+        return [f"packs what is pending otherwise than {_listed(after.partial)}"]
+    along = {axis for type in read for axis in type.axes}
+    return [] if along <= set(after.axes) else [f"packs what lies over {sorted(along)} as {after}"]
+
+
+def _unpacked(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """Each member is its operand of the `pack` after the collective between the two."""
+    flat = operands(node)[0]
+    if flat.op != "call_function" or not is_flat(flat):
+        return ["unpacks what was not packed"]
+    (pack,) = operands(flat)
+    members, args = operands(pack), given(flat)
+    if len(members) != len(made):
+        return [f"unpacks {len(made)} of {len(members)} members"]
+    axes: Axes = mesh.resolve(args["axes"])
+    found: list[str] = []
+    for member, after in zip(map(type_of, members), made, strict=True):
+        if after is None:
+            continue
+        pending = {one for one in member.partial if not ("op" in args and one[0] in axes)}
+        moved = "pos" in args
+        lies = [(tuple(a for a in b if a not in axes), a_) for b, a_ in zip(member.placement, after.placement, strict=False)]
+        same = all(b == (tuple(a for a in c if a not in axes)) for b, c in lies) if moved else member.placement == after.placement
+        gathers = flat.target is collectives.all_gather
+        held = set(axes) & set((member if gathers else after).axes)
+        if (after.dtype, after.shape) != (member.dtype, member.shape) or not same or set(after.partial) != pending:
+            found.append(f"unpacks {after} of {member}")
+        elif moved and (held != set(axes) or set(axes) & set((after if gathers else member).axes)):
+            found.append(f"unpacks {after} of {member}, moved over {'.'.join(axes)}")
+    return found
+
+
+def _masked(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    args = given(node)
+    type, pos = type_of(args["x"]), args["pos"]
+    if made[0] != type:
+        return [f"yields {type}, the result says {made[0]}"]
+    if not 0 <= pos < len(type.atoms):
+        return [f"pos is {pos}, of {len(type.atoms)} atoms"]
+    atom, told = type.atoms[pos], (args["size"], tuple(args["axes"]), tuple(args["atoms"]))
+    fits = told == (atom.size, atom.axes, type.local_atoms(mesh))
+    return [] if fits else [f"masks the padding of {args['size']}@{'.'.join(args['axes'])}, where {atom} lies"]
+
+
+def _offset(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    args = given(node)
+    axes, strides = args["axes"], args["strides"]
+    if len(axes) != len(strides) or not {*axes} <= {*mesh.names}:
+        return [f"counts {strides} along {axes}"]
+    return []
+
+
+def _kept(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    type = type_of(operands(node)[0])
+    return [] if made[0] == type else [f"yields {type}, the result says {made[0]}"]
+
+
+def _kernel(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    read = list(map(type_of, operands(node)))
+    pending = {one for type in read for one in type.partial}
+    lies = {axis for type in read for axis in type.axes} | {axis for axis, _ in pending}
+    results = [type for type in made if type is not None]
+    found = [f"makes {t} of what lies over {sorted(lies)}" for t in results if not t.axes | t.partial_axes <= lies]
+    # A softmax's own maximum goes (see above).
+    lost = {one for one in pending if one[1] == "sum"} - {one for type in results for one in type.partial}
+    return found + ([f"loses what is pending: {_listed(lost)}"] if lost and results else [])
+
+
+_Handler = Callable[[fx.Node, Sequence[TensorType | None], Mesh], list[str]]
+_HANDLERS: Mapping[Any, _Handler] = {
+    **dict.fromkeys((*collectives.COLLECTIVES, local.shard_slice), _moved),
+    local.mask_pad: _masked,
+    local.axis_offset: _offset,
+    PACK: _packed,
+    UNPACK: _unpacked,
+    **dict.fromkeys(SAME, _kept),
+    **dict.fromkeys(KERNELS, _kernel),
+}
+MEANT: frozenset[Any] = frozenset(_HANDLERS)  # the ops of ours that a program may hold without a rule
