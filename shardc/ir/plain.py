@@ -238,6 +238,7 @@ def _make(made: fx.Graph, data: Plain, values: Mapping[str, fx.Node]) -> fx.Node
         whole_of(index)
         return made.call_function(operator.getitem, (values[call], index))
     if "call" not in data:
+        fields_known(data, tuple(_DEFAULTS))
         return made.placeholder(f"in_{len(values)}")
     op = find_op(text_of(data["call"]))
     if op is None:

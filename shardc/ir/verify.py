@@ -37,7 +37,11 @@ def formed(graph: Graph) -> list[str]:
     nodes = list(graph.fx.nodes)
     if not nodes or nodes[-1].op != "output" or not isinstance(nodes[-1].args[0], list | tuple):
         return ["V0 the graph does not end in an output of a tuple"]
+    calls = False
     for node in nodes[:-1]:
+        calls = calls or node.op != "placeholder"
+        if node.op == "placeholder" and calls:
+            found.append(f"V0 {node.name} is an input after a call")
         if node.op not in ("placeholder", "call_function"):
             found.append(f"V0 {node.name} is a {node.op}")
         elif not isinstance(node.meta.get("shardc"), ValueInfo):

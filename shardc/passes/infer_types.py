@@ -8,7 +8,7 @@ Layers are alike, so a call is looked at once for all that have its op, operand 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from torch._ops import OpOverload
 
 from shardc.ir.graph import info, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.kernels import KERNELS, LAYER_NORM, NARROW
+from shardc.ir.ops.kernels import KERNELS
+from shardc.ir.ops.local import axis_offset
 from shardc.ir.schema import schema_of
 from shardc.ir.types import TensorType
-from shardc.torch_compat import fake_mode
 
 
 
@@ -82,16 +82,21 @@ def _frozen(arg: Any, mesh: Mesh) -> Hashable:
     return _Number(type(arg), repr(arg), arg) if isinstance(arg, bool | int | float | complex) else arg
 
 
+META = torch.device("meta")
+
+
 @lru_cache(maxsize=65536)
 def _results(
     op: OpOverload, args: tuple[Hashable, ...], kwargs: tuple[tuple[str, Hashable], ...]
 ) -> tuple[Local | None, ...] | str:
-    with torch.no_grad(), fake_mode():
+    if op is axis_offset:  # it has no operand that could lie on the meta device
+        return (Local(torch.int64, ()),)
+    with torch.no_grad():
         try:
             given = [_thawed(arg) for arg in args]
             named = {name: _thawed(arg) for name, arg in kwargs}
             if any(argument.name == "device" for argument in schema_of(op).arguments):
-                named["device"] = torch.device("cpu")
+                named["device"] = META
             made: Any = KERNELS.get(op, op)(*given, **named)
         except Exception as wrong:  # whatever an op finds wrong with its operands
             return f"{type(wrong).__name__}: {str(wrong).strip().partition(chr(10))[0][:200]}"
@@ -102,7 +107,7 @@ def _results(
 
 def _thawed(arg: Any) -> Any:
     if isinstance(arg, _Operand):
-        return torch.empty(arg.type.shape, dtype=arg.type.dtype)
+        return torch.empty(arg.type.shape, dtype=arg.type.dtype, device=META)
     if isinstance(arg, _Number):
         return arg.value
     return [_thawed(item) for item in arg.items] if isinstance(arg, _Many) else arg
