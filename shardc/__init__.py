@@ -6,10 +6,10 @@ Take an unmodified `nn.Module`, say where a few tensors are placed, and get a di
 from shardc.api import Program, annotate, compile, shard
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.parse import parse
 from shardc.ir.placement import OPEN, P, Placement
 from shardc.ir.version import VERSION
 from shardc.plan import Plan
+from shardc.program_check import parse
 from shardc.rules.registry import rule
 from shardc.stages import schedules
 

@@ -20,6 +20,7 @@ import torch
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, type_of
+from shardc.ir.parse import parse as read
 from shardc.ir.program import SHOWN, Program, refuse_unsound
 from shardc.passes.type_check import Fault, single_faults, step_faults, type_faults
 from shardc.plan import Plan
@@ -57,6 +58,17 @@ def refuse_false(program: Program, pipelined: Pipelined | None) -> None:
         _refuse(pipeline_faults(pipelined))
 
 
+def parse(text: str, filename: str = "<text>") -> Graph:
+    """The graph that a program's text describes: one rank's body, a part of one, or a graph for one device.
+
+    Raises ShardcError (SC404) where it cannot be read, and SC402 or SC410 where it says what its calls do not compute.
+    """
+    graph = read(text, filename)
+    refuse_unsound({graph.name: graph})
+    _refuse(type_faults(graph))
+    return graph
+
+
 def _refuse(found: list[Fault]) -> None:
     if found:
         raise ShardcError(*(fault.diagnostic(HINT) for fault in found[:SHOWN]))
@@ -70,8 +82,16 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
     if body.tokens is not None and body.tokens.input not in inputs:
         yield Fault(body.name, f"its loss is weighted by '{body.tokens.input}', which is no input")
     for side, mine, other in (
-        ("input", zip(body.inputs, body.placeholders, strict=True), zip(reference.inputs, reference.placeholders, strict=True)),
-        ("output", zip(body.outputs, body.output_values, strict=True), zip(reference.outputs, reference.output_values, strict=True)),
+        (
+            "input",
+            zip(body.inputs, body.placeholders, strict=True),
+            zip(reference.inputs, reference.placeholders, strict=True),
+        ),
+        (
+            "output",
+            zip(body.outputs, body.output_values, strict=True),
+            zip(reference.outputs, reference.output_values, strict=True),
+        ),
     ):
         wanted = [(port, type_of(value)) for port, value in other]
         given = [(port, type_of(value), value) for port, value in mine]
@@ -80,7 +100,9 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
             return
         for (port, type, value), (twin, global_type) in zip(given, wanted, strict=True):
             if port != twin:
-                yield Fault(body.name, f"{side} {port.role} '{port.name}' is {twin.role} '{twin.name}' to the reference", value)
+                yield Fault(
+                    body.name, f"{side} {port.role} '{port.name}' is {twin.role} '{twin.name}' to the reference", value
+                )
             elif (type.dtype, type.shape) != (global_type.dtype, global_type.shape):
                 yield Fault(body.name, f"{side} '{port.name}' is {type}, to the reference {global_type}", value)
     losses = [port.name for port in body.outputs if port.role == "loss"]
@@ -106,7 +128,9 @@ def _constants(reference: Graph, constants: Mapping[str, torch.Tensor]) -> Itera
         if type is None:
             yield Fault(reference.name, f"constant '{name}' is no input")
         elif (type.dtype, type.shape) != (tensor.dtype, tuple(tensor.shape)):
-            yield Fault(reference.name, f"constant '{name}' is {tensor.dtype} of {list(tensor.shape)}, the input {type}")
+            yield Fault(
+                reference.name, f"constant '{name}' is {tensor.dtype} of {list(tensor.shape)}, the input {type}"
+            )
 
 
 # ---------------------------------------------------------------------- the record of what was asked for
@@ -164,7 +188,9 @@ NEEDED = ("text", "seed", "batch")
 
 def refuse_record(record: Mapping[str, Any], reference: Graph) -> None:
     """Raise ShardcError (SC402) for what `compile` does not write."""
-    wrong = [f"'{key}' is not what compiling writes" for key in record if key not in RECORD or not RECORD[key](record[key])]
+    wrong = [
+        f"'{key}' is not what compiling writes" for key in record if key not in RECORD or not RECORD[key](record[key])
+    ]
     wrong += [f"'{key}' is missing" for key in NEEDED if key not in record]
     for key, role in (("fills", "state"), ("rates", "hyper")):
         names = {port.name for port in reference.inputs if port.role == role}

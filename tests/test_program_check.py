@@ -75,7 +75,10 @@ REFUSED: Mapping[str, tuple[Callable[[Content], Any], str]] = {
     "another placement": (edited("relu", type="f32[8@tp, 4, 8@dp]"), "lies over dp, and over tp"),
     "nothing pending": (edited("shardc.linear_wgrad", type="f32[8@tp, 4]"), "pending in its result is sum dp"),
     "a kind of reduction": (argument("shardc.all_reduce", 1, "max"), "reduces by max over"),
-    "another axis": (lambda c: argument("shardc.all_reduce", 2, ["tp"], grad_reduce(c))(c), "over tp, pending is sum dp"),
+    "another axis": (
+        lambda c: argument("shardc.all_reduce", 2, ["tp"], grad_reduce(c))(c),
+        "over tp, pending is sum dp",
+    ),
     "an axis of no mesh": (argument("shardc.all_reduce", 2, ["xy"]), "no axis 'xy'"),
     "an op without a rule": (edited("relu", call="linalg_inv_ex"), "relu"),
     "random numbers of torch": (edited("relu", call="rand_like"), "no sharding rule here"),

@@ -55,7 +55,7 @@ class _Said(NamedTuple):
 
 
 def placement_faults(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    """What is wrong with how a call's results are said to lie; `made` has their types, None for those that none reads."""
+    """What is false of how a call's results lie; `made` has their types, None for those that nothing reads."""
     handler = _HANDLERS.get(node.target)
     if handler is not None:
         return handler(node, made, mesh)
@@ -304,8 +304,14 @@ def _unpacked(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> l
             continue
         pending = {one for one in member.partial if not ("op" in args and one[0] in axes)}
         moved = "pos" in args
-        lies = [(tuple(a for a in b if a not in axes), a_) for b, a_ in zip(member.placement, after.placement, strict=False)]
-        same = all(b == (tuple(a for a in c if a not in axes)) for b, c in lies) if moved else member.placement == after.placement
+        lies = [
+            (tuple(a for a in b if a not in axes), a_) for b, a_ in zip(member.placement, after.placement, strict=False)
+        ]
+        same = (
+            all(b == (tuple(a for a in c if a not in axes)) for b, c in lies)
+            if moved
+            else member.placement == after.placement
+        )
         gathers = flat.target is collectives.all_gather
         held = set(axes) & set((member if gathers else after).axes)
         if (after.dtype, after.shape) != (member.dtype, member.shape) or not same or set(after.partial) != pending:

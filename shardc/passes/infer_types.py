@@ -24,8 +24,6 @@ from shardc.ir.schema import schema_of
 from shardc.ir.types import TensorType
 
 
-
-
 class Local(NamedTuple):
     """A tensor as one rank holds it."""
 
@@ -37,7 +35,7 @@ class Local(NamedTuple):
         return Local(type.dtype, type.local_shape(mesh))
 
 
-class Unknown(Exception):
+class UnfitOperandsError(Exception):
     """An op refuses its operands; the text says why."""
 
 
@@ -60,12 +58,12 @@ class _Number(NamedTuple):
 
 
 def results_of(node: fx.Node, mesh: Mesh) -> tuple[Local | None, ...]:
-    """What a call yields on one rank; None in the place of what is no tensor. Raises Unknown."""
+    """What a call yields on one rank; None in the place of what is no tensor. Raises UnfitOperandsError."""
     args = tuple([_frozen(arg, mesh) for arg in node.args])
     kwargs = tuple([(name, _frozen(arg, mesh)) for name, arg in node.kwargs.items()])
     found = _results(node.target, args, kwargs)  # type: ignore[arg-type]
     if isinstance(found, str):
-        raise Unknown(found)
+        raise UnfitOperandsError(found)
     return found
 
 

@@ -13,7 +13,7 @@ calls. `compile` leaves graphs in which nothing is found; so does whoever saved 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -23,7 +23,7 @@ from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.passes.infer_placement import MEANT, placement_faults
-from shardc.passes.infer_types import Local, Unknown, results_of
+from shardc.passes.infer_types import Local, UnfitOperandsError, results_of
 from shardc.passes.insert_reshards import UPDATES
 from shardc.passes.verify import buckets_match
 from shardc.rules.registry import find_rule
@@ -72,7 +72,7 @@ def step_faults(graph: Graph) -> list[Fault]:
     """Of a whole step: nothing it takes or returns is pending, and what replaces an input lies as that does."""
     found: list[Fault] = []
     twins = {port.name: type_of(node) for port, node in zip(graph.inputs, graph.placeholders, strict=True)}
-    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+    for node in graph.placeholders:
         if type_of(node).partial:
             found.append(Fault(graph.name, f"the input is pending: {type_of(node)}", node))
     for port, value in zip(graph.outputs, graph.output_values, strict=True):
@@ -82,9 +82,9 @@ def step_faults(graph: Graph) -> list[Fault]:
             found.append(Fault(graph.name, f"{what} is returned pending: {type}", value))
         elif port.role in UPDATES and twin is None:
             found.append(Fault(graph.name, f"{what} is of no input", value))
-        elif port.role in UPDATES and twin is not None and (type.placement, type.shape) != (twin.placement, twin.shape):
-            found.append(Fault(graph.name, f"{what} is {type}, and its input {twin}", value))
-        elif port.role in ("param", "buffer", "state") and twin != type:
+        elif (
+            port.role in UPDATES and twin is not None and (type.placement, type.shape) != (twin.placement, twin.shape)
+        ) or (port.role in ("param", "buffer", "state") and twin != type):
             found.append(Fault(graph.name, f"{what} is {type}, and its input {twin}", value))
         elif port.role == "loss" and type.shape != ():
             found.append(Fault(graph.name, f"{what} is no number, but {type}", value))
@@ -108,7 +108,7 @@ def _call_faults(node: fx.Node, mesh: Mesh) -> Iterator[str]:
             made[int(value.args[1])] = type_of(value)  # type: ignore[arg-type]
     try:
         computed = results_of(node, mesh)
-    except Unknown as wrong:
+    except UnfitOperandsError as wrong:
         yield f"{op_name(node.target)} does not take its operands: {wrong}"
         return
     if len(computed) < len(made) or (about.type is not None and len(computed) != 1):
@@ -121,9 +121,11 @@ def _call_faults(node: fx.Node, mesh: Mesh) -> Iterator[str]:
         elif type is not None and (local is None or Local.of(type, mesh) != local):
             yield f"{which}is {_shown(local)} on a rank, not {_shown(Local.of(type, mesh))} as in {type}"
         declared = about.results[i] if about.type is None else None
-        if (declared is None) != (local is None) and about.type is None:
-            yield f"{which}is {_shown(local)}, the call declares {declared}"
-        elif declared is not None and local is not None and (declared.dtype, declared.ndim) != (local.dtype, len(local.shape)):
+        if ((declared is None) != (local is None) and about.type is None) or (
+            declared is not None
+            and local is not None
+            and (declared.dtype, declared.ndim) != (local.dtype, len(local.shape))
+        ):
             yield f"{which}is {_shown(local)}, the call declares {declared}"
     yield from placement_faults(node, made, mesh)
 

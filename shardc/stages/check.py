@@ -44,7 +44,9 @@ def bound_faults(program: Pipelined) -> list[Fault]:
     work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed)
     stages = len(lists.pipeline.stages)
     if stages * lists.microbatches * 2 > work:
-        message = f"{stages} stages of {lists.microbatches} microbatches are more work than the {work} parts in the lists"
+        message = (
+            f"{stages} stages of {lists.microbatches} microbatches are more work than the {work} parts in the lists"
+        )
         return [Fault(program.body.name, message)]
     if lists.microbatches != program.body.microbatches:
         message = f"lists of {lists.microbatches} microbatches, of a step of {program.body.microbatches}"
@@ -62,7 +64,9 @@ def pipeline_faults(program: Pipelined) -> list[Fault]:
         if graph is not body and graph.microbatches != 1:
             found.append(Fault(graph.name, f"it runs on a microbatch, and says {graph.microbatches}"))
     if program.inner.world_size != body.mesh.world_size:
-        found.append(Fault(body.name, f"its mesh is ({body.mesh}), the job's but for '{program.axis}' ({program.inner})"))
+        found.append(
+            Fault(body.name, f"its mesh is ({body.mesh}), the job's but for '{program.axis}' ({program.inner})")
+        )
     for stage in range(len(program.stages)):
         found += _stage_faults(program, stage)
     found += _type_faults(program)
@@ -73,9 +77,7 @@ def pipeline_faults(program: Pipelined) -> list[Fault]:
 
 
 def _ports(graph: Graph, side: str, *roles: str) -> dict[str, fx.Node]:
-    ports, values = (
-        (graph.inputs, graph.placeholders) if side == "in" else (graph.outputs, graph.output_values)
-    )
+    ports, values = (graph.inputs, graph.placeholders) if side == "in" else (graph.outputs, graph.output_values)
     return {p.name: v for p, v in zip(ports, values, strict=True) if p.role in roles}
 
 
@@ -83,10 +85,14 @@ def _stage_faults(program: Pipelined, at: int) -> Iterator[Fault]:
     """What the pipeline says that a part reads and makes is what its graph takes and gives."""
     stage, bodies = program.lists.pipeline.stages[at], program.stages[at]
     if set(stage.gathers) != set(bodies.gathers) or not set(stage.kept) <= set(stage.gathers):
-        yield Fault(program.body.name, f"stage {at} gathers {sorted(stage.gathers)}, its graphs {sorted(bodies.gathers)}")
+        yield Fault(
+            program.body.name, f"stage {at} gathers {sorted(stage.gathers)}, its graphs {sorted(bodies.gathers)}"
+        )
         return
     for name, graph in bodies.gathers.items():
-        if {*_ports(graph, "out", "value")} != {*program.members(name)} or len(graph.outputs) != len(program.members(name)):
+        if {*_ports(graph, "out", "value")} != {*program.members(name)} or len(graph.outputs) != len(
+            program.members(name)
+        ):
             yield Fault(graph.name, f"it gives {sorted(_ports(graph, 'out', 'value'))}, and not the values of {name}")
         if _ports(graph, "in", *BETWEEN):
             yield Fault(graph.name, "it gathers what another graph makes")
@@ -116,7 +122,9 @@ def _stage_faults(program: Pipelined, at: int) -> Iterator[Fault]:
 
 def _type_faults(program: Pipelined) -> Iterator[Fault]:
     """One type for each value and sum, wherever it is made or read; inputs of the step are the body's."""
-    own = {(p.role, p.name): (p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)}
+    own = {
+        (p.role, p.name): (p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)
+    }
     for role in BETWEEN:
         known: dict[str, TensorType] = dict(program.shared) if role == "sum" else {}
         for graph in graphs(program):
@@ -124,7 +132,9 @@ def _type_faults(program: Pipelined) -> Iterator[Fault]:
                 continue
             for side in ("out", "in"):
                 # What a reduction gives takes the place of a sum.
-                roles = (role, "grad") if role == "sum" and side == "out" and graph.name.startswith("reduce") else (role,)
+                roles = (
+                    (role, "grad") if role == "sum" and side == "out" and graph.name.startswith("reduce") else (role,)
+                )
                 for name, value in _ports(graph, side, *roles).items():
                     if known.setdefault(name, type_of(value)) != type_of(value):
                         message = f"{role} '{name}' is {type_of(value)}, elsewhere {known[name]}"
@@ -193,7 +203,8 @@ def _returned_faults(program: Pipelined) -> Iterator[Fault]:
                 continue
             seen.add((port.role, port.name))
             if wanted.get((port.role, port.name)) != (port, type_of(value)):
-                yield Fault(graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no output of the step", value)
+                yield Fault(
+                    graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no output of the step", value
+                )
     for role, name in wanted.keys() - seen:
         yield Fault(body.name, f"no rank returns {role} '{name}'")
-

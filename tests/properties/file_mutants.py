@@ -19,7 +19,24 @@ JUNK: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 2**31, 2**63, 10**30, 1.5, float("nan"), float("inf"), "", "x", "\u2028\ud800é"),
     *([], {}, [[]], {"ref": "nobody"}, {"float": "nan"}, {"torch": "strided"}, {"device": "cuda:7"}, {"dtype": "f64"}),
 ]
-WORDS = ["sum", "max", "min", "dp", "tp", "pp", "f32", "f64", "bf16", "i64", "bool", "fwd", "bwd", "opt", "value", "grad"]
+WORDS = [
+    "sum",
+    "max",
+    "min",
+    "dp",
+    "tp",
+    "pp",
+    "f32",
+    "f64",
+    "bf16",
+    "i64",
+    "bool",
+    "fwd",
+    "bwd",
+    "opt",
+    "value",
+    "grad",
+]
 
 
 def forged(text: str, content: Any) -> str:

@@ -67,7 +67,13 @@ class Small(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
 
 
-PARAMS = {"table.weight": "tp, -", "up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp", "head.weight": "tp, -"}
+PARAMS = {
+    "table.weight": "tp, -",
+    "up.weight": "tp, -",
+    "up.bias": "tp",
+    "down.weight": "-, tp",
+    "head.weight": "tp, -",
+}
 SHARDED = {"params": PARAMS, "inputs": {"ids": "dp, -"}, "mesh": "dp=2, tp=2"}
 
 
