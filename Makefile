@@ -18,6 +18,7 @@ help:
 	@echo "make test    lint, types, tests"
 	@echo "make fuzz    5,000 random programs and 1,000 random plans of real models, each on a random mesh;"
 	@echo "             models x meshes x microbatches x pipeline schedules, 2,000 random orders of execution;"
+	@echo "             10,000 mutated program files;"
 	@echo "             1,250 random kernels in Triton's interpreter, and 100 on a GPU if there is one"
 	@echo "             (FUZZ_EXAMPLES=500 make fuzz: a tenth of all that); then the full form of each test of which"
 	@echo "             make test runs a sample (pytest -m long)"

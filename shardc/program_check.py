@@ -38,7 +38,8 @@ def refuse_false(program: Program, pipelined: Pipelined | None) -> None:
     every = {"body": body, "reference": reference}
     if pipelined is not None:
         _refuse(bound_faults(pipelined))
-        every |= {f"pipeline, @{graph.name}": graph for graph in graphs(pipelined)}
+        # By number too: the ends of all ranks have one name.
+        every |= {f"pipeline's graph {i}, @{graph.name}": graph for i, graph in enumerate(graphs(pipelined))}
     refuse_unsound(every)
     found: list[Fault] = []
     for graph in every.values():
@@ -159,8 +160,8 @@ def _batch(value: object) -> bool:
 
 
 def _traffic(value: object) -> bool:
-    pairs = isinstance(value, list) and len(value) == 2
-    return pairs and all(isinstance(v, list) and len(v) == 2 and all(map(_whole, v)) for v in value)
+    pairs: Any = value if isinstance(value, list) else ()
+    return len(pairs) == 2 and all(isinstance(v, list) and len(v) == 2 and all(map(_whole, v)) for v in pairs)
 
 
 def _plan(value: object) -> bool:

@@ -134,6 +134,10 @@ STAGES: Mapping[str, tuple[Callable[[Content], Any], str]] = {
     "a port of a stage": (lambda p: p["stages"][1]["forward"]["inputs"][-1].update(name="none"), "SC410"),
     "stages that change places": (lambda p: p["stages"].reverse(), "SC410"),
     "an end without its update": (lambda p: p["finishes"][0]["update"].update(outputs=[], returns=[]), "SC410"),
+    "the end of a rank that is not the last": (
+        lambda p: node(p["finishes"][0]["update"], "lerp.Scalar").update(type="f64[4, 4]"),
+        "SC410",
+    ),
     "work beyond the lists": (lambda p: p["lists"].update(microbatches=60000), "SC410"),
     "no part for a stage": (lambda p: p["stages"][0].pop("dgrad"), "SC402"),
 }

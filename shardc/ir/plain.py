@@ -154,7 +154,8 @@ def diagnostic_from_plain(data: Plain) -> Diagnostic:
     fields_known(data, tuple(f.name for f in fields(Diagnostic)))
     if data["code"] not in CODES or data.get("severity", "error") not in get_args(Severity):
         raise ValueError(f"{str(data)[:40]} is no diagnostic")
-    return Diagnostic(**{key: text_of(value) for key, value in data.items()})
+    told: Plain = {key: text_of(value) for key, value in data.items()}
+    return Diagnostic(**told)
 
 
 def _port(data: Plain) -> Port:

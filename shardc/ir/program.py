@@ -1,8 +1,9 @@
 """A compiled program as plain data: one body that every rank runs, the single-device graph it must agree with, and why.
 
 A program file is JSON: a version, a SHA-256 of the canonical content, and the content. It holds no code: loading one
-looks ops up by name and executes nothing, and what is read is checked (`Program.refuse_false`). A file that was cut short, altered, or written by another version is refused
-(SC401, SC402, SC403). The checksum guards against accidents; it is no signature.
+looks ops up by name and executes nothing, and what is read is checked (`Program.refuse_false`). A file that was cut
+short, altered, or written by another version is refused (SC401, SC402, SC403). The checksum guards against accidents;
+it is no signature.
 
     {
     "format": "shardc-program",

@@ -77,7 +77,7 @@ def _own(value: fx.Node) -> TensorType:
 class _Slot(NamedTuple):
     """Stands for an operand in a call's frozen arguments."""
 
-    index: int
+    number: int
 
 
 def _frozen(node: fx.Node) -> tuple[tuple[str, ...], tuple[Hashable, ...]]:
@@ -185,7 +185,7 @@ def _laid(
 
     def thawed(name: str, value: Any) -> Any:
         if isinstance(value, _Slot):
-            return Dims(name, shape(read[value.index]))
+            return Dims(name, shape(read[value.number]))
         if isinstance(value, tuple):
             return [thawed(f"{name}{k}_", item) for k, item in enumerate(value)]
         return value
