@@ -37,6 +37,8 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, 
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from shardc.ir.diagnostic import error
+
 Decompositions = Mapping[OpOverload, Callable[..., Any]]
 
 # Dropped from graphs: they are identities once there is neither autograd nor mutation.
@@ -483,7 +485,18 @@ Structure = pytree.TreeSpec
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    return pytree.tree_flatten(tree)
+    with _bounded_depth():
+        return pytree.tree_flatten(tree)
+
+
+@contextmanager
+def _bounded_depth() -> Generator[None]:
+    """Raise ShardcError (SC103) for a tree that is nested without an end."""
+    try:
+        yield
+    except RecursionError:
+        message = "the batch is nested too deeply, or contains itself"
+        raise error("SC103", message, hint="give tensors, or lists and mappings of them a few levels deep") from None
 
 
 def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
@@ -499,11 +512,18 @@ def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
                 return str(getattr(key, attribute))
         return str(key)
 
-    leaves, _ = pytree.tree_flatten_with_path(tree)
+    with _bounded_depth():
+        leaves, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(text(key) for key in path), leaf) for path, leaf in leaves]
 
 
 # ------------------------------------------------------------------ errors
+def is_control_flow(error: BaseException) -> bool:
+    """Did the model call cond, while_loop, scan or map? torch captures their functions with its compiler, and cannot
+    while it traces for us."""
+    return type(error).__name__ == "UncapturedHigherOrderOpError"
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Did the model ask a fake tensor for its values, or for a shape that depends on values?"""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
