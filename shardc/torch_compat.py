@@ -37,8 +37,6 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, 
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shardc.ir.diagnostic import error
-
 Decompositions = Mapping[OpOverload, Callable[..., Any]]
 
 # Dropped from graphs: they are identities once there is neither autograd nor mutation.
@@ -485,18 +483,7 @@ Structure = pytree.TreeSpec
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    with _bounded_depth():
-        return pytree.tree_flatten(tree)
-
-
-@contextmanager
-def _bounded_depth() -> Generator[None]:
-    """Raise ShardcError (SC103) for a tree that is nested without an end."""
-    try:
-        yield
-    except RecursionError:
-        message = "the batch is nested too deeply, or contains itself"
-        raise error("SC103", message, hint="give tensors, or lists and mappings of them a few levels deep") from None
+    return pytree.tree_flatten(tree)
 
 
 def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
@@ -512,8 +499,7 @@ def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
                 return str(getattr(key, attribute))
         return str(key)
 
-    with _bounded_depth():
-        leaves, _ = pytree.tree_flatten_with_path(tree)
+    leaves, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(text(key) for key in path), leaf) for path, leaf in leaves]
 
 

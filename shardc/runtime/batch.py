@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardc.ir.diagnostic import error, nearest
 from shardc.ir.overlap import refuse_overlap
+from shardc.ir.trees import flatten, flatten_with_paths
 from shardc.ir.types import kind_of
-from shardc.torch_compat import flatten, flatten_with_paths
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 Sample = Mapping[str, Any]  # as `describe` makes it, and as JSON gives it back
