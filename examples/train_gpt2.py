@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> list[float]:
         mine, whole = program.parameter_bytes()
         if trainer.leads:
             print(f"{program.mesh}: a rank holds {mine / 2**20:.1f} of {whole / 2**20:.1f} MiB of parameters")
-        run = {"checkpoint": args.checkpoint, "every": args.every, "scheduler": scheduler}
+        run = {"checkpoint": args.checkpoint, "every": args.every if args.checkpoint else 0, "scheduler": scheduler}
         for metrics in trainer.train(batches(args), args.steps, **run):
             assert math.isfinite(metrics.loss), f"the loss of step {metrics.step} is {metrics.loss}"
             losses.append(metrics.loss)

@@ -26,6 +26,13 @@ REPOSITORY = Path(__file__).parent.parent / "configs" / "kernels"
 INSTALLED = "share/shardc/kernels"  # pyproject.toml puts configs/kernels there
 
 
+# Of each number of a schedule: the most it may be, and whether it is a power of two.
+RANGES: dict[str, tuple[int, bool]] = {
+    "block": (1 << 16, True), "chunks": (1 << 16, False), "rows": (1 << 10, True), "warps": (32, True),
+    "stages": (16, False), "waves": (1 << 10, False), "registers": (255, False), "again": (1, False),
+}  # fmt: skip
+
+
 @cache
 def schedules(device: str) -> dict[str, Any]:
     """Of each kernel the entries of the table for the GPU of this name; none if there is no such table.
@@ -73,11 +80,54 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as why:
         line = "" if why.problem_mark is None else f":{why.problem_mark.line + 1}"
         raise _error(f"'{path}{line}' is no YAML: {why.problem}", hint) from why
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
+    except Exception as why:  # of the file, of UTF-8, of nesting, of values that YAML takes for dates
         raise _error(f"'{path}' cannot be read as a table of kernels' schedules: {why}", hint) from why
     if not isinstance(found, dict) or not {"device", "schedules"} <= cast(dict[str, Any], found).keys():
         raise _error(f"'{path}' is no table of kernels' schedules: it has no device or no schedules", hint)
-    return cast(dict[str, Any], found)
+    table = cast(dict[str, Any], found)
+    if (problem := _problem_of(table["device"], table["schedules"])) is not None:
+        raise _error(f"'{path}' is no table of kernels' schedules: {problem}", hint)
+    return table
+
+
+def _problem_of(device: object, kernels: Any) -> str | None:
+    """What a table says that is no schedule: a launch takes each number as it stands."""
+    if not isinstance(device, str):
+        return f"its device is {device!r}, no name"
+    if kernels is None:
+        return None
+    if not isinstance(kernels, dict):
+        return "its schedules are no mapping from kernels"
+    for kernel, entries in cast(dict[object, Any], kernels).items():
+        if not isinstance(kernel, str) or not isinstance(entries, list):
+            return f"what it says of {kernel!r} is no list of entries"
+        for entry in cast(list[Any], entries):
+            if not _is_entry(entry):
+                return f"an entry of {kernel} is none: {str(entry)[:80]}"
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    """A range of columns, the bytes of an element, and numbers that a schedule has."""
+    if not isinstance(entry, dict) or not {"cols", "bytes", "schedule"} <= cast(dict[str, Any], entry).keys():
+        return False
+    cols, schedule = entry["cols"], entry["schedule"]
+    if not isinstance(cols, list) or len(cast(list[Any], cols)) != 2 or not isinstance(schedule, dict):
+        return False
+    numbers = [*cast(list[Any], cols), entry["bytes"]]
+    given = cast(dict[str, Any], schedule)
+    return all(_is_count(n) for n in numbers) and all(
+        key in RANGES and (type(n) is bool if key == "again" else _is_count(n) and _fits(n, *RANGES[key]))
+        for key, n in given.items()
+    )
+
+
+def _is_count(n: object) -> bool:
+    return type(n) is int and 0 <= n < 1 << 31
+
+
+def _fits(n: int, most: int, power: bool) -> bool:
+    return n <= most and not (power and (n < 1 or n & (n - 1)))
 
 
 def _error(text: str, hint: str) -> Exception:

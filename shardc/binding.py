@@ -6,6 +6,7 @@ All that is wrong with a plan's annotations is said at once, whatever kinds of t
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -173,6 +174,11 @@ def check_module(model: object) -> None:
         if isinstance(model, type):
             what, hint = f"{model.__name__}, a class,", "make an instance of it first"
         raise error("SC110", f"{what} is no nn.Module", hint=hint)
+    try:
+        deque(model.modules(), 0)
+    except RecursionError:
+        hint = "keep blocks in one nn.Sequential or nn.ModuleList"
+        raise error("SC110", "the model's modules are nested too deeply, one in another", hint=hint) from None
 
 
 def check_loss(loss: object) -> None:

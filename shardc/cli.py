@@ -38,7 +38,7 @@ from shardc.ir.text import print_graph
 from shardc.kernel_sources import emit_triton
 from shardc.passes.base import Pass
 from shardc.processes import run_processes, state_of, step_inputs
-from shardc.summary import local_graph, rank_view, summary
+from shardc.summary import local_graph, rank_view, summary, uncounted
 from shardc.summary_pipeline import communication_list, graphs, pipeline_summary, rank_text
 from shardc.targets import Target, load
 
@@ -202,7 +202,7 @@ def cost(
         _out().print(part)
     if memory:
         report = program.memory()
-        typer.echo(f"{report}\n" + (f"\n{report.listing(top)}" if top else ""))
+        typer.echo(f"{report}\n" + (f"\n{report.listing(top)}\n" if top else "") + uncounted(program))
 
 
 @app.command(epilog=EPILOG)

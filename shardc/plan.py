@@ -137,8 +137,9 @@ class Plan(BaseModel):
         """Read a YAML file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as cannot:
-            why = getattr(cannot, "strerror", None) or "not UTF-8 text"
+        except (OSError, ValueError) as cannot:  # ValueError: of UTF-8, or of a path with a NUL byte
+            why = getattr(cannot, "strerror", None) or str(cannot)
+            why = "not UTF-8 text" if isinstance(cannot, UnicodeDecodeError) else why
             hint = "give the path of a YAML file; configs/plans/ has examples"
             raise error("SC208", f"cannot read the plan {path}: {why}", hint=hint) from None
         return cls.parse(text, str(path))
@@ -161,6 +162,12 @@ class Plan(BaseModel):
             hint = "quote patterns and placements"
             message = f"not YAML: {invalid.problem}"
             raise error("SC208", message, location=where, source_text=quoted, hint=hint) from None
+        except ShardcError:
+            raise
+        except Exception as invalid:  # PyYAML reads 2001-99-99 as a date, and raises what Python does
+            hint = "quote what is no number, no date and no tag"
+            message = f"not YAML: a value cannot be read: {str(invalid)[:100]}"
+            raise error("SC208", message, location=name, hint=hint) from None
         if data is None:
             return cls()
         if not isinstance(data, dict):

@@ -137,3 +137,11 @@ def table_of(*columns: str, number: tuple[int, ...] = ()) -> Table:
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i in number else "left", overflow="fold")
     return table
+
+
+def uncounted(program: Program) -> str:
+    """What of a job's memory a program does not count: a line, or nothing."""
+    if any(port.role == "param" for port in program.body.outputs):
+        return ""
+    note = "not counted: an optimizer's state and update. The target is compiled without one"
+    return f"\n{note}; AdamW, say, holds two more tensors of each parameter"

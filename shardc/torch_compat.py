@@ -504,6 +504,12 @@ def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 # ------------------------------------------------------------------ errors
+def is_control_flow(error: BaseException) -> bool:
+    """Did the model call cond, while_loop, scan or map? torch captures their functions with its compiler, and cannot
+    while it traces for us."""
+    return type(error).__name__ == "UncapturedHigherOrderOpError"
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Did the model ask a fake tensor for its values, or for a shape that depends on values?"""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
-from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.microbatch import SCALE, SHARE
 from shardc.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.trace_backward import Hooks, gradients
@@ -39,7 +39,7 @@ from shardc.trace_origin import Origin, Origins, first_tensor
 from shardc.trace_result import Traced, TracedInput, TracedOutput
 from shardc.trace_stand_ins import StandIns, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.trace_state import Snapshot, left_tensors, refuse_kept
-from shardc.trace_unfit import refuse_unfit
+from shardc.trace_unfit import refuse_no_scalar, refuse_unfit, untrained
 
 aten = torch.ops.aten
 
@@ -117,7 +117,7 @@ class _Step:
         self.before = Snapshot(model, loss, *self.hooks.functions)
         self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
         if not self.trainable:
-            raise error("SC102", "the model has no trainable parameter", hint="set requires_grad on some parameters")
+            raise untrained(self.params)
         self.hooks.refuse_microbatches(microbatches)
         self.hooks.refuse_groups()
         refuse_shared_memory(model, dict(zip(call.names, call.tensors, strict=True)))
@@ -156,9 +156,9 @@ class _Step:
                 stack.enter_context(self.casts.keeping())
             try:
                 gm = torch_compat.record(joint, inputs, self.mode, decompositions, origins.on_node)
-            except ShardcError:
+            except (ShardcError, KeyboardInterrupt):
                 raise
-            except Exception as problem:
+            except BaseException as problem:  # also what asks to leave: sys.exit in forward
                 raise origins.diagnosed(problem, self.precision is not None) from problem
         return gm, inputs, origins
 
@@ -219,16 +219,7 @@ class _Step:
             found = first_tensor(output)
         else:
             found = getattr(output, "loss", None)
-        hint = "pass trace's or compile's `loss`, a function (output, batch) -> scalar tensor"
-        if not isinstance(found, Tensor):
-            message = f"no loss in the model's output, a {type(output).__name__}"
-            if self.loss is not None:
-                message = f"the loss function returned no tensor, but a value of type {type(found).__name__}"
-                hint = "let it return a scalar tensor"
-            raise error("SC102", message, hint=hint)
-        if found.dim() != 0 or not found.requires_grad:
-            state = f"{list(found.shape)}" if found.dim() else "independent of every trainable parameter"
-            raise error("SC102", f"the loss is not a scalar to differentiate: it is {state}", hint=hint)
+        refuse_no_scalar(found, output, self.loss, self.model, self.call.names)
         return found if self.casts is None else self.casts.wide(found)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardc import torch_compat
 from shardc.ir.diagnostic import error
+from shardc.ir.trees import flatten
 
 
 class Call:
@@ -23,7 +24,7 @@ class Call:
     def __init__(self, model: nn.Module, batch: Any) -> None:
         if isinstance(batch, Mapping):  # a BatchEncoding, say, is not a tree to torch
             batch = dict(cast("Mapping[str, Any]", batch))
-        self.leaves, self.structure = torch_compat.flatten(batch)
+        self.leaves, self.structure = flatten(batch)
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in self.leaves]
         if self.leaves and not any(self.is_tensor):
             kind = type(self.leaves[0]).__name__

@@ -69,10 +69,15 @@ def refuse_written_constants(gm: fx.GraphModule, origins: Origins) -> None:
     """Raise ShardcError (SC109) for a write into a tensor that is neither the model's nor made in forward: a global."""
     constants = _constants(gm)
     for node in gm.graph.nodes:
-        if torch_compat.mutates(node) and _base(node) in constants:
+        if torch_compat.mutates(node) and not constants.keys().isdisjoint({_base(node), *map(_base, _outs(node))}):
             origin = origins.of.get(node, Origin())
             place = {"location": origin.source or None, "source_text": origin.source_text or None}
             raise error("SC109", IN_PLACE.format("what lies outside of the model"), hint=HINT, **place)
+
+
+def _outs(node: fx.Node) -> list[fx.Node]:
+    """What a call is told to write its results into, by `out=`."""
+    return [value for name, value in node.kwargs.items() if name.startswith("out") and isinstance(value, fx.Node)]
 
 
 def _names(changes: Iterable[Change]) -> list[str]:

@@ -168,7 +168,7 @@ class Origins:
             traceback = traceback.tb_next
         return found
 
-    def diagnosed(self, problem: Exception, cast: bool) -> ShardcError:
+    def diagnosed(self, problem: BaseException, cast: bool) -> ShardcError:
         """The model's error, at the line and in the module where it was raised; were the model's tensors `cast`?"""
         source, text = self.where_raised(problem.__traceback__)
         where = {"location": source or None, "source_text": text or None, "fqn": self.fqn or None}
@@ -185,6 +185,12 @@ class Origins:
             if looking:
                 cause += f", in {looking[0]}: {looking[1]}"
             return error("SC101", message, **where, cause=cause, hint=hint)
+        if torch_compat.is_control_flow(problem):
+            message = (
+                "forward calls an op of torch's for control flow (cond, while_loop, map), which no program can hold"
+            )
+            hint = "compute both branches and choose with torch.where; loop in Python so many times as shapes say"
+            return error("SC101", message, **where, hint=hint)
         message = f"{type(problem).__name__}: {str(problem).strip() or 'no message'}"
         hint = "does the model run on this batch without shardc?"
         if cast and any(words in message for words in ("dtype", "scalar type", "should be the same")):

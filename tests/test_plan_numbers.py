@@ -80,3 +80,22 @@ def test_what_is_a_number() -> None:
     assert Plan.parse("clip_grad_norm: 1").clip_grad_norm == 1.0
     assert Plan.from_dict({"seed": -3}).seed == -3
     assert Plan.from_dict({"pipeline": {"microbatches": 8, "memory": "2 GiB"}}).pipeline is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("**.**x", "a.b.cx", "a.b.c"),
+        ("***", "a.b", ""),
+        ("**.***", "a.b", "("),
+        ("a.**.**", "a.b", "b"),
+        ("**[}q", "a[}q", "a"),
+        ("a.**", "a.b.c", "ab"),
+        ("*.a", "b.a", "b.c.a"),
+    ],
+)
+def test_stars_of_any_number_are_patterns(pattern: str, matching: str, other: str) -> None:
+    (annotation,) = Plan.from_dict({"params": {pattern: "-"}}).params.values()
+    assert annotation.matches(matching)
+    if pattern.strip("*."):
+        assert not annotation.matches(other)

@@ -111,14 +111,21 @@ def _trim(placement: Placement) -> tuple[DimPlacement, ...]:
     return dims
 
 
+_PARTS = re.compile(r"(?:^|(?<=\.))\*\*\.|\.\*\*$|\*+|\.|[^*.]+")
+
+
 @lru_cache(maxsize=4096)
 def _regex(pattern: str) -> re.Pattern[str]:
     """`**.` may be nothing or whole segments with their dots; a last `**` takes the dot before it along."""
-    if pattern == "**":
-        return re.compile(r".*")
-    body = re.sub(r"(?<!\*)\*(?!\*)", r"[^.]*", re.escape(pattern).replace(r"\*", "*"))
-    body = re.sub(r"^\*\*\\\.|(?<=\\\.)\*\*\\\.", r"(?:[^.]+\\.)*", body)
-    return re.compile(re.sub(r"\\\.\*\*$", r"(?:\\.[^.]+)*", body).replace("**", ".*"))
+
+    def said(part: re.Match[str]) -> str:
+        text = part[0]
+        if text.strip(".*"):
+            return re.escape(text)
+        known = {".": r"\.", "*": r"[^.]*", "**.": r"(?:[^.]+\.)*", ".**": r"(?:\.[^.]+)*"}
+        return known.get(text, ".*")
+
+    return re.compile(_PARTS.sub(said, pattern), re.DOTALL)
 
 
 def _conflict(name: str, first: tuple[str, Annotation], second: tuple[str, Annotation]) -> Diagnostic:

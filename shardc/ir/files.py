@@ -17,13 +17,13 @@ def write_text(path: str | Path, text: str, suffixes: Sequence[str] = ()) -> Non
     check_suffix(target, suffixes)
     try:
         target.write_text(text, encoding="utf-8")
-    except OSError as cannot:
+    except (OSError, ValueError) as cannot:  # ValueError: a path with a NUL byte
         raise unwritable(path, cannot) from None
 
 
-def unwritable(path: str | Path, cannot: OSError) -> ShardcError:
+def unwritable(path: str | Path, cannot: OSError | ValueError) -> ShardcError:
     hint = "give the path of a file, in a folder that is there"
-    return error("SC409", f"cannot write {path}: {cannot.strerror}", hint=hint)
+    return error("SC409", f"cannot write {path}: {getattr(cannot, 'strerror', None) or cannot}", hint=hint)
 
 
 def check_suffix(path: Path, suffixes: Sequence[str]) -> None:

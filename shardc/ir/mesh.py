@@ -55,8 +55,10 @@ class Mesh:
         pairs: list[tuple[str, int]] = []
         for item in filter(None, (item.strip() for item in text.split(","))):
             name, _, size = (part.strip() for part in item.partition("="))
-            if not size.isdecimal():
-                raise error("SC210", f"cannot read '{item}' in mesh '{text}'", hint='write a mesh as "dp=2,tp=4"')
+            if not size.isdecimal() or len(size) > 18:
+                raise error(
+                    "SC210", f"cannot read '{item[:40]}' in mesh '{text[:80]}'", hint='write a mesh as "dp=2,tp=4"'
+                )
             pairs.append((name, int(size)))
         return cls(pairs)
 

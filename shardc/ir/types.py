@@ -184,3 +184,12 @@ def _parse_dim(text: str) -> Dim:
             raise ValueError(f"not a dim: {text!r}")
         atoms.append(Atom(int(size), tuple(axes.split(".")) if axes else ()))
     return tuple(atoms)
+
+
+def kind_of(t: torch.Tensor) -> str | None:
+    """What a tensor is if it is no plain one, whose memory a program can read."""
+    if t.is_nested:
+        return "nested"
+    if t.is_quantized:
+        return "quantized"
+    return None if t.layout == torch.strided else "sparse"

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from shardc.ir.diagnostic import error, nearest
 from shardc.ir.overlap import refuse_overlap
-from shardc.torch_compat import flatten, flatten_with_paths
+from shardc.ir.trees import flatten, flatten_with_paths
+from shardc.ir.types import kind_of
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 Sample = Mapping[str, Any]  # as `describe` makes it, and as JSON gives it back
@@ -52,6 +53,10 @@ def batch_inputs(batch: Any, names: Sequence[str], sample: Sample | None = None)
     tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
     by_name = isinstance(batch, Mapping)
     found = Inputs(tensors) if by_name else Inputs(zip(names, (leaf for _, leaf in tensors), strict=False))
+    for name, tensor in found.items():
+        if (kind := kind_of(tensor)) is not None:
+            hint = "give a dense one, as the program was compiled for"
+            raise error("SC501", f"input '{name}' is a {kind} tensor", tensor=name, hint=hint)
     if sample is not None:
         refuse_overlap(sample["written"], found)
     return found

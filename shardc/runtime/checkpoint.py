@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import DTYPE_NAMES, TensorType
-from shardc.runtime.checkpoint_folder import find, temporary
+from shardc.runtime.checkpoint_folder import find, place_of, temporary
 from shardc.runtime.checkpoint_lock import FolderLock
 from shardc.runtime.checkpoint_manifest import MANIFEST, Manifest, Piece, Stored
 from shardc.runtime.checkpoint_planners import Held, LoadShards, Reader, SaveShards, Writer, names_of, writes
@@ -100,7 +100,7 @@ class Checkpoints:
 
     def reserve(self, path: str | Path) -> None:
         """Take the folder for this job, until `close`. Raises ShardcError (SC551) on every rank if another has it."""
-        place = Path(path).absolute()
+        place = place_of(path)
 
         def acquire() -> None:
             if self.own == 0:
@@ -114,7 +114,7 @@ class Checkpoints:
     ) -> Saving:
         """Write a checkpoint, in place of the one at `path` if there is one."""
         self.settle()
-        place = Path(path).absolute()
+        place = place_of(path)
         self.reserve(place)
         held = {name: self._own(one) for name, one in held.items()}
         extra = _plain(position.extra)
@@ -133,7 +133,7 @@ class Checkpoints:
     def load(self, path: str | Path, held: Mapping[str, Held], strict: bool = True) -> Position:
         """Read a checkpoint into tensors that are there; they change only if all of it is in order on all ranks."""
         self.settle()
-        place = Path(path).absolute()
+        place = place_of(path)
         held = {name: self._own(one) for name, one in held.items()}
 
         def opened() -> tuple[Path, Manifest, LoadShards, Reader]:
@@ -245,7 +245,7 @@ class Checkpoints:
 
 def load_state_dict(path: str | Path, roles: Sequence[str] = ("param", "buffer")) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, whole, under all the model's names; `roles` may ask for "state", the optimizer's."""
-    folder = find(Path(path).absolute())
+    folder = find(place_of(path))
     manifest = Manifest.read(folder)
     stored = manifest.index(folder).state_dict_metadata
     held: dict[str, Held] = {}
@@ -297,8 +297,10 @@ def _check_fit(
     found = [("another shape", shapes, None), ("another dtype", dtypes, "compile for the same precision")]
     if strict:
         lines = [f"{n} (did you mean '{near}'?)" if (near := suggest(n, unused)) else n for n in missing]
-        hint = "load(strict=False) reads what there is, and leaves the rest as it was"
-        found += [("no values in it", lines, hint), ("no place in the program", unused, hint)]
+        hint = lost = "load(strict=False) reads what there is, and leaves the rest as it was"
+        if missing and all(held[name].role == "state" for name in missing):
+            lost = "it was saved without an optimizer, or with another: load(strict=False) starts the optimizer afresh"
+        found += [("no values in it", lines, lost), ("no place in the program", unused, hint)]
     problems = [
         Diagnostic(
             "SC406",

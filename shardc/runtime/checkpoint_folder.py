@@ -24,6 +24,18 @@ from shardc.runtime.checkpoint_manifest import MANIFEST, METADATA, Manifest
 JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
 
 
+def place_of(path: str | Path) -> Path:
+    """The absolute path of a checkpoint that the user named. Raises ShardcError (SC408) for what names no folder."""
+    try:
+        place = Path(path).absolute()
+        unfit = "holds a NUL byte" if "\0" in str(place) else None if place.name else "is the root of all files"
+    except TypeError:
+        place, unfit = None, f"is a {type(path).__name__}"
+    if place is None or unfit is not None:
+        raise error("SC408", f"the path {path!r} of a checkpoint {unfit}", hint="give the path of a folder: 'out/run'")
+    return place
+
+
 def find(path: Path) -> Path:
     """The folder of the newest whole checkpoint that goes by `path`; every reader of one asks here.
 

@@ -15,6 +15,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
@@ -143,7 +144,11 @@ class Manifest:
             index = read_index(folder / METADATA)
         except ForeignIndexError as failure:
             raise damaged(folder, f"{METADATA} {failure}") from None
-        if problem := self._problem_of(index):
+        try:
+            problem = self._problem_of(index)
+        except Exception:  # of an object that lacks what its class has: a pickle fills it in, or does not
+            problem = "is no index of tensors"
+        if problem:
             raise damaged(folder, f"{METADATA} {problem}")
         return index
 
@@ -159,6 +164,8 @@ class Manifest:
                 return f"describes '{name}' in a way that no tensor is"
             if one.size.numel() * one.properties.dtype.itemsize > held:
                 return f"gives '{name}' {list(one.size)}, more than its files hold"
+            if not _are_all_of(one):
+                return f"describes '{name}' in a way that no tensor is"
         for place, info in data.items():
             if not isinstance(place, MetadataIndex) or place.fqn not in stored:
                 return "places a tensor that it does not describe"
@@ -167,6 +174,21 @@ class Manifest:
                 return f"places '{place.fqn}' nowhere"
             if offset + length > self.files.get(file, -1):
                 return f"places '{place.fqn}' in {file!r}, which has no such piece"
+        for name, one in stored.items():
+            chunks = one.chunks if isinstance(one, TensorStorageMetadata) else []
+            if any(MetadataIndex(name, chunk.offsets) not in data for chunk in chunks):
+                return f"does not say where all of '{name}' is"
+        return self._shared_piece(data)
+
+    def _shared_piece(self, data: Mapping[MetadataIndex, Any]) -> str | None:
+        """Two parts of tensors that lie in the same bytes, though they are not one tensor under several names."""
+        first = {alias: name for name, one in self.tensors.items() for alias in (name, *one.aliases)}
+        pieces = sorted(
+            (*stored_at(info), first.get(at.fqn, at.fqn), tuple(at.offset or ())) for at, info in data.items()
+        )
+        for (file, start, length, *one), (other_file, other_start, _, *other) in pairwise(pieces):
+            if file == other_file and start + length > other_start and one != other:
+                return f"places '{one[0]}' and '{other[0]}' in the same bytes of {file}"
         return None
 
 
@@ -221,6 +243,27 @@ def _is_tensor(one: TensorStorageMetadata) -> bool:
             return False
         if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             return False
+    return True
+
+
+def _are_all_of(one: TensorStorageMetadata) -> bool:
+    """Do the chunks of a tensor have each of its elements once?"""
+    if sum(chunk.sizes.numel() for chunk in one.chunks) != one.size.numel():
+        return False
+    boxes = sorted(
+        [(low, low + n) for low, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+        for chunk in one.chunks
+        if chunk.sizes.numel()
+    )
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if not box or other[0][0] >= box[0][1]:
+                break
+            if all(
+                low < end and other_low < other_end
+                for (other_low, end), (low, other_end) in zip(box, other, strict=True)
+            ):
+                return False
     return True
 
 

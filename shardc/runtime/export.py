@@ -36,8 +36,8 @@ def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_
 
     def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
         if first:
-            folder.mkdir(parents=True, exist_ok=True)
             with _written(folder, files):
+                folder.mkdir(parents=True, exist_ok=True)
                 save_file(tensors, str(folder / f"{name}.tmp"), {"format": "pt"})
                 with (folder / f"{name}.tmp").open("rb+") as file:
                     os.fsync(file.fileno())
@@ -63,7 +63,7 @@ def _written(folder: Path, files: Mapping[str, list[str]]) -> Generator[None]:
         raise
     except Exception as failure:  # safetensors has a class of its own for what the system refuses
         for name in (*files, INDEX):
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 (folder / f"{name}.tmp").unlink(missing_ok=True)
         message = f"the weights could not be written to {folder}: {type(failure).__name__}: {failure}"
         raise error(

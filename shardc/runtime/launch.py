@@ -11,6 +11,7 @@ one at a time and cut. In simulation the tensors are whole, and the same calls g
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,9 @@ from shardc.runtime.nonfinite import nonfinite
 from shardc.runtime.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.result import StepResult, Tensors
 from shardc.runtime.simulate import missing, supplied
-from shardc.runtime.weights import Init, Source, Weights, find, source_of
+from shardc.runtime.weights import Init, Source, Weights, find, initial, source_of
+
+STATE_ROLES = ("param", "buffer", "state")
 
 
 class Launchable(Protocol):
@@ -67,7 +70,10 @@ class Trainer:
         raises: bool = False,
         unchanged: Callable[[], None] = lambda: None,
         check_every: int = EVERY,
+        optimizer: torch.optim.Optimizer | None = None,
+        on_meta: bool = False,
     ) -> None:
+        self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
         self._sample, self._check, self._raises = sample, check, raises
         self._rates = rates
@@ -76,7 +82,7 @@ class Trainer:
         self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
         kept = [(port, type) for port, type in self._inputs.values() if port.role in ("param", "buffer", "state")]
         if init is None:
-            _all_supplied([port for port, _ in kept], sources)
+            _all_supplied([port for port, _ in kept], sources, on_meta)
         self._kept = {port.name: (port, type) for port, type in kept}
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
         self.state = {
@@ -138,12 +144,27 @@ class Trainer:
     def sgd(self, lr: float) -> None:
         """Plain gradient descent with the last step's gradients, in place on the held parameters.
 
-        None after a step that is skipped.
+        None after a step that is skipped. Raises ShardcError (SC544) where there are no gradients: before the first
+        step, and where the program has an optimizer, which has updated already.
         """
+        if not math.isfinite(lr):
+            raise error("SC553", f"sgd is given the step size {lr}", hint="give a finite number")
+        if self._updates:
+            message = "the program has an optimizer, which updates in each step: sgd would do nothing"
+            raise error("SC544", message, hint="leave sgd out, or compile without optimizer=")
+        if self._grads is None:
+            message = "there are no gradients to descend along: no step was made since the launch, or since load"
+            raise error("SC544", message, hint="call sgd after step")
         if self._finite is not None and not self._finite:
             return
-        for name, grad in (self._grads or {}).items():
+        for name, grad in self._grads.items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
+
+    @property
+    def _updates(self) -> bool:
+        """Does a step end in an optimizer's update?"""
+        roles = {role for role, _ in self._outputs}
+        return "param" in roles and "grad" not in roles
 
     def gather_grads(self) -> Tensors:
         """The last step's gradients, whole; every rank must call it.
@@ -152,7 +173,7 @@ class Trainer:
         optimizer: its gradients end in the update.
         """
         types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
-        if not types and any(role == "param" for role, _ in self._outputs):
+        if self._updates:
             message = "the program has an optimizer, so its gradients end in the update and are not returned"
             hint = (
                 "compile without optimizer= to have gradients; step(batch).grad_norm is their norm under clip_grad_norm"
@@ -164,6 +185,9 @@ class Trainer:
 
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
         """Parameters and buffers, whole, under all their names; role "state" adds moments. Every rank must call it."""
+        if isinstance(roles, str) or not set(roles) <= set(STATE_ROLES):
+            message = f"state_dict knows the roles {', '.join(STATE_ROLES)}, not {roles!r}"
+            raise error("SC553", message, hint='write roles=("param", "buffer", "state")')
         found: Tensors = {}
         for name, (port, type) in self._kept.items():
             if port.role not in roles or name.startswith("_constant."):
@@ -279,22 +303,23 @@ class Trainer:
         read = find(sources, (port.name, *port.aliases))
         if read is None:
             assert init is not None, f"{port.name} was looked for already"
-            made = init(port.name, type.shape, type.dtype)
-            assert tuple(made.shape) == type.shape, f"init gave {tuple(made.shape)} for '{port.name}' of {type.shape}"
-            read = made.__getitem__
+            read = initial(init, port.name, type.shape, type.dtype).__getitem__
         if type.axes and self.engine.peers is not None:
             parts = [read(slices).reshape(-1).to(type.dtype) for slices in corners(type.shape)]
             self._corners[port.name] = torch.cat(parts)
         return self.engine.shards.load(read, type)
 
 
-def _all_supplied(ports: Sequence[Port], sources: Sequence[Source]) -> None:
+def _all_supplied(ports: Sequence[Port], sources: Sequence[Source], on_meta: bool) -> None:
     """Better to miss a tensor now than after an hour of loading others."""
     lost = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
     if not lost:
         return
-    guess = suggest(lost[0].name, [name for source in sources for name in source.names])
+    weights = [name for source in sources for name in source.names if ":" not in name]  # not the optimizer's state
+    guess = suggest(lost[0].name, weights)
     hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
+    if on_meta:
+        guess, hint = None, f"the model lies on the meta device and has no values: {hint}; then trainer.load(...)"
     raise ShardcError(missing(lost, f"did you mean '{guess}'?" if guess else hint))
 
 
@@ -342,7 +367,10 @@ def launch(
     else:
         engine = engines.simulation()
     try:
-        return Trainer(engines.body, engine, sources, init, seed, rates, sample, check, raises, unchanged, check_every)
+        return Trainer(
+            engines.body, engine, sources, init, seed, rates, sample, check, raises, unchanged, check_every,
+            getattr(program, "optimizer", None), model is not None and any(p.is_meta for p in model.parameters()),
+        )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)
         raise

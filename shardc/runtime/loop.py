@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import error
 from shardc.runtime.checkpoint import Checkpoints
-from shardc.runtime.checkpoint_folder import present
+from shardc.runtime.checkpoint_folder import place_of, present
 from shardc.torch_compat import count_optimizer_step
 
 
@@ -63,6 +63,8 @@ class Steps(Protocol):
     def leads(self) -> bool: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
     def checkpoints(self) -> Checkpoints: ...
 
@@ -147,10 +149,12 @@ def train(
     passes over nothing: it trains on what it is given. The `scheduler` steps after each step. The leading rank shows a
     line: on a terminal one that is renewed, else about twenty over the whole run, on standard error.
 
-    Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a scheduler that wants a metric.
+    Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a scheduler that wants a metric, SC553
+    for arguments that could have no effect.
     """
-    check_scheduler(scheduler)
-    place = None if checkpoint is None else Path(checkpoint).absolute()
+    check_scheduler(scheduler, trainer.optimizer)
+    _check_numbers(batches, steps, every, checkpoint)
+    place = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
     if place is not None:
         trainer.checkpoints.reserve(place)
@@ -194,10 +198,29 @@ def train(
         save(asynchronous=False)
 
 
-def check_scheduler(scheduler: Scheduler | None) -> None:
-    """Raise ShardcError (SC552) for a scheduler whose step needs an argument, as ReduceLROnPlateau's metric."""
+def _check_numbers(batches: object, steps: object, every: object, checkpoint: object) -> None:
+    """Raise ShardcError (SC553) for arguments of `train` that it cannot use, or would use for nothing."""
+    for name, value in (("steps", steps), ("every", every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise error("SC553", f"train is given {name}={value!r}", hint="give a whole number from 0")
+    if every and checkpoint is None:
+        message = f"train is to save every {every} steps, and nowhere"
+        raise error("SC553", message, hint="give checkpoint=, the path of a folder, or leave every= out")
+    if not isinstance(batches, Iterable):
+        raise error("SC553", f"train is given a {type(batches).__name__} as batches", hint="give a list or a loader")
+
+
+def check_scheduler(scheduler: Scheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ShardcError for a scheduler whose step needs an argument, as ReduceLROnPlateau's metric (SC552), and for
+    one of another optimizer than the program's, which would change nothing (SC553)."""
     if scheduler is None:
         return
+    if not hasattr(scheduler, "step") or getattr(scheduler, "optimizer", None) is not optimizer or optimizer is None:
+        name = type(scheduler).__name__
+        whose = "the program has none" if optimizer is None else "it is not that of the program"
+        message = f"the scheduler, a {name}, would change nothing: its optimizer's rates are not used, {whose}"
+        hint = "make it of the very optimizer that was passed to compile(..., optimizer=...)"
+        raise error("SC553", message, hint=hint)
     try:
         inspect.signature(scheduler.step).bind()
     except TypeError:

@@ -23,7 +23,8 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Tokens, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.streams import fold_in
-from shardc.torch_compat import flatten, unflatten
+from shardc.ir.trees import flatten
+from shardc.torch_compat import unflatten
 
 Feed = dict[str, torch.Tensor]
 

@@ -115,6 +115,9 @@ def missing(ports: Sequence[Port], hint: str) -> Diagnostic:
 
 
 def _misfits(port: Port, value: torch.Tensor, type: TensorType, any_float: bool) -> list[Diagnostic]:
+    if value.is_meta:
+        message, hint = f"{port.role} '{port.name}' lies on the meta device: it has no values", "give one with values"
+        return [Diagnostic("SC501", message, tensor=port.name, hint=hint)]
     if tuple(value.shape) != type.shape:
         message = (
             f"{port.role} '{port.name}' has shape {list(value.shape)}, the program was compiled for {list(type.shape)}"

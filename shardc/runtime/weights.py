@@ -28,13 +28,30 @@ class Source:
     read: Callable[[str], Read]
 
 
+MANIFEST = "shardc.json"  # of a checkpoint
 INDEX = "model.safetensors.index.json"
 
 
 def source_of(weights: Weights) -> Source:
     if isinstance(weights, str | Path):
         return _safetensors(Path(weights))
+    if not isinstance(weights, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "pass the path of safetensors, or a mapping from names to tensors"
+        raise error("SC504", f"state= is a {type(weights).__name__}, and holds no weights", hint=hint)
     return _tensors(weights)
+
+
+def initial(init: Init, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What `init` makes for a tensor of the model. Raises ShardcError (SC504) if that is something else."""
+    made: Any = init(name, shape, dtype)
+    if not isinstance(made, torch.Tensor):
+        wrong = f"a {type(made).__name__}"
+    elif tuple(made.shape) != shape or made.is_meta:
+        wrong = f"a tensor of {list(made.shape)}" + (" without values" if made.is_meta else "")
+    else:
+        return made
+    hint = "let init(name, shape, dtype) return a tensor of that shape"
+    raise error("SC504", f"init made {wrong} for '{name}' of {list(shape)}", tensor=name, hint=hint)
 
 
 def find(sources: Sequence[Source], names: Sequence[str]) -> Read | None:
@@ -76,8 +93,9 @@ def _files(path: Path) -> list[Path]:
         return [path / name for name in sorted(set(weight_map.values()))]
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not found:
-        hint = did_you_mean(
-            path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], "files beside it"
-        )
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, [name for name in beside if name != path.name], "files beside it")
+        if (path / MANIFEST).is_file():
+            hint = "it is a checkpoint: launch with init=, and then trainer.load(path)"
         raise error("SC504", f"there are no safetensors at {path}", hint=hint)
     return found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,6 +14,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
+from shardc.stages.instructions import Forward
+from shardc.stages.schedules import registry
 
 X = torch.ones(4, 6)
 ELSEWHERE = torch.zeros(6)
@@ -30,6 +36,48 @@ class Looks(Net):
     def forward(self, x: Tensor) -> Tensor:
         table: Any = self.table
         return table(x).square().mean()
+
+
+class WritesOut(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).detach().mean(0)
+        torch.add(h, 1.0, out=ELSEWHERE)
+        return (self.a(x) + ELSEWHERE).square().mean()
+
+
+class Conditional(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Any = torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.a(x),))
+        return chosen.mean()
+
+
+class Leaves(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        sys.exit(3)
+
+
+class Frozen(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class Labelled(Net):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        y = self.a(x)
+        return {"loss": None if labels is None else (y - labels).square().mean(), "logits": y}
+
+
+class ReturnsNothing(Net):
+    def forward(self, x: Tensor) -> Any:
+        return None
+
+
+def deep(levels: int) -> nn.Module:
+    model: nn.Module = Net()
+    for _ in range(levels):
+        model = nn.Sequential(model)
+    return model
 
 
 @torch.library.custom_op("elsewhere::halved", mutates_args=())
@@ -75,6 +123,15 @@ MODELS: dict[str, tuple[nn.Module, Tensor, str]] = {
         X,
         r"SC104(.|\n)*elsewhere.halved(.|\n)*another library(.|\n)*return halved",
     ),
+    "out": (WritesOut(), X, r"SC109(.|\n)*outside of the model(.|\n)*out=ELSEWHERE"),
+    "cond": (Conditional(), X, r"SC101(.|\n)*control flow(.|\n)*torch.cond(.|\n)*torch.where"),
+    "leaves": (Leaves(), X, r"SC104(.|\n)*SystemExit: 3(.|\n)*sys.exit"),
+    "all frozen": (Net().requires_grad_(False), X, r"SC102(.|\n)*all of them are frozen(.|\n)*requires_grad_\(True\)"),
+    "nothing to train": (nn.ReLU(), X, "SC102(.|\n)*no parameters, so there is nothing to train"),
+    "no_grad": (Frozen(), X, "SC102(.|\n)*independent(.|\n)*no_grad"),
+    "no labels": (Labelled(), X, "SC102(.|\n)*where the batch has 'labels'(.|\n)*add 'labels' to the batch"),
+    "no loss": (ReturnsNothing(), X, "SC102(.|\n)*no loss in the model's output, a NoneType(.|\n)*pass trace's"),
+    "deep": (deep(2000), X, "SC110(.|\n)*nested too deeply"),
     "elsewhere": (WritesElsewhere(), X, r"SC109(.|\n)*outside of the model(.|\n)*ELSEWHERE.add_"),
 }
 
@@ -103,6 +160,22 @@ def test_inputs(name: str) -> None:
         compiled(Net(), INPUTS[name]())
 
 
+@pytest.mark.parametrize("name", [*INPUTS, "meta"])
+@pytest.mark.filterwarnings("ignore")
+def test_batches_of_a_step(name: str) -> None:
+    trainer = compiled(Net()).launch()
+    with pytest.raises(ShardcError, match=r"SC501(.|\n)*'x' (is a \w+ tensor|lies on the meta device)"):
+        trainer.step(INPUTS[name]() if name in INPUTS else X.to("meta"))
+
+
+def test_batches_without_an_end() -> None:
+    endless: dict[str, Any] = {}
+    endless["x"] = endless
+    for call in (lambda: shardc.compile(Net(), endless, mesh="dp=2"), lambda: compiled(Net()).launch().step(endless)):
+        with pytest.raises(ShardcError, match=r"SC103(.|\n)*contains itself"):
+            call()
+
+
 def test_a_list_of_optimizers() -> None:
     model = Net()
     several: Any = [torch.optim.SGD(model.parameters(), lr=0.1)]
@@ -116,15 +189,59 @@ PLANS = {
     'params: "\0"\n': "not YAML",
     "params: " + "[" * 3000 + "]" * 3000: "nested too deeply",
     "\n".join(LINES): "more than 1,000,000 values",
+    "seed: 2001-99-99": "month must be",
+    "seed: 0x_": "invalid literal",
+    "seed: !!float x": "could not convert",
+    "seed: " + "9" * 5000: "Exceeds the limit",
+    "strict: !!bool maybe": "a value cannot be read",
 }
+IDS = ["recursive", "nul", "deep", "aliases", "date", "hexadecimal", "float", "digits", "flag"]
 
 
-@pytest.mark.parametrize("text", PLANS, ids=["recursive", "nul", "deep", "aliases"])
+@pytest.mark.parametrize("text", PLANS, ids=IDS)
 def test_plans(text: str) -> None:
     with pytest.raises(ShardcError, match=f"SC208(.|\n)*{PLANS[text]}"):
         shardc.Plan.parse(text)
 
 
+def _spins(*_: object) -> Any:
+    while True:
+        pass
+
+
+ENDLESS = {
+    "work": (lambda stages, *_: [(Forward(r, 0) for _ in count()) for r in range(stages)], "more work for rank 0"),
+    "ranks": (lambda *_: ([] for _ in count()), "more than the 2 ranks"),
+    "function": (_spins, "within 0.5 seconds"),
+    "leaving": (lambda *_: sys.exit(3), "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_schedules_without_an_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, message = ENDLESS[name]
+    monkeypatch.setattr(registry, "SECONDS", 0.5)
+    monkeypatch.setitem(registry._SCHEDULES, f"endless {name}", function)
+    threads = threading.active_count()
+    with pytest.raises(ShardcError, match=f"SC220(.|\n)*{message}"):
+        registry.order(f"endless {name}", 2, 1, 4)
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+
+
 def test_a_mesh_of_too_many_ranks() -> None:
     with pytest.raises(ShardcError, match=r"SC210(.|\n)*more than 1,048,576 ranks"):
         shardc.Mesh.parse("dp=99999999999")
+
+
+def test_a_mesh_of_too_many_digits() -> None:
+    with pytest.raises(ShardcError, match=r"SC210(.|\n)*cannot read 'dp=99") as caught:
+        shardc.Mesh.parse("dp=" + "9" * 5000)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_path_with_a_nul_byte() -> None:
+    with pytest.raises(ShardcError, match=r"SC208(.|\n)*cannot read the plan(.|\n)*null byte"):
+        shardc.Plan.load("a\0b")

@@ -1,15 +1,20 @@
 """Tables of schedules are found by the GPU that they name, wherever they lie; what is no table is said."""
 
 import os
+import random
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kernels_triton import launch, tables
+from kernels_triton.rows import Schedule
 from shardc import ShardcError
+from tests.files.mutations import mutated, mutated_text, nothing_done
 
 ROOT = Path(__file__).parents[2]
 TABLE = "device: {device}\nschedules:\n  softmax:\n  - {{cols: [1, 8], bytes: 2, schedule: {{block: 8}}}}\n"
@@ -70,3 +75,57 @@ def test_what_is_no_yaml_is_said_with_its_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ShardcError, match=rf"SC533.*{path}:4' is no YAML") as caught:
         tables.schedules("x")
     assert "unicode string" not in str(caught.value)
+
+
+ENTRY = {"cols": [1, 8], "bytes": 2, "schedule": {"block": 8, "again": True}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cols": [1]},
+        {"cols": "1 to 8"},
+        {"bytes": "two"},
+        {"bytes": True},
+        {"schedule": None},
+        {"schedule": {"block": 12}},
+        {"schedule": {"block": 1 << 40}},
+        {"schedule": {"warps": -1}},
+        {"schedule": {"warp": 1}},
+        {"schedule": {"again": 1}},
+    ],
+    ids=str,
+)
+def test_an_entry_that_is_no_schedule_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    monkeypatch.setenv(tables.VARIABLE, str(path))
+    path.write_text(yaml.safe_dump({"device": "x", "schedules": {"softmax": [ENTRY]}}))
+    assert tables.schedules("x")["softmax"] == [ENTRY]
+    tables.schedules.cache_clear()
+    path.write_text(yaml.safe_dump({"device": "x", "schedules": {"softmax": [{**ENTRY, **change}]}}))
+    with pytest.raises(ShardcError, match=r"SC533(.|\n)*an entry of softmax is none"):
+        tables.schedules("x")
+
+
+def test_altered_tables_are_read_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, draw = tmp_path / "mine.yaml", random.Random(5)
+    monkeypatch.setenv(tables.VARIABLE, str(path))
+    text = next(ROOT.glob("configs/kernels/*.yaml")).read_text()[:1500]
+    whole, refused = yaml.safe_load(text), 0
+    for number in range(200):
+        altered = mutated_text(text, draw) if number % 2 else yaml.safe_dump(mutated(whole, draw))
+        path.write_text(altered)
+        tables.schedules.cache_clear()
+        with nothing_done():
+            try:
+                found = tables.schedules(whole["device"])
+            except ShardcError as said:
+                refused += said.code == "SC533"
+                continue
+        for entries in found.values():
+            for entry in entries:
+                assert len(entry["cols"]) == 2
+                replace(Schedule(block=8), **entry["schedule"])
+    assert refused > 60

@@ -9,15 +9,18 @@ is where its work is listed. The rest is added (emit.py), and the result is prov
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.stages.clock import Orders
 from shardc.stages.costs import Costs
 from shardc.stages.instructions import COMPUTE
+from shardc.stages.schedules.within import within
 
 Schedule = Callable[[int, int, int, Costs], Orders]
 _SCHEDULES: dict[str, Schedule] = {}
 _VIRTUAL: dict[str, int] = {}
+SECONDS = 60.0  # for a schedule to list its work: ours take less than one
 _RANKS = "return one list for each of the stages / virtual ranks, and every stage in one of them"
 
 
@@ -73,15 +76,23 @@ def order(name: str, stages: int, virtual: int, microbatches: int, costs: Costs 
     if stages % virtual:
         message = f"{stages} stages cannot be shared out to ranks by {virtual}"
         raise error("SC220", message, hint="make the number of stages a multiple of `virtual`, the stages of one rank")
-    try:
+    ranks, most = stages // virtual, len(COMPUTE) * virtual * microbatches + 1
+
+    def listed() -> Orders:  # users' functions may as well make tuples, or generators, of no end even
         said = _SCHEDULES[name](stages, virtual, microbatches, costs or Costs.unit(stages))
-        orders = [list(listed) for listed in said]  # users' functions may as well make tuples, or generators
-    except ShardcError:
+        return [list(islice(work, most)) for work in islice(said, ranks + 1)]
+
+    try:
+        orders = within(SECONDS, listed)
+    except TimeoutError:
+        message = f"schedule '{name}' does not list its work within {SECONDS:g} seconds"
+        raise error("SC220", message, hint=_RANKS) from None
+    except (ShardcError, KeyboardInterrupt):
         raise
-    except Exception as failed:
+    except BaseException as failed:
         found = f"{type(failed).__name__}: {failed}"
         raise error("SC220", f"schedule '{name}' does not list its work: {found}", hint=_RANKS) from failed
-    _check(name, orders, stages, stages // virtual, microbatches)
+    _check(name, orders, stages, ranks, microbatches)
     return orders
 
 
@@ -93,8 +104,12 @@ def need_virtual(name: str, virtual: int, fits: bool, hint: str) -> None:
 
 def _check(name: str, orders: Orders, stages: int, ranks: int, microbatches: int) -> None:
     if len(orders) != ranks:
-        message = f"schedule '{name}' lists work for {len(orders)} of {ranks} ranks"
-        raise error("SC220", message, hint=_RANKS)
+        many = f"more than the {ranks} ranks there are" if len(orders) > ranks else f"{len(orders)} of {ranks} ranks"
+        raise error("SC220", f"schedule '{name}' lists work for {many}", hint=_RANKS)
+    for rank, work in enumerate(orders):
+        if len(work) > (most := len(COMPUTE) * (stages // ranks) * microbatches):
+            message = f"schedule '{name}' lists more work for rank {rank} than there is: over {most} pieces"
+            raise error("SC220", message, hint="list each piece of a stage once for each microbatch")
     home: dict[int, int] = {}
     for rank, work in ((rank, work) for rank, listed in enumerate(orders) for work in listed):
         if not isinstance(work, COMPUTE):  # pyright: ignore[reportUnnecessaryIsInstance]
