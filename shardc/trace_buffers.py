@@ -34,6 +34,10 @@ def buffers_after(
         module, key = places[name]
         now = torch_compat.held(module, "_buffers", key)
         if now is None:
+            taken = torch_compat.held(module, "_parameters", key)  # what torch makes of a parameter assigned to it
+            owner = next((of for of, p in params.items() if p is taken), None)
+            if owner is not None:
+                raise _second_name(model, name, owner)
             raise _unkept(
                 model, name, "removes", "let it keep a tensor; a buffer that is None from the start is no input"
             )
