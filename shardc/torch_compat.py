@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.fx.config
@@ -329,7 +329,7 @@ class _NoGradient(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == torch.Tensor.grad.__get__:
+        if func == cast(Any, torch.Tensor).grad.__get__:
             raise self._refuse()
         return func(*args, **(kwargs or {}))
 
@@ -365,7 +365,7 @@ def substituting(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             kwargs = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
-            if func == torch.Tensor.data.__set__:
+            if func == cast(Any, torch.Tensor).data.__set__:
                 assigned(args[0])
             try:
                 return func(*replaced(args), **kwargs)
