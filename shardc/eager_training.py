@@ -75,7 +75,7 @@ class EagerTraining:
         """
         batch = copied_batch(dict(batch) if isinstance(batch, Mapping) else batch, self.dtype)
         sums: dict[Tensor, Tensor] = {}
-        before = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        before = {name: b.detach().clone() for name, b in self._changeable()}
         total = torch.zeros((), dtype=self.dtype or torch.float32)
         parts = split(batch, self.microbatches)
         counts = [1 if self.counted is None else self.counted(part) for part in parts]
@@ -102,9 +102,16 @@ class EagerTraining:
         found |= {("grad", name): p.grad.clone() for name, p in params.items() if p.grad is not None}
         if self.optimizer is not None:
             found |= self._updated(params, gradients or {})
-        after = {name: b.detach().clone() for name, b in self.model.named_buffers()}
-        found |= {("buffer", name): b for name, b in after.items()}
+        after = {name: b.detach().clone() for name, b in self._changeable()}
+        found |= {("buffer", name): after[name] for name, _ in self.model.named_buffers()}
         return found | {(CHANGED, n): b for n, b in after.items() if n not in before or not _equal(b, before[n])}
+
+    def _changeable(self) -> Iterator[tuple[str, Tensor]]:
+        """What a step may change by itself: buffers, and parameters, of which an optimizer changes those it has."""
+        yield from self.model.named_buffers()
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        updated = {id(p) for group in groups for p in group["params"]}
+        yield from ((name, p) for name, p in self.model.named_parameters() if id(p) not in updated)
 
     def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():

@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.fx.config
@@ -85,7 +85,8 @@ def record(
         stack.enter_context(_quiet_stacks())
         gm = make_fx(fn, **options)(*inputs)
     for node in reversed(gm.graph.nodes):  # an op that raised, and whose error `fn` caught, has computed nothing
-        if isinstance(node.target, OpOverload) and not node.users and "val" not in node.meta:
+        raised = isinstance(node.target, OpOverload) and node.target._schema.returns and "val" not in node.meta
+        if raised and not node.users:
             gm.graph.erase_node(node)
     return gm
 
@@ -150,6 +151,18 @@ class Recorded:
 def mutates(node: fx.Node) -> bool:
     """Does a call write to one of its arguments?"""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes to; those in a list too."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(value, written.append)
+    return written
 
 
 def shares_memory(node: fx.Node) -> bool:
@@ -298,11 +311,45 @@ def was_written(t: Tensor) -> bool:
     return version_of(t) > 0
 
 
+def is_read(t: Tensor) -> bool:
+    """Does anything that was recorded so far read this input?"""
+    node = node_of(t)
+    return node is not None and bool(node.users)
+
+
+def mark_parameter(t: Tensor) -> None:
+    """Let `isinstance(t, nn.Parameter)` be true of a traced tensor that stands for a parameter."""
+    t._is_param = True  # type: ignore[attr-defined]
+
+
+class _NoGradient(TorchFunctionMode):
+    def __init__(self, refuse: Callable[[], Exception]) -> None:
+        self._refuse = refuse
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == cast(Any, torch.Tensor).grad.__get__:
+            raise self._refuse()
+        return func(*args, **(kwargs or {}))
+
+
+def without_gradients(refuse: Callable[[], Exception]) -> TorchFunctionMode:
+    """A mode under which nobody reads a `.grad`."""
+    return _NoGradient(refuse)
+
+
 @contextmanager
-def substituting(stand_in: Callable[[Tensor], Tensor | None]) -> Generator[None]:
+def substituting(
+    stand_in: Callable[[Tensor], Tensor | None],
+    asked: list[Exception],
+    assigned: Callable[[Tensor], None],
+) -> Generator[None]:
     """Replace tensors among the arguments of torch functions and of `autograd.Function.apply`, as `stand_in` says.
 
-    A mode sees every torch function that Python calls; `Function.apply` is none of them.
+    A mode sees every torch function that Python calls; `Function.apply` is none of them. To `asked` go the errors of
+    those that wanted a tensor's values, which the caller of the function may catch; `assigned` is told of each tensor
+    whose `.data` is set.
     """
 
     def replaced(value: Any) -> Any:
@@ -318,7 +365,14 @@ def substituting(stand_in: Callable[[Tensor], Tensor | None]) -> Generator[None]
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             kwargs = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
-            return func(*replaced(args), **kwargs)
+            if func == cast(Any, torch.Tensor).data.__set__:
+                assigned(args[0])
+            try:
+                return func(*replaced(args), **kwargs)
+            except Exception as problem:
+                if is_data_dependent(problem):
+                    asked.append(problem)
+                raise
 
     original = torch.autograd.Function.__dict__["apply"]
 

@@ -37,7 +37,7 @@ from shardc.trace_drawn import Generators
 from shardc.trace_ops import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.trace_origin import Origin, Origins, first_tensor
 from shardc.trace_result import Traced, TracedInput, TracedOutput
-from shardc.trace_stand_ins import StandIns, refuse_frozen, refuse_shared_memory, written_inputs
+from shardc.trace_stand_ins import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.trace_state import Snapshot, left_tensors, refuse_kept
 from shardc.trace_unfit import refuse_no_scalar, refuse_unfit, untrained
 
@@ -82,7 +82,8 @@ def trace(
     found += written_inputs(step.written, given)
     if any(torch_compat.mutates(node) for node in gm.graph.nodes):
         refuse_written_constants(gm, origins)
-        gm, origins = _without_mutation(gm, inputs, step.mode, origins)
+        # Fresh ones: forward may have changed the shape of an input (`unsqueeze_`).
+        gm, origins = _without_mutation(gm, step.fakes(), step.mode, origins)
     return replace(_finish(step, gm, origins), diagnostics=tuple(found), own=own)
 
 
@@ -121,6 +122,7 @@ class _Step:
         self.hooks.refuse_microbatches(microbatches)
         self.hooks.refuse_groups()
         refuse_shared_memory(model, dict(zip(call.names, call.tensors, strict=True)))
+        refuse_arrays(model, self.before.arrays())
 
     def fakes(self) -> list[Tensor]:
         def fake(t: Tensor) -> Tensor:
@@ -175,7 +177,9 @@ class _Step:
             used = self.casts.cast(params, self.params, origins.within)
             fed = self.call.batch(self.casts.batch(inputs))
         self.hooks.attach(params)
-        stand_ins = StandIns(self.model, used | buffers)
+        for stand_in in used.values():
+            torch_compat.mark_parameter(stand_in)
+        stand_ins = StandIns(self.model, used | buffers, self.params)
         with stand_ins.active():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
@@ -191,6 +195,8 @@ class _Step:
             grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
             stand_ins.refuse_changed()
             kept = buffers_after(self.model, buffers, used, stand_ins.places)
+        if stand_ins.asked:  # and caught: forward has gone on as it would not in eager PyTorch
+            raise stand_ins.asked[0]
 
         self.unused = tuple(name for name, grad in grads.items() if grad is None)
         found = {name: grad for name, grad in grads.items() if grad is not None}
@@ -203,10 +209,17 @@ class _Step:
         self.results.extend(("output", path) for path in seen)
         left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
         self.left = {key: node for key, node in left if node is not None}
+        self._refuse_reshaped(inputs)
         given = zip(self.call.names, tensors[count[1] :], strict=False)
         self.written = tuple(name for name, t in given if torch_compat.was_written(t))
         self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
         return [loss, *found.values(), *kept.values(), *seen.values()]
+
+    def _refuse_reshaped(self, inputs: Mapping[str, Tensor]) -> None:
+        for (name, now), given in zip(inputs.items(), self.call.tensors, strict=False):
+            if now.shape != given.shape or now.stride() != torch_compat.fake_like(self.mode, given).stride():
+                message = f"forward changes the shape of its input '{name}' in place"
+                raise error("SC104", message, tensor=name, hint="compute another: x = x.unsqueeze(1), x.mT")
 
     def _scalar(self, output: Any, batch: Any) -> Tensor:
         if self.loss is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc import torch_compat
-from shardc.ir.diagnostic import error
+from shardc.ir.diagnostic import ShardcError, error
 
 Hook = Callable[..., Any]
 
@@ -54,7 +54,7 @@ class Hooks:
         """Put the hooks on gradients on the traced parameters."""
         for name, hooks in self.on_gradient.items():
             for hook in hooks:
-                traced[name].register_hook(hook)
+                traced[name].register_hook(_watched(hook, name))
 
     def refuse_microbatches(self, count: int) -> None:
         """Raise ShardcError (SC122) for hooks on sums of gradients, where there are sums over microbatches."""
@@ -85,10 +85,36 @@ def gradients(root: Tensor, params: Mapping[str, Tensor], hooks: Hooks) -> dict[
             p.grad = g
             with torch.no_grad():
                 for hook in hooks.after_accumulation[name]:
-                    hook(p)
+                    _called(hook, name, p)
             g = p.grad
         found[name] = g
     return found
+
+
+def _watched(hook: Hook, name: str) -> Hook:
+    """A hook that may not read other gradients: which of them are there already, is known to autograd alone."""
+
+    def refuse() -> Exception:
+        message = f"a hook on '{name}' reads a tensor's .grad, which a program has not while it makes gradients"
+        hint = "let a hook make do with the gradient that it is given; clip_grad_norm in a plan sees all of them"
+        return error("SC122", message, tensor=name, hint=hint)
+
+    def watched(gradient: Tensor) -> Any:
+        with torch_compat.without_gradients(refuse):
+            return _called(hook, name, gradient)
+
+    return watched
+
+
+def _called(hook: Hook, name: str, value: Tensor) -> Any:
+    try:
+        return hook(value)
+    except Exception as problem:
+        if isinstance(problem, ShardcError) or torch_compat.is_data_dependent(problem):
+            raise
+        message = f"a hook on '{name}' raises {type(problem).__name__} when it is traced: {problem}".partition("\n")[0]
+        hint = "a hook of a program acts on the gradient alone; an optimizer that steps in hooks goes to `optimizer=`"
+        raise error("SC122", message, tensor=name, hint=hint) from problem
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -34,6 +34,10 @@ def buffers_after(
         module, key = places[name]
         now = torch_compat.held(module, "_buffers", key)
         if now is None:
+            taken = torch_compat.held(module, "_parameters", key)  # what torch makes of a parameter assigned to it
+            owner = next((of for of, p in params.items() if p is taken), None)
+            if owner is not None:
+                raise _second_name(model, name, owner)
             raise _unkept(
                 model, name, "removes", "let it keep a tensor; a buffer that is None from the start is no input"
             )
@@ -41,6 +45,9 @@ def buffers_after(
             was, became = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (start, now))
             hint = "give it its full size from the start and write into a part of it; or keep it out of the step"
             raise _unkept(model, name, f"makes {became} of the {was} of", hint)
+        if now.grad_fn is not None and torch_compat.is_read(start):
+            hint = f"assign what has no history: self.{name.rpartition('.')[2]} = ....detach()"
+            raise _unkept(model, name, "leaves its gradient's history, which the next step would follow, in", hint)
         after[name] = now
     _refuse_second_names(model, after, before, params)
     return after
@@ -70,5 +77,5 @@ def _second_name(model: nn.Module, name: str, owner: str) -> ShardcError:
 
 
 def _unkept(model: nn.Module, name: str, what: str, hint: str) -> ShardcError:
-    message = f"forward {what} the buffer '{name}': a program's buffers keep their shape and dtype"
+    message = f"forward {what} the buffer '{name}': a program's buffers are values of one shape and dtype"
     return about_tensor(model, "SC123", name, message, hint)

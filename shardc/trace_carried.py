@@ -51,13 +51,14 @@ def carried(
         second = again()
     except Exception as problem:  # of a step that the user did not ask for: it is the cause, not the error
         why = f"a second step raises {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
-        return [_said(model, READ, _names(own), why)]
+        return [_said(model, READ, _names(own) or _names(changes), why)]
     found: list[Diagnostic] = []
     counted = _names(change for change in between.changes() if change.counts)
     if _effects(first, keys) != _effects(second, _expressions(second, known)):
         read = {id(t) for t in _constants(second).values()} - known.keys()
         names = _names(c for c in own if any(id(t) in read for t in left_tensors([c])))
         names = names or [name for name in _names(own) if name not in counted]
+        names = names or ([] if counted else _names(changes))
         if names:
             found.append(_said(model, READ, names))
     if counted:
@@ -69,15 +70,10 @@ def refuse_written_constants(gm: fx.GraphModule, origins: Origins) -> None:
     """Raise ShardcError (SC109) for a write into a tensor that is neither the model's nor made in forward: a global."""
     constants = _constants(gm)
     for node in gm.graph.nodes:
-        if torch_compat.mutates(node) and not constants.keys().isdisjoint({_base(node), *map(_base, _outs(node))}):
+        if any(_base(written) in constants for written in torch_compat.written_by(node)):
             origin = origins.of.get(node, Origin())
             place = {"location": origin.source or None, "source_text": origin.source_text or None}
             raise error("SC109", IN_PLACE.format("what lies outside of the model"), hint=HINT, **place)
-
-
-def _outs(node: fx.Node) -> list[fx.Node]:
-    """What a call is told to write its results into, by `out=`."""
-    return [value for name, value in node.kwargs.items() if name.startswith("out") and isinstance(value, fx.Node)]
 
 
 def _names(changes: Iterable[Change]) -> list[str]:
@@ -135,8 +131,8 @@ def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
     while count < len(found):
         count = len(found)
         for node in graph.nodes:
-            if node in found or _base(node) in found or any(value in found for value in node.all_input_nodes):
-                found |= {node, _base(node)} if torch_compat.mutates(node) else {node}
+            if _base(node) in found or any(value in found for value in node.all_input_nodes):
+                found |= {node, *map(_base, torch_compat.written_by(node))}
     return found
 
 
@@ -150,7 +146,8 @@ def _base(node: fx.Node) -> fx.Node:
 def _changed_in_place(model: nn.Module, gm: fx.GraphModule) -> list[str]:
     """Attributes of the model that hold a plain tensor which the graph writes to."""
     constants = _constants(gm)
-    written = {id(constants[b]) for n in gm.graph.nodes if torch_compat.mutates(n) and (b := _base(n)) in constants}
+    bases = {_base(argument) for node in gm.graph.nodes for argument in torch_compat.written_by(node)}
+    written = {id(constants[base]) for base in bases if base in constants}
     if not written:
         return []
     return [at.path.partition("[")[0] for at, value in reachable(model) if id(value) in written]

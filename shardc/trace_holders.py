@@ -1,10 +1,11 @@
 """Where Python keeps what a step may change: each kind of place, what it holds, and how that is put back.
 
     an object's attributes, its slots          self.last = h
-    containers                                 self.log.append(h)
-    a class's attributes                       type(self).calls += 1
-    variables around a function                nonlocal count; CACHE[key] = h; def f(x, seen=[])
-    arrays of numpy, by content                self.mean *= 0.9
+    containers, and what derives from them     self.log.append(h)
+    a class's attributes                       type(self).calls += 1; of an autograd.Function: in backward
+    variables around a function                nonlocal count; CACHE[key] = h; STATE.calls += 1; def f(x, seen=[])
+    context variables                          STEP.set(STEP.get() + 1)
+    arrays of numpy and of bytes, by content   self.mean *= 0.9
     iterators, by position                     next(self.schedule)
     functions with `lru_cache`                 table(128)
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Protocol, cast
@@ -25,8 +28,9 @@ from torch import Tensor
 
 ABSENT = object()
 CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
+_KINDS = (OrderedDict, dict, set, deque, list)  # whose methods a container is read and written by
 NUMBERS = (bool, int, float, complex)
-_OPAQUE = (Tensor, type, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex)
+_OPAQUE = (Tensor, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex)
 _ITERATORS = (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), enumerate, zip)
 CACHE = type(lru_cache(lambda: None))
 _LARGEST_ARRAY = 1 << 20  # bytes: of a larger one of numpy only a part is looked at
@@ -42,15 +46,17 @@ class Holder(Protocol):
 
 
 class Container:
+    """A container's items; of a class that derives from one, past the methods of its own."""
+
     def __init__(self, value: Any, named: bool = False) -> None:
         self._value, self.named = value, named
+        self._kind: Any = next(kind for kind in _KINDS if isinstance(value, kind))
 
     def items(self) -> dict[object, Any]:
         if isinstance(self._value, dict):
-            return dict(cast("dict[object, Any]", self._value))
-        if isinstance(self._value, set):
-            return {id(value): value for value in cast("set[object]", self._value)}
-        return dict(enumerate(self._value))
+            return dict(self._kind.items(self._value))
+        values = self._kind.__iter__(self._value)
+        return {id(value): value for value in values} if isinstance(self._value, set) else dict(enumerate(values))
 
     def restore(self, items: Mapping[object, Any]) -> None:
         now = self.items()
@@ -58,14 +64,14 @@ class Container:
             not isinstance(self._value, dict) or [*now] == [*items]
         ):
             return
-        self._value.clear()
+        self._kind.clear(self._value)
         if isinstance(self._value, dict):
             for key, value in items.items():
-                self._value[key] = value
+                self._kind.__setitem__(self._value, key, value)
         elif isinstance(self._value, set):
-            self._value.update(items.values())
+            self._kind.update(self._value, items.values())
         else:
-            self._value.extend(items.values())
+            self._kind.extend(self._value, items.values())
 
 
 class Attributes:
@@ -93,7 +99,7 @@ class Attributes:
 class Variables:
     """What a function reads of the variables around it: its closure, its module's globals, its defaults.
 
-    Of globals only what a step can change without being told where: containers, numbers, and what holds these.
+    Of globals what a step can change: containers, numbers, objects and classes of a user's, and what holds these.
     """
 
     named = True
@@ -104,7 +110,7 @@ class Variables:
         self._globals = function.__globals__
         self._names = [n for n in function.__code__.co_names if _changes(self._globals.get(n))]
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        self._defaults = [value for value in defaults if type(value) in CONTAINERS]
+        self._defaults = [value for value in defaults if _changes(value)]
 
     def items(self) -> dict[object, Any]:
         found: dict[object, Any] = {name: _content(cell) for name, cell in self._cells.items()}
@@ -119,6 +125,40 @@ class Variables:
                 self._cells[cast("str", name)].cell_contents = value
             elif name in self._names:
                 self._globals[cast("str", name)] = value
+
+
+class Bytes:
+    """An `array.array` or a `bytearray`, by its content."""
+
+    named = False
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def items(self) -> dict[object, Any]:
+        return {"content": bytes(self._value)}
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        if items["content"] != bytes(self._value):
+            old = items["content"]
+            self._value[:] = array(self._value.typecode, old) if isinstance(self._value, array) else old
+
+
+class Context:
+    """What a context variable holds. One that had no value is given none: that cannot be done."""
+
+    named = False
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def items(self) -> dict[object, Any]:
+        value = self._variable.get(ABSENT)
+        return {} if value is ABSENT else {"value": value}
+
+    def restore(self, items: Mapping[object, Any]) -> None:
+        if items and self._variable.get(ABSENT) is not items["value"]:
+            self._variable.set(items["value"])
 
 
 class Array:
@@ -183,6 +223,12 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
     """How values of a type hold what they hold; None where they hold nothing that a step may change."""
     if cls in CONTAINERS:
         return lambda value: [Container(value)]
+    if issubclass(cls, type):
+        return lambda value: [held] if (held := held_by_class(value)[0]) is not None else []
+    if issubclass(cls, ContextVar):
+        return lambda variable: [Context(variable)]
+    if issubclass(cls, (bytearray, array)):
+        return lambda value: [Bytes(value)]
     if issubclass(cls, FunctionType):
         return lambda f: [Variables(f), *([Container(f.__dict__, named=True)] if f.__dict__ else [])]
     if issubclass(cls, CACHE):
@@ -197,7 +243,8 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
 
     def of_object(value: Any) -> list[Holder]:
         attributes = getattr(value, "__dict__", None)
-        found: list[Holder] = [] if attributes is None else [Container(attributes, named=True)]
+        found: list[Holder] = [Container(value)] if isinstance(value, CONTAINERS) else []
+        found += [Container(attributes, named=True)] if isinstance(attributes, dict) else []
         return [*found, Attributes(value, slots)] if slots else found
 
     return of_object
@@ -218,7 +265,8 @@ def held_by_class(cls: type) -> tuple[Holder | None, list[Any]]:
 
 
 def inside(value: Any) -> list[Any]:
-    """What a value holds beside its places: the elements of a tuple; what a bound method or a partial calls."""
+    """What a value holds beside its places: the elements of a tuple; what a bound method or a partial calls; the
+    functions of a user's class, and of an object its class."""
     if not _has_inside(type(value)):
         return []
     if isinstance(value, tuple):
@@ -231,26 +279,47 @@ def inside(value: Any) -> list[Any]:
         return [value.__self__]  # the list of `list.append`
     if isinstance(value, CACHE):
         return [value.__wrapped__]
+    if isinstance(value, type):
+        return held_by_class(value)[1]
+    if not isinstance(value, BuiltinFunctionType):
+        return [type(value)]
     return []
 
 
 @lru_cache(maxsize=4096)
 def _has_inside(cls: type) -> bool:
-    return issubclass(cls, (tuple, MethodType, partial, BuiltinFunctionType, CACHE))
+    return (
+        issubclass(cls, (tuple, MethodType, partial, BuiltinFunctionType, CACHE, type))
+        or _package(cls) not in _LIBRARIES
+    )
 
 
 _NOBODYS = frozenset(("torch", "builtins", *sys.stdlib_module_names))
 """The packages whose classes and functions keep nothing of a user's."""
+_LIBRARIES = _NOBODYS | {"transformers", "numpy"}
+"""Packages that keep what lasts from step to step on modules: their objects and classes are not looked into."""
 
 
-_CHANGING = frozenset((*NUMBERS, *CONTAINERS, *_ITERATORS, GeneratorType, CACHE))
+_CHANGING = (
+    *NUMBERS,
+    str,
+    type(None),
+    Tensor,
+    *CONTAINERS,
+    *_ITERATORS,
+    GeneratorType,
+    CACHE,
+    ContextVar,
+    bytearray,
+    array,
+)
 
 
 def _changes(value: Any) -> bool:
-    """Can a global or a class's attribute change from step to step, or hold what does? A function's can."""
-    if isinstance(value, FunctionType):
-        return _package(value) not in _NOBODYS
-    return type(value) in _CHANGING or type(value).__name__ == "ndarray"
+    """Can a global or a class's attribute change from step to step, or hold what does? What is a user's own can."""
+    if isinstance(value, (FunctionType, type)):
+        return _package(value) not in (_NOBODYS if isinstance(value, FunctionType) else _LIBRARIES)
+    return isinstance(value, _CHANGING) or type(value).__name__ == "ndarray" or _package(type(value)) not in _LIBRARIES
 
 
 def _package(value: Any) -> str:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
@@ -41,10 +42,12 @@ class _Base(NamedTuple):
 class StandIns:
     """What stands for each parameter and buffer of a model while a step is traced."""
 
-    def __init__(self, model: nn.Module, traced: Mapping[str, Tensor]) -> None:
-        """`traced` gives the stand-ins by the first name of each parameter and buffer."""
-        names = first_names(model)
+    def __init__(self, model: nn.Module, traced: Mapping[str, Tensor], own_params: Mapping[str, Tensor]) -> None:
+        """`traced` gives the stand-ins by the first name of each parameter and buffer; `own_params` tells by what name
+        a parameter goes, also where forward has moved its module since."""
+        names = first_names(model) | {id(p): name for name, p in own_params.items()}
         self.model = model
+        self.asked: list[Exception] = []  # of those who wanted a tensor's values, whether or not they caught the error
         self._by_id: dict[int, _Base] = {}
         self._extents: list[tuple[Extent, _Base]] = []
         self.entries: list[Entry] = []
@@ -68,7 +71,10 @@ class StandIns:
     @contextmanager
     def active(self) -> Generator[None]:
         """While this is entered, the traced tensors are what the model and its functions work on."""
-        with torch_compat.swapped(self.entries), torch_compat.substituting(self.find):
+        with (
+            torch_compat.swapped(self.entries),
+            torch_compat.substituting(self.find, self.asked, self._refuse_assigned),
+        ):
             yield
 
     def refuse_changed(self) -> None:
@@ -94,6 +100,14 @@ class StandIns:
             if verb:
                 message = f"forward {verb} the parameter {base.name}"
                 raise about_tensor(self.model, "SC104", base.name, message, hint)
+
+    def _refuse_assigned(self, t: Tensor) -> None:
+        """Raise ShardcError (SC104) for `t.data = ...`, unless `t` is the model's: of that `refuse_changed` speaks."""
+        if torch_compat.is_fake(t) and all(t is not base.traced for base in self._by_id.values()):
+            message = "forward assigns to the .data of a tensor, which autograd and a program know by its old value"
+            raise error(
+                "SC104", message, hint="compute another tensor; y + (z - y).detach() has z's value and y's gradient"
+            )
 
     def find(self, own: Tensor) -> Tensor | None:
         """The traced tensor for one of the model's, or the same view of it; None for any other tensor."""
@@ -155,6 +169,19 @@ def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], changed:
             if first in inputs or second in inputs:
                 hint = "give the input its own memory, .clone(); what is trained belongs to the model alone"
             raise about_tensor(model, "SC121", second, message, hint)
+
+
+def refuse_arrays(model: nn.Module, arrays: Iterable[tuple[str, Any]]) -> None:
+    """Raise ShardcError (SC120) for an array of numpy in the memory of a parameter or buffer: what forward reads of it
+    are Python's numbers, which a program has as they were while compiling."""
+    own = [(e, name) for name, t in (*model.named_parameters(), *model.named_buffers()) if (e := extent_of(t))]
+    for path, array in arrays:
+        start: int = array.__array_interface__["data"][0]
+        extent = Extent(torch.device("cpu"), start, start + array.nbytes)
+        owner = next((name for other, name in own if other.meets(extent)), None)
+        if owner is not None:
+            message = f"'{path}' is an array of numpy in the memory of '{owner}', which changes from step to step"
+            raise about_tensor(model, "SC120", owner, message, f"read {owner} itself, or let the array be a .copy()")
 
 
 def written_inputs(written: Sequence[str], batch: Mapping[str, Tensor]) -> list[Diagnostic]:

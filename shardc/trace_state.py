@@ -17,7 +17,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, MethodType
+from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,8 +108,14 @@ class Snapshot:
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that lay in all those places."""
-        held = [(h.place, value) for h in self._held for value in h.items.values()]
-        return (value for _, value in _walked(held) if isinstance(value, Tensor))
+        return (value for _, value in self._values() if isinstance(value, Tensor))
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """The arrays of numpy, and how the user would write each."""
+        return ((at.path, value) for at, value in self._values() if type(value).__name__ == "ndarray")
+
+    def _values(self) -> Iterator[tuple[Place, Any]]:
+        return _walked([(h.place.attribute(str(key)), value) for h in self._held for key, value in h.items.items()])
 
     def clear_caches(self) -> None:
         """Empty the functions with `lru_cache` that remember more than they did."""
@@ -136,8 +143,8 @@ def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
             continue
         seen[id(value)] = value
         yield at, value
-        method = isinstance(value, MethodType)
-        todo += [(at if method else at.item(i), part) for i, part in enumerate(inside(value))]
+        deeper = isinstance(value, (tuple, partial))  # and not by going from an object to its class, or to a method
+        todo += [(at.item(i) if deeper else at, part) for i, part in enumerate(inside(value))]
         for holder in holders_of(value):
             todo += [(at.attribute(str(k)) if holder.named else at.item(k), v) for k, v in holder.items().items()]
 

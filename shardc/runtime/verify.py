@@ -23,7 +23,7 @@ from shardc.ir.microbatch import SCALE
 from shardc.runtime.compare import SMALL_GRADIENT, floor_of, largest_gradient, magnitude, relative_error
 from shardc.runtime.instructions import Numerics
 from shardc.runtime.layout import assemble, replica_spread, shard
-from shardc.runtime.report import EAGER_TOLERANCE, TOLERANCE, Mismatch, Report, Row
+from shardc.runtime.report import EAGER_TOLERANCE, TOLERANCE, Mismatch, Report, Row, number
 from shardc.runtime.rounding import rounding
 from shardc.runtime.simulate import run_reference, simulate
 from shardc.torch_compat import version_of
@@ -191,6 +191,27 @@ def verify(
         return report
     floor = SMALL_GRADIENT * scales.largest
     return replace(report, first_mismatch=subject.first_mismatch(reference, inputs, dtype, floor))
+
+
+def beside_another(
+    report: Report,
+    reference: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    expected: Mapping[Port, torch.Tensor],
+    eager: Mapping[tuple[str, str], torch.Tensor],
+) -> Report:
+    """The report of a step, compared with another step of eager PyTorch too, which should do the same again."""
+    scales = _Scales(reference, inputs, expected, dtype)
+    ports = {(port.role, port.name): port for port in expected}
+    rows: list[Row] = []
+    for row in report.rows:
+        checked = eager.get((row.role, row.name))
+        if checked is not None:
+            beside = scales.eager_error(ports[row.role, row.name], checked)
+            row = replace(row, eager_error=max(row.eager_error or 0.0, beside, key=number))
+        rows.append(row)
+    return replace(report, rows=(*rows, *_lost(reference, rows, eager)))
 
 
 class _Scales:

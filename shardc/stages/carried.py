@@ -17,9 +17,15 @@ SHOWN = 3  # places to cut
 
 def keep_for_backward(graph: Graph) -> None:
     """Let backward read a copy, made in forward, of each buffer that forward changes: by the time that it runs, the
-    forward of later microbatches has changed the buffer again. Edits the graph, which computes what it did."""
+    forward of later microbatches has changed the buffer again. Edits the graph, which computes what it did.
+
+    Raises ShardcError (SC221) for a buffer that backward changes (a checkpoint that runs forward again, a hook): the
+    forward of later microbatches does not wait for it.
+    """
     anatomy = Anatomy(graph)
     for buffer, changed in anatomy.carried.items():
+        if producer(changed)[0] in anatomy.backward:
+            raise _changed_in_backward(buffer, changed)
         late = [call for call in buffer.users if call in anatomy.backward]
         early = [call for call in anatomy.calls if call in buffer.users and call not in anatomy.backward]
         if late:
@@ -29,6 +35,13 @@ def keep_for_backward(graph: Graph) -> None:
                 copy = graph.call(torch.ops.aten.clone.default, (buffer,), like=like, type=type_of(buffer), name=name)
             for call in late:
                 call.replace_input_with(buffer, copy)
+
+
+def _changed_in_backward(buffer: fx.Node, changed: fx.Node) -> ShardcError:
+    name = info(buffer).name
+    message = f"backward changes buffer '{name}', {_place(producer(changed)[0])}, when later microbatches have read it"
+    hint = "change it in forward, outside of what a checkpoint runs again; or compile without `pipeline`"
+    return error("SC221", message, tensor=name, hint=hint)
 
 
 def in_two_stages(anatomy: Anatomy, buffer: fx.Node, stage_of: Mapping[fx.Node, int]) -> ShardcError:

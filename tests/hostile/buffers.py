@@ -296,3 +296,53 @@ class CountedInPython(Net):
     def between(self, h: Tensor) -> Tensor:
         self.calls += 1
         return h / self.calls
+
+
+@case()
+class ForeachChangesBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(6))
+        self.register_buffer("high", torch.ones(6))
+
+    def between(self, h: Tensor) -> Tensor:
+        found = (h - self.low) * self.high.clone()
+        torch._foreach_add_([self.low, self.high], [h.detach().mean(0), h.detach().square().mean(0)])
+        return found
+
+
+@case(refused="SC104")
+class ForeachMovesATeacher(Net):
+    """Its weights are parameters that are not trained, and forward writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.teacher.parameters()), list(self.a.parameters()), 0.1)
+        return h - self.teacher(h)
+
+
+@case(refused="SC109")
+class ForeachChangesAPlainTensor(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(6)
+
+    def between(self, h: Tensor) -> Tensor:
+        torch._foreach_mul_([self.scale], 2.0)
+        return h * self.scale
+
+
+@case(refused="SC123")
+class ABufferWithHistory(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(6))
+
+    def between(self, h: Tensor) -> Tensor:
+        found = h - self.last
+        self.last = self.a.bias * 2
+        return found

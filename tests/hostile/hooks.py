@@ -244,3 +244,31 @@ def _patched(params: Any) -> torch.optim.Optimizer:
 @case(optimizer=_patched, refused="SC107")
 class StepOfTheOptimizerReplaced(Net):
     """Each step is two."""
+
+
+@case(refused="SC122")
+class AHookReadsAnotherGradient(Net):
+    """Which gradients are there already depends on autograd's order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight.register_hook(lambda g: g if self.b.weight.grad is None else g * self.b.weight.grad.sum())
+
+
+@case(refused="SC122")
+class AnOptimizerStepsInHooks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        steps = {p: torch.optim.SGD([p], lr=0.1) for p in self.parameters()}
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: steps[p].step())
+
+
+@case(refused={"pp2": "SC221"})
+class AHookAveragesGradientsInABuffer(Net):
+    """In a pipeline backward would change it between the forwards of other microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6, 6))
+        self.a.weight.register_hook(lambda g: self.average.mul_(0.9).add_(g, alpha=0.1) * 1.0)

@@ -7,10 +7,10 @@ from zlib import crc32
 
 import pytest
 
-from tests.hostile import aliasing, buffers, checkpointing, derivatives, hooks, modes, structure
+from tests.hostile import aliasing, buffers, checkpointing, derivatives, hooks, modes, python_state, structure
 from tests.hostile.harness import CASES, LAYOUTS, OPTIMIZERS, outcome
 
-THEMES = (aliasing, buffers, checkpointing, derivatives, hooks, modes, structure)
+THEMES = (aliasing, buffers, checkpointing, derivatives, hooks, modes, python_state, structure)
 EVERY = [two for two in product(OPTIMIZERS, LAYOUTS) if two != ("none", "zero1")]  # which cuts state alone
 
 
