@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
-from shardc.ir.diagnostic import ShardcError
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.microbatch import SCALE, SHARE
 from shardc.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.trace_backward import Hooks, gradients
