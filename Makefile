@@ -58,7 +58,7 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m long -n auto --dist worksteal
 
 gate-kernels: $(STAMP)
-	$(BIN)/python -m kernels_triton.gate
+	$(BIN)/python -m kernels_triton.gate.gate
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -88,20 +88,20 @@ def ways(packs: bool, rows: int, dtype: torch.dtype, device: torch.device) -> di
 def ours(
     packs: bool, rows: int, dtype: torch.dtype, device: torch.device, xs: list[Tensor], flat: Tensor
 ) -> dict[str, Callable[[], Any]]:
-    from kernels_triton.bucket.layout import packing, unpacking
-    from kernels_triton.bucket.prepared import Pack, Unpack
+    from kernels_triton.bucket.layout import pack_layout, unpack_layout
+    from kernels_triton.bucket.prepared_call import PreparedPack, PreparedUnpack
 
     unit, every, chunks = unit_of(dtype), range(len(xs)), [-(-mid // rows) for mid in MIDS]
     env = [*xs, flat]
     if packs:
-        laid = packing([x.numel() for x in xs], LEADS, MIDS, rows, unit, dtype, every)
+        laid = pack_layout([x.numel() for x in xs], LEADS, MIDS, rows, unit, dtype, every)
         assert laid is not None
-        free, fixed = Pack(laid, list(every), None, dtype, device), Pack(laid, xs, flat, dtype, device)
+        free, fixed = PreparedPack(laid, list(every), None, dtype, device), PreparedPack(laid, xs, flat, dtype, device)
     else:
-        back = unpacking(SHAPES, LEADS, chunks, MIDS, rows, unit, dtype, every)
+        back = unpack_layout(SHAPES, LEADS, chunks, MIDS, rows, unit, dtype, every)
         assert back is not None
-        free = Unpack(back, len(xs), SHAPES, {}, every, dtype, device)
-        fixed = Unpack(back, flat, SHAPES, dict(enumerate(xs)), every, dtype, device)
+        free = PreparedUnpack(back, len(xs), SHAPES, {}, every, dtype, device)
+        fixed = PreparedUnpack(back, flat, SHAPES, dict(enumerate(xs)), every, dtype, device)
     return {"ours": lambda: free(env), "fixed": lambda: fixed(env)}
 
 

@@ -29,8 +29,8 @@ from torch import fx, nn
 import shardc
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.ops.kernels import KERNELS
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.traffic import Traffic, traffic
+from shardc.passes.fusion.analysis.traffic import Traffic, traffic
+from shardc.passes.fusion.fuse import fuse
 
 Batch = dict[str, Any]
 

@@ -41,7 +41,7 @@ from benchmarks import kernel_cases as made
 from benchmarks import kernel_summary as told
 from benchmarks import replays
 from benchmarks.kernel_cases import COLS, ROWS, Case
-from kernels_triton.replays import stream
+from kernels_triton.gate.bench_timing import stream
 
 NOT_CAPTURED = {("cross_entropy", "liger")}  # it asks the GPU for the number of targets
 PATIENCE = 4  # times that one waits for memory

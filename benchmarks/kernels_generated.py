@@ -22,11 +22,12 @@ import torch
 
 from benchmarks import replays
 from benchmarks.kernel_cases import BF16, COLS, DEVICE, EPS, draw
-from kernels_triton import launch, ops
-from kernels_triton.fused.corpus import CORPUS, rope
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.launcher import launcher
-from kernels_triton.fused.schedules import choose
+from kernels_triton import ops
+from kernels_triton.codegen.schedules import choose_plan
+from kernels_triton.gate.corpus import CORPUS, rope
+from kernels_triton.generated.launcher import launcher
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.launch import launch
 
 SEED = 7
 HEAD = 128  # of rotary embeddings: as wide
@@ -105,7 +106,7 @@ def main() -> None:
                 for why in failed.values():
                     raise why
                 template, generated = spent["template"], spent["generated"]
-                plan = choose(one.kernel, launch.device_of(one.inputs[0]))
+                plan = choose_plan(one.kernel, launch.device_of(one.inputs[0]))
                 ratios.append(generated / template)
                 figures = {"template_us": template, "generated_us": generated}
                 line: dict[str, Any] = {name: round(us, 2) for name, us in figures.items()}

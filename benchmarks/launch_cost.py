@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from kernels_triton import launch
-from kernels_triton.fused import into
-from kernels_triton.fused.corpus import CORPUS
-from kernels_triton.fused.launcher import launcher
-from kernels_triton.fused.op import FUSED
-from kernels_triton.fused.text import text
-from shardc.runtime.arena import SCRATCH
+from kernels_triton.gate.corpus import CORPUS
+from kernels_triton.generated import inplace_call
+from kernels_triton.generated.launcher import launcher
+from kernels_triton.generated.op import FUSED
+from kernels_triton.ir.text import text
+from kernels_triton.launch import launch
+from shardc.runtime.execute.arena import SCRATCH
 
 KERNELS = {"bias_gelu": 1, "add_layer_norm": 1, "layer_norm_backward": 2}  # launches
 
@@ -56,9 +56,9 @@ def main() -> None:
             outputs = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in kernel.outputs]
             slots, places = range(len(inputs)), dict(enumerate(outputs))
             scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-            prepared = into.prepare(slots, line, {}, device)
-            placed = into.prepare(slots, line, places, device, lambda size, held=scratch: held)
-            fixed = into.prepare(inputs, line, places, device, lambda size, held=scratch: held)
+            prepared = inplace_call.prepare(slots, line, {}, device)
+            placed = inplace_call.prepare(slots, line, places, device, lambda size, held=scratch: held)
+            fixed = inplace_call.prepare(inputs, line, places, device, lambda size, held=scratch: held)
             assert prepared is not None
             assert placed is not None
             assert fixed is not None
@@ -66,17 +66,17 @@ def main() -> None:
                 one(inputs)  # checks, and compiles the first time
             ready = launcher(kernel).ready[device.index]
             made = ready.calls(inputs, outputs)[0]
-            options, grid = launch.options(made[4], made[5]), (*made[2], 1, 1)[:3]
+            options, grid = launch.compile_options(made[4], made[5]), (*made[2], 1, 1)[:3]
             compiled = launch.kernel(made[1])[grid](*made[3], **options)
             bare = [
                 (repeat, [x.data_ptr() for x in one[3]])
-                for repeat, one in zip(ready.repeats, ready.calls(inputs, outputs), strict=False)
+                for repeat, one in zip(ready.direct_launches, ready.calls(inputs, outputs), strict=False)
                 if repeat is not None
             ]
             stream = torch.cuda.current_stream().cuda_stream
             found = {
                 "op": cost(lambda i=inputs, t=line: FUSED(i, t), calls),
-                "call": cost(lambda i=inputs, t=line: into.run(i, t), calls),
+                "call": cost(lambda i=inputs, t=line: inplace_call.run(i, t), calls),
                 "prepared": cost(lambda p=prepared, i=inputs: p(i), calls),
                 "placed": cost(lambda p=placed, i=inputs: p(i), calls),
                 "fixed": cost(lambda p=fixed, i=inputs: p(i), calls),

@@ -1,4 +1,5 @@
-"""How long do products of odd sizes take: as they are, with padded strides, and padded as by `shardc/passes/align.py`?
+"""How long do products of odd sizes take: as they are, with padded strides, and padded as by
+`shardc/passes/gemm_padding.py`?
 
     python -m benchmarks.odd_products             on a GPU; a JSON line a size and product
     python -m benchmarks.odd_products --tiny      a rehearsal on any machine; its times mean nothing

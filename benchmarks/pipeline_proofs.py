@@ -15,10 +15,10 @@ import argparse
 import json
 import time
 
-from shardc.stages.emit import emit
-from shardc.stages.pipeline import chain
-from shardc.stages.prove import prove
-from shardc.stages.schedules import order
+from shardc.schedule.emit import emit
+from shardc.schedule.pipeline import chain_pipeline
+from shardc.schedule.prove import prove
+from shardc.schedule.schedules import order
 from tests.stages.mutate import judged
 
 SCHEDULES = {
@@ -32,7 +32,7 @@ SECONDS, BROKEN = 1.0, 1000
 
 def measure(schedule: str, p: int, v: int, m: int) -> dict[str, object]:
     """Make and prove the lists of a model whose first and last stage share a weight, with clipping."""
-    pipeline = chain(p * v, tied=p > 1, clips=True)
+    pipeline = chain_pipeline(p * v, tied=p > 1, clips=True)
     start = time.process_time()
     orders = order(schedule, p * v, v, m)
     ordered = time.process_time()

@@ -1,4 +1,4 @@
-"""Times of the calls that benchmarks compare (kernels_triton/replays.py), on a GPU that processes may share.
+"""Times of the calls that benchmarks compare (kernels_triton/gate/bench_timing.py), on a GPU that processes may share.
 
 What is timed, and what torch.compile times to choose among its kernels, then has the GPU `alone`, while other processes
 trace and compile.
@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from kernels_triton import replays
+from kernels_triton.gate import bench_timing
 
 SMALL, MANY, FEW = 100 << 20, 41, 17  # rounds of what moves less than so many bytes, and of what moves more
 
@@ -76,7 +76,9 @@ def times(
     """Microseconds of each call, which moves some `size` bytes; and of those that could not be captured, why."""
     rounds = MANY if size < SMALL else FEW
     with alone():
-        found, failed = replays.times({name: call for name, call in calls.items() if name not in uncaptured}, rounds)
+        found, failed = bench_timing.time_calls(
+            {name: call for name, call in calls.items() if name not in uncaptured}, rounds
+        )
         for name in set(uncaptured) & set(calls):  # it waits for the GPU, and no other's turn is to
-            found |= replays.in_turns({name: calls[name]}, rounds)
+            found |= bench_timing.time_in_turns({name: calls[name]}, rounds)
     return {name: spent * 1e3 for name, spent in found.items()}, failed

@@ -21,10 +21,10 @@ from torch import Tensor, fx
 import shardc
 from benchmarks import replays
 from kernels_triton import ops
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.launcher import launcher
-from kernels_triton.fused.schedules import in_place
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.codegen.schedules import inplace_pairs
+from kernels_triton.generated.launcher import launcher
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.match.op import kernel_of
 from shardc.ir.graph import Graph, info, type_of
 
 LR = 1e-3
@@ -59,7 +59,7 @@ def launches(body: Graph) -> list[tuple[fx.Node, Kernel]]:
 def over(kernel: Kernel) -> dict[int, int]:
     """Which output is written over which input, as the program does it: each over one of its own."""
     found: dict[int, int] = {}
-    for at, source in sorted(in_place(kernel)):
+    for at, source in sorted(inplace_pairs(kernel)):
         if at not in found and source not in found.values():
             found[at] = source
     return found
@@ -86,7 +86,7 @@ def bound(found: list[tuple[fx.Node, Kernel]], body: Graph) -> Callable[[], None
             )
             for at, made in enumerate(kernel.outputs)
         ]  # fmt: skip
-        calls.append(launcher(kernel).bound(inputs, outputs))
+        calls.append(launcher(kernel).bind(inputs, outputs))
         for item in node.users:
             tensors[item] = outputs[int(item.args[1])]  # type: ignore[arg-type]
 

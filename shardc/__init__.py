@@ -4,14 +4,14 @@ Take an unmodified `nn.Module`, say where a few tensors are placed, and get a di
 """
 
 from shardc.api import Program, annotate, compile, shard
+from shardc.compiler.program_check import parse
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import OPEN, P, Placement
 from shardc.ir.version import VERSION
-from shardc.plan import Plan
-from shardc.program_check import parse
+from shardc.plan.schema import Plan
 from shardc.rules.registry import rule
-from shardc.stages import schedules
+from shardc.schedule import schedules
 
 __all__ = [
     "OPEN",

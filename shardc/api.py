@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardc import compiler
-from shardc.binding import (
+from shardc.compiler.binding import (
     PLAN,
     bind,
     bind_precision,
@@ -33,52 +32,50 @@ from shardc.binding import (
     whole_gradients,
     without_gradient,
 )
-from shardc.compiler import Options, Watch
+from shardc.compiler.driver import Task, compile_step
+from shardc.compiler.pass_pipeline import Options, Watch
+from shardc.compiler.pipelining import tensor_mesh
+from shardc.compiler.program_check import refuse_false
+from shardc.compiler.rank import Rank
 from shardc.cost.flops import Flops, flops
 from shardc.cost.memory import MemoryReport, memory
-from shardc.explain_kernels import Explained, explain_value
-from shardc.explain_transfers import cause_of
+from shardc.explain.fusion import Explained, explain_value
+from shardc.explain.transfer import cause_of
+from shardc.frontend.model_changes import CompiledModel, changed
+from shardc.frontend.optimizer import AppendUpdates, fingerprint, initial_state, learning_rates
+from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
+from shardc.frontend.sample_call import Call
+from shardc.frontend.token_weights import bind_tokens
+from shardc.frontend.trace import trace
 from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.streams import step_key
-from shardc.model_changes import CompiledModel, changed
-from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
-from shardc.passes.accumulate import accumulate
-from shardc.passes.align import Align
-from shardc.passes.bucket import Bucket
-from shardc.passes.fuse import Fuse, check_excluded
-from shardc.passes.fuse.traffic import traffic
-from shardc.passes.recompute import Recompute
-from shardc.pipelining import pipeline_of, tensor_mesh
-from shardc.plan import TOTAL, Plan
-from shardc.program_check import refuse_false
-from shardc.program_inputs import complete_inputs, drawn_batch, model_state
-from shardc.rank import Rank
-from shardc.runtime.batch import batch_inputs, describe
-from shardc.runtime.index_check import IndexCheck
-from shardc.runtime.launch import Trainer
-from shardc.runtime.launch import launch as launch_program
-from shardc.runtime.microbatches import feeds, split
-from shardc.runtime.report import TOLERANCE, Report
-from shardc.runtime.result import StepResult
-from shardc.runtime.simulate import simulate
-from shardc.stages import share
-from shardc.stages.costs import Costs
-from shardc.stages.engines import PipelineEngines
-from shardc.stages.fused import finished
-from shardc.stages.memory import PipelineMemory
-from shardc.stages.memory import memory as pipeline_memory
-from shardc.stages.program import Pipelined
-from shardc.stages.prove import Proof, prove, prove_body
-from shardc.stages.replay import replay
-from shardc.stages.sends import Transfer, transfers
-from shardc.stages.simulate import simulate_stages
-from shardc.stages.timeline import Timeline, costs_of
-from shardc.token_weights import bind_tokens
-from shardc.trace import trace
-from shardc.trace_call import Call
-from shardc.verification import verify_program
+from shardc.partition import rank_costs
+from shardc.partition.memory import PipelineMemory
+from shardc.partition.memory import memory as pipeline_memory
+from shardc.partition.staged_program import Pipelined
+from shardc.partition.transfer_report import ReportedTransfer, report_transfers
+from shardc.passes.communication.bucket import Bucket
+from shardc.passes.fusion.fuse import Fuse
+from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.recompute import Recompute
+from shardc.plan.schema import TOTAL, Plan
+from shardc.runtime.execute.batch import batch_inputs, describe_sample
+from shardc.runtime.execute.index_check import IndexCheck
+from shardc.runtime.execute.microbatches import feeds, split
+from shardc.runtime.oracle.report import TOLERANCE, Report
+from shardc.runtime.oracle.simulate import simulate
+from shardc.runtime.oracle.simulate_stages import simulate_stages
+from shardc.runtime.oracle.verification import verify_program
+from shardc.runtime.train.pipeline_engines import PipelineEngines
+from shardc.runtime.train.result import StepResult
+from shardc.runtime.train.trainer import Trainer
+from shardc.runtime.train.trainer import launch as launch_program
+from shardc.schedule.costs import Costs
+from shardc.schedule.prove import Proof, prove, prove_body
+from shardc.schedule.replay import replay
+from shardc.schedule.timeline import Timeline, checked_costs
 
 Module = TypeVar("Module", bound=type[nn.Module])
 
@@ -147,57 +144,47 @@ def compile(
     )
     bound = bind(wanted, traced, placed)
     store, keep = bind_storage(wanted.storage, traced, placed)
-    kernels = Fuse(wanted.fuse.enabled, wanted.fuse.left, wanted.fuse.templates)
     options = Options(
         strict or wanted.strict,
         watch=watch,
         store=store,
         keep_gathered=keep,
         recompute=Recompute(**wanted.recompute.model_dump()),
-        align=Align(wanted.align and wanted.pipeline is None),
-        bucket=Bucket(wanted.bucket.size if wanted.pipeline is None else 0),
-        fuse=kernels if wanted.pipeline is None else Fuse(enabled=False),
+        align=Align(wanted.align),
+        bucket=Bucket(wanted.bucket.size),
+        fuse=Fuse(wanted.fuse.enabled, wanted.fuse.left, wanted.fuse.templates),
         reduce=None if precision is None else precision.reduce,
     )
-    reference = compiler.single_device(traced, placed, options)
-    reference.diagnostics += traced.diagnostics
-    reference.diagnostics += [*idle_axes(traced, placed, bound, store), *whole_gradients(wanted)]
-    reference.diagnostics += without_gradient(traced)
-    accumulate(reference, wanted.microbatches, always=wanted.pipeline is not None)
-    reference.tokens = tokens
+    updates = None
+    if optimizer is not None or check_finite or wanted.clip_grad_norm is not None:
+        updates = AppendUpdates(model, optimizer, wanted.clip_grad_norm, precision, check_finite)
+    notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store), *whole_gradients(wanted)]
+    notes += without_gradient(traced)
+    graphs = compile_step(Task(traced, wanted, chosen, placed, bound, updates, tokens, notes), options)
     record: dict[str, Any] = {
         "text": wanted.dump(),
         "seed": wanted.seed,
-        "batch": describe(batch, Call(model, batch).paths, traced.written),
+        "batch": describe_sample(batch, Call(model, batch).paths, traced.written),
     }
     if wanted.pipeline is not None:
         record["cut"] = wanted.pipeline.place("split", "stages")
     if precision is not None:
         record["precision"] = str(precision.compute)
-    if optimizer is not None or check_finite or wanted.clip_grad_norm is not None:
-        fills = append_updates(
-            reference,
-            optimizer,
-            model,
-            clip_grad_norm=wanted.clip_grad_norm,
-            precision=precision,
-            check_finite=check_finite,
-        )
-        record |= {"fills": fills, "nonfinite": wanted.nonfinite, "clip_grad_norm": wanted.clip_grad_norm}
+    if updates is not None:
+        record |= {
+            "fills": updates.fills,
+            "nonfinite": wanted.nonfinite,
+            "clip_grad_norm": wanted.clip_grad_norm,
+        }
     if optimizer is not None:
         rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
-    unfused = compiler.distribute(reference.copy(), bound, options, Bucket)
-    check_excluded(unfused, wanted.fuse.exclude)
-    body = compiler.run(unfused, [options.fuse], options)
-    staged = pipeline_of(wanted, body, chosen)
-    if staged is not None:
-        staged = finished(staged, wanted.align, wanted.bucket.size, kernels)
-    elif wanted.fuse.enabled:
-        record["traffic"] = [list(traffic(unfused)), list(traffic(body))]
+    if graphs.traffic is not None:
+        record["traffic"] = [list(moved) for moved in graphs.traffic]
+    body, staged = graphs.body, graphs.staged
     program = Program(
         body=body,
-        reference=reference,
+        reference=graphs.reference,
         mesh=body.mesh if staged is None else staged.mesh,
         diagnostics=tuple(body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
@@ -274,14 +261,14 @@ class Program(data.Program):
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""
         if self.pipelined is None:
             return flops(self.body)
-        every = (share.computed(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        every = (rank_costs.rank_flops(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
         return max(every, key=lambda one: one.total)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""
         if self.pipelined is None:
             return super().parameter_bytes()
-        every = (share.parameter_bytes(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        every = (rank_costs.parameter_bytes(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
         return super().parameter_bytes()._replace(per_rank=max(every))
 
     def prove(self) -> Proof:
@@ -298,7 +285,7 @@ class Program(data.Program):
             hint = 'compile with a plan that has one, as in {"pipeline": {"microbatches": 8}}'
             raise error("SC220", "the program has no pipeline, so there is no timeline", hint=hint)
         count = len(self.pipelined.stages)
-        return replay(self.pipelined.lists, self.pipelined.costs if costs is None else costs_of(costs, count))
+        return replay(self.pipelined.lists, self.pipelined.costs if costs is None else checked_costs(costs, count))
 
     def text(self) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages."""
@@ -319,9 +306,9 @@ class Program(data.Program):
         """Raise ShardcError with what is wrong with a program that was read, by instruction."""
         refuse_false(self, self.pipelined)
 
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[ReportedTransfer]:
         """What the stages of a pipeline send each other of a microbatch; without one there is nothing."""
-        return [] if self.pipelined is None else transfers(self.pipelined, cause_of(self.plan))
+        return [] if self.pipelined is None else report_transfers(self.pipelined, cause_of(self.plan))
 
     def explain(self, value: str | int) -> Explained:
         """Why a collective or a transfer exists, and what would remove it: of `[*collectives(), *transfers()]`, that of
@@ -386,7 +373,10 @@ class Program(data.Program):
             spent[TOTAL] = sum(one.bytes_per_step for one in self.collectives())
         else:
             for c in range(len(self.pipelined.lists.ranks)):  # the rank that sends most
-                sent = {**share.sent(self.pipelined, c), TOTAL: share.sent_in_all(self.pipelined, c)}
+                sent = {
+                    **rank_costs.bytes_sent_by_axis(self.pipelined, c),
+                    TOTAL: rank_costs.total_bytes_sent(self.pipelined, c),
+                }
                 spent |= {axis: max(size, spent.get(axis, 0)) for axis, size in sent.items()}
         found: list[Diagnostic] = list(plan.over_budget(spent, mesh))
         if strict:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import shardc
-from shardc import compiler
-from shardc.explain import bound_of, options_of
-from shardc.passes.align import Align
-from shardc.passes.bucket import Bucket
-from shardc.passes.fuse import Fuse
-from shardc.passes.recompute import Recompute
+from shardc.compiler import driver
+from shardc.explain.collective import bound_of, options_of
+from shardc.passes.communication.bucket import Bucket
+from shardc.passes.fusion.fuse import Fuse
+from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.recompute import Recompute
 
 
 def replanned(program: shardc.Program, **said: Any) -> shardc.Program:
@@ -29,6 +29,6 @@ def replanned(program: shardc.Program, **said: Any) -> shardc.Program:
         bucket=Bucket(plan.bucket.size),
         fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates),
     )
-    body = compiler.distribute(program.reference.copy(), bound_of(program), options)
+    body = driver.finish_body(driver.distribute(program.reference, bound_of(program), options), options)
     text = {"text": plan.dump()}
     return replace(program, body=body, diagnostics=tuple(body.diagnostics), plan={**program.plan, **text})

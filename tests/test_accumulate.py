@@ -15,7 +15,7 @@ from shardc.ir.microbatch import crossing, in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.streams import fold_in
 from shardc.ir.parse import parse
-from shardc.runtime.microbatches import feeds, split
+from shardc.runtime.execute.microbatches import feeds, split
 from tests.cost.test_memory import measured
 
 

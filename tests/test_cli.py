@@ -15,9 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 import shardc
-from shardc import cli
+from shardc.cli import main
 from shardc.ir.diagnostic import error
-from shardc.runtime.report import TOLERANCE
+from shardc.runtime.oracle.report import TOLERANCE
 
 ROOT = Path(__file__).parent.parent
 MODEL = "examples/mlp.py:mlp"
@@ -33,7 +33,7 @@ class Ran:
 
 
 def shardc_cli(*args: str) -> Ran:
-    result = CliRunner().invoke(cli.app, list(args), prog_name="shardc")
+    result = CliRunner().invoke(main.app, list(args), prog_name="shardc")
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return Ran(result.exit_code, _clean(result.stdout), _clean(result.stderr))
 
@@ -257,8 +257,8 @@ def test_usage_errors_exit_with_2() -> None:
 
 def test_a_mismatch_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     # Below zero even what is bitwise equal counts as different.
-    monkeypatch.setattr("shardc.runtime.verify.TOLERANCE", dict.fromkeys(TOLERANCE, -1.0))
-    monkeypatch.setattr("shardc.runtime.verify.rounding", lambda *_: {})
+    monkeypatch.setattr("shardc.runtime.oracle.verify.TOLERANCE", dict.fromkeys(TOLERANCE, -1.0))
+    monkeypatch.setattr("shardc.runtime.oracle.verify.rounding", lambda *_: {})
     ran = shardc_cli("verify", MODEL, *PLAN)
     assert ran.code == 1
     assert "DIFFERENT from the single device" in ran.out
@@ -275,7 +275,7 @@ def test_failures_while_running_exit_with_3(failure: Exception, says: str, monke
     def fail(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr(cli, "run_processes", fail)
+    monkeypatch.setattr(main, "run_processes", fail)
     ran = shardc_cli("run", MODEL, *PLAN, "--nproc", "4")
     assert ran.code == 3
     assert says in ran.err
@@ -292,7 +292,7 @@ def test_a_factory_that_fails_is_the_users_line(tmp_path: Path) -> None:
 
 def test_the_console_script_of_a_process() -> None:
     """The exit code and the streams as a shell sees them."""
-    code = "from shardc.cli import app; app()"
+    code = "from shardc.cli.main import app; app()"
     done = subprocess.run(
         [sys.executable, "-c", code, "compile", "nothing.py:f"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -305,7 +305,7 @@ def test_the_console_script_of_a_process() -> None:
 def test_the_surface_is_frozen(golden: Golden) -> None:
     """Commands, arguments, options and defaults. Whoever changes them changes what people's scripts mean."""
     lines: list[str] = []
-    for command in cli.app.registered_commands:
+    for command in main.app.registered_commands:
         assert command.callback is not None
         lines.append(command.name or command.callback.__name__)
         for name, param in inspect.signature(command.callback, eval_str=True).parameters.items():

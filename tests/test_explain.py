@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc import Mesh, P, ShardcError, compiler
-from shardc.compiler import Options
-from shardc.explain import Explanation, bound_of, explain
-from shardc.explain_changes import compiled, measure
+from shardc import Mesh, P, ShardcError
+from shardc.compiler.pass_pipeline import Options
+from shardc.explain import what_if
+from shardc.explain.collective import Explanation, bound_of, explain
+from shardc.explain.what_if import compiled, measure
 from shardc.ir.diagnostic import Diagnostic
 
 
@@ -155,7 +156,7 @@ def test_a_candidate_that_breaks_the_compiler_is_reported(
     at = kinds(mismatched, "all_gather")[0]
     before = explain(mismatched, at)
     assert not before.failed
-    whole, calls = compiler.distribute, iter(range(100))
+    whole, calls = what_if.distribute, iter(range(100))
     wrong = {
         1: AssertionError("assign broke the graph:\nV1 relu"),
         2: KeyError("tp"),
@@ -167,7 +168,7 @@ def test_a_candidate_that_breaks_the_compiler_is_reported(
             raise wrong[n]
         return whole(*args)
 
-    monkeypatch.setattr(compiler, "distribute", distribute)
+    monkeypatch.setattr(what_if, "distribute", distribute)
     found = explain(mismatched, at)
     assert found.tried == before.tried
     assert len(found.failed) == 2

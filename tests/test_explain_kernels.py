@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardc
-from kernels_triton.templates.op import KERNELS
+from kernels_triton.match.op import KERNELS
 from shardc import ShardcError
-from shardc.explain import Explanation
-from shardc.explain_kernels import KernelExplanation, fusions, unfused
+from shardc.explain.collective import Explanation
+from shardc.explain.fusion import KernelExplanation, fusions, unfused
 from shardc.ir.graph import info
-from shardc.passes.fuse.traffic import traffic
-from shardc.plan import Plan
+from shardc.passes.fusion.analysis.traffic import traffic
+from shardc.plan.schema import Plan
 from tests.passes.test_fuse_legal import Scaled
 
 
@@ -135,7 +135,7 @@ def test_stages_have_kernels_of_their_own() -> None:
 
 
 def test_where_nothing_is_fused_the_peak_is_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardc.passes.fuse.TRIES", 3)
+    monkeypatch.setattr("shardc.passes.fusion.fuse.MAX_TRIES", 3)
     plan = {"fuse": True, "inputs": {"x": "dp"}}
     program = shardc.compile(Scaled(), (torch.randint(30, (4, 8)),), mesh="dp=2", plan=plan)
     (found,) = fusions(program)

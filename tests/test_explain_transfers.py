@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, Program, ShardcError
-from shardc.explain_transfers import TransferExplanation, _starts
-from shardc.stages.anatomy import Anatomy
-from shardc.stages.balance import named
-from shardc.stages.instructions import Send
+from shardc.explain.transfer import TransferExplanation, _starts
+from shardc.partition.balance import named_starts
+from shardc.partition.step_analysis import StepAnalysis
+from shardc.schedule.instructions import Send
 from tests.models.zoo import make
 from tests.stages.whole import SIZES
 
@@ -128,8 +128,8 @@ def test_the_present_cut_is_no_other_place(fuse: bool) -> None:
     plan = {"pipeline": {"microbatches": 4, "split": ["h.1", "h.3", "h.4"]}, "fuse": fuse}
     program = shardc.compile(Uneven(), (torch.ones(8, 8),), mesh="pp=4", plan=plan)
     assert program.pipelined is not None
-    anatomy = Anatomy(program.body)
-    assert _starts(anatomy, program.pipelined) == named(anatomy, ["h.1", "h.3", "h.4"])
+    analysis = StepAnalysis(program.body)
+    assert _starts(analysis, program.pipelined) == named_starts(analysis, ["h.1", "h.3", "h.4"])
 
 
 def test_names_and_numbers_agree() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.explain_kernels import asked_of
-from shardc.kernel_sources import emit_triton
-from shardc.plan import Plan
-from shardc.summary import fusion
+from shardc.cli.kernel_sources import emit_triton
+from shardc.cli.summary import fusion
+from shardc.explain.fusion import asked_of
+from shardc.plan.schema import Plan
 from tests.test_cli import shardc_cli
 
 NONE_ASKED = "no call is fused: write fuse: true in the plan"

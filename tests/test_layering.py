@@ -1,72 +1,220 @@
-"""Imports point down: ir <- rules <- passes <- stages <- api <- cli (design.md, section 4)."""
+"""Imports point down: the floors of the house, and every module that lives on each.
+
+A module imports its own room and rooms on lower floors, never one beside it; no two modules import each other, not even
+for their types. A new file gets its place in `FLOORS`, and one without a place fails here. `docs/architecture.md` says
+what each room is for.
+"""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BASE = {"ir", "torch_compat"}
-# What each part may import of ours, besides itself. A part that is not listed belongs to the api: all but the cli.
-MAY_IMPORT = {
-    "torch_compat": set[str](),
-    "ir": {"torch_compat"},
-    "rules": BASE,
-    "trace": BASE | {"precision"},
-    "precision": BASE,
-    "passes": BASE | {"rules", "trace", "cost", "kernels_triton"},
-    "stages": BASE | {"rules", "passes", "cost", "runtime"},
-    "cost": {"ir"},
-    "kernels_triton": {"ir"},
-    "runtime": BASE | {"kernels_triton"},
-    "plan": {"ir", "hf_plan", "plan_values", "plan_fuse", "plan_pipeline"},
-    "plan_pipeline": {"ir", "plan_values", "stages"},
-    "plan_fuse": {"ir", "kernels_triton", "plan_values"},
-    "plan_values": {"ir"},
-    "hf_plan": {"ir"},
+# From the ground up. A room is a package or a module; its modules are named relative to it.
+FLOORS: list[dict[str, str]] = [
+    {
+        "shardc.torch_compat": "__init__",
+    },
+    {
+        "shardc.ir": """
+            __init__ annotation arena buckets collectives diagnostic dot files graph in_place index_operands
+            liveness mesh microbatch ops ops.accumulate ops.attention ops.buckets ops.channel_sums
+            ops.check_index ops.collectives ops.context ops.fused_attention ops.group_norm ops.grouped
+            ops.kernels ops.library ops.linear ops.local ops.random ops.softmax ops.squares ops.streams overlap
+            parse placement plain program python schema storages text trees types verify version
+        """,
+    },
+    {
+        "kernels_triton.launch": """
+            __init__ fast_launch launch machine_code partial_sums register_limits row_schedule tables
+        """,
+        "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
+        "shardc.rules": """
+            __init__ attention conv creation embedding fft indexing local matmul norm notation pointwise
+            projection random reduction registry section view
+        """,
+        "shardc.cost": "__init__ flops memory",
+        "shardc.schedule": """
+            __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
+            schedules.breadth_first schedules.dualpipe_v schedules.gpipe schedules.greedy schedules.interleaved
+            schedules.judge schedules.one_f_one_b schedules.registry schedules.spell schedules.within
+            schedules.zb_h1 schedules.zb_v timeline wait_graph
+        """,
+    },
+    {
+        "kernels_triton.library": """
+            __init__ checks kernels kernels.activation kernels.adamw kernels.arithmetic kernels.bucket
+            kernels.cross_entropy kernels.dropout kernels.functions kernels.group_norm kernels.moments
+            kernels.norm kernels.philox kernels.rope kernels.softmax kernels.special reference
+            reference.activation reference.adamw reference.cross_entropy reference.dropout reference.group_norm
+            reference.norm reference.rope reference.softmax reference.wide
+        """,
+        "kernels_triton.transform": """
+            __init__ broadcast_stores independent_outputs simplify strength_reduce unroll_dim
+        """,
+    },
+    {
+        "kernels_triton.ops": "__init__ activation adamw cross_entropy dropout group_norm norm registry rope softmax",
+        "kernels_triton.codegen": """
+            __init__ addresses codegen column_sums compensated_mean expressions row_in_registers row_looped
+            schedules writer
+        """,
+    },
+    {
+        "kernels_triton.generated": "__init__ inplace_call launcher op prepared_call",
+    },
+    {
+        "kernels_triton.bucket": "__init__ kernel layout prepared_call",
+        "kernels_triton.match": "__init__ algebra launcher match op pattern run softmaxes source table variants",
+    },
+    {
+        "kernels_triton.gate": """
+            __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
+        """,
+        "shardc.plan": "__init__ fuse hugging_face pipeline schema values",
+    },
+    {
+        "shardc.passes": """
+            __init__ accumulate base communication communication.bucket communication.causes
+            communication.combine communication.report_gathers fusion fusion.analysis
+            fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.traffic
+            fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms
+            fusion.clustering.cluster fusion.clustering.cluster_dag fusion.clustering.clustering
+            fusion.clustering.critical_collectives fusion.clustering.excluded fusion.clustering.fusion_graph
+            fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity
+            fusion.clustering.producer_inlining fusion.clustering.rematerialize fusion.emit
+            fusion.emit.emit fusion.emit.kernel_builder fusion.fuse
+            fusion.lowering fusion.lowering.activations fusion.lowering.common fusion.lowering.concat_slice
+            fusion.lowering.functions fusion.lowering.group_norms fusion.lowering.integers
+            fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache
+            fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions
+            fusion.lowering.softmaxes fusion.lowering.special fusion.lowering.unfused gemm_padding
+            infer_placement infer_types memory memory.recompute memory.recompute_choice
+            memory.recompute_liveness normalize normalize.decompositions normalize.decompositions.batch_norm
+            normalize.decompositions.canonical normalize.decompositions.cross_entropy
+            normalize.decompositions.embedding_bag normalize.decompositions.indexing
+            normalize.decompositions.losses normalize.decompositions.matmul normalize.decompositions.reductions
+            normalize.decompositions.table normalize.decompositions.weight_norm normalize.normalize sharding
+            sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.group_sums
+            sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
+            sharding.reshard_steps sharding.seed sharding.settle_partials sharding.store softmax
+            softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
+        """,
+    },
+    {
+        "shardc.partition": """
+            __init__ balance cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
+            microbatch_sums program_counter rank_costs split_backward stage_arena stage_parts stage_recompute
+            staged_check staged_program step_analysis step_epilogue transfer_report
+        """,
+        "shardc.frontend": """
+            __init__ append buffers carried_state cleanup gradients ingest loss_gradients model_changes
+            op_overrides optimizer optimizer_trace precision program_inputs provenance python_random
+            python_state sample_call state_holders substitution token_weights trace traced traced_scalar
+            unsupported
+        """,
+    },
+    {
+        "shardc.runtime.execute": """
+            __init__ arena batch body_executor bucket_buffer index_check instructions layout measured_timeline
+            microbatches monitor overlap peer_groups pipeline_executor prepared_code process_groups
+            signal_wakeup stage_code step_epilogue transfers
+        """,
+    },
+    {
+        "shardc.runtime.oracle": """
+            __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
+            verify_stages
+        """,
+        "shardc.runtime.checkpoint": "__init__ checkpoint export folder lock manifest planners weights",
+    },
+    {
+        "shardc.runtime.train": """
+            __init__ agreement engine job loop nonfinite pipeline_engines pipeline_job rank_session replicas
+            result trainer
+        """,
+    },
+    {
+        "shardc.compiler": "__init__ binding driver pass_pipeline pipelining program_check rank",
+    },
+    {
+        "shardc.explain": "__init__ collective fusion plan_edits provenance transfer unfused what_if",
+    },
+    {
+        "shardc.api": "__init__",
+    },
+    {
+        "shardc.cli": """
+            __init__ ir_printer kernel_list kernel_sources local_launch main pipeline_summary summary targets
+        """,
+        "shardc": "__init__",
+    },
+]
+PACKAGES = ("kernels_triton", "shardc.runtime")  # of rooms: they hold nothing but their docstring
+HIGHEST_ROOT = 8  # modules of `shardc/` beside its packages
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name."""
+    files = [path for top in ("shardc", "kernels_triton") for path in (ROOT / top).rglob("*.py")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+MODULES = modules()
+PLACES = {
+    room if name == "__init__" else f"{room}.{name}": (floor, room)
+    for floor, rooms in enumerate(FLOORS)
+    for room, names in rooms.items()
+    for name in names.split()
 }
 
 
-def part_of(module: str) -> str | None:
-    """The part of the project that a dotted module name lies in; None if it is not ours."""
-    first, _, rest = module.partition(".")
-    if first == "kernels_triton":
-        return first
-    if first != "shardc":
-        return None
-    part = rest.partition(".")[0] or "api"
-    # trace.py has helpers beside it: trace_ops.py, trace_origin.py.
-    return "trace" if part.startswith("trace_") else part
-
-
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every import of a file, those inside functions too: they are as much a dependency."""
+def imports(module: str) -> Iterator[tuple[int, str]]:
+    """Modules of ours that a module imports, with lines; those inside functions and for types too."""
+    path = MODULES[module]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
-            # `from shardc import ir` names its module on the right.
-            whole = node.module == "shardc"
             for alias in node.names:
-                is_module = whole and (
-                    (ROOT / "shardc" / alias.name).is_dir() or (ROOT / f"shardc/{alias.name}.py").exists()
-                )
-                yield node.lineno, f"shardc.{alias.name}" if is_module else str(node.module)
+                # `from shardc.ir import schema` names its module on the right.
+                target = f"{node.module}.{alias.name}"
+                if (target := target if target in MODULES else str(node.module)) in MODULES:
+                    yield node.lineno, target
 
 
-FILES = sorted([*(ROOT / "shardc").rglob("*.py"), *(ROOT / "kernels_triton").rglob("*.py")])
+def test_every_module_has_its_place() -> None:
+    assert sorted(PLACES) == sorted(set(MODULES) - set(PACKAGES)), "tests/test_layering.py lists every module"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    part = part_of(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")) or "api"
-    for line, module in imports(path):
-        target = part_of(module)
-        if target is None or target == part:
+@pytest.mark.parametrize("module", sorted(PLACES))
+def test_imports_point_down(module: str) -> None:
+    floor, room = PLACES[module]
+    for line, target in imports(module):
+        if target in PACKAGES:
             continue
-        if part in MAY_IMPORT:
-            assert target in MAY_IMPORT[part], f"{path}:{line}: {part} must not import {module}"
-        else:
-            assert target != "cli", f"{path}:{line}: only the command line imports the command line"
+        below, other = PLACES[target]
+        where = f"{MODULES[module].relative_to(ROOT)}:{line}"
+        assert room == other or below < floor, f"{where}: {room} is not above {other}: {target}"
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = nx.DiGraph([(module, target) for module in MODULES for _, target in imports(module) if target != module])
+    # A package's `__init__` that gathers its modules is one thing with them.
+    graph.remove_edges_from([(a, b) for a, b in graph.edges if a.startswith(f"{b}.")])
+    assert list(nx.simple_cycles(graph)) == []
+
+
+def test_few_modules_stand_beside_the_packages() -> None:
+    alone = [name for name in MODULES if name.count(".") == 1 and MODULES[name].name != "__init__.py"]
+    assert len([name for name in alone if name.startswith("shardc.")]) <= HIGHEST_ROOT
+
+
+def test_packages_say_what_they_are() -> None:
+    for module, path in MODULES.items():
+        if path.name == "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{module} has no docstring"

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info, type_of
-from shardc.runtime.layout import replica_spread
-from shardc.runtime.simulate import simulate
+from shardc.runtime.execute.layout import replica_spread
+from shardc.runtime.oracle.simulate import simulate
 from tests.test_precision import SMALL, compiled
 
 

@@ -12,7 +12,11 @@ from torch.nn import functional as F
 
 from examples.gpt2 import gpt2
 from examples.mlp import mlp
-from shardc.compiler import Options, single_device
+from shardc.compiler.driver import single_device
+from shardc.compiler.pass_pipeline import Options
+from shardc.frontend.optimizer import append_updates, fingerprint, initial_state, learning_rates
+from shardc.frontend.optimizer_trace import check, trace_update
+from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.mesh import Mesh
@@ -20,10 +24,7 @@ from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
-from shardc.optimizer import append_updates, fingerprint, initial_state, learning_rates
-from shardc.optimizer_trace import check, trace_update
-from shardc.runtime.simulate import run_reference
-from shardc.trace import trace
+from shardc.runtime.oracle.simulate import run_reference
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 STEPS = 5

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import shardc
 from shardc import Mesh, Program, ShardcError
 from shardc.cost.flops import flops
-from shardc.stages import share
-from shardc.stages.costs import Costs
-from shardc.stages.instructions import Backward, Dgrad, Forward, Recv, ReduceGrads, Send
+from shardc.partition import rank_costs
+from shardc.schedule.costs import Costs
+from shardc.schedule.instructions import Backward, Dgrad, Forward, Recv, ReduceGrads, Send
 from tests.models.zoo import PLANS, make
 from tests.stages.whole import SIZES, only
 
@@ -229,7 +229,7 @@ def test_budget_counts_what_a_rank_sends_along_the_pipeline() -> None:
 def in_groups() -> Callable[..., Any]:
     """The schedule in the docstring of `register`, run as it stands."""
     lines = inspect.getsource(shardc.schedules.register).splitlines()
-    begin, end = (next(i for i, x in enumerate(lines) if word in x) for word in ("from shardc.stages", "plan ="))
+    begin, end = (next(i for i, x in enumerate(lines) if word in x) for word in ("from shardc.schedule", "plan ="))
     scope: dict[str, Any] = {"shardc": shardc}
     exec(textwrap.dedent("\n".join(lines[begin : end + 1])), scope)
     return scope["in_groups"]
@@ -280,12 +280,12 @@ def test_the_shares_of_all_stages_add_up_to_the_body(schedule: str, sums: int) -
     program = real("gpt2", "pp=2, tp=2", optimizer=False, pipeline=pipeline)
     pipelined = program.pipelined
     assert pipelined is not None
-    assert sum(share.computed(pipelined, c).total for c in range(2)) == flops(program.body).total
+    assert sum(rank_costs.rank_flops(pipelined, c).total for c in range(2)) == flops(program.body).total
     along = sum(one.bytes_per_step for one in program.collectives())
-    assert sum(share.sent(pipelined, c)["tp"] for c in range(2)) == along
+    assert sum(rank_costs.bytes_sent_by_axis(pipelined, c)["tp"] for c in range(2)) == along
     sent = sum(i.bytes for listed in pipelined.lists.ranks for i in listed if isinstance(i, Send))
     tied = pipelined.lists.pipeline.bytes["d.transformer.wte.add.sum"]
-    in_all = sum(share.sent_in_all(pipelined, c) for c in range(2))
+    in_all = sum(rank_costs.total_bytes_sent(pipelined, c) for c in range(2))
     assert in_all == along + sent + sums * tied
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shardc import Program, cli
+from shardc import Program
+from shardc.cli import main
 
 GRAPHS = ("forward0", "backward0", "forward1", "backward1", "update0", "update1")
 ROOT = Path(__file__).parent.parent
@@ -19,7 +20,7 @@ PIPELINED = ["--plan", "tests/cli/mlp_pp.yaml"]
 
 
 def run_cli(*args: str, code: int = 0) -> str:
-    result = CliRunner().invoke(cli.app, list(args), prog_name="shardc")
+    result = CliRunner().invoke(main.app, list(args), prog_name="shardc")
     assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
     return "\n".join(line.rstrip() for line in result.stdout.splitlines())
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P, Placement
-from shardc.plan import Annotation, Plan, bytes_text, match, read_bytes
+from shardc.plan.schema import Annotation, Plan, bytes_text, match, read_bytes
 
 PLANS = sorted((Path(__file__).parent.parent / "configs" / "plans").glob("*.yaml"))
 

@@ -16,11 +16,12 @@ import torch
 from typer.testing import CliRunner
 
 import shardc
-from shardc import P, cli
-from shardc.compiler import Options, passes
+from shardc import P
+from shardc.cli import main
+from shardc.cli.targets import load
+from shardc.compiler.pass_pipeline import Options, body_passes, part_passes
 from shardc.ir.placement import Placement
-from shardc.runtime.launch import Trainer
-from shardc.targets import load
+from shardc.runtime.train.trainer import Trainer
 
 pytest.importorskip("transformers")
 
@@ -92,7 +93,7 @@ BLOCKS = [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, 
 
 def shardc_cli(command: str) -> tuple[str, str]:
     """What a command prints on stdout and on stderr, paths as seen from here."""
-    result = CliRunner().invoke(cli.app, command.split(), prog_name="shardc")
+    result = CliRunner().invoke(main.app, command.split(), prog_name="shardc")
     assert result.exit_code == 0, f"shardc {command}\n{result.output}\n{result.exception!r}"
     return _plain(result.stdout), _plain(result.stderr)
 
@@ -195,7 +196,7 @@ def test_placements_mean_the_same_in_text_and_in_python() -> None:
 
 def test_passes_are_listed_in_their_order() -> None:
     listed = next(block.body for block in BLOCKS if block.body.startswith("trace"))
-    names = [one.name for one in passes((), (), Options())]
+    names = [one.name for one in (*body_passes((), (), Options()), *part_passes(Options()))]
     assert re.findall("|".join(rf"\b{name}\b" for name in names), listed) == names
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.frontend.trace import trace
 from shardc.ir.ops.random import RANDOM_UNIFORM
-from shardc.trace import trace
 
 
 class Recurrent(nn.Module):

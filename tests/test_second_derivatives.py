@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 import shardc
 from shardc import torch_compat
+from shardc.frontend.op_overrides import WHOLE_OPS, overrides, undifferentiated
+from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import op_name
 from shardc.ir.ops.attention import attention
 from shardc.ir.ops.grouped import grouped_mm
 from shardc.ir.ops.linear import LINEAR, linear
 from shardc.ir.schema import register_ops
-from shardc.trace import trace
-from shardc.trace_ops import WHOLE_OPS, overrides, undifferentiated
 from tests.trained import MESH, PLAN, batches, made
 
 Check = tuple[Callable[..., Tensor], tuple[Tensor, ...]]

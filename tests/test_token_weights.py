@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc import api
+from shardc.compiler import driver
 from shardc.ir.graph import Port
 from shardc.ir.microbatch import SHARE
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
-from shardc.passes.accumulate import accumulate
-from shardc.runtime.microbatches import feeds
-from shardc.runtime.simulate import run_reference, simulate
-from shardc.stages.cut import cut
-from shardc.stages.program import Pipelined, pipelined
-from shardc.stages.simulate import simulate_stages
+from shardc.partition.cut import cut
+from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.passes.accumulate import Accumulate
+from shardc.runtime.execute.microbatches import feeds
+from shardc.runtime.oracle.simulate import run_reference, simulate
+from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import make
 
 TOKENS = {"tokens": "labels", "shift": 1}
@@ -42,7 +42,7 @@ def program(batch: Any, microbatches: int, mesh: str = "", model: nn.Module | No
     if "dp" in mesh:
         plan["inputs"] = {"input_ids": "dp, -", "labels": "dp, -"}
     with pytest.MonkeyPatch.context() as patch:  # sums are explicit, also of one microbatch, for a cut into stages
-        patch.setattr(api, "accumulate", lambda graph, count, **_: accumulate(graph, count, always=True))
+        patch.setattr(driver, "Accumulate", lambda count, **_: Accumulate(count, always=True))
         return shardc.compile(model, batch, mesh=mesh or shardc.Mesh(), plan={"accumulate": microbatches, **plan})
 
 

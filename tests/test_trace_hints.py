@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc import ShardcError
-from shardc.trace import trace
+from shardc.frontend.trace import trace
 
 
 class Decoder(nn.Module):

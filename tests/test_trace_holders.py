@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.frontend.python_state import Snapshot
 from shardc.ir.diagnostic import ShardcError
 from shardc.torch_compat import is_fake
-from shardc.trace_state import Snapshot
 from tests.trained import MESH
 
 X = torch.ones(2, 3)

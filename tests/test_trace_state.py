@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.frontend.python_state import reachable
+from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.torch_compat import is_fake
-from shardc.trace import trace
-from shardc.trace_state import reachable
 
 X = torch.ones(2, 3)
 
@@ -140,6 +140,7 @@ class FailsTheSecondTime(Base):
         return (x @ self.w).sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cls", "attribute", "line"),
     [

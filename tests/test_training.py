@@ -18,16 +18,17 @@ import pytest
 import torch
 
 import shardc
-from shardc import api, compiler
+from shardc import api
+from shardc.compiler import driver, pass_pipeline
+from shardc.frontend.optimizer import append_updates, initial_state, learning_rates
+from shardc.frontend.trace import trace
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import Graph, info, type_of
-from shardc.optimizer import append_updates, initial_state, learning_rates
 from shardc.passes.accumulate import accumulate
-from shardc.passes.store import Store
-from shardc.plan import Plan
-from shardc.runtime.microbatches import split
-from shardc.runtime.simulate import run_reference, simulate
-from shardc.trace import trace
+from shardc.passes.sharding.store import Store
+from shardc.plan.schema import Plan
+from shardc.runtime.execute.microbatches import split
+from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.in_double import InDouble
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +62,7 @@ def traced(model: str, microbatches: int = 1) -> tuple[Any, Any, Graph, dict[str
     """The model's joint graph with AdamW's updates at its end, no mesh yet."""
     built, batch, optimizer = made(model)
     found = trace(built, split(batch, microbatches)[0], microbatches=microbatches)
-    graph = accumulate(compiler.single_device(found, shardc.Mesh(), compiler.Options()), microbatches)
+    graph = accumulate(driver.single_device(found, shardc.Mesh(), pass_pipeline.Options()), microbatches)
     fills = append_updates(graph, optimizer, built, clip_grad_norm=CLIP)
     return (built, batch), found, graph, fills, optimizer
 
@@ -89,8 +90,8 @@ def distributed(model: str, layout: str, zero: int, microbatches: int = 1) -> Gr
     plan = Plan.load(ROOT / "configs" / "plans" / f"{model}{suffix}.yaml")
     body = graph.copy()
     body.mesh = mesh
-    options = compiler.Options(store=Store(zero, ("dp",) if zero else ()))
-    return compiler.distribute(body, api.bind(plan, found, mesh), options)
+    options = pass_pipeline.Options(store=Store(zero, ("dp",) if zero else ()))
+    return driver.finish_body(driver.distribute(body, api.bind(plan, found, mesh), options), options)
 
 
 def pairs() -> list[tuple[str, str, int]]:
@@ -104,7 +105,7 @@ def pairs() -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize(("model", "layout", "zero"), pairs())
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_five_steps_equal_the_single_device(model: str, layout: str, zero: int) -> None:
     """Of four microbatches each; the first and the last, which start from the single device's state."""
     equal(distributed(model, layout, zero, 4), history(model, 4)[:: STEPS - 1])

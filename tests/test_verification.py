@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Program
-from shardc.eager_training import EagerTraining
-from shardc.lifted import Lifted, copied
-from shardc.runtime.report import Report
-from shardc.verification import other_rows
+from shardc.runtime.oracle.eager_witness import EagerTraining
+from shardc.runtime.oracle.lifted import Lifted, copied
+from shardc.runtime.oracle.report import Report
+from shardc.runtime.oracle.verification import other_rows
 from tests.trained import MESH, PLAN
 
 X = torch.arange(32.0).reshape(8, 4).sin()

@@ -1,4 +1,4 @@
-"""The kernel of a bucket's layout: one program a tile of a member's row, and the pointers as arguments.
+"""The kernel of a bucket's layout: one program for each tile of a member's row, with pointers as arguments.
 
     @triton.jit
     def pack(FLAT, X0, X1):
@@ -8,9 +8,9 @@
         else:
             packed(FLAT, X1, program - 96, 589824, 768, ...)
 
-A table of members in memory would have to be written anew, and waited for, whenever a tensor is elsewhere; arguments
-belong to a launch, in a CUDA graph too. All else about a member is a constant, so each has the loads and stores that
-suit it. Layers that are alike share a kernel. bfloat16 and float16 are moved by the same one: as integers.
+A table of members in memory would have to be rewritten, and waited for, whenever a tensor moves. Arguments belong to a
+launch, also in a CUDA graph. Everything else about a member is a constant, so each member has suitable loads and
+stores. Equal layers share a kernel. bfloat16 and float16 share one too: they are moved as integers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels_triton import launch
-from kernels_triton.bucket.layout import WARPS, WORDS, Layout, Member
+from kernels_triton.bucket.layout import WARPS, WORDS, BucketLayout, BucketMember
+from kernels_triton.launch import launch
 
 
 @lru_cache(maxsize=1024)
-def text(layout: Layout) -> str:
-    """A kernel's source. The layout has members, and each of them something to do."""
+def kernel_source(layout: BucketLayout) -> str:
+    """A kernel's source. Every member of the layout has programs."""
     lines: list[str] = []
     last = 0
     ends = [last := last + layout.rows * layout.tiles(member) for member in layout.members]
@@ -46,58 +46,61 @@ def text(layout: Layout) -> str:
 
     branch(0, len(layout.members), "    ")
     function = "packed" if layout.packs else "unpacked"
-    pointers = "".join(f", X{at}" for at, member in enumerate(layout.members) if member.there)
+    pointers = "".join(f", X{number}" for number, member in enumerate(layout.members) if member.copied)
     return "\n".join([
-        f"import triton\nimport triton.language as tl\nfrom kernels_triton.kernels.bucket import {function}\n",
+        f"import triton\nimport triton.language as tl\nfrom kernels_triton.library.kernels.bucket import {function}\n",
         f"\n@triton.jit\ndef {function[:-2]}(FLAT{pointers}):\n    program = tl.program_id(0)",
         *lines,
         "",
     ])  # fmt: skip
 
 
-def _call(layout: Layout, at: int, before: int) -> str:
-    one: Member = layout.members[at]
-    given = f"X{at}" if one.there else "None"
-    numbers = [one.start, one.width, one.columns, one.lead, one.chunk, one.size, one.tail]
-    numbers += [layout.rows, layout.row, layout.tiles(one), layout.unit, layout.block]
-    long = max(layout.rows * layout.row, one.lead * one.size * one.tail) + layout.block >= 1 << 31
+def _call(layout: BucketLayout, number: int, first_program: int) -> str:
+    member: BucketMember = layout.members[number]
+    pointer = f"X{number}" if member.copied else "None"
+    numbers = [member.start, member.width, member.columns, member.lead, member.chunk, member.size, member.tail]
+    numbers += [layout.rows, layout.row, layout.tiles(member), layout.unit, layout.block]
+    long = max(layout.rows * layout.row, member.lead * member.size * member.tail) + layout.block >= 1 << 31
     function = "packed" if layout.packs else "unpacked"
-    return f"{function}(FLAT, {given}, program - {before}, {', '.join(map(str, numbers))}, {long})"
+    return f"{function}(FLAT, {pointer}, program - {first_program}, {', '.join(map(str, numbers))}, {long})"
 
 
 @lru_cache(maxsize=1024)
-def name(layout: Layout) -> str:
-    """What `launch.kernel` knows the kernel by: it is written and defined, not compiled."""
-    source = text(layout)
+def define_kernel(layout: BucketLayout) -> str:
+    """Defines the kernel without compiling it; the name under which `launch.kernel` finds it."""
+    source = kernel_source(layout)
     digest, called = hashlib.sha256(source.encode()).hexdigest()[:16], "pack" if layout.packs else "unpack"
     key = f"bucket.{called}.{digest}"
-    if key not in launch.generated:
+    if key not in launch.generated_kernels:
         path = f"/shardc/generated/{called}_{digest}.py"
-        # Triton reads a kernel's source by its file's name, and this file is nowhere but here.
+        # Triton reads a kernel's source by its file name, and this file exists in the line cache only.
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
         module: dict[str, Any] = {"__name__": f"shardc_generated.{called}_{digest}", "__file__": path}
         exec(compile(source, path, "exec"), module)
-        launch.generated[key] = module[called]
+        launch.generated_kernels[key] = module[called]
     return key
 
 
-def grid(layout: Layout) -> int:
+def grid_size(layout: BucketLayout) -> int:
     return layout.rows * sum(layout.tiles(member) for member in layout.members)
 
 
-def arguments(layout: Layout, flat: Tensor, xs: Sequence[Tensor | None], own: Sequence[int]) -> list[Tensor]:
-    """Of a launch: the flat tensor and those of the members `own` that are copied, as what is moved."""
-    given = [flat]
-    for at in own:
-        if layout.members[at].there:
-            x = xs[at]
+def launch_arguments(
+    layout: BucketLayout, flat: Tensor, xs: Sequence[Tensor | None], members: Sequence[int]
+) -> list[Tensor]:
+    """The arguments of a launch: the flat tensor and the copied members among `own`, all as integers."""
+    tensors = [flat]
+    for number in members:
+        if layout.members[number].copied:
+            x = xs[number]
             assert x is not None
             assert x.dtype == flat.dtype
-            given.append(x)
-    return [x.view(WORDS[layout.bytes]) for x in given]
+            tensors.append(x)
+    return [x.view(WORDS[layout.bytes]) for x in tensors]
 
 
-def move(layout: Layout, flat: Tensor, xs: Sequence[Tensor | None]) -> None:
-    """Copy members to the flat tensor, or out of it. `xs` are the layout's, contiguous; None if not to be copied."""
-    for own, part in layout.parts():
-        launch.run(name(part), (grid(part),), *arguments(layout, flat, xs, own), warps=WARPS)
+def copy_members(layout: BucketLayout, flat: Tensor, xs: Sequence[Tensor | None]) -> None:
+    """Copies members to the flat tensor, or out of it. `xs` are the layout's members, contiguous; None for members that
+    are not copied."""
+    for members, part in layout.launch_layouts():
+        launch.run(define_kernel(part), (grid_size(part),), *launch_arguments(layout, flat, xs, members), warps=WARPS)

@@ -1,7 +1,7 @@
-"""Where the members of a bucket lie, as numbers that a kernel can be written from.
+"""The places of a bucket's members, as numbers from which a kernel is generated.
 
-A member is `lead x size x tail` by itself, and in a row of the flat tensor `chunk x lead x tail`, in the place that
-`shardc.ir.ops.buckets` gives it. Members that are not copied keep their places: `there` is False of them.
+A member is `lead x size x tail`. In a row of the flat tensor it is `chunk x lead x tail`, at the offset that
+`shardc.ir.ops.buckets` gives it. Members that are not copied keep their places; their `copied` is False.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import torch
 
 from shardc.ir.ops.buckets import starts
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what is moved, by its bytes
-TILE = 8192  # bytes that a program moves
+WORDS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # the integer dtype that moves elements of so many bytes
+TILE = 8192  # bytes that one program moves
 WARPS = 4  # four times 16 bytes a thread
-MOST = 40  # members a launch: each is some lines of the kernel, and an argument
+MOST_MEMBERS = 40  # members of one launch: each adds lines to the kernel, and an argument
 
 
 @dataclass(frozen=True)
-class Member:
-    """Sizes in elements: of the member, and of what each row has of it; `start` and `width` are of its place in a row,
-    with what aligns the next. `there`: it is to be copied."""
+class BucketMember:
+    """Sizes in elements, of the member and of its part in each row. `start` and `width` are its place in a row,
+    including the alignment of the next member."""
 
     lead: int
     chunk: int
@@ -32,7 +37,7 @@ class Member:
     tail: int
     start: int
     width: int
-    there: bool
+    copied: bool
 
     @property
     def columns(self) -> int:
@@ -40,34 +45,35 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """`packs`: from the members to a flat tensor of `rows` times `row` elements of `bytes` each; else from it."""
+class BucketLayout:
+    """`packs`: from the members to a flat tensor of `rows` times `row` elements of `bytes` each; otherwise from the
+    flat tensor."""
 
     packs: bool
     bytes: int
     rows: int
     row: int
     unit: int
-    members: tuple[Member, ...]
+    members: tuple[BucketMember, ...]
 
     @property
     def block(self) -> int:
         return TILE // self.bytes
 
-    def tiles(self, member: Member) -> int:
-        """Programs that a row of a member takes; none if there is nothing to do."""
-        if not member.there:
+    def tiles(self, member: BucketMember) -> int:
+        """The programs for a row of a member; 0 if there is nothing to copy."""
+        if not member.copied:
             return int(self.packs and member.columns < member.width)
         return -(-(member.width if self.packs else member.columns) // self.block)
 
-    def parts(self) -> list[tuple[tuple[int, ...], Layout]]:
-        """This, as launches: the members of each, of which there are not too many, and a layout of those alone."""
-        todo = [at for at, member in enumerate(self.members) if self.tiles(member)]
-        cuts = [tuple(todo[first : first + MOST]) for first in range(0, len(todo), MOST)]
-        return [(own, replace(self, members=tuple(self.members[at] for at in own))) for own in cuts]
+    def launch_layouts(self) -> list[tuple[tuple[int, ...], BucketLayout]]:
+        """The layout cut into launches: for each launch its members, and a layout of these alone."""
+        todo = [number for number, member in enumerate(self.members) if self.tiles(member)]
+        cuts = [tuple(todo[first : first + MOST_MEMBERS]) for first in range(0, len(todo), MOST_MEMBERS)]
+        return [(members, replace(self, members=tuple(self.members[number] for number in members))) for members in cuts]
 
 
-def packing(
+def pack_layout(
     numels: Sequence[int],
     leads: Sequence[int],
     mids: Sequence[int],
@@ -75,15 +81,15 @@ def packing(
     unit: int,
     dtype: torch.dtype,
     there: Collection[int],
-) -> Layout | None:
-    """That of `pack`. None of a dtype that no kernel moves."""
+) -> BucketLayout | None:
+    """The layout of `pack`. None for a dtype that no kernel moves."""
     sizes = [
         (lead, -(-mid // rows), mid, _tail(n, lead, mid)) for n, lead, mid in zip(numels, leads, mids, strict=True)
     ]
-    return _laid(True, sizes, rows, unit, dtype, there)
+    return _layout(True, sizes, rows, unit, dtype, there)
 
 
-def unpacking(
+def unpack_layout(
     shapes: Sequence[Sequence[int]],
     leads: Sequence[int],
     mids: Sequence[int],
@@ -92,11 +98,11 @@ def unpacking(
     unit: int,
     dtype: torch.dtype,
     there: Collection[int],
-) -> Layout | None:
-    """That of `unpack`. None of a dtype that no kernel moves."""
-    of = zip(shapes, leads, mids, sizes, strict=True)
-    return _laid(
-        *(False, [(lead, mid, size, _tail(math.prod(shape), lead, size)) for shape, lead, mid, size in of]),
+) -> BucketLayout | None:
+    """The layout of `unpack`. None for a dtype that no kernel moves."""
+    members = zip(shapes, leads, mids, sizes, strict=True)
+    return _layout(
+        *(False, [(lead, mid, size, _tail(math.prod(shape), lead, size)) for shape, lead, mid, size in members]),
         *(rows, unit, dtype, there),
     )
 
@@ -105,19 +111,19 @@ def _tail(numel: int, lead: int, size: int) -> int:
     return numel // (lead * size) if numel else 0
 
 
-def _laid(
+def _layout(
     packs: bool,
     sizes: Sequence[tuple[int, int, int, int]],
     rows: int,
     unit: int,
     dtype: torch.dtype,
     there: Collection[int],
-) -> Layout | None:
+) -> BucketLayout | None:
     if dtype.itemsize not in WORDS:
         return None
     places = starts([lead * chunk * tail for lead, chunk, _, tail in sizes], unit)
     members = tuple(
-        Member(*own, first, last - first, at in there)
-        for at, (own, (first, last)) in enumerate(zip(sizes, pairwise(places), strict=True))
+        BucketMember(*member_sizes, first, last - first, number in there)
+        for number, (member_sizes, (first, last)) in enumerate(zip(sizes, pairwise(places), strict=True))
     )
-    return Layout(packs, dtype.itemsize, rows, places[-1], unit, members)
+    return BucketLayout(packs, dtype.itemsize, rows, places[-1], unit, members)

@@ -1,24 +1,26 @@
 """The templates as plain functions on tensors: no compiler, no graph, no autograd.
 
-A tensor on a GPU goes to Triton; on a CPU, in float64, or without Triton, the call runs `kernels_triton.reference`.
+Tensors on a GPU are computed by Triton. On a CPU, in float64, or without Triton, a call runs
+`kernels_triton.library.reference`.
 
     with torch.no_grad():
         y, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5)
         dx, dweight, dbias = ops.layer_norm_backward(dy, x, weight, mean, rstd)
 
-Shapes and dtypes of every operand and result are `kernels_triton.registry.TEMPLATES[name].signature`. `rows` there may
-be any number of leading dims, of any strides; columns should be contiguous: what is not is copied. Data is bfloat16,
-float16 or float32; weights and biases may be of another of these than x, and their gradients are of theirs. Outputs are
-new and contiguous (but for `in_place`), statistics and scratch are float32, sums are taken in float32 and rounded once,
-and two runs are bitwise equal.
+`kernels_triton.ops.registry.TEMPLATES[name].signature` has the shapes and dtypes of all operands and results. `rows`
+there stands for any number of leading dims, with any strides. Columns should be contiguous; other tensors are copied
+first. Data is bfloat16, float16 or float32. Weights and biases may have another of these dtypes than x; their gradients
+have the dtype of the parameter. Outputs are new and contiguous (except with `in_place`). Statistics and scratch are
+float32. Sums are taken in float32 and rounded once. Two runs are bitwise equal.
 
-Every op raises `ShardcError` SC530, before anything is launched, for an operand of a shape, dtype, layout or device
-that it does not take, for an argument of another kind (no tensor, no finite number, no whole number of 64 bits), for
-one that is to be written in place and cannot be, and, where autograd is on, for one that requires a gradient: an op is
-a forward or a backward, which autograd does not see, and its result would be a constant. The error names the op, the
-operand, what was expected, and the line of the call. Autograd is told of what is written in place.
+Every op raises `ShardcError` SC530 before any launch: for an operand of a shape, dtype, layout or device that it does
+not take; for an argument of another kind (not a tensor, not a finite number, not a 64-bit integer); for an operand that
+must be written in place and cannot be; and, with autograd enabled, for an operand that requires a gradient. An op is a
+forward or a backward that autograd does not see, so its result would be a constant. The error names the op, the
+operand, what was expected, and the line of the call. In-place writes are reported to autograd.
 
-Of no rows or no columns the results are as empty. Kernels are in `kernels_triton/kernels`, in files named as here.
+With no rows or no columns, the results are empty too. The kernels are in `kernels_triton/library/kernels`, in files of
+the same names.
 """
 
 from kernels_triton.ops.activation import (

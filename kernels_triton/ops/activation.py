@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels_triton import launch, reference, rows
-from kernels_triton.checks import checked, expect, floats, rowed, same_dtype, shaped
-from kernels_triton.ops.sums import partials, sum_into
-from kernels_triton.reference.activation import ACTIVATIONS
+from kernels_triton.launch import launch, row_schedule
+from kernels_triton.launch.partial_sums import partial_sum_buffer, sum_columns_into
+from kernels_triton.library import reference
+from kernels_triton.library.checks import (
+    checked,
+    expect,
+    expect_columns,
+    expect_floats,
+    expect_same_dtype,
+    expect_shape,
+)
+from kernels_triton.library.reference.activation import ACTIVATIONS
 
 
 @checked
@@ -15,16 +23,17 @@ def bias_gelu(x: Tensor, bias: Tensor | None, act: str = "gelu_tanh") -> Tensor:
     """act(x + bias) of x [..., columns] and bias [columns] or None: [..., columns], of x's dtype.
 
     `act` is `gelu`, x times the normal distribution's function, by erf, or its approximation `gelu_tanh` (Hendrycks &
-    Gimpel 2016, section 2); `silu`, x * sigmoid(x) (theirs too); `relu2`, as `squared_relu`. What is below 1.1e-36 may
-    be 0, as a kernel's logistic is below 2^-126; `gelu` of 16 bits is off by 2e-9 at most where x is below -5.
+    Gimpel 2016, section 2); `silu`, x * sigmoid(x) (from the same paper); `relu2`, as `squared_relu`. Results below
+    1.1e-36 may be 0, as a kernel's logistic is 0 below 2^-126. In 16 bits, `gelu` has an error of at most 2e-9 for x
+    below -5.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`), and for another `act`.
     """
-    _known("bias_gelu", act)
-    floats("bias_gelu", x, x=x, bias=bias)
-    rowed("bias_gelu", x=x)
-    shaped("bias_gelu", "bias", bias, x.shape[-1:], x)
-    if not launch.on_triton(x):
+    _expect_activation("bias_gelu", act)
+    expect_floats("bias_gelu", x, x=x, bias=bias)
+    expect_columns("bias_gelu", x=x)
+    expect_shape("bias_gelu", "bias", bias, x.shape[-1:], x)
+    if not launch.runs_on_triton(x):
         return reference.bias_gelu(x, bias, act)
     return _forward("bias_gelu", x, bias, act)
 
@@ -35,17 +44,17 @@ def bias_gelu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """(dx, dbias) of `bias_gelu`, from dy [..., columns], x [..., columns] and bias [columns] or None.
 
-    dx [..., columns] is `dy * act'(x + bias)`, in x's dtype; dbias [columns], its sum over rows, is None where there is
-    no bias. Each program sums its rows in float32, before dx is rounded; the programs' sums are added in a fixed order.
+    dx [..., columns] is `dy * act'(x + bias)`, in x's dtype. dbias [columns] is its sum over rows; None without a bias.
+    Each program sums its rows in float32, before dx is rounded. The programs' sums are added in a fixed order.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`), and for another `act`.
     """
-    _known("bias_gelu_backward", act)
-    floats("bias_gelu_backward", x, x=x, dy=dy, bias=bias)
-    rowed("bias_gelu_backward", x=x)
-    shaped("bias_gelu_backward", "dy", dy, x.shape, x)
-    shaped("bias_gelu_backward", "bias", bias, x.shape[-1:], x)
-    if not launch.on_triton(x):
+    _expect_activation("bias_gelu_backward", act)
+    expect_floats("bias_gelu_backward", x, x=x, dy=dy, bias=bias)
+    expect_columns("bias_gelu_backward", x=x)
+    expect_shape("bias_gelu_backward", "dy", dy, x.shape, x)
+    expect_shape("bias_gelu_backward", "bias", bias, x.shape[-1:], x)
+    if not launch.runs_on_triton(x):
         return reference.bias_gelu_backward(dy, x, bias, act)
     return _backward("bias_gelu_backward", dy, x, bias, act)
 
@@ -56,23 +65,23 @@ def squared_relu(x: Tensor) -> Tensor:
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
-    floats("squared_relu", x, x=x)
-    rowed("squared_relu", x=x)
-    return _forward("squared_relu", x, None, "relu2") if launch.on_triton(x) else reference.squared_relu(x)
+    expect_floats("squared_relu", x, x=x)
+    expect_columns("squared_relu", x=x)
+    return _forward("squared_relu", x, None, "relu2") if launch.runs_on_triton(x) else reference.squared_relu(x)
 
 
 @checked
 def squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """dx [..., columns] of `squared_relu`, `2 * max(x, 0) * dy`, from dy and x [..., columns]; of x's dtype.
 
-    Where x is not positive it is 0, an infinite dy or not, as autograd's; of a NaN it is NaN.
+    dx is 0 where x is not positive, even for an infinite dy, as in autograd; NaN gives NaN.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
-    floats("squared_relu_backward", x, x=x, dy=dy)
-    rowed("squared_relu_backward", x=x)
-    shaped("squared_relu_backward", "dy", dy, x.shape, x)
-    if not launch.on_triton(x):
+    expect_floats("squared_relu_backward", x, x=x, dy=dy)
+    expect_columns("squared_relu_backward", x=x)
+    expect_shape("squared_relu_backward", "dy", dy, x.shape, x)
+    if not launch.runs_on_triton(x):
         return reference.squared_relu_backward(dy, x)
     return _backward("squared_relu_backward", dy, x, None, "relu2")[0]
 
@@ -82,15 +91,15 @@ def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
     """act(gate) * up, of gate and up [..., columns]: [..., columns], of their one dtype.
 
     Shazeer 2020, "GLU variants improve Transformer", section 2: `silu` makes it SwiGLU, `gelu` and `gelu_tanh` GeGLU.
-    Without `up`, gate [..., 2 * columns] is both, one behind the other in each row. Values near 0 are as exact as those
-    of `bias_gelu`.
+    Without `up`, gate [..., 2 * columns] holds both, one after the other in each row. Accuracy near 0 is as in
+    `bias_gelu`.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`), for another `act`, and for a packed gate of an odd
     number of columns.
     """
-    _known("gated", act)
-    _pair("gated", gate, up)
-    if not launch.on_triton(gate):
+    _expect_activation("gated", act)
+    _expect_pair("gated", gate, up)
+    if not launch.runs_on_triton(gate):
         return reference.gated(gate, up, act)
     first, second = _halves(gate, up)
     y = launch.empty((*gate.shape[:-1], first.shape[1]), gate.dtype, gate)
@@ -99,13 +108,13 @@ def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
 
 
 def gated_into(first: Tensor, second: Tensor, y: Tensor, act: str) -> None:
-    """`act(first) * second` of rows."""
+    """`act(first) * second`, for rows."""
     gate, (count, cols) = first, first.shape
-    schedule = rows.tile_schedule("gated", gate, cols)
+    schedule = row_schedule.tile_schedule("gated", gate, cols)
     launch.run(
         "activation.gated_forward",
         (schedule.tiles(count, cols),),
-        *(first, second, y, count, rows.row_stride(first), rows.row_stride(second)),
+        *(first, second, y, count, row_schedule.row_stride(first), row_schedule.row_stride(second)),
         ACT=act,
         COLS=cols,
         BLOCK=schedule.block,
@@ -125,30 +134,30 @@ def gated_backward(
 
     Raises SC530 as `gated`.
     """
-    _known("gated_backward", act)
-    _pair("gated_backward", gate, up)
-    floats("gated_backward", gate, dy=dy)
-    shaped("gated_backward", "dy", dy, (*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)), gate)
-    if not launch.on_triton(gate):
+    _expect_activation("gated_backward", act)
+    _expect_pair("gated_backward", gate, up)
+    expect_floats("gated_backward", gate, dy=dy)
+    expect_shape("gated_backward", "dy", dy, (*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)), gate)
+    if not launch.runs_on_triton(gate):
         return reference.gated_backward(dy, gate, up, act)
     first, second = _halves(gate, up)
     dgate = launch.empty(gate.shape, gate.dtype, gate)
     dup = None if up is None else launch.empty(up.shape, up.dtype, up)
-    gated_backward_into(rows.as_rows(dy), first, second, *_halves(dgate, dup), act)
+    gated_backward_into(row_schedule.as_rows(dy), first, second, *_halves(dgate, dup), act)
     return dgate, dup
 
 
 def gated_backward_into(
     grad: Tensor, first: Tensor, second: Tensor, to_first: Tensor, to_second: Tensor, act: str
 ) -> None:
-    """The gradients of `gated_into`, of rows."""
+    """The gradients of `gated_into`, for rows."""
     gate, (count, cols) = first, first.shape
-    schedule = rows.tile_schedule("gated_backward", gate, cols)
+    schedule = row_schedule.tile_schedule("gated_backward", gate, cols)
     launch.run(
         "activation.gated_backward",
         (schedule.tiles(count, cols),),
         *(grad, first, second, to_first, to_second, count),
-        *map(rows.row_stride, (grad, first, second, to_first, to_second)),
+        *map(row_schedule.row_stride, (grad, first, second, to_first, to_second)),
         ACT=act,
         COLS=cols,
         BLOCK=schedule.block,
@@ -157,26 +166,26 @@ def gated_backward_into(
     )
 
 
-def _known(op: str, act: str) -> None:
+def _expect_activation(op: str, act: str) -> None:
     expect(act in ACTIVATIONS, op, f"act is {act!r}, which is no activation", hint=f"one of {', '.join(ACTIVATIONS)}")
 
 
-def _pair(op: str, gate: Tensor, up: Tensor | None) -> None:
-    floats(op, gate, gate=gate, up=up)
-    rowed(op, gate=gate)
+def _expect_pair(op: str, gate: Tensor, up: Tensor | None) -> None:
+    expect_floats(op, gate, gate=gate, up=up)
+    expect_columns(op, gate=gate)
     if up is None:
-        told = f"gate is {list(gate.shape)}, gate and up in one: its columns are odd"
-        expect(gate.shape[-1] % 2 == 0, op, told, "pass both halves, of as many columns each, or gate and up apart")
+        message = f"gate is {list(gate.shape)}, gate and up in one: its columns are odd"
+        expect(gate.shape[-1] % 2 == 0, op, message, "pass both halves, of as many columns each, or gate and up apart")
     else:
-        shaped(op, "up", up, gate.shape, gate)
-        same_dtype(op, "up", up, gate)
+        expect_shape(op, "up", up, gate.shape, gate)
+        expect_same_dtype(op, "up", up, gate)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up as rows; of a packed tensor, two views."""
+    """Gate and up as rows. A packed tensor gives two views."""
     if up is not None:
-        return rows.as_rows(gate), rows.as_rows(up)
-    flat = rows.as_rows(gate)
+        return row_schedule.as_rows(gate), row_schedule.as_rows(up)
+    flat = row_schedule.as_rows(gate)
     half = gate.shape[-1] // 2
     return flat[:, :half], flat[:, half:]
 
@@ -188,13 +197,13 @@ def _forward(op: str, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 
 def forward_into(op: str, x: Tensor, bias: Tensor | None, y: Tensor, act: str) -> None:
-    flat = rows.as_rows(x)
+    flat = row_schedule.as_rows(x)
     count, cols = flat.shape
-    schedule = rows.tile_schedule(op, x, cols)
+    schedule = row_schedule.tile_schedule(op, x, cols)
     launch.run(
         "activation.activation_forward",
         (schedule.tiles(count, cols),),
-        *(flat, None if bias is None else bias.contiguous(), y, count, rows.row_stride(flat)),
+        *(flat, None if bias is None else bias.contiguous(), y, count, row_schedule.row_stride(flat)),
         ACT=act,
         COLS=cols,
         BLOCK=schedule.block,
@@ -213,17 +222,17 @@ def _backward(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, act: str) -> 
 def backward_into(
     op: str, dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, dbias: Tensor | None, act: str
 ) -> None:
-    """`dbias`, the sum of `dx` over rows, is wanted or not, whether there is a bias or not."""
-    grad, flat = rows.as_rows(dy), rows.as_rows(x)
+    """`dbias`, the sum of `dx` over rows, is optional, with or without a bias."""
+    grad, flat = row_schedule.as_rows(dy), row_schedule.as_rows(x)
     count, cols = flat.shape
-    schedule = rows.walking_schedule(op, x, cols, sums=dbias is not None)
-    blocks, programs = schedule.walk(count, cols, x)
-    db = None if dbias is None else partials(programs, cols, x)
+    schedule = row_schedule.column_walk_schedule(op, x, cols, sums=dbias is not None)
+    blocks, programs = schedule.column_grid(count, cols, x)
+    db = None if dbias is None else partial_sum_buffer(programs, cols, x)
     launch.run(
         "activation.activation_backward",
         (blocks * programs,),
         *(grad, flat, None if bias is None else bias.contiguous(), dx, db, count),
-        *(rows.row_stride(grad), rows.row_stride(flat)),
+        *(row_schedule.row_stride(grad), row_schedule.row_stride(flat)),
         ACT=act,
         COLS=cols,
         BLOCK=schedule.block,
@@ -231,4 +240,4 @@ def backward_into(
         STAGES=schedule.stages,
         warps=schedule.warps,
     )
-    sum_into((db,), [dbias])
+    sum_columns_into((db,), [dbias])

@@ -8,8 +8,17 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from kernels_triton import launch, reference
-from kernels_triton.checks import checked, expect, floats, scalars, shaped, writable, written
+from kernels_triton.launch import launch
+from kernels_triton.library import reference
+from kernels_triton.library.checks import (
+    checked,
+    expect,
+    expect_floats,
+    expect_scalars,
+    expect_shape,
+    expect_writable,
+    mark_written,
+)
 
 BLOCK = 1024
 
@@ -37,33 +46,33 @@ def adamw(
         param = param * (1 - lr * weight_decay) - lr * m / (sqrt(v) + eps)
 
     param, grad, exp_avg and exp_avg_sq [numbers] are flat, contiguous, of floating point each; copy [numbers], if
-    given, gets the new parameters in its own dtype. An nn.Parameter is one: under torch.no_grad(), as everything that
-    updates parameters, and by a view if it is not flat, `param.view(-1)`. lr [], step [] (1 in the first), grad_scale
-    [] (1 / loss scale times the clipping coefficient) and skip [] (nothing happens where it is not 0) are 0-dim tensors
-    on param's device: a CUDA graph replays with new values. All is computed in float32, or in float64 if param is, and
-    what is written is rounded once, to each tensor's dtype.
+    given, gets the new parameters in its own dtype. An nn.Parameter needs torch.no_grad(), as in every update, and a
+    view if it is not flat: `param.view(-1)`. lr [], step [] (1 in the first), grad_scale [] (1 / loss scale times the
+    clipping coefficient) and skip [] (nothing is updated unless it is 0) are 0-dim tensors on param's device, so that a
+    CUDA graph replays with new values. The update is computed in float32, or in float64 if param is, and rounded once,
+    to each tensor's dtype.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`), for tensors that are not flat or not contiguous, for
     moments in float64 beside a param that is not, and for betas that are negative, or 1 or more.
     """
     flat = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
-    floats("adamw", param, **flat, lr=lr, grad_scale=grad_scale)
-    scalars("adamw", param, lr=lr, step=step, grad_scale=grad_scale, skip=skip)
+    expect_floats("adamw", param, **flat, lr=lr, grad_scale=grad_scale)
+    expect_scalars("adamw", param, lr=lr, step=step, grad_scale=grad_scale, skip=skip)
     for name, value in flat.items():
-        shaped("adamw", name, value, (param.numel(),), param, f"pass {name}.view(-1)")
+        expect_shape("adamw", name, value, (param.numel(),), param, f"pass {name}.view(-1)")
         if value is not None and not value.is_contiguous():
             hint = (
                 "pass grad.contiguous()" if name == "grad" else f"{name} is written: make it contiguous, and keep that"
             )
             expect(False, "adamw", f"{name} is of stride {value.stride(0)}, expected 1", hint)
     for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        known = value.dtype != torch.float64 or param.dtype == torch.float64
-        told = f"{name} is {value.dtype}, param {param.dtype}: it would be computed in float32"
-        expect(known, "adamw", told, f"keep {name} in torch.float32, or param in torch.float64 too")
-    writable("adamw", param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, copy=copy)
+        is_supported = value.dtype != torch.float64 or param.dtype == torch.float64
+        message = f"{name} is {value.dtype}, param {param.dtype}: it would be computed in float32"
+        expect(is_supported, "adamw", message, f"keep {name} in torch.float32, or param in torch.float64 too")
+    expect_writable("adamw", param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, copy=copy)
     fits = len(betas) == 2 and all(isinstance(beta, Real) and 0.0 <= beta < 1.0 for beta in betas)
     expect(fits, "adamw", f"betas are {betas}, expected two of 0 or more, below 1", "0.9 and 0.999 are usual")
-    if not launch.on_triton(param):
+    if not launch.runs_on_triton(param):
         reference.adamw(param, grad, exp_avg, exp_avg_sq, lr, step, betas, eps, weight_decay, grad_scale, skip, copy)
         return
     count = param.numel()
@@ -76,4 +85,4 @@ def adamw(
         BLOCK=BLOCK,
         warps=4,
     )
-    written(param, exp_avg, exp_avg_sq, copy)
+    mark_written(param, exp_avg, exp_avg_sq, copy)

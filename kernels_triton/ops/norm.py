@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone or after a residual add; backward gives dx, dw and db from one read of dy and x."""
+"""LayerNorm and RMSNorm, alone or after a residual add. Backward computes dx, dw and db from one read of dy and x."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels_triton import launch, reference, rows
-from kernels_triton.checks import checked, floats, rowed, same_dtype, shaped, statistics
-from kernels_triton.ops.sums import partials, sum_into
+from kernels_triton.launch import launch, row_schedule
+from kernels_triton.launch.partial_sums import partial_sum_buffer, sum_columns_into
+from kernels_triton.library import reference
+from kernels_triton.library.checks import (
+    checked,
+    expect_columns,
+    expect_floats,
+    expect_same_dtype,
+    expect_shape,
+    expect_statistics,
+)
 
 STATISTICS = ("mean", "rstd")
-HELD_COLS = 4096  # up to which forward always has registers for weight and bias
-HELD = 16  # numbers of the weight that a thread of backward has registers for
+HELD_COLS = 4096  # up to this width forward always keeps weight and bias in registers
+HELD = 16  # elements of the weight that a thread of backward keeps in registers
 
 
 @checked
@@ -24,14 +32,15 @@ def layer_norm(
     """(y, mean, rstd) of rows: `y = (x - mean) * rstd * weight + bias`, `rstd = 1 / sqrt(variance + eps)`.
 
     Ba et al. 2016, "Layer normalization", section 3. x [..., columns]; weight and bias [columns] or None; y is of x's
-    shape and dtype; the statistics mean and rstd are float32 [...], one a row, for backward. The variance is of
-    distances from the mean, and does not cancel: a row in registers is passed twice, of float32 corrected by what the
-    distances sum to (Chan, Golub & LeVeque 1983), and a longer row's blocks are put together by their formula of 1979.
+    shape and dtype; the statistics mean and rstd are float32 [...], one a row, for backward. The variance is
+    summed from differences to the mean, without cancellation: a row in registers takes two passes, corrected in float32
+    by the sum of the differences (Chan, Golub & LeVeque 1983). The blocks of a longer row are merged by their formula
+    of 1979.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
     _check("layer_norm", x, weight=weight, bias=bias)
-    if not launch.on_triton(x):
+    if not launch.runs_on_triton(x):
         return reference.layer_norm(x, weight, bias, eps)
     y, _, mean, rstd = _forward("layer_norm", x, None, weight, bias, eps, centred=True)
     assert mean is not None
@@ -48,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tenso
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
     _check("rms_norm", x, weight=weight)
-    if not launch.on_triton(x):
+    if not launch.runs_on_triton(x):
         return reference.rms_norm(x, weight, eps)
     y, _, _, rstd = _forward("rms_norm", x, None, weight, None, eps, centred=False)
     return y, rstd
@@ -66,7 +75,7 @@ def add_layer_norm(
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
     _check("add_layer_norm", x, residual=residual, weight=weight, bias=bias)
-    if not launch.on_triton(x):
+    if not launch.runs_on_triton(x):
         return reference.add_layer_norm(x, residual, weight, bias, eps)
     y, total, mean, rstd = _forward("add_layer_norm", x, residual, weight, bias, eps, centred=True)
     assert mean is not None
@@ -85,7 +94,7 @@ def add_rms_norm(
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
     _check("add_rms_norm", x, residual=residual, weight=weight)
-    if not launch.on_triton(x):
+    if not launch.runs_on_triton(x):
         return reference.add_rms_norm(x, residual, weight, eps)
     y, total, _, rstd = _forward("add_rms_norm", x, residual, weight, None, eps, centred=False)
     return y, total, rstd
@@ -108,13 +117,13 @@ def layer_norm_backward(
     dweight [columns] and dbias [columns], of the weight's dtype, are sums over rows, None without a weight and with
     `with_bias=False`: each program adds its rows in float32, and the programs' sums are added in a fixed order.
 
-    After `add_layer_norm`, x is the sum and residual_grad [..., columns] the gradient that reaches it beside the norm,
-    or None; dx is then that of both addends.
+    After `add_layer_norm`, x is the sum, and residual_grad [..., columns] is the gradient that reaches the sum past the
+    norm, or None. dx is then the gradient of both addends.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
     _check("layer_norm_backward", x, dy=dy, weight=weight, mean=mean, rstd=rstd, residual_grad=residual_grad)
-    if not launch.on_triton(x):
+    if not launch.runs_on_triton(x):
         return reference.layer_norm_backward(dy, x, weight, mean, rstd, residual_grad, with_bias)
     return _backward("layer_norm_backward", dy, x, weight, mean, rstd, residual_grad, with_bias)
 
@@ -132,20 +141,22 @@ def rms_norm_backward(
     Raises SC530 for a wrong operand (see `kernels_triton.ops`).
     """
     _check("rms_norm_backward", x, dy=dy, weight=weight, rstd=rstd, residual_grad=residual_grad)
-    if not launch.on_triton(x):
+    if not launch.runs_on_triton(x):
         return reference.rms_norm_backward(dy, x, weight, rstd, residual_grad)
     return _backward("rms_norm_backward", dy, x, weight, None, rstd, residual_grad, False)[:2]
 
 
 def _check(op: str, x: Tensor, **others: Tensor | None) -> None:
-    """Weights and biases have a number a column, statistics one a row, everything else the shape of x."""
+    """Weights and biases have one number a column, statistics one number a row; all others have the shape of x."""
     shapes = {"weight": x.shape[-1:], "bias": x.shape[-1:], "mean": x.shape[:-1], "rstd": x.shape[:-1]}
-    floats(op, x, x=x, **{name: value for name, value in others.items() if name not in STATISTICS})
-    statistics(op, x, **{name: value for name, value in others.items() if name in STATISTICS and value is not None})
-    rowed(op, x=x)
+    expect_floats(op, x, x=x, **{name: value for name, value in others.items() if name not in STATISTICS})
+    expect_statistics(
+        op, x, **{name: value for name, value in others.items() if name in STATISTICS and value is not None}
+    )
+    expect_columns(op, x=x)
     for name, value in others.items():
-        shaped(op, name, value, shapes.get(name, x.shape), x)
-    same_dtype(op, "residual", others.get("residual"), x)
+        expect_shape(op, name, value, shapes.get(name, x.shape), x)
+    expect_same_dtype(op, "residual", others.get("residual"), x)
 
 
 def _forward(
@@ -174,25 +185,25 @@ def forward_into(
     squares: bool = False,
 ) -> None:
     """The norm of `x + before + residual`, that sum (`total`) and the statistics, each written in its own dtype.
-    Without `mean` it is an RMS norm, of which `rstd` gets the sum of squares if `squares`."""
+    Without `mean` this is an RMS norm; with `squares`, `rstd` gets the sum of squares."""
     cols = x.shape[-1]
-    flat = rows.as_rows(x)
+    flat = row_schedule.as_rows(x)
     count = flat.shape[0]
-    added = None if residual is None else rows.as_rows(residual)
-    schedule = rows.forward_schedule(op, x, cols)
-    columns = [None if one is None else one.contiguous() for one in (before, weight, bias)]
+    added = None if residual is None else row_schedule.as_rows(residual)
+    schedule = row_schedule.forward_schedule(op, x, cols)
+    columns = [None if column is None else column.contiguous() for column in (before, weight, bias)]
     args = (
         *(flat, columns[0], added, total, *columns[1:], y, mean, rstd, count),
-        *(rows.row_stride(flat), rows.row_stride(added), eps),
+        *(row_schedule.row_stride(flat), row_schedule.row_stride(added), eps),
     )
     if schedule.chunks:
         once, again = schedule.waves == 0, schedule.again and before is None and residual is None
-        # For one wide row, weight and bias in registers would cost others theirs.
+        # With one wide row, registers for weight and bias would be missing elsewhere.
         held = not again and (not once or schedule.chunks == 1 or cols <= HELD_COLS)
         tile = {"COLS": cols, **schedule.persistent, "HOLD": held, "SQUARES": squares, "ONCE": once, "AGAIN": again}
-        # Untold, the compiler for sm_80 puts two aside, so that another program fits.
+        # Without a limit the compiler for sm_80 spills two registers, so that another program fits.
         wide = schedule.chunks > 1 or (before is not None and x.element_size() == 4)
-        older = wide and launch.device_of(x).shared_bytes < rows.NEWER
+        older = wide and launch.device_of(x).shared_bytes < row_schedule.SM90_SHARED
         registers = (1 << 16) // (32 * schedule.warps) if older else 0
         launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile, registers=min(255, registers))
     else:
@@ -218,13 +229,13 @@ def _backward(
     return dx, dw, db
 
 
-def _with_more(schedule: rows.Schedule, x: Tensor, read: Sequence[Tensor]) -> rows.Schedule:
-    """The schedule for these tensors in flight, as far as there is shared memory."""
+def _schedule_for_operands(schedule: row_schedule.Schedule, x: Tensor, read: Sequence[Tensor]) -> row_schedule.Schedule:
+    """The schedule with as many stages of these tensors in flight as shared memory allows."""
     if not schedule.chunks:
         return schedule
     width, height = schedule.block * schedule.chunks, max(1, schedule.rows // (2 if len(read) > 3 else 1))
-    in_flight = max(1, schedule.waves) * width * height * sum(one.element_size() for one in read)
-    stages = min(schedule.stages, (launch.device_of(x).shared_bytes - rows.RESERVED) // in_flight)
+    in_flight = max(1, schedule.waves) * width * height * sum(tensor.element_size() for tensor in read)
+    stages = min(schedule.stages, (launch.device_of(x).shared_bytes - row_schedule.RESERVED) // in_flight)
     return replace(schedule, rows=height, stages=max(1, stages))
 
 
@@ -244,26 +255,33 @@ def backward_into(
     squares_eps: float | None = None,
 ) -> None:
     """The gradient of `forward_into` for `dy + more`, each part written in its own dtype. With `squares_eps`, the
-    norm's epsilon, `rstd` is the sum of squares. `dbefore` is the sum of `dx` over rows."""
+    norm's epsilon, `rstd` holds the sum of squares. `dbefore` is the sum of `dx` over rows."""
     cols = x.shape[-1]
-    grad, flat = rows.as_rows(dy), rows.as_rows(x)
-    others = [None if one is None else rows.as_rows(one) for one in (more, residual_grad)]
+    grad, flat = row_schedule.as_rows(dy), row_schedule.as_rows(x)
+    others = [None if tensor is None else row_schedule.as_rows(tensor) for tensor in (more, residual_grad)]
     count = flat.shape[0]
-    schedule = rows.backward_schedule(op, x, cols)
-    read = [one for one in (grad, flat, *others) if one is not None]
-    wider = sum(one.element_size() for one in read) > 3 * x.element_size()  # than schedules are made for
+    schedule = row_schedule.backward_schedule(op, x, cols)
+    read = [tensor for tensor in (grad, flat, *others) if tensor is not None]
+    wider = sum(tensor.element_size() for tensor in read) > 3 * x.element_size()  # than the schedules assume
     if more is not None or dbefore is not None or wider:
-        schedule = _with_more(schedule, x, read)
+        schedule = _schedule_for_operands(schedule, x, read)
     held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
     if not held and weight is not None and weight.element_size() > x.element_size():
-        # With every row it would pass through shared memory, of which there is not so much.
-        schedule = rows.looped(x, cols)
+        # It would be loaded through shared memory with every row, and there is not enough.
+        schedule = row_schedule.looped_schedule(x, cols)
     programs = schedule.programs(count, x)
-    sums = tuple(None if one is None else partials(programs, cols, x) for one in (dweight, dbias, dbefore))
+    sums = tuple(
+        None if tensor is None else partial_sum_buffer(programs, cols, x) for tensor in (dweight, dbias, dbefore)
+    )
     args = (
         *(grad, others[0], flat, None if weight is None else weight.contiguous()),
         *(None if mean is None else mean.contiguous(), rstd.contiguous(), others[1], dx, *sums, count),
-        *(rows.row_stride(grad), rows.row_stride(others[0]), rows.row_stride(flat), rows.row_stride(others[1])),
+        *(
+            row_schedule.row_stride(grad),
+            row_schedule.row_stride(others[0]),
+            row_schedule.row_stride(flat),
+            row_schedule.row_stride(others[1]),
+        ),
         squares_eps or 0.0,
     )
     squares = squares_eps is not None
@@ -273,4 +291,4 @@ def backward_into(
     else:
         tile = {"COLS": cols, "BLOCK": schedule.block, "ROWS": schedule.rows, "SQUARES": squares}
         launch.run("norm.norm_backward_looped", (programs,), *args, **tile, warps=schedule.warps)
-    sum_into(sums, [dweight, dbias, dbefore])
+    sum_columns_into(sums, [dweight, dbias, dbefore])

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from kernels_triton import launch, reference, rows
-from kernels_triton.checks import checked, expect, floats, placed, rowed, shaped
+from kernels_triton.launch import launch, row_schedule
+from kernels_triton.library import reference
+from kernels_triton.library.checks import checked, expect, expect_columns, expect_device, expect_floats, expect_shape
 
-KEPT = {"EXACT": False, "FILL": -math.inf, "HIDES": False}  # what a mask does not keep is not there
-CUT = 1024  # columns, from which on causal rows are computed by blocks
+PLAIN_MASK = {"EXACT": False, "FILL": -math.inf, "HIDES": False}  # masked columns have probability 0
+CAUSAL_BLOCKS_FROM = 1024  # the fewest columns for which causal rows are computed by blocks
 
 
 @checked
@@ -19,30 +20,31 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
     """softmax(x * scale + mask) over the last dim of x [..., columns]: [..., columns], of x's dtype.
 
     mask [...] broadcasts against x: boolean, True where a column counts, or of floating point, and added; or None.
-    `causal` keeps column c of query q of x [..., queries, columns] where `c <= q + columns - queries`. A row with
-    nothing left is zeros. A row in registers is read once; of a longer one, maximum and sum are taken in one pass, the
-    sum rescaled as the maximum grows (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax").
+    `causal` keeps column c of query q of x [..., queries, columns] where `c <= q + columns - queries`. A
+    fully masked row is zeros. A row in registers is read once. For a longer row, maximum and sum are computed in one
+    pass; the sum is rescaled as the maximum grows (Milakov & Gimelshein 2018, "Online normalizer
+    calculation for softmax").
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`), and for `causal` of a single dim.
     """
-    floats("softmax", x, x=x)
-    rowed("softmax", x=x)
-    _square("softmax", "x", x, causal)
+    expect_floats("softmax", x, x=x)
+    expect_columns("softmax", x=x)
+    _expect_queries("softmax", "x", x, causal)
     if mask is not None:
-        _maskable(x, mask)
-    if not launch.on_triton(x):
+        _expect_mask(x, mask)
+    if not launch.runs_on_triton(x):
         return reference.softmax(x, scale, mask, causal)
     cols = x.shape[-1]
     queries = x.shape[-2] if x.dim() > 1 else 1
-    flat = rows.as_rows(x)
+    flat = row_schedule.as_rows(x)
     count = flat.shape[0]
     y = launch.empty(x.shape, x.dtype, x)
     heads, strides = 1, (0, 0, 0)
     if mask is not None:
         mask, heads, strides = _broadcast(mask, x)
     schedule = _schedule("softmax", x, cols, causal, mask is not None)
-    args = (flat, mask, y, count, rows.row_stride(flat), scale, *strides)
-    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": causal, **KEPT}
+    args = (flat, mask, y, count, row_schedule.row_stride(flat), scale, *strides)
+    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": causal, **PLAIN_MASK}
     if causal and schedule.chunks > 1:
         tile = {"CHUNKS": schedule.chunks, "BLOCK": schedule.block, "warps": schedule.warps}
         args, shape = (flat, mask, y, *args[4:]), {"COLS": cols, "QUERIES": queries, "HEADS": heads}
@@ -57,17 +59,18 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
 
 
 def softmax_into(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, fill: float, hides: bool) -> None:
-    """Torch's softmax of rows [rows, cols], into y: NaN in a row of -inf alone. `mask` walks the rows in as many dims
-    as it likes: added, or boolean, and `fill` is where it is True, if it `hides`, or where it is not."""
+    """Torch's softmax of rows [rows, cols], into y: NaN in a row of only -inf. `mask` may have any strides over the
+    rows that merge to three dims. It is added, or is boolean: `fill` replaces x where it is True if it `hides`,
+    otherwise where it is False."""
     count, cols = x.shape
     (_, batch), (heads, head), (queries, query) = (1, 0), (1, 0), (1, 0)
     if mask is not None:
-        walked = rows.leading_three(mask.shape, mask.stride())
-        assert walked is not None, "a mask of more dims than a kernel walks"
-        (_, batch), (heads, head), (queries, query) = walked
+        dims = row_schedule.three_leading_dims(mask.shape, mask.stride())
+        assert dims is not None, "a mask of more dims than a kernel walks"
+        (_, batch), (heads, head), (queries, query) = dims
         mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
     schedule = _schedule("softmax", x, cols, False, mask is not None)
-    args = (x, mask, y, count, rows.row_stride(x), scale, batch, head, query)
+    args = (x, mask, y, count, row_schedule.row_stride(x), scale, batch, head, query)
     shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": False}
     shape |= {"EXACT": True, "FILL": fill, "HIDES": hides}
     if schedule.chunks:
@@ -86,25 +89,25 @@ def softmax_backward(dy: Tensor, y: Tensor, scale: float = 1.0, causal: bool = F
 
     Raises SC530 as `softmax`.
     """
-    floats("softmax_backward", y, y=y, dy=dy)
-    rowed("softmax_backward", y=y)
-    _square("softmax_backward", "y", y, causal)
-    shaped("softmax_backward", "dy", dy, y.shape, y)
-    if not launch.on_triton(y):
+    expect_floats("softmax_backward", y, y=y, dy=dy)
+    expect_columns("softmax_backward", y=y)
+    _expect_queries("softmax_backward", "y", y, causal)
+    expect_shape("softmax_backward", "dy", dy, y.shape, y)
+    if not launch.runs_on_triton(y):
         return reference.softmax_backward(dy, y, scale, causal)
     queries = y.shape[-2] if y.dim() > 1 else 1
     dx = launch.empty(y.shape, y.dtype, y)
-    softmax_backward_into(rows.as_rows(dy), rows.as_rows(y), dx, scale, queries, causal)
+    softmax_backward_into(row_schedule.as_rows(dy), row_schedule.as_rows(y), dx, scale, queries, causal)
     return dx
 
 
 def softmax_backward_into(
     grad: Tensor, flat: Tensor, dx: Tensor, scale: float, queries: int = 1, causal: bool = False
 ) -> None:
-    """Of rows [rows, cols]; dx lies in order."""
+    """For rows [rows, cols]; dx is contiguous."""
     count, cols = flat.shape
     schedule = _schedule("softmax_backward", flat, cols, causal)
-    args = (grad, flat, dx, count, rows.row_stride(grad), rows.row_stride(flat), scale)
+    args = (grad, flat, dx, count, row_schedule.row_stride(grad), row_schedule.row_stride(flat), scale)
     shape = {"COLS": cols, "QUERIES": queries, "CAUSAL": causal}
     if causal and schedule.chunks > 1:
         tile = {"CHUNKS": schedule.chunks, "BLOCK": schedule.block, "warps": schedule.warps}
@@ -118,41 +121,41 @@ def softmax_backward_into(
         launch.run("softmax.softmax_backward_looped", (count,), *args, **shape, **tile)
 
 
-def _schedule(op: str, x: Tensor, cols: int, causal: bool, masked: bool = False) -> rows.Schedule:
-    """Long causal rows are cut in at least two blocks. With a mask fewer programs fit, which hide each other's waits:
-    what was measured without one does not hold, and masked rows are 2 to 22 % faster as their size asks."""
+def _schedule(op: str, x: Tensor, cols: int, causal: bool, masked: bool = False) -> row_schedule.Schedule:
+    """Long causal rows are cut into at least two blocks. With a mask occupancy is lower, and latency is hidden less.
+    Schedules measured without a mask do not hold then: with schedules from sizes, masked rows are 2 to 22 % faster."""
     name = f"causal_{op}" if causal else f"masked_{op}" if masked else op
-    schedule = rows.forward_schedule(name, x, cols)
-    if not causal or cols < CUT or not schedule.chunks:
+    schedule = row_schedule.forward_schedule(name, x, cols)
+    if not causal or cols < CAUSAL_BLOCKS_FROM or not schedule.chunks:
         return schedule
-    block, chunks = rows.cut(cols, 16384, 4)
+    block, chunks = row_schedule.column_chunks(cols, 16384, 4)
     if chunks == 1:
         block, chunks = block // 2, 2
     warps = 1 << (max(2, min(16, block * chunks // 1024)).bit_length() - 1)
-    older = launch.device_of(x).shared_bytes < rows.NEWER
+    older = launch.device_of(x).shared_bytes < row_schedule.SM90_SHARED
     if older and op.endswith("backward") and x.element_size() == 2 and chunks == 2 and block in (1024, 2048):
-        warps *= 2  # of 16 numbers a thread and block sm_80's compiler puts a scalar aside, to fit one more program
-    return rows.tabled(name, x, cols, rows.Schedule(block, chunks, 1, warps))
+        warps *= 2  # with 16 numbers a thread and block, sm_80's compiler spills a scalar to fit one more program
+    return row_schedule.table_schedule(name, x, cols, row_schedule.Schedule(block, chunks, 1, warps))
 
 
-def _square(op: str, name: str, x: Tensor, causal: bool) -> None:
+def _expect_queries(op: str, name: str, x: Tensor, causal: bool) -> None:
     if causal and x.dim() < 2:
-        told = f"{name} is {list(x.shape)}, expected [..., queries, columns] with causal"
-        expect(False, op, told, f"pass {name}.unsqueeze(0), or causal=False")
+        message = f"{name} is {list(x.shape)}, expected [..., queries, columns] with causal"
+        expect(False, op, message, f"pass {name}.unsqueeze(0), or causal=False")
 
 
-def _maskable(x: Tensor, mask: Tensor) -> None:
-    placed("softmax", x, mask=mask)
+def _expect_mask(x: Tensor, mask: Tensor) -> None:
+    expect_device("softmax", x, mask=mask)
     if mask.dtype != torch.bool:
-        floats("softmax", x, mask=mask)
+        expect_floats("softmax", x, mask=mask)
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    fits = mask.dim() <= x.dim() and all(one in (1, size) for one, size in sizes)
+    fits = mask.dim() <= x.dim() and all(mask_size in (1, size) for mask_size, size in sizes)
     expect(fits, "softmax", f"mask is {list(mask.shape)}, x {list(x.shape)}", hint="a mask broadcasts against x")
 
 
 def _broadcast(mask: Tensor, x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
-    """The mask, how many heads share a batch index, and its strides over (batch, head, query). x is
-    [*batch, heads, queries, columns]; all but the last of its leading dims must collapse into one batch stride."""
+    """The mask, the number of heads for each batch index, and the mask's strides over (batch, head, query). x is
+    [*batch, heads, queries, columns]; all leading dims but the last must merge into one batch stride."""
     if mask.dtype == torch.bool:
         mask = mask.view(torch.int8)
     if mask.shape[-1:] != x.shape[-1:] or (mask.shape[-1] > 1 and mask.stride(-1) != 1):

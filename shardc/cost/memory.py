@@ -1,7 +1,7 @@
 """The memory of one rank over a step, by liveness: what a body holds at each instruction, by category, and at its peak.
 
-What lives when is `ir.lives`. What a kernel takes for itself meanwhile (a workspace, a copy it packs for a collective
-of its own) is not counted, nor is the allocator's rounding.
+What lives when is `ir.liveness`. What a kernel takes for itself meanwhile (a workspace, a copy it packs for a
+collective of its own) is not counted, nor is the allocator's rounding.
 
     parameters, optimizer state, buffers, inputs    stored: what a rank holds all step long
     gradients        a parameter's, until the optimizer has used it; without one, to the end
@@ -25,7 +25,7 @@ from shardc.ir.arena import Plan, planned
 from shardc.ir.buckets import with_buckets
 from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer, type_of
-from shardc.ir.lives import Life, lives
+from shardc.ir.liveness import Life, lives
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.storages import Storage, storages
 from shardc.ir.types import TensorType

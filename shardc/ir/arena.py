@@ -28,7 +28,7 @@ from shardc.ir.buckets import layout_of, pieces, with_buckets
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import INTO, writes
-from shardc.ir.lives import Life, lives
+from shardc.ir.liveness import Life, lives
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.schema import schema_of

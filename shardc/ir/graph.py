@@ -310,3 +310,9 @@ def op_name(target: Any) -> str:
     namespace, _, rest = str(target).partition(".")
     rest = rest.removesuffix(".default")
     return rest if namespace == "aten" else f"{namespace}.{rest}"
+
+
+def cited(call: fx.Node) -> str:
+    """How an error names a call: `%act (mlp.py:6)`."""
+    about = info(call)
+    return f"%{about.name}" + (f" ({about.source})" if about.source else "")

@@ -13,14 +13,28 @@ leaves a sum pending until it is accumulated: before, it would be reduced once a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.passes.decompositions.table import HALF
+from shardc.passes.base import Pass
+from shardc.passes.normalize.decompositions.table import HALF
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Accumulate(Pass):
+    """Make a graph of one microbatch that of a step of `microbatches`; see `accumulate` for `always`."""
+
+    microbatches: int = 1
+    always: bool = False
+
+    def run(self, graph: Graph) -> Graph:
+        return accumulate(graph, self.microbatches, always=self.always)
 
 
 def accumulate(graph: Graph, microbatches: int, *, always: bool = False) -> Graph:

@@ -1,14 +1,13 @@
-"""What a pass is: a frozen dataclass with `run(graph) -> graph`, and the properties it leaves true.
+"""What a pass is: a frozen dataclass with `run(graph) -> graph`.
 
-The fields of a pass are its options. `ensures` lists checks that the verifier runs after it; each
-returns a description of every violation, so a broken pass is caught where it broke.
+The fields of a pass are its options. What it leaves true is listed under its name in `passes/verify.py`, and checked
+after each run, so that a broken pass is caught where it broke.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -16,14 +15,12 @@ from shardc.ir.graph import Graph, info
 from shardc.ir.types import Axes
 from shardc.rules.projection import Projection
 
-Check = Callable[[Graph], list[str]]
+Check = Callable[[Graph], list[str]]  # what is wrong with a graph, a line a violation
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One transformation. It owns the graph it is given: edits are in place."""
-
-    ensures: ClassVar[tuple[Check, ...]] = ()
+    """One transformation. It owns the graph it is given: it edits in place, or returns another one."""
 
     @property
     def name(self) -> str:

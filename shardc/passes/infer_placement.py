@@ -25,8 +25,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from kernels_triton.fused.op import FUSED
-from kernels_triton.templates.op import OPS as TEMPLATES
+from kernels_triton.generated.op import FUSED
+from kernels_triton.match.op import OPS as TEMPLATES
 from shardc.ir.graph import info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
@@ -34,7 +34,7 @@ from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
-from shardc.passes.lower_reshards import transposition
+from shardc.passes.sharding.lower_reshards import transposition
 from shardc.rules.notation import Dims, RuleError, fit
 from shardc.rules.projection import Projection, overlay
 from shardc.rules.registry import OpRule, find_rule, notation_of

@@ -24,7 +24,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.passes.infer_placement import MEANT, placement_faults
 from shardc.passes.infer_types import Local, UnfitOperandsError, results_of
-from shardc.passes.insert_reshards import UPDATES
+from shardc.passes.sharding.insert_reshards import UPDATES
 from shardc.passes.verify import buckets_match
 from shardc.rules.registry import find_rule
 

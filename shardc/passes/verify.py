@@ -1,4 +1,4 @@
-"""What each pass ensures, as checks on the graph: V1 to V5 of the verifier (V6 runs the program).
+"""What each pass ensures and preserves, as checks on graphs: V1 to V5 of the verifier (V6 runs the program).
 
 Every check derives the property anew from the ops' rules and the types, trusting nothing that a pass
 kept, and returns one line a violation. A violation is our bug, so the compiler asserts on it.
@@ -7,18 +7,26 @@ kept, and returns one line a violation. A violation is our bug, so the compiler 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import fx
 
-from shardc.ir.graph import Graph, info, operands, results, type_of
+from shardc.cost.memory import memory
+from shardc.ir.collectives import collectives as all_collectives
+from shardc.ir.graph import Graph, Port, info, operands, results, type_of
 from shardc.ir.ops import collectives
+from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of, starts
 from shardc.ir.schema import given
 from shardc.passes.base import Check, split_of
-from shardc.passes.insert_reshards import operand_types, output_types
-from shardc.passes.settle_partials import produced
+from shardc.passes.fusion.clustering.memory_budget import allowed_peak
+from shardc.passes.normalize.normalize import only_core_ops
+from shardc.passes.sharding.insert_reshards import operand_types, output_types
+from shardc.passes.sharding.settle_partials import produced
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
+
+Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and after it
 
 
 def no_axis_twice(graph: Graph) -> list[str]:
@@ -133,6 +141,69 @@ def buckets_match(graph: Graph) -> list[str]:
     return found
 
 
+def microbatches_summed(graph: Graph) -> list[str]:
+    """Of a step of several microbatches, the loss and each gradient is a sum over them, or a cast of one."""
+    if graph.microbatches == 1:
+        return []
+    faults: list[str] = []
+    for port, value in _ports(graph, "outputs"):
+        sum_of = value if value.target is ACCUMULATE else value.args[0] if value.args else None
+        if port.role in ("loss", "grad") and getattr(sum_of, "target", None) is not ACCUMULATE:
+            faults.append(f"{port.role} {port.name} is no sum over microbatches")
+    return faults
+
+
+def updates_have_inputs(graph: Graph) -> list[str]:
+    """What a step updates it has read: a new parameter, buffer or state of the type of the old one."""
+    before = {(port.role, port.name): type_of(value) for port, value in _ports(graph, "inputs")}
+    faults: list[str] = []
+    for port, value in _ports(graph, "outputs"):
+        if port.role not in ("param", "state", "buffer"):
+            continue
+        old, new = before.get((port.role, port.name)), type_of(value)
+        if old is None:
+            faults.append(f"{port.role} {port.name} is updated and never read")
+        elif (old.dtype, old.shape) != (new.dtype, new.shape):
+            faults.append(f"{port.role} {port.name} was {old} and becomes {new}")
+    return faults
+
+
+def same_interface(before: Graph, after: Graph) -> list[str]:
+    """A pass over a rank's graph keeps its inputs and outputs: names, roles, order and types."""
+    faults: list[str] = []
+    for side in ("inputs", "outputs"):
+        ports = [(port, type_of(value)) for port, value in _ports(before, side)]
+        others = [(port, type_of(value)) for port, value in _ports(after, side)]
+        if ports != others:
+            changed = [f"{a[0].name}: {a[1]} -> {b[1]}" for a, b in zip(ports, others, strict=False) if a != b]
+            faults.append(f"{side} changed: {changed or f'{len(ports)} -> {len(others)}'}")
+    return faults
+
+
+def collectives_in_order(before: Graph, after: Graph) -> list[str]:
+    """A pass that only makes kernels adds no collective and moves none past another: ranks meet as they did. One whose
+    result nothing reads any more may go (a gather for a call that a kernel makes of what it has already)."""
+    was, now = (
+        [(c.kind, c.axes, c.op, c.payload_bytes, c.times) for c in all_collectives(graph)] for graph in (before, after)
+    )
+    remaining = iter(was)
+    if all(collective in remaining for collective in now):
+        return []
+    return [f"{len(now)} collectives are not {len(was)} of before in their order"]
+
+
+def peak_within_bound(before: Graph, after: Graph) -> list[str]:
+    """Kernels may hold at most 1/1024 more at the peak than the calls that they replace."""
+    was, now = memory(before).peak, memory(after).peak
+    return [] if now <= allowed_peak(was) else [f"the peak rises from {was} to {now} bytes"]
+
+
+def _ports(graph: Graph, side: str) -> list[tuple[Port, fx.Node]]:
+    if side == "inputs":
+        return list(zip(graph.inputs, graph.placeholders, strict=True))
+    return list(zip(graph.outputs, graph.output_values, strict=True))
+
+
 def _ruled(graph: Graph) -> list[fx.Node]:
     """Calls with a rule that do not run replicated on constants."""
     return [
@@ -143,11 +214,16 @@ def _ruled(graph: Graph) -> list[fx.Node]:
 
 
 ENSURES: dict[str, tuple[Check, ...]] = {
+    "normalize": (only_core_ops,),
+    "accumulate": (microbatches_summed,),
+    "append_updates": (updates_have_inputs,),
     "atomize": (atoms_nest,),
     "seed": (atoms_nest,),
     "propagate": (no_axis_twice, atoms_nest),
     "split_softmax": (no_axis_twice, atoms_nest),
+    "store": (no_axis_twice, atoms_nest),
     "assign": (no_axis_twice,),
+    "group_sums": (no_axis_twice,),
     "settle_partials": (no_axis_twice, results_follow_rules),
     "insert_reshards": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
     "lower_reshards": (no_axis_twice, operands_match, outputs_as_asked),
@@ -157,4 +233,11 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "align": (no_axis_twice, outputs_as_asked),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
+}
+
+# Of passes that leave the graph they are given as it is: checks of what must be the same before and after.
+PRESERVES: dict[str, tuple[Comparison, ...]] = {
+    "align": (same_interface, collectives_in_order),
+    "bucket": (same_interface,),
+    "fuse": (same_interface, collectives_in_order, peak_within_bound),
 }

@@ -16,8 +16,8 @@ from shardc.ir.in_place import writes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES, run_collective
 from shardc.ir.ops.context import running
-from shardc.runtime.instructions import Numerics, flatten, rank_context
-from shardc.runtime.layout import load_shard
+from shardc.runtime.execute.instructions import Numerics, list_calls, rank_context
+from shardc.runtime.execute.layout import load_shard
 from tests.models.zoo import PLANS, make
 
 CASES = ["gpt2", "gpt2_sp", "llama", "llama_sp", "cnn", "resnet", "t5", "vit"]
@@ -52,7 +52,7 @@ def measured(body: Graph) -> list[int]:
 
     Of several microbatches, in the second: the sums that the first began are there.
     """
-    listing = flatten(body, Numerics())
+    listing = list_calls(body, Numerics())
     over = {write.value: write for write in writes(body)}
     places = dict(zip(body.placeholders, listing.inputs, strict=True))
     inputs = [torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype) for n in body.placeholders]
@@ -67,7 +67,7 @@ def measured(body: Graph) -> list[int]:
         for at, instruction in enumerate((*first, *listing.instructions)):
             if at == len(first) and first:
                 kept = [env[listing.outputs[i]] for i in listing.stacked]
-                carried = [(into, env[slot]) for slot, into in listing.carried]
+                carried = [(into, env[slot]) for slot, into in listing.buffer_slots]
                 for into, value in carried:
                     env[into] = value
             args, kwargs = instruction.arguments(env)

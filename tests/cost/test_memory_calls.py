@@ -14,11 +14,11 @@ from shardc.cost.memory import memory
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.ops.buckets import PACK
-from shardc.runtime import code
-from shardc.runtime.arena import Arena
-from shardc.runtime.executor import Executor
-from shardc.runtime.instructions import Instruction, rank_context
-from shardc.runtime.overlap import Action, _overlaps
+from shardc.runtime.execute import prepared_code
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.instructions import CallInstruction, rank_context
+from shardc.runtime.execute.overlap import Action, _overlaps
 from tests.runtime.poison import Late
 
 ZERO_2 = {"storage": {"zero": 2, "axes": ["dp"]}}
@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def at_once(instructions: Sequence[Instruction], first: int, last: int) -> list[Action]:
+def at_once(instructions: Sequence[CallInstruction], first: int, last: int) -> list[Action]:
     """The order of the program: each collective is waited for where it begins."""
     actions: list[Action] = []
     for at in range(first, last):
@@ -47,10 +47,10 @@ def held_by_a_rank(body: Graph, monkeypatch: pytest.MonkeyPatch, *, placed: bool
     Of several microbatches, in the last. With results `placed` in an arena, that is there all along. -1 where a call
     is no code of its own: a pack whose members are made in it, a view that is there before.
     """
-    monkeypatch.setattr(code, "arranged", at_once)
+    monkeypatch.setattr(prepared_code, "arranged", at_once)
     device = torch.device("cpu")
     arena = Arena({body: planned(body)}, device) if placed else None
-    executor = Executor(body, rank_context(body.mesh, 0, Late(body.mesh)), 0, device, arena)  # type: ignore[arg-type]
+    executor = BodyExecutor(body, rank_context(body.mesh, 0, Late(body.mesh)), 0, device, arena)  # type: ignore[arg-type]
     routine = executor.routine
     inputs = {
         port.name: torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype)
@@ -60,7 +60,7 @@ def held_by_a_rank(body: Graph, monkeypatch: pytest.MonkeyPatch, *, placed: bool
     stored = {x.untyped_storage().data_ptr() for x in (*inputs.values(), *(x for f in feeds for x in f.values()))}
     peaks: dict[int, int] = {}
 
-    def run(lines: Sequence[code.Code], env: list[Any], *_: Any) -> None:
+    def run(lines: Sequence[prepared_code.Code], env: list[Any], *_: Any) -> None:
         for at, call, arguments, into, free in lines:
             args, kwargs = arguments(env)
             result = call(*args, **kwargs)

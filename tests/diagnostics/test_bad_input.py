@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import shardc
 from shardc import Mesh, Plan, ShardcError
-from shardc.cli import app
+from shardc.cli.main import app
 
 ROOT = Path(__file__).parent.parent.parent
 MESH = Mesh(dp=2, tp=2)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import shardc
 from shardc import Mesh, Plan, ShardcError
-from shardc.runtime.simulate import simulate
+from shardc.runtime.oracle.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
 IDS = torch.zeros(4, 6, dtype=torch.int64)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc import ShardcError
-from shardc.stages.cut import cut
+from shardc.partition.cut import cut
 from tests.stages.whole import step
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels_triton import ops, tuning
-from kernels_triton.fused.corpus import transposed_add
-from kernels_triton.fused.launcher import launcher
+from kernels_triton import ops
+from kernels_triton.gate import tuning
+from kernels_triton.gate.corpus import transposed_add
+from kernels_triton.generated.launcher import launcher
 from shardc import ShardcError
 
 X = torch.zeros(4, 6)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from shardc import ShardcError, schedules
-from shardc.stages.build import build
-from shardc.stages.costs import Costs
-from shardc.stages.instructions import Backward, Compute, Forward, Send
-from shardc.stages.pipeline import chain
+from shardc.schedule.build import build
+from shardc.schedule.costs import Costs
+from shardc.schedule.instructions import Backward, Compute, Forward, Send
+from shardc.schedule.pipeline import chain_pipeline
 
 Orders = list[list[Compute]]
 
@@ -75,5 +75,5 @@ def test_message(case: str, golden: Callable[[str, str], None]) -> None:
         schedules.register(schedule.__name__, schedule)
         schedule = schedule.__name__
     with pytest.raises(ShardcError) as caught:
-        build(chain(stages), schedule, microbatches, virtual, Costs.unit(stages, memory))
+        build(chain_pipeline(stages), schedule, microbatches, virtual, Costs.unit(stages, memory))
     golden(f"pipeline/{case}.txt", str(caught.value))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, Plan, ShardcError
-from shardc.stages.costs import Costs
+from shardc.schedule.costs import Costs
 
 
 class Net(nn.Module):

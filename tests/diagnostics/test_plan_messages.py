@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardc.binding import bind_precision
+from shardc.compiler.binding import bind_precision
+from shardc.frontend.sample_call import Call
+from shardc.frontend.token_weights import bind_tokens
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P, Placement
-from shardc.plan import Plan, match
-from shardc.token_weights import bind_tokens
-from shardc.trace_call import Call
+from shardc.plan.schema import Plan, match
 
 NAMES = [f"transformer.h.{i}.{name}.weight" for i in range(2) for name in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")]
 TIED = 'params:\n  wte.weight: "tp"\n  lm_head.weight: "-, tp"'

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import shardc
 from examples.mlp import mlp
 from shardc.ir.diagnostic import ShardcError
-from shardc.plan import Plan
-from shardc.runtime import monitor
-from shardc.runtime.monitor import Alike, Monitor
+from shardc.plan.schema import Plan
+from shardc.runtime.execute import monitor
+from shardc.runtime.execute.monitor import Monitor, SharedCounterNames
 
 NAMES = ["%fc.mm (mlp.py:5)", "%act (mlp.py:6)", "%proj.all_reduce (mlp.py:8)"]
 
@@ -34,28 +34,28 @@ def launched(world: int) -> object:
 def watching(rank: int, others: dict[int, str]) -> Iterator[Monitor]:
     """Rank `rank`'s monitor, stopped at the all-reduce; of the other ranks, whether they beat on, or what they say."""
     store = dist.HashStore()
-    own = Monitor(store, rank, len(others) + 1, Alike(NAMES))
-    rest = {other: Monitor(store, other, len(others) + 1, Alike(NAMES)) for other in others}
+    own = Monitor(store, rank, len(others) + 1, SharedCounterNames(NAMES))
+    rest = {other: Monitor(store, other, len(others) + 1, SharedCounterNames(NAMES)) for other in others}
     try:
         for other, how in others.items():
             rest[other].begin(7)
-            rest[other].at = 1
+            rest[other].counter = 1
             if how == "dead":
                 rest[other]._bell.stop()
                 rest[other]._thread.join()
-                rest[other]._say()
+                rest[other]._publish()
             elif how.startswith("blames "):
-                rest[other]._say(failed=True, blamed=int(how.split()[1]))
+                rest[other]._publish(failed=True, blamed=int(how.split()[1]))
             elif how == "left":
                 rest[other].close()
             elif how != "late":
-                rest[other].failed_alone(how)
+                rest[other].report_own_failure(how)
         own.begin(7)
-        own.at = 2
+        own.counter = 2
         yield own
     finally:
         for one in (own, *rest.values()):
-            one._speaking = False
+            one._reports_error = False
             one.close()
 
 

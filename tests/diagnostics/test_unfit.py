@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
-from shardc.stages.instructions import Forward
-from shardc.stages.schedules import registry
+from shardc.schedule.instructions import Forward
+from shardc.schedule.schedules import registry
 
 X = torch.ones(4, 6)
 ELSEWHERE = torch.zeros(6)
@@ -123,7 +123,7 @@ MODELS: dict[str, tuple[nn.Module, Tensor, str]] = {
         X,
         r"SC104(.|\n)*elsewhere.halved(.|\n)*another library(.|\n)*return halved",
     ),
-    "out": (WritesOut(), X, r"SC109(.|\n)*outside of the model(.|\n)*out=ELSEWHERE"),
+    "out": (WritesOut(), X, r"SC109(.|\n)*forward changes forward.ELSEWHERE in place(.|\n)*register_buffer"),
     "cond": (Conditional(), X, r"SC101(.|\n)*control flow(.|\n)*torch.cond(.|\n)*torch.where"),
     "leaves": (Leaves(), X, r"SC104(.|\n)*SystemExit: 3(.|\n)*sys.exit"),
     "all frozen": (Net().requires_grad_(False), X, r"SC102(.|\n)*all of them are frozen(.|\n)*requires_grad_\(True\)"),
@@ -132,7 +132,11 @@ MODELS: dict[str, tuple[nn.Module, Tensor, str]] = {
     "no labels": (Labelled(), X, "SC102(.|\n)*where the batch has 'labels'(.|\n)*add 'labels' to the batch"),
     "no loss": (ReturnsNothing(), X, "SC102(.|\n)*no loss in the model's output, a NoneType(.|\n)*pass trace's"),
     "deep": (deep(2000), X, "SC110(.|\n)*nested too deeply"),
-    "elsewhere": (WritesElsewhere(), X, r"SC109(.|\n)*outside of the model(.|\n)*ELSEWHERE.add_"),
+    "elsewhere": (
+        WritesElsewhere(),
+        X,
+        r"SC109(.|\n)*forward changes forward.ELSEWHERE in place(.|\n)*register_buffer",
+    ),
 }
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardc
-from shardc.runtime import launch
-from shardc.runtime.launch import Trainer
+from shardc.runtime.train import trainer as launch
+from shardc.runtime.train.trainer import Trainer
 
 RANK = int(os.environ["RANK"])
 ODD = int(os.environ["WORLD_SIZE"]) - 1 == RANK

@@ -18,7 +18,7 @@ import torch
 
 import shardc
 from examples.gpt2 import gpt2
-from shardc.runtime.launch import Trainer
+from shardc.runtime.train.trainer import Trainer
 
 # mesh, storage, and the tensor parallel plan or none
 CASES: dict[str, tuple[str, dict[str, object], bool]] = {

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.checkpoint_planners import Writer, chunks_of
-from shardc.runtime.launch import Trainer, launch
+from shardc.runtime.checkpoint.planners import Writer, chunks_of
+from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import Mesh, mlp, mlp_inputs
 
 RANK = int(os.environ["RANK"])

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
-from shardc.runtime.batch import Inputs
-from shardc.runtime.launch import Trainer
-from shardc.stages.instructions import Backward, Forward
+from shardc.runtime.execute.batch import Inputs
+from shardc.runtime.train.trainer import Trainer
+from shardc.schedule.instructions import Backward, Forward
 
 RANK = int(os.environ["RANK"])
 FOLDER = Path(sys.argv[2])
@@ -203,7 +203,7 @@ def broken(how: str) -> dict[str, Any]:
         place, _, *rest = code[5]
 
         def fail(*args: Any, **kwargs: Any) -> None:
-            if trainer.engine.monitor.at >> 20 != at:  # type: ignore[attr-defined]
+            if trainer.engine.monitor.counter >> 20 != at:  # type: ignore[attr-defined]
                 return real(*args, **kwargs)
             if how == "dead":
                 os.kill(os.getpid(), signal.SIGKILL)

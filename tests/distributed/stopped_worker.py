@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.runtime.replicas import Item, Peers
+from shardc.runtime.train.replicas import Item, Peers
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LIMIT = 10.0  # seconds

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.mesh import Mesh
-from shardc.plan import Plan
-from shardc.runtime.checkpoint import load_state_dict
-from shardc.runtime.checkpoint_manifest import Manifest
-from shardc.runtime.launch import launch
+from shardc.plan.schema import Plan
+from shardc.runtime.checkpoint.checkpoint import load_state_dict
+from shardc.runtime.checkpoint.manifest import Manifest
+from shardc.runtime.train.trainer import launch
 from tests.distributed.ranks import start
 from tests.handmade import mlp, mlp_inputs
 

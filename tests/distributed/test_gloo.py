@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardc.ir.diagnostic import ShardcError
-from shardc.runtime.launch import launch
+from shardc.runtime.train.trainer import launch
 from tests.distributed.ranks import start
 from tests.handmade import mlp, mlp_inputs
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import shardc
 from examples.gpt2 import gpt2
-from shardc.runtime.checkpoint import load_state_dict
-from shardc.stages.instructions import Instruction
+from shardc.runtime.checkpoint.checkpoint import load_state_dict
+from shardc.schedule.instructions import Instruction
 from tests.distributed.ranks import start
 from tests.stages.whole import SCHEDULES
 

@@ -8,8 +8,8 @@ import torch
 
 import shardc
 from examples.mlp import mlp, reconstruction
-from shardc.plan import Plan
-from shardc.runtime.launch import Trainer
+from shardc.plan.schema import Plan
+from shardc.runtime.train.trainer import Trainer
 from tests.distributed.ranks import start
 
 PLAN = Path(__file__).parents[2] / "configs/plans/mlp.yaml"

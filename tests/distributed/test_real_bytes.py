@@ -23,6 +23,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Held]:
     return [one for one in found if one is not None]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_what_is_allocated(case: str, ranks: list[Held]) -> None:

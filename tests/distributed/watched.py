@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardc.runtime import member
-from shardc.runtime.launch import Trainer
+from shardc.runtime.train import rank_session
+from shardc.runtime.train.trainer import Trainer
 
 SCRIPT = Path(__file__).parents[2] / "examples/train_gpt2.py"
 blocks: list[int] = []  # bytes of every block that was read
@@ -49,7 +49,7 @@ def watched(load: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    member.load_shard = watched(member.load_shard)
+    rank_session.load_shard = watched(rank_session.load_shard)
     step = Trainer.step
     losses: list[float] = []
 

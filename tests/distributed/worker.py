@@ -19,12 +19,12 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.runtime.executor import Executor
-from shardc.runtime.groups import ProcessGroupCommunicator, axes_used
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.launch import Trainer, launch
-from shardc.runtime.layout import shard
-from shardc.runtime.simulate import simulate
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.layout import shard
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.oracle.simulate import simulate
+from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import Builder, mlp, mlp_inputs
 from tests.ir.test_ops import MOVES, OPS, REDUCTIONS, aten
 
@@ -61,7 +61,7 @@ def collectives() -> dict[str, object]:
     for name, (graph, shape) in cases().items():
         mesh = graph.mesh
         comm = ProcessGroupCommunicator(mesh, RANK, axes_used(graph), timedelta(seconds=60))
-        executor = Executor(graph, rank_context(mesh, RANK, comm), RANK, torch.device("cpu"))
+        executor = BodyExecutor(graph, rank_context(mesh, RANK, comm), RANK, torch.device("cpu"))
         x = torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
         (y,) = executor.run({}, [{graph.inputs[0].name: shard(x, type_of(graph.placeholders[0]), mesh, RANK)}]).values()
         seen: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ def trainer_that_breaks(how: str) -> Trainer:
     trainer = launch(program, timeout=LIMIT)
     trainer.step({"x": mlp_inputs()["x"]})
     if world - 1 == RANK:
-        code = trainer.engine.executor._micro
+        code = trainer.engine.executor._first_microbatch
         at, _, *rest = code[1]
 
         def fail(*_: object) -> None:

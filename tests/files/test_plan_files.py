@@ -53,7 +53,7 @@ loss: mean
 """,
     """
 mesh: {pp: 2}
-pipeline: {schedule: interleaved, virtual: 1, microbatches: 2, stages: 2}
+pipeline: {schedule: zb-h1, virtual: 1, microbatches: 2, stages: 2}
 precision: {compute: fp16, loss_scale: 1024, growth_interval: 10}
 """,
 ]

@@ -1,4 +1,4 @@
-"""Marks every test here `gpu`, and skips those that ask for more GPUs than there are: `@pytest.mark.gpu(2)`."""
+"""Marks every test here `gpu`, and skips tests that need more GPUs than are present: `@pytest.mark.gpu(2)`."""
 
 import sys
 from pathlib import Path

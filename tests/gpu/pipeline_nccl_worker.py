@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardc
-from shardc.runtime.batch import Inputs
+from shardc.runtime.execute.batch import Inputs
 
 STEPS = 5
 

@@ -1,4 +1,4 @@
-"""Steps on a GPU whose kernels' results have places in an arena: the numbers of those that allocate them."""
+"""Steps on a GPU with kernel results in an arena: the same numbers as with allocated results."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from torch import Tensor
 
 import shardc
 from examples.gpt2 import gpt2
-from kernels_triton.fused.prepared import Prepared
+from kernels_triton.generated.prepared_call import PreparedKernelCall
 from shardc.ir.arena import planned
-from shardc.runtime.arena import Arena
-from shardc.runtime.executor import Executor
-from shardc.runtime.instructions import rank_context
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.instructions import rank_context
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def test_a_step_in_an_arena_is_one_without() -> None:
     found: list[list[float]] = []
     for arena in (None, Arena({program.body: plan}, device)):
         context = rank_context(program.mesh, 0, None)  # type: ignore[arg-type]
-        executor = Executor(program.body, context, 0, device, arena)
+        executor = BodyExecutor(program.body, context, 0, device, arena)
         held: dict[str, Tensor] = {name: x.to(device) for name, x in program.inputs().items()}
         losses: list[float] = []
         for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
@@ -38,7 +38,7 @@ def test_a_step_in_an_arena_is_one_without() -> None:
                 held |= {port.name: y for port, y in made.items() if port.role in ("param", "state")}
                 losses.append(float(next(y for port, y in made.items() if port.role == "loss")))
             torch.cuda.current_stream().wait_stream(stream)
-        calls = [call for _, call, *_ in executor._micro if isinstance(call, Prepared)]
+        calls = [call for _, call, *_ in executor._first_microbatch if isinstance(call, PreparedKernelCall)]
         assert sum(call.ready is not None for call in calls) > 20
         found.append(losses)
     plain, placed = found

@@ -1,4 +1,4 @@
-"""The GPU's attention kernels against the reference in float64: each kernel that a shape may go to, and the choice."""
+"""The GPU's attention kernels against the float64 reference: each kernel that a shape may select, and the selection."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A bucket's kernels on a GPU: bitwise what plain torch copies; in one launch, in a CUDA graph too."""
+"""A bucket's kernels on a GPU: bitwise the copies of plain torch, in one launch, also in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton.bucket.layout import packing, unpacking
-from kernels_triton.bucket.prepared import Pack, Unpack
+from kernels_triton.bucket.layout import pack_layout, unpack_layout
+from kernels_triton.bucket.prepared_call import PreparedPack, PreparedUnpack
 from shardc.ir.ops.buckets import PACK, UNPACK, unit_of
 
 pytestmark = pytest.mark.gpu
@@ -41,19 +41,19 @@ def same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
-def calls(case: str, dtype: torch.dtype) -> tuple[Pack, Unpack, tuple[Any, ...], tuple[Any, ...]]:
+def calls(case: str, dtype: torch.dtype) -> tuple[PreparedPack, PreparedUnpack, tuple[Any, ...], tuple[Any, ...]]:
     """Both ways, prepared, and the arguments of the ops that say the same."""
     rows, members = CASES[case]
     device, unit, every = torch.device("cuda"), unit_of(dtype), range(len(members))
     shapes = [shape for shape, _ in members]
     leads, mids = [math.prod(s[:pos]) for s, pos in members], [s[pos] for s, pos in members]
     chunks = [-(-mid // rows) for mid in mids]
-    laid = packing([math.prod(s) for s in shapes], leads, mids, rows, unit, dtype, every)
-    back = unpacking(shapes, leads, chunks, mids, rows, unit, dtype, every)
+    laid = pack_layout([math.prod(s) for s in shapes], leads, mids, rows, unit, dtype, every)
+    back = unpack_layout(shapes, leads, chunks, mids, rows, unit, dtype, every)
     assert laid is not None
     assert back is not None
-    pack = Pack(laid, list(every), None, dtype, device)
-    unpack = Unpack(back, 0, shapes, {}, every, dtype, device)
+    pack = PreparedPack(laid, list(every), None, dtype, device)
+    unpack = PreparedUnpack(back, 0, shapes, {}, every, dtype, device)
     flat = (leads, chunks, rows, unit, mids, [n for s in shapes for n in s], [len(s) for s in shapes])
     return pack, unpack, (leads, mids, rows, unit), flat
 

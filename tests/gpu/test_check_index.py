@@ -1,4 +1,4 @@
-"""On a GPU an index outside its table ends in a device-side assertion, and one inside costs no synchronisation."""
+"""On a GPU an index outside its table raises a device-side assertion; a valid index costs no synchronisation."""
 
 import subprocess
 import sys

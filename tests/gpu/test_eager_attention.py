@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import shardc
-from kernels_triton.fused.kernel import Input
-from kernels_triton.fused.launcher import launcher
-from kernels_triton.fused.reference import run as reference
-from shardc.passes.fuse import fuse
+from kernels_triton.generated.launcher import launcher
+from kernels_triton.ir.kernel import Input
+from kernels_triton.ir.reference import run as reference
+from shardc.passes.fusion.fuse import fuse
 from tests.gpu.test_fusion import FLOOR, SLACK, run
 from tests.passes.eager_attention import MODELS, chains
 

@@ -6,12 +6,13 @@ from test_functions import SMALLEST, ULPS, grid, judged
 from test_functions import kernel as of_functions
 from torch import Tensor
 
-from kernels_triton.fused import into, reference
-from kernels_triton.fused.corpus import CORPUS
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.launcher import launcher
-from kernels_triton.fused.prepared import Prepared
-from kernels_triton.fused.text import text
+from kernels_triton.gate.corpus import CORPUS
+from kernels_triton.generated import inplace_call
+from kernels_triton.generated.launcher import launcher
+from kernels_triton.generated.prepared_call import PreparedKernelCall
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import text
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 4e-6}
@@ -53,8 +54,8 @@ def test_a_prepared_call_is_the_launchers(name: str) -> None:
     kernel = CORPUS[name](70, 1024, torch.bfloat16)
     inputs, device = drawn(kernel), torch.device("cuda", torch.cuda.current_device())
     expected, slots = launcher(kernel)(inputs), range(len(inputs))
-    call = into.prepare(slots, text(kernel), {}, device)
-    assert isinstance(call, Prepared)
+    call = inplace_call.prepare(slots, text(kernel), {}, device)
+    assert isinstance(call, PreparedKernelCall)
     for _ in range(3):
         found = call(inputs)
         assert call.ready is not None
@@ -63,9 +64,13 @@ def test_a_prepared_call_is_the_launchers(name: str) -> None:
             assert torch.equal(mine, theirs)
     odd = [torch.cat((x.new_ones(1), x.flatten()))[1:].view(x.shape) for x in inputs]
     here = [torch.empty_like(y) for y in expected]
-    placed = into.prepare(slots, text(kernel), {at: lambda env, at=at: here[at] for at in range(len(here))}, device)
+    placed = inplace_call.prepare(
+        slots, text(kernel), {at: lambda env, at=at: here[at] for at in range(len(here))}, device
+    )
     scratch = torch.empty(1 << 24, dtype=torch.uint8, device="cuda")
-    fixed = into.prepare(inputs, text(kernel), dict(enumerate(here)), device, lambda size: scratch[: max(size, 1)])
+    fixed = inplace_call.prepare(
+        inputs, text(kernel), dict(enumerate(here)), device, lambda size: scratch[: max(size, 1)]
+    )
     assert placed is not None
     assert fixed is not None
     for _ in range(3):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels_triton.templates.op import KERNELS
+from kernels_triton.match.op import KERNELS
 from shardc.ir.graph import op_name
-from shardc.passes.fuse import fuse
+from shardc.passes.fusion.fuse import fuse
 from tests.gpu.test_fusion import FLOOR, SLACK, run
 from tests.passes.test_fused_group_norm import Block, compiled
 

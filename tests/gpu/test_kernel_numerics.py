@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_triton import ops, reference
-from kernels_triton.fused.text import parse
-from kernels_triton.templates.launcher import launcher
+from kernels_triton import ops
+from kernels_triton.ir.text import parse
+from kernels_triton.library import reference
+from kernels_triton.match.launcher import launcher
 
 pytestmark = pytest.mark.gpu
 OFFSETS = st.sampled_from([0.0, 0.0, 1e2, 1e4])  # of logits

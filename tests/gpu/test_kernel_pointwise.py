@@ -12,7 +12,9 @@ from drawn import CONSTANTS, DEVICE, DTYPES, SOME, Drawn, shapes, twice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_triton import launch, ops, reference
+from kernels_triton import ops
+from kernels_triton.launch import launch
+from kernels_triton.library import reference
 
 pytestmark = pytest.mark.gpu
 ACTS = ("gelu_tanh", "gelu", "silu", "relu2")

@@ -8,9 +8,10 @@ import torch
 from closeness import by_rows, relative
 from torch import Tensor
 
-from kernels_triton import launch, ops, spills
-from kernels_triton.machine_code import MachineCode
-from kernels_triton.registry import TEMPLATES
+from kernels_triton import ops
+from kernels_triton.launch import launch, register_limits
+from kernels_triton.launch.machine_code import MachineCode
+from kernels_triton.ops.registry import TEMPLATES
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 4e-6}  # of the largest element of its row
@@ -37,12 +38,12 @@ def test_against_float64(name: str, dtype: torch.dtype) -> None:
                 continue
             wide = {k: a.double() if torch.is_tensor(a) and a.is_floating_point() else a for k, a in given.items()}
             again = {k: a.clone() if torch.is_tensor(a) else a for k, a in given.items()}
-            assert launch.on_triton(next(iter(given.values())))
+            assert launch.runs_on_triton(next(iter(given.values())))
             found, second = template.op(**given), template.op(**again)
             expected = template.reference(**wide)
             if name == "adamw":
                 found, second, expected = ([*call.values()] for call in (given, again, wide))
-            told = [one.name for one in template.results_of(variant)]
+            told = [one.name for one in template.results_of_call(variant)]
             for at, (mine, repeated, theirs) in enumerate(
                 zip(tensors(found), tensors(second), tensors(expected), strict=True)
             ):
@@ -110,12 +111,12 @@ def test_a_kernel_that_would_spill_gets_a_limit_of_more_registers(monkeypatch: p
     expected = ops.rms_norm(x, weight, 1e-5)
     codes: list[MachineCode] = []
 
-    def read(cubin: bytes, real: Any = spills.machine_code) -> MachineCode:
+    def read(cubin: bytes, real: Any = register_limits.machine_code) -> MachineCode:
         codes.append(real(cubin))
         return replace(codes[-1], stack=0 if len(codes) > 1 else 8)
 
-    monkeypatch.setattr(spills, "machine_code", read)
-    monkeypatch.setattr(launch, "_limits", {})
+    monkeypatch.setattr(register_limits, "machine_code", read)
+    monkeypatch.setattr(launch, "_register_limits", {})
     made: list[Any] = []
     for _ in range(2):
         with launch.recording(lambda one: made.append(one())):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels_triton.fused.launcher import launcher
+from kernels_triton.generated.launcher import launcher
 from tests.kernels.pointwise_cases import GIVEN, kernels_of, wrong
 from tests.kernels.test_reductions import CASES
 from tests.kernels.traced import kernel_of

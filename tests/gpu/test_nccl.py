@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL: GPT-2 trains as its simulation does. Run with `python -m pytest tests/gpu -m gpu`."""
+"""Two GPUs over NCCL: GPT-2 trains as in its simulation. Run with `python -m pytest tests/gpu -m gpu`."""
 
 import json
 import os

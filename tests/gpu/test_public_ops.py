@@ -1,9 +1,10 @@
-"""The public ops where Triton runs: more samples than a grid has, and autograd told of what a kernel wrote."""
+"""The public ops on Triton: more samples than a grid allows, and in-place writes that autograd is told of."""
 
 import pytest
 import torch
 
-from kernels_triton import ops, reference
+from kernels_triton import ops
+from kernels_triton.library import reference
 from shardc import ShardcError
 
 pytestmark = pytest.mark.gpu

@@ -12,12 +12,13 @@ from interpreter import Fenced
 from random_kernel import LARGE, arguments, judge, kernels, places, schedules
 from torch import Tensor
 
-from kernels_triton import launch
-from kernels_triton.fused import into, reference
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.launcher import Ready, launcher, program
-from kernels_triton.fused.schedules import in_place, planned
-from kernels_triton.fused.text import text
+from kernels_triton.codegen.schedules import inplace_pairs, plan_grid
+from kernels_triton.generated import inplace_call
+from kernels_triton.generated.launcher import DeviceKernel, define_kernel, launcher
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import text
+from kernels_triton.launch import launch
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = max(20, settings().max_examples // 50)
@@ -38,7 +39,7 @@ def test_random_kernels(data: st.DataObject) -> None:
         if style is None or schedule is None:
             found, again = launcher(kernel)(inputs), launcher(kernel)(inputs)
         else:
-            ready = Ready(program(kernel, planned(kernel, style, schedule, launch.device_of(inputs[0]))))
+            ready = DeviceKernel(define_kernel(kernel, plan_grid(kernel, style, schedule, launch.device_of(inputs[0]))))
             found, again = (
                 [fenced.empty(made.shape, made.dtype, inputs[0]) for made in kernel.outputs] for _ in range(2)
             )
@@ -51,14 +52,14 @@ def test_random_kernels(data: st.DataObject) -> None:
         assert torch.equal(one, other), about
     if style is None:
         is_prepared(kernel, inputs, found)
-    if pairs := sorted(in_place(kernel)):
+    if pairs := sorted(inplace_pairs(kernel)):
         is_written_over(kernel, inputs, *data.draw(places(kernel, pairs)))
 
 
 def is_prepared(kernel: Kernel, inputs: list[Tensor], expected: list[Tensor]) -> None:
     """The first call, and the ones after it."""
     device = torch.device("cuda", torch.cuda.current_device())
-    call = into.prepare(range(len(inputs)), text(kernel), {}, device)
+    call = inplace_call.prepare(range(len(inputs)), text(kernel), {}, device)
     assert call is not None
     for _ in range(2):
         for mine, theirs in zip(call(inputs), expected, strict=True):
@@ -85,5 +86,5 @@ def test_beyond_2_to_the_31_elements(space: tuple[int, ...]) -> None:
         turned = f"turned[{cols}|{rows[0]}](i8[{shape}]@0:1,{cols}){{%1=neg(%0)}}->i8[{cols},{rows[0]}]=%1"
         lines[turned] = -x.T
     for line, expected in lines.items():
-        (y,) = into.run([x], line)
+        (y,) = inplace_call.run([x], line)
         assert torch.equal(y, expected), line

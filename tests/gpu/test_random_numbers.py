@@ -1,13 +1,14 @@
-"""Masks on a GPU are the CPU reference's, bit for bit, wherever a shard's first element is, past 2^34 too."""
+"""Dropout masks on a GPU are bitwise those of the CPU reference, for any first element of a shard, also past 2^34."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels_triton import ops, reference
-from kernels_triton.fused.corpus import Draft
-from kernels_triton.fused.launcher import launcher
+from kernels_triton import ops
+from kernels_triton.gate.corpus import Draft
+from kernels_triton.generated.launcher import launcher
+from kernels_triton.library import reference
 from shardc.ir.ops.random import RANDOM_UNIFORM
 
 pytestmark = pytest.mark.gpu

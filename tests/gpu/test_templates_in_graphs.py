@@ -12,14 +12,14 @@ import math
 import pytest
 import torch
 
-from kernels_triton.fused import reference
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.launcher import launcher as generated
-from kernels_triton.fused.text import parse
-from kernels_triton.templates.launcher import launcher
-from kernels_triton.templates.match import found
-from kernels_triton.templates.op import OPS, kernel_of
-from shardc.passes.fuse import fuse
+from kernels_triton.generated.launcher import launcher as generated
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse
+from kernels_triton.match.launcher import launcher
+from kernels_triton.match.match import match_template
+from kernels_triton.match.op import OPS, kernel_of
+from shardc.passes.fusion.fuse import fuse
 from tests.gpu.test_fusion import FLOOR, SLACK, compiled, run
 
 pytestmark = pytest.mark.gpu
@@ -88,15 +88,15 @@ def test_templates_that_no_model_above_has(name: str, dtype: str) -> None:
 
 def check(kernel: Kernel, apart: float) -> None:
     """First through Triton's launcher, then as remembered, on other tensors: both against the text in float64."""
-    match = found(kernel)
+    match = match_template(kernel)
     assert match is not None
     run_template, repeats = launcher(kernel), set[int]()
     for _ in range(3):
         inputs = [torch.randn(given.shape, device="cuda").to(given.dtype) for given in kernel.inputs]
-        if isinstance(at := match.bound.get("target"), int):
+        if isinstance(at := match.binding.get("target"), int):
             inputs[at] = torch.randint(0, match.cols, inputs[at].shape, device="cuda")
         for stat in ("rstd", "squares"):
-            if isinstance(at := match.bound.get(stat), int):
+            if isinstance(at := match.binding.get(stat), int):
                 inputs[at] = inputs[at].abs() + 0.5
         exact = reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
         ours, theirs = run_template(inputs), generated(kernel)(inputs)

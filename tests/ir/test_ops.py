@@ -14,8 +14,8 @@ from shardc.ir.ops import collectives, local
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import Span, span
 from shardc.ir.types import TensorType
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.simulate import simulate
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.oracle.simulate import simulate
 from tests.handmade import Builder, aten
 
 OPS = torch.ops.shardc

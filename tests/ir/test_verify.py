@@ -46,6 +46,10 @@ def set_args(name: str, *args: object) -> Callable[[Graph], None]:
 
 
 def use_before(graph: Graph) -> None:
+    node(graph, "y").prepend(node(graph, "z"))  # moves z, which reads y, before it
+
+
+def late_input(graph: Graph) -> None:
     node(graph, "y").append(node(graph, "x"))  # moves x behind y
 
 
@@ -93,6 +97,7 @@ DAMAGE: dict[str, tuple[Callable[[Graph], None], str]] = {
     "tensor for a number": (set_args("top", "%y", "%w"), "the schema wants int"),
     "word for a list": (set_args("z", "%top.0", ["a"]), "the schema wants"),
     "used before defined": (use_before, "before it is defined"),
+    "an input after a call": (late_input, "is an input after a call"),
     "used whole": (use_whole, "uses top whole"),
     "one result twice": (second_getitem, "a second time"),
     "result out of range": (set_args("top.1", "%top", 5), "takes result 5"),

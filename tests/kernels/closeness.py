@@ -1,4 +1,4 @@
-"""How far a result may be from the float64 one."""
+"""Tolerances: how far a result may differ from the float64 result."""
 
 import torch
 from torch import Tensor

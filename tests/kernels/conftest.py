@@ -1,4 +1,4 @@
-"""One interpreter worker a test process; no Triton, no kernels to test (a Mac runs the references)."""
+"""One interpreter worker for each test process. Without Triton no kernels are tested (a Mac runs the references)."""
 
 import sys
 from collections.abc import Generator
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from interpreter import Interpreter
 
-from kernels_triton.launch import HAS_TRITON
+from kernels_triton.launch.launch import HAS_TRITON
 
 
 @pytest.fixture(scope="session")

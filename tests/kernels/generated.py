@@ -1,4 +1,4 @@
-"""What the interpreter's worker runs by its text: a kernel, on the plan that is asked for, and a template."""
+"""What the interpreter's worker runs from text: a kernel, on the requested plan, and a template."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,14 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels_triton import launch, ops
+from kernels_triton import ops
 from kernels_triton.bucket import layout
-from kernels_triton.bucket.kernel import move
-from kernels_triton.fused.launcher import Ready, check_out, program
-from kernels_triton.fused.schedules import Plan, Style, choose, planned
-from kernels_triton.fused.text import parse
-from kernels_triton.rows import Schedule, trying
-from kernels_triton.templates import launcher as templates
+from kernels_triton.bucket.kernel import copy_members
+from kernels_triton.codegen.schedules import GridPlan, PlanStyle, choose_plan, plan_grid
+from kernels_triton.generated.launcher import DeviceKernel, check_out, define_kernel
+from kernels_triton.ir.text import parse
+from kernels_triton.launch import launch
+from kernels_triton.launch.row_schedule import Schedule, trying
+from kernels_triton.match import launcher as templates
 
 DEVICE = replace(launch.H200, sms=2)  # so few that programs have several tiles of rows each
 BATCHED = replace(launch.H200, sms=8)  # so many that several programs share the rows of a point of the batch dims
@@ -22,7 +23,7 @@ BATCHED = replace(launch.H200, sms=8)  # so many that several programs share the
 
 def fused(
     line: str,
-    style: Style | None,
+    style: PlanStyle | None,
     schedule: Schedule | None,
     *inputs: Tensor,
     over: tuple[int, Sequence[int]] = (0, ()),
@@ -30,18 +31,18 @@ def fused(
     """`over`: an output, and the inputs that are one tensor, in the place of which the output is written."""
     kernel, (output, same) = parse(line), over
     device = BATCHED if kernel.batch else DEVICE
-    plan: Plan
+    plan: GridPlan
     if style is None:
-        plan = choose(kernel, device)
+        plan = choose_plan(kernel, device)
     else:
         assert schedule is not None
-        plan = planned(kernel, style, schedule, device)
+        plan = plan_grid(kernel, style, schedule, device)
     given = [inputs[same[0]] if at in same else x for at, x in enumerate(inputs)]
     outputs = [launch.empty(made.shape, made.dtype, inputs[0]) for made in kernel.outputs]
     if same:
         outputs[output] = given[same[0]]
         check_out(kernel, given, outputs)
-    Ready(program(kernel, plan)).run(given, outputs)
+    DeviceKernel(define_kernel(kernel, plan)).run(given, outputs)
     return tuple(outputs)
 
 
@@ -70,10 +71,10 @@ def packing(
 ) -> Tensor:
     """A bucket's kernel; the members `absent` are in `flat` already."""
     there = set(range(len(xs))) - set(absent)
-    laid = layout.packing([x.numel() for x in xs], leads, mids, rows, unit, xs[0].dtype, there)
+    laid = layout.pack_layout([x.numel() for x in xs], leads, mids, rows, unit, xs[0].dtype, there)
     assert laid is not None
     made = launch.empty((rows * laid.row,), xs[0].dtype, xs[0]) if flat is None else flat
-    move(laid, made, [x if at in there else None for at, x in enumerate(xs)])
+    copy_members(laid, made, [x if at in there else None for at, x in enumerate(xs)])
     return made
 
 
@@ -88,8 +89,8 @@ def unpacking(
     absent: list[int],
 ) -> tuple[Tensor | None, ...]:
     there = set(range(len(shapes))) - set(absent)
-    laid = layout.unpacking(shapes, leads, mids, sizes, rows, unit, flat.dtype, there)
+    laid = layout.unpack_layout(shapes, leads, mids, sizes, rows, unit, flat.dtype, there)
     assert laid is not None
     made = [launch.empty(shape, flat.dtype, flat) if at in there else None for at, shape in enumerate(shapes)]
-    move(laid, flat, made)
+    copy_members(laid, flat, made)
     return tuple(made)

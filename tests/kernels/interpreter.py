@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton.rows import Schedule
+from kernels_triton.launch.row_schedule import Schedule
 
 PAD = 256  # elements on either side
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,8 @@ def serve() -> None:
     torch.set_num_threads(1)
     import generated
 
-    from kernels_triton import launch, ops, rows
+    from kernels_triton import ops
+    from kernels_triton.launch import launch, row_schedule
 
     while True:
         try:
@@ -124,7 +125,7 @@ def serve() -> None:
                 launches.append(one)
                 one()
 
-            with launch.recording(both), rows.trying(*schedule) if schedule else nullcontext():
+            with launch.recording(both), row_schedule.trying(*schedule) if schedule else nullcontext():
                 results = (getattr(ops, op, None) or getattr(generated, op))(*args, **kwargs)
             problem = fenced.broken() if launches else f"{op} launched nothing"
             results = _plain(results)

@@ -17,8 +17,8 @@ import torch
 from closeness import FORMATS, wide
 from torch import Tensor
 
-from kernels_triton import reference
-from kernels_triton.reference.softmax import seen
+from kernels_triton.library import reference
+from kernels_triton.library.reference.softmax import seen
 
 UNITS = 2.0
 ROUNDING = 2.0**-24

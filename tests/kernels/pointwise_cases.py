@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kernels_triton.fused.kernel import Kernel
+from kernels_triton.ir.kernel import Kernel
 from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import DTYPE_NAMES
-from shardc.passes.fuse.kernels import kernel
-from shardc.passes.fuse.scene import scene
-from shardc.passes.fuse.spaces import demand
+from shardc.passes.fusion.analysis.iteration_space import space_constraint
+from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
+from shardc.passes.fusion.emit.kernel_builder import build_kernel
 from tests.handmade import Builder
 
 aten = torch.ops.aten
@@ -307,17 +307,17 @@ def kernels_of(
         y = b.call(f"y{at}", f"{DTYPE_NAMES[kind]}[{size}]", target, *called, **options)
         made[y] = at
         b.output("output", f"y{at}", y)
-    seen = scene(b.graph(), through=False)
-    units = {made[one.node]: one for one in seen.units.values()}
+    seen = build_fusion_graph(b.graph(), inline=False)
+    units = {made[one.node]: one for one in seen.lowered.values()}
     missing = [cases[at] for at in range(len(cases)) if at not in units]
     assert not missing, missing
     found: list[tuple[Kernel, tuple[str, ...], list[int]]] = []
     for first in range(0, len(cases), most):
         some = range(first, min(first + most, len(cases)))
         prims = [prim for at in some for prim in units[at].prims]
-        wanted = demand(prims)
+        wanted = space_constraint(prims)
         assert wanted is not None
-        one = kernel(seen.graph, seen.memories, prims, wanted, [units[at].node for at in some])
+        one = build_kernel(seen.body, seen.views, prims, wanted, [units[at].node for at in some])
         found.append((one.kernel, tuple(info(node).name for node in one.inputs), list(some)))
     return found
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from kernels_triton.fused.corpus import Draft
-from kernels_triton.fused.kernel import Ref, Walk, broadcast, whole
+from kernels_triton.gate.corpus import Draft
+from kernels_triton.ir.access_map import AccessMap, broadcast_map, contiguous_map
+from kernels_triton.ir.kernel import Ref
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int64, torch.int32, torch.bool)
@@ -59,15 +60,15 @@ class Grower:
             made = self.k.input(dtype, *walked(self.draw, space))
         elif kind == "windows" and len(space) > 1:  # element i + j of each point (i, j)
             size, outer = space[-2] + space[-1] - 1, space[:-2]
-            strides = (*(n * size for n in whole(outer).strides), 1, 1)
-            made = self.k.input(dtype, (*outer, size), Walk(0, strides))
+            strides = (*(n * size for n in contiguous_map(outer).strides), 1, 1)
+            made = self.k.input(dtype, (*outer, size), AccessMap(0, strides))
         elif kind == "wide":
             made = self.k.in_wide_rows(dtype)
         else:
             shape = {"row": (*space[:-1], 1), "col": space[-1:], "scalar": ()}.get(kind, space)
             if kind == "some":
                 shape = tuple(n if self.draw(st.booleans()) else 1 for n in space)
-            made = self.k.input(dtype, shape, broadcast(shape, space))
+            made = self.k.input(dtype, shape, broadcast_map(shape, space))
         if dtype.is_floating_point:
             self.loaded.append(made)
         if dtype == torch.bool:
@@ -108,7 +109,7 @@ class Grower:
             x = self.pick()
             e = k("exp", k("sub", x, k("rmax", x)))
             made = k("div", e, k("rsum", e))
-        elif op == "tail":  # what `shorter` writes otherwise
+        elif op == "tail":  # what `strength_reduce` rewrites
             x = self.pick()
             t = k("tanh", x)
             made = self.draw(
@@ -165,7 +166,7 @@ class Grower:
     def uniform(self) -> Ref:
         """A random number of each element of a part of a larger tensor, or of some of its dims."""
         k = self.k
-        strides = tuple(n * 2 if self.draw(st.booleans()) else 0 for n in whole(k.space).strides)
+        strides = tuple(n * 2 if self.draw(st.booleans()) else 0 for n in contiguous_map(k.space).strides)
         strides = (*strides[:-1], self.draw(st.sampled_from((0, 1, 1, 2))) if k.space[-1] > 1 else 0)
         first = self.draw(st.sampled_from((0, 3, 2**34 - 20, *self.seeds)))
         return k("uniform", self.draw(st.sampled_from(self.seeds)), first, attributes=(5, *strides))
@@ -223,7 +224,7 @@ class Grower:
         return made
 
 
-def walked(draw: st.DrawFn, space: tuple[int, ...]) -> tuple[tuple[int, ...], Walk]:
+def walked(draw: st.DrawFn, space: tuple[int, ...]) -> tuple[tuple[int, ...], AccessMap]:
     """A tensor of which the space is a part: its dims in some order, some of them longer, some walked by steps or
     backwards."""
     order = draw(st.permutations(range(len(space)))) if draw(st.booleans()) else range(len(space))
@@ -237,4 +238,4 @@ def walked(draw: st.DrawFn, space: tuple[int, ...]) -> tuple[tuple[int, ...], Wa
     own = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     strides = {dim: own[at] * steps[at] for at, dim in enumerate(order)}
     offset = sum(first * stride for first, stride in zip(firsts, own, strict=True))
-    return tuple(shape), Walk(offset, tuple(strides[dim] for dim in range(len(space))))
+    return tuple(shape), AccessMap(offset, tuple(strides[dim] for dim in range(len(space))))

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from random_grower import FLOATS, INTS, NARROW, REDUCTIONS, Grower
 from torch import Tensor
 
-from kernels_triton.fused.behind import UNIT
-from kernels_triton.fused.corpus import Draft
-from kernels_triton.fused.kernel import Kernel, Output, Ref, Step, Store, Walk, whole
-from kernels_triton.fused.schedules import Style, style_of
-from kernels_triton.fused.text import text
-from kernels_triton.rows import Schedule, power_of_two
+from kernels_triton.codegen.schedules import PlanStyle, plan_style
+from kernels_triton.gate.corpus import Draft
+from kernels_triton.ir.access_map import AccessMap, contiguous_map
+from kernels_triton.ir.kernel import Kernel, KernelStep, Output, OutputStore, Ref
+from kernels_triton.ir.row_padding import UNIT
+from kernels_triton.ir.text import text
+from kernels_triton.launch.row_schedule import Schedule, power_of_two
 
 SMALL = (1, 3, 8, 16, 17, 33, 70)  # columns; a GPU has time for more
 LARGE = (*SMALL, 100, 257, 1024, 1030, 4096, 5000)
@@ -33,11 +34,11 @@ Kind = Literal["any", "apart", "reduced", "summed", "padded"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def permuted(space: tuple[int, ...], order: list[int]) -> tuple[tuple[int, ...], Walk]:
+def permuted(space: tuple[int, ...], order: list[int]) -> tuple[tuple[int, ...], AccessMap]:
     """A whole tensor whose dims are the space's in another order."""
     shape = tuple(space[d] for d in order)
-    strides = whole(shape).strides
-    return shape, Walk(0, tuple(strides[order.index(d)] for d in range(len(space))))
+    strides = contiguous_map(shape).strides
+    return shape, AccessMap(0, tuple(strides[order.index(d)] for d in range(len(space))))
 
 
 @st.composite
@@ -114,7 +115,9 @@ def apart_kernels(draw: st.DrawFn, columns: tuple[int, ...], most: int) -> Kerne
 
 def _numbers(k: Draft) -> list[Ref]:
     """Inputs that are floats and the same everywhere."""
-    return [Ref(at) for at, one in enumerate(k.inputs) if one.dtype.is_floating_point and not any(one.walk.strides)]
+    return [
+        Ref(at) for at, one in enumerate(k.inputs) if one.dtype.is_floating_point and not any(one.access_map.strides)
+    ]
 
 
 def _grown(grower: Grower, count: int, reductions: Sequence[str]) -> None:
@@ -131,7 +134,7 @@ def _store(grower: Grower, stored: Sequence[Ref], counted: Sequence[Ref], padded
     probed = _probed(k)
     for value in (*stored, *counted):
         larger = [padded or (draw(st.booleans()) and draw(st.booleans())) for _ in k.space]
-        if probed.late[value.index]:
+        if probed.in_epilogue[value.index]:
             larger[k.batch : -1] = [False] * (len(larger) - 1 - k.batch)
         along = [a or b for a, b in zip(probed.varies[value.index], larger, strict=True)]
         shape = tuple(n if a else 1 for n, a in zip(k.space, along, strict=True))
@@ -143,12 +146,12 @@ def _store(grower: Grower, stored: Sequence[Ref], counted: Sequence[Ref], padded
         if shape == k.space and k.space[-1] > UNIT and how == "before zeros":
             k.out_before_zeros(value, dtype)
         elif shape == k.space and how == "in parts":
-            others = [v for v in (counted if value in counted else stored) if not probed.late[v.index]]
+            others = [v for v in (counted if value in counted else stored) if not probed.in_epilogue[v.index]]
             parts = [value, *draw(st.lists(st.sampled_from([value, *others]), max_size=3))]
             dim = draw(st.integers(0, len(shape) - 1))
             joined = tuple(n * len(parts) if d == dim else n for d, n in enumerate(shape))
             strides = [math.prod(joined[at + 1 :]) for at in range(len(joined))]
-            walks = [Walk(at * shape[dim] * strides[dim], tuple(strides)) for at in range(len(parts))]
+            walks = [AccessMap(at * shape[dim] * strides[dim], tuple(strides)) for at in range(len(parts))]
             k.joined(dtype, joined, *zip(parts, walks, strict=True))
         elif shape == k.space and how == "permuted":
             shape, walk = permuted(shape, draw(st.permutations(range(len(shape)))))
@@ -160,8 +163,8 @@ def _store(grower: Grower, stored: Sequence[Ref], counted: Sequence[Ref], padded
 def _probed(k: Draft) -> Kernel:
     """The kernel, before it has outputs: with one of numbers of its places."""
     last = len(k.inputs) + len(k.steps)
-    spread = Step("spread", (Ref(0),), whole(k.space).strides)
-    stored = Output(k.inputs[0].dtype, k.space, (Store(Ref(last), whole(k.space)),))
+    spread = KernelStep("spread", (Ref(0),), contiguous_map(k.space).strides)
+    stored = Output(k.inputs[0].dtype, k.space, (OutputStore(Ref(last), contiguous_map(k.space)),))
     return Kernel("probe", k.space, tuple(k.inputs), (*k.steps, spread), (stored,), k.batch)
 
 
@@ -190,19 +193,19 @@ def judge(kernel: Kernel, found: Sequence[Tensor], expected: Sequence[Tensor], a
             assert torch.equal(mine, exact), told
             continue
         assert not mine.isnan().any(), told
-        limit = 3e-2 if coarse else 2 * torch.finfo(made.dtype).eps + (1e-13 if kernel.double else 2e-5)
+        limit = 3e-2 if coarse else 2 * torch.finfo(made.dtype).eps + (1e-13 if kernel.is_float64 else 2e-5)
         limit *= float(exact.double().abs().amax().clamp(min=1.0))
-        limit += 1e-6 * kernel.rows if any(kernel.late[store.value.index] for store in made.stores) else 0.0
+        limit += 1e-6 * kernel.rows if any(kernel.in_epilogue[store.value.index] for store in made.stores) else 0.0
         assert float((mine.double() - exact.double()).abs().amax()) <= limit, told
 
 
 @st.composite
-def schedules(draw: st.DrawFn, kernel: Kernel) -> tuple[Style | None, Schedule | None]:
+def schedules(draw: st.DrawFn, kernel: Kernel) -> tuple[PlanStyle | None, Schedule | None]:
     """The plan that its sizes ask for, or tiles small enough that there are several, large enough that the interpreter
     is soon done."""
     if draw(st.booleans()):
         return None, None
-    style = style_of(kernel)
+    style = plan_style(kernel)
     if style == "rows" and draw(st.booleans()):
         style = "loops"
     cols, rows = power_of_two(kernel.cols), power_of_two(kernel.rows)

@@ -1,4 +1,4 @@
-"""Where a tile's elements lie, as the source of a kernel computes it: in 32 bits only where these are enough."""
+"""Addresses of a tile's elements in generated source: 32 bits wide where that is enough, otherwise 64."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_triton.fused import addresses
-from kernels_triton.fused.corpus import Draft
-from kernels_triton.fused.kernel import Kernel, Walk
-from kernels_triton.fused.launcher import source
-from kernels_triton.fused.text import parse
+from kernels_triton.codegen import addresses
+from kernels_triton.gate.corpus import Draft
+from kernels_triton.generated.launcher import source
+from kernels_triton.ir.access_map import AccessMap
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse
 
 SIZES = (1, 2, 3, 5, 64, 4096, 50304, 2**20 + 1, 2**31 + 7)
 MOST = 2**44  # elements
 
 
 @st.composite
-def points(draw: st.DrawFn) -> tuple[Kernel, Walk, tuple[int, ...]]:
+def points(draw: st.DrawFn) -> tuple[Kernel, AccessMap, tuple[int, ...]]:
     """A kernel, the walk of its input, and a point of its space, often a last one."""
     space = list[int]()
     for _ in range(draw(st.integers(1, 4))):
@@ -33,19 +34,19 @@ def points(draw: st.DrawFn) -> tuple[Kernel, Walk, tuple[int, ...]]:
         strides[dim] = step if reach * space[dim] <= MOST else 0
         reach += abs(strides[dim]) * (space[dim] - 1)
     first = -sum(min(s, 0) * (n - 1) for s, n in zip(strides, space, strict=True))
-    walk = Walk(first + draw(st.sampled_from((0, 1, 2**31 + 1))), tuple(strides))
-    k.out(k.input(torch.uint8, (walk.last(space) + 1,), walk), torch.uint8)
+    walk = AccessMap(first + draw(st.sampled_from((0, 1, 2**31 + 1))), tuple(strides))
+    k.out(k.input(torch.uint8, (walk.last_element(space) + 1,), walk), torch.uint8)
     kernel = k.kernel("walked")
-    return kernel, kernel.inputs[0].walk, tuple(draw(st.sampled_from((n - 1, n - 1, 0, n // 2))) for n in space)
+    return kernel, kernel.inputs[0].access_map, tuple(draw(st.sampled_from((n - 1, n - 1, 0, n // 2))) for n in space)
 
 
 def number(at: int, size: int) -> torch.Tensor:
     """What counts to a size: in 64 bits where 32 do not."""
-    return torch.tensor([at], dtype=torch.int64 if size > addresses.LIMIT else torch.int32)
+    return torch.tensor([at], dtype=torch.int64 if size > addresses.INT32_MAX else torch.int32)
 
 
 @given(points())
-def test_every_element_is_found(case: tuple[Kernel, Walk, tuple[int, ...]]) -> None:
+def test_every_element_is_found(case: tuple[Kernel, AccessMap, tuple[int, ...]]) -> None:
     """The lines are run as torch, whose tensors of 32 bits wrap as Triton's do."""
     kernel, walk, point = case
     space, batch = kernel.space, kernel.batch
@@ -58,10 +59,10 @@ def test_every_element_is_found(case: tuple[Kernel, Walk, tuple[int, ...]]) -> N
         "r": number(flat[1], kernel.rows),
         "c": number(point[-1], kernel.cols),
     }
-    for term in addresses.indices(kernel):
+    for term in addresses.derived_indices(kernel):
         names[term.name] = eval(term.definition, {}, names)
-    for one in (walk, kernel.outputs[0].stores[0].walk):
-        text = f"p + {addresses.offset(kernel, one, 'c') or '0'}"
+    for one in (walk, kernel.outputs[0].stores[0].access_map):
+        text = f"p + {addresses.tile_offsets(kernel, one, 'c') or '0'}"
         found = int(eval(text, {}, names))
         assert found == one.offset + sum(s * i for s, i in zip(one.strides, point, strict=True)), text
 

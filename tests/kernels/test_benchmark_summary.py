@@ -1,4 +1,4 @@
-"""The end of benchmarks/kernels.py: runs put together, goals counted, and a reason for every line that misses one."""
+"""The summary of benchmarks/kernels.py: runs are merged, goals counted, and every line that misses one has a reason."""
 
 import argparse
 import json

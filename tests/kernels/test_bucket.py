@@ -12,9 +12,9 @@ import torch
 from interpreter import Interpreter
 from torch import Tensor
 
-from kernels_triton import launch
 from kernels_triton.bucket import layout
-from kernels_triton.bucket.kernel import move, text
+from kernels_triton.bucket.kernel import copy_members, kernel_source
+from kernels_triton.launch import launch
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, cut, unit_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.complex64]
@@ -55,7 +55,7 @@ CASES = {
     "divide by 16 bytes but not by rows": Case(4, (((9, 16), 0), ((2, 6, 16), 1), ((1, 16), 0))),
     "several tiles": Case(2, (((LONG + 16,), 0), ((2, LONG // 16, 16), 1), ((LONG + 5,), 0))),
     "a long odd one": Case(1, (((LONG + 5,), 0), ((8,), 0))),
-    "many": Case(8, tuple(((8 * n, 3), 0) for n in range(1, layout.MOST + 1))),
+    "many": Case(8, tuple(((8 * n, 3), 0) for n in range(1, layout.MOST_MEMBERS + 1))),
 }
 
 
@@ -148,13 +148,13 @@ def test_results_that_nothing_reads_are_not_made(interpreted: Interpreter) -> No
     assert same(made[1], UNPACK(flat[:32], [1, 1], [4, 12], 2, 4, [8, 24], [8, 24], [1, 1])[1])
 
 
-def meta(laid: layout.Layout) -> list[launch.Launch]:
+def meta(laid: layout.BucketLayout) -> list[launch.Launch]:
     """What is launched for a layout."""
     found: list[launch.Launch] = []
     flat = torch.empty(laid.rows * laid.row, dtype=layout.WORDS[laid.bytes], device="meta")
-    xs = [flat.new_empty(m.lead * m.size * m.tail) if m.there else None for m in laid.members]
+    xs = [flat.new_empty(m.lead * m.size * m.tail) if m.copied else None for m in laid.members]
     with launch.recording(found.append):
-        move(laid, flat, xs)
+        copy_members(laid, flat, xs)
     return found
 
 
@@ -163,32 +163,32 @@ def meta(laid: layout.Layout) -> list[launch.Launch]:
 def test_a_bucket_is_one_launch(rows: int) -> None:
     """GPT-2's block; a row more members than a launch takes is two."""
     sizes = [768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768]
-    for count, launches in ((1, 1), (12, 1), (layout.MOST, 1), (layout.MOST + 1, 2)):
+    for count, launches in ((1, 1), (12, 1), (layout.MOST_MEMBERS, 1), (layout.MOST_MEMBERS + 1, 2)):
         numels = [sizes[at % 12] for at in range(count)]
-        laid = layout.packing(numels, [1] * count, numels, rows, 8, torch.bfloat16, range(count))
+        laid = layout.pack_layout(numels, [1] * count, numels, rows, 8, torch.bfloat16, range(count))
         assert laid is not None
         found = meta(laid)
         assert len(found) == launches
         tiles = sum(rows * -(-numel // rows // laid.block) for numel in numels)
         assert sum(one.grid[0] for one in found) == tiles
-    assert meta(layout.packing([8], [1], [8], 1, 8, torch.bfloat16, [])) == []  # type: ignore[arg-type]
+    assert meta(layout.pack_layout([8], [1], [8], 1, 8, torch.bfloat16, [])) == []  # type: ignore[arg-type]
 
 
 def test_kernels_are_shared_by_layers_and_by_dtypes_of_a_size() -> None:
     texts = {
-        text(laid.parts()[0][1])
+        kernel_source(laid.launch_layouts()[0][1])
         for dtype in (torch.bfloat16, torch.float16)
         for _ in range(2)
-        if (laid := layout.packing([64, 8], [1, 1], [64, 8], 2, 8, dtype, [0, 1])) is not None
+        if (laid := layout.pack_layout([64, 8], [1, 1], [64, 8], 2, 8, dtype, [0, 1])) is not None
     }
     assert len(texts) == 1
-    assert layout.packing([64], [1], [64], 2, 1, torch.complex128, [0]) is None
+    assert layout.pack_layout([64], [1], [64], 2, 1, torch.complex128, [0]) is None
 
 
 def test_more_than_32_bits_can_count() -> None:
     """Offsets are 64-bit where they must be, and only there."""
-    short, long = (layout.packing([n], [1], [n], 2, 8, torch.bfloat16, [0]) for n in (1 << 20, (1 << 31) + 16))
+    short, long = (layout.pack_layout([n], [1], [n], 2, 8, torch.bfloat16, [0]) for n in (1 << 20, (1 << 31) + 16))
     assert short is not None
     assert long is not None
-    assert "True" not in text(short)
-    assert "True" in text(long)
+    assert "True" not in kernel_source(short)
+    assert "True" in kernel_source(long)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from interpreter import Interpreter
 
-from kernels_triton.fused import reference
-from kernels_triton.fused.codegen import generate
-from kernels_triton.fused.corpus import Draft
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.schedules import Style, choose
-from kernels_triton.fused.text import text
-from kernels_triton.launch import H200
-from kernels_triton.rows import Schedule
+from kernels_triton.codegen.codegen import generate
+from kernels_triton.codegen.schedules import PlanStyle, choose_plan
+from kernels_triton.gate.corpus import Draft
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import text
+from kernels_triton.launch.launch import H200
+from kernels_triton.launch.row_schedule import Schedule
 
 NUMBERS = {
     torch.float32: (142.857, 12345.678, 1e6 + 0.1, -3e38),
@@ -142,7 +142,7 @@ def test_generated_norms(
     assert ((out - expected).abs().amax(-1) <= 3e-6 + 6 * rounding).all()
 
 
-def _style(schedule: Schedule | None) -> Style | None:
+def _style(schedule: Schedule | None) -> PlanStyle | None:
     return None if schedule is None else "rows" if schedule.chunks else "loops"
 
 
@@ -188,7 +188,7 @@ def test_a_generated_mean_that_is_infinite_stays_so(interpreted: Interpreter, sc
 )
 def test_a_mean_is_summed_again_only_where_it_has_to_be(dtype: torch.dtype, cols: int, again: bool) -> None:
     kernel = generated(cols, dtype, 64, False, "div")
-    lines = generate(kernel, choose(kernel, H200)).text
+    lines = generate(kernel, choose_plan(kernel, H200)).text
     assert ("off_" in lines) == again
     assert ("nearest_quotient" in lines) != again
     assert f" / {cols}.0\n" not in lines.replace("off_3 = tl.sum(apart_3, 1, keep_dims=True) / ", ""), (
@@ -205,7 +205,7 @@ def test_gradients_and_other_differences_are_as_they_were() -> None:
     k.out(k("mul", apart, 2.0), torch.float32)
     k.out(k("mul", apart, g), torch.float32)
     kernel = k.kernel("fused_apart")
-    assert "off_" not in generate(kernel, choose(kernel, H200)).text
+    assert "off_" not in generate(kernel, choose_plan(kernel, H200)).text
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -1,4 +1,4 @@
-"""Cross-entropy under the interpreter: loss and gradient against float64, whole and over shards of the vocabulary."""
+"""Cross-entropy under the interpreter: loss and gradient against float64, for a whole and a sharded vocabulary."""
 
 import re
 from itertools import pairwise
@@ -11,15 +11,17 @@ from far_logits import given as operands
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreter import Interpreter
-from test_rows import FEW, rows
+from test_row_schedule import FEW, rows
 from torch import Tensor
 from torch.nn import functional
 
-from kernels_triton import launch, ops, reference
-from kernels_triton.fused import reference as fused
-from kernels_triton.fused.text import parse
-from kernels_triton.gate import Source, compiled, source_of
-from kernels_triton.rows import Schedule
+from kernels_triton import ops
+from kernels_triton.gate.gate import CompileJob, compile_job, job_of_launch
+from kernels_triton.ir import reference as fused
+from kernels_triton.ir.text import parse
+from kernels_triton.launch import launch
+from kernels_triton.launch.row_schedule import Schedule
+from kernels_triton.library import reference
 
 PLANS = {  # how rows are kept: as sizes ask for, in part, and in more pairs than registers have room for singly
     "kept": None,
@@ -162,14 +164,14 @@ def test_logits_far_from_zero(interpreted: Interpreter, how: str, dtype: torch.d
 def test_every_thread_has_the_same_sum_over_shards(shards: int) -> None:
     """A product added unrounded to what another thread rounded is another number in each of the two: gradients would
     depend on which thread has a column. No fused multiplication takes what comes from another thread."""
-    recorded: list[Source] = []
+    recorded: list[CompileJob] = []
     logits = torch.empty(64, 227, dtype=torch.bfloat16, device="meta")
     target = torch.empty(64, dtype=torch.int64, device="meta")
     stats = torch.empty(shards, 64, 3, device="meta")
-    with launch.recording(lambda one: recorded.append(source_of("cross_entropy_finish", 227, one))):
+    with launch.recording(lambda one: recorded.append(job_of_launch("cross_entropy_finish", 227, one))):
         ops.cross_entropy_finish(logits, target, stats, 1000)
     (source,) = recorded
-    text = compiled(source, 90).asm["ptx"]
+    text = compile_job(source, 90).asm["ptx"]
     exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", text))
     assert exchanged
     fused = {one for line in re.findall(r"fma\.rn\.f32\s+(.*);", text) for one in line.split(", ")[1:]}

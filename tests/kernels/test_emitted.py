@@ -1,12 +1,12 @@
-"""What `--emit triton` prints of a template: its launches, and every function that they run, once."""
+"""The text of a template from `--emit triton`: its launches, and each function that they run, once."""
 
 import ast
 
 import pytest
 
-from kernels_triton.fused.text import parse
-from kernels_triton.launch import HAS_TRITON
-from kernels_triton.templates.source import WIDTH, source
+from kernels_triton.ir.text import parse
+from kernels_triton.launch.launch import HAS_TRITON
+from kernels_triton.match.source import WIDTH, template_source
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: ops do not launch here")
 GATED = "k[5|24](bf16[5,24], bf16[5,24]){%2=sigmoid(%0); %3=mul(%0, %2); %4=mul(%3, %1)}->bf16[5,24]=%4"
@@ -19,7 +19,7 @@ NORM = (
 
 def test_every_function_is_printed_before_it_is_called_and_once() -> None:
     shown: set[tuple[str, str]] = set()
-    text = "\n\n".join(source(parse(line), shown) for line in (GATED, NORM, GATED))
+    text = "\n\n".join(template_source(parse(line), shown) for line in (GATED, NORM, GATED))
     functions = [one for one in ast.parse(text).body if isinstance(one, ast.FunctionDef)]
     names = [one.name for one in functions]
     assert len(names) == len(set(names))

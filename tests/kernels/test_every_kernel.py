@@ -11,10 +11,10 @@ from interpreter import Interpreter
 from torch import Tensor
 from written import written
 
-from kernels_triton import launch
-from kernels_triton.launch import HAS_TRITON
-from kernels_triton.registry import TEMPLATES, Template
-from kernels_triton.rows import Schedule, trying
+from kernels_triton.launch import launch
+from kernels_triton.launch.launch import HAS_TRITON
+from kernels_triton.launch.row_schedule import Schedule, trying
+from kernels_triton.ops.registry import TEMPLATES, TemplateOp
 
 SIZES = {"rows": 5, "cols": 70, "batch": 1, "heads": 3, "dim": 22, "half": 9, "channels": 64, "groups": 32, "space": 35}
 LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 4e-6}
@@ -25,12 +25,12 @@ AGAIN = Schedule(32, 3, rows=2, warps=1, again=True)  # rows that are read twice
 PARTS = Schedule(32, 2, rows=1, warps=1)  # of a group, whose programs wait for each other
 
 
-def named(template: Template, variant: Any) -> str:
+def named(template: TemplateOp, variant: Any) -> str:
     """As its schedules are."""
     return f"causal_{template.name}" if variant.get("causal") else template.name
 
 
-def calls(template: Template) -> Iterator[tuple[torch.dtype, Any, tuple[str, Schedule] | None]]:
+def calls(template: TemplateOp) -> Iterator[tuple[torch.dtype, Any, tuple[str, Schedule] | None]]:
     """(dtype, variant, schedule): all dtypes, all variants and other operands, and loops over rows."""
     for number, dtype in enumerate(template.dtypes):
         one = template.variants[number % len(template.variants)]
@@ -47,7 +47,7 @@ def calls(template: Template) -> Iterator[tuple[torch.dtype, Any, tuple[str, Sch
             yield dtype, causal, (named(template, causal), BLOCKS)
 
 
-def drawn(template: Template, variant: Any, dtype: torch.dtype) -> dict[str, Any]:
+def drawn(template: TemplateOp, variant: Any, dtype: torch.dtype) -> dict[str, Any]:
     """Operands by name; of what is rows, each is part of longer ones."""
     torch.manual_seed(0)
     made = template.call(variant, SIZES, dtype, "cpu")

@@ -7,10 +7,10 @@ import torch
 from interpreter import Interpreter
 from torch import Tensor
 
-from kernels_triton.fused.corpus import Draft
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.table import OPS
-from kernels_triton.fused.text import text
+from kernels_triton.gate.corpus import Draft
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.table import OPS
+from kernels_triton.ir.text import text
 
 # Units of the last place. `exp` rounds its exponent: a unit more for each 1 of |x|, here and in what is made of it.
 ULPS = {

@@ -11,17 +11,17 @@ from interpreter import Interpreter
 from random_kernel import KINDS, Kind, arguments, judge, kernels, places, schedules
 from torch import Tensor
 
-from kernels_triton.fused import reference
-from kernels_triton.fused.corpus import CORPUS, Draft
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.schedules import Style, choose, in_place
-from kernels_triton.fused.text import text
-from kernels_triton.launch import H200
-from kernels_triton.rows import Schedule
+from kernels_triton.codegen.schedules import PlanStyle, choose_plan, inplace_pairs
+from kernels_triton.gate.corpus import CORPUS, Draft
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import text
+from kernels_triton.launch.launch import H200
+from kernels_triton.launch.row_schedule import Schedule
 
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 EXAMPLES = max(12, settings().max_examples // 20)  # of each kind
-PLANS: dict[Style, tuple[Schedule, ...]] = {
+PLANS: dict[PlanStyle, tuple[Schedule, ...]] = {
     "rows": (Schedule(32, 4, 8, 4, 2, 1), Schedule(128, 1, 4, 4)),
     "loops": (Schedule(64, 0, 8, 4, waves=1), Schedule(128, 0, 4, 4)),
     "walk": (Schedule(64, 1, 4, 4, 2, 1),),
@@ -54,9 +54,9 @@ def test_corpus(name: str, interpreted: Interpreter) -> None:
         torch.manual_seed(number)
         given_ = drawn(kernel)
         expected = reference.run(kernel, widened(given_))
-        style = choose(kernel, H200).style
-        styles: tuple[Style, ...] = ("rows", "loops") if style == "rows" else (style,)
-        tried: list[tuple[Style | None, Schedule | None]] = [(None, None)]
+        style = choose_plan(kernel, H200).style
+        styles: tuple[PlanStyle, ...] = ("rows", "loops") if style == "rows" else (style,)
+        tried: list[tuple[PlanStyle | None, Schedule | None]] = [(None, None)]
         if number < 2:
             tried += [(each, PLANS[each][number % len(PLANS[each])]) for each in styles]
         for each, schedule in tried:
@@ -80,7 +80,7 @@ def test_random_kernels(interpreted: Interpreter, kind: Kind, data: st.DataObjec
     given_ = arguments(kernel, data.draw(st.integers(0, 99)))
     found = interpreted("fused", text(kernel), style, schedule, *given_)
     judge(kernel, found, reference.run(kernel, given_), (style, schedule))
-    if pairs := sorted(in_place(kernel)):
+    if pairs := sorted(inplace_pairs(kernel)):
         output, same = data.draw(places(kernel, pairs))
         given_ = [given_[same[0]] if at in same else x for at, x in enumerate(given_)]
         found = interpreted("fused", text(kernel), style, schedule, *given_, over=(output, same))
@@ -166,7 +166,7 @@ def test_angles_of_late_positions(interpreted: Interpreter) -> None:
 
 
 @pytest.mark.parametrize("style", ["rows", "loops"])
-def test_softmax_of_extremes(interpreted: Interpreter, style: Style) -> None:
+def test_softmax_of_extremes(interpreted: Interpreter, style: PlanStyle) -> None:
     """Its sum is rescaled as the maximum grows: rows that start with nothing, overflow, or have nothing at all."""
     k = Draft((6, 40))
     x = k.full(torch.float32)

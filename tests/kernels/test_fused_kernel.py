@@ -1,4 +1,4 @@
-"""A kernel as data: its text, what is refused, fewer dims, the library op, and the reference in lifted dtypes."""
+"""A kernel as data: its text, malformed kernels, merged dims, the library op, and the reference in lifted dtypes."""
 
 from collections.abc import Callable
 
@@ -8,18 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from random_kernel import arguments, kernels
 from torch._subclasses import FakeTensorMode
 
-from kernels_triton import tables
-from kernels_triton.fused import reference
-from kernels_triton.fused.corpus import CORPUS, Draft
-from kernels_triton.fused.kernel import Kernel, Walk
-from kernels_triton.fused.launcher import check_out, source
-from kernels_triton.fused.naming import named
-from kernels_triton.fused.op import FUSED
-from kernels_triton.fused.schedules import choose, column_sums, in_place
-from kernels_triton.fused.simplify import arranged, simplified
-from kernels_triton.fused.text import parse, text
-from kernels_triton.fused.tune import tune
-from kernels_triton.launch import A100, H200, Device
+from kernels_triton.codegen.schedules import choose_plan, column_sums, inplace_pairs
+from kernels_triton.gate.corpus import CORPUS, Draft
+from kernels_triton.gate.tune_generated import tune
+from kernels_triton.generated.launcher import check_out, source
+from kernels_triton.generated.op import FUSED
+from kernels_triton.ir import reference
+from kernels_triton.ir.access_map import AccessMap
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.naming import fused_kernel_name
+from kernels_triton.ir.text import parse, text
+from kernels_triton.launch import tables
+from kernels_triton.launch.launch import A100, H200, Device
+from kernels_triton.transform.simplify import order_rows, simplify
 from shardc import ShardcError
 
 bf16, f32 = torch.bfloat16, torch.float32
@@ -29,7 +30,7 @@ bf16, f32 = torch.bfloat16, torch.float32
 @given(kernel=kernels())
 def test_text_is_read_back_and_fewer_dims_compute_the_same(kernel: Kernel) -> None:
     assert parse(text(kernel)) == kernel
-    smaller = simplified(kernel)
+    smaller = simplify(kernel)
     assert len(smaller.space) <= len(kernel.space)
     assert parse(text(smaller)) == smaller
     given_ = arguments(kernel, 0)
@@ -51,20 +52,20 @@ def test_dims_that_are_walked_as_one_become_one() -> None:
     k = Draft((8, 128, 64))
     x, b = k.full(bf16), k.col(bf16)
     k.out(k("add", x, b), bf16)
-    assert simplified(k.kernel("bias")).space == (1024, 64)
+    assert simplify(k.kernel("bias")).space == (1024, 64)
     k = Draft((8, 128, 64))
     k.out(k("neg", k.full(bf16)), bf16)
-    assert simplified(k.kernel("flat")).space == (65536,)
+    assert simplify(k.kernel("flat")).space == (65536,)
     k = Draft((8, 128, 64))  # positions repeat, sums over rows keep the columns
     x, p = k.full(bf16), k.input(bf16, (128, 64))
     k.out_col(k("csum", k("add", x, p)), f32)
-    assert simplified(k.kernel("positions")).space == (8, 128, 64)
+    assert simplify(k.kernel("positions")).space == (8, 128, 64)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(kernel=kernels())
 def test_rows_in_another_order_compute_the_same(kernel: Kernel) -> None:
-    other, given_ = arranged(kernel), arguments(kernel, 1)
+    other, given_ = order_rows(kernel), arguments(kernel, 1)
     assert sorted(other.space) == sorted(kernel.space)
     for a, b in zip(reference.run(kernel, given_), reference.run(other, given_), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -73,11 +74,11 @@ def test_rows_in_another_order_compute_the_same(kernel: Kernel) -> None:
 def test_a_transposed_tensor_is_read_along_its_rows() -> None:
     """[head, feature, position] from [position, head, feature]: positions are the columns, features the tiles' rows."""
     k = Draft((12, 64, 16, 64))
-    x = k.input(bf16, (1024, 768), Walk(0, (64, 1, 64 * 768, 768)))
+    x = k.input(bf16, (1024, 768), AccessMap(0, (64, 1, 64 * 768, 768)))
     k.out(x, bf16)
-    kernel = arranged(k.kernel("fused_transpose"))
+    kernel = order_rows(k.kernel("fused_transpose"))
     assert kernel.space == (12, 16, 64, 64)
-    assert kernel.inputs[0].walk.strides == (64, 64 * 768, 1, 768)
+    assert kernel.inputs[0].access_map.strides == (64, 64 * 768, 1, 768)
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
@@ -86,7 +87,7 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
     for cols in (1, 7, 64, 768, 4096, 12288, 50304):
         for rows in (1, 100, 65536):
             kernel = CORPUS[name](rows, cols, bf16)
-            plan = choose(kernel, device)
+            plan = choose_plan(kernel, device)
             s = plan.schedule
             assert all(1 <= n < 1 << 31 for n in plan.grid)
             assert s.rows <= 2 * kernel.rows
@@ -101,7 +102,7 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
 
 def test_wide_rows_with_sums_stay_in_registers_and_exchange_their_sums_once() -> None:
     kernel = CORPUS["rms_norm_backward"](8192, 12288, bf16)
-    plan = choose(kernel, H200)
+    plan = choose_plan(kernel, H200)
     assert (plan.style, plan.schedule.chunks, plan.schedule.stages) == ("rows", 3, 3)
     lines = source(kernel).splitlines()
     terms = [at for at, line in enumerate(lines) if "+=" in line and ("part_" in line or "total_" in line)]
@@ -114,7 +115,7 @@ def test_wide_rows_with_sums_stay_in_registers_and_exchange_their_sums_once() ->
 
 
 def test_programs_of_one_row_are_neighbours_in_a_walk() -> None:
-    plan = choose(CORPUS["bias_gelu_backward"](8192, 4096, bf16), H200)
+    plan = choose_plan(CORPUS["bias_gelu_backward"](8192, 4096, bf16), H200)
     assert plan.style == "walk"
     assert plan.grid == (plan.blocks, plan.programs)
     assert plan.blocks == 4
@@ -127,11 +128,11 @@ def test_a_measured_schedule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name.rsplit("_", 1)[0] for name in table} == {"fused_rows", "fused_tiles"}
     monkeypatch.setattr(tables, "schedules", lambda device: table)
     for cols in (700, 1024):
-        plan = choose(CORPUS["rms_norm"](8192, cols, bf16), H200)
+        plan = choose_plan(CORPUS["rms_norm"](8192, cols, bf16), H200)
         assert plan.schedule.warps == 4
         assert plan.schedule.block * plan.schedule.chunks >= cols
     table["fused_rows_3"][0]["schedule"]["block"] = 512  # measured for other rows: never used where columns would go
-    assert choose(CORPUS["rms_norm"](8192, 1000, bf16), H200).schedule.block == 1024
+    assert choose_plan(CORPUS["rms_norm"](8192, 1000, bf16), H200).schedule.block == 1024
 
 
 def test_float64_is_exact_where_the_text_says_bfloat16() -> None:
@@ -159,20 +160,20 @@ def test_operands_in_any_layout() -> None:
 
 def test_what_may_be_written_over_what() -> None:
     adamw = CORPUS["adamw"](4, 8, bf16)  # p, m and v over themselves; the copy of p over the gradient
-    assert in_place(adamw) == {(0, 0), (0, 2), (0, 3), (1, 2), (2, 3), (3, 1)}
+    assert inplace_pairs(adamw) == {(0, 0), (0, 2), (0, 3), (1, 2), (2, 3), (3, 1)}
     # dx over dy, h or the residual's gradient; never dw over w, which every row reads.
-    assert in_place(CORPUS["layer_norm_backward"](4, 8, bf16)) == {(0, 0), (0, 1), (0, 2)}
-    assert in_place(CORPUS["transposed_add"](4, 8, bf16)) == {(0, 0)}
-    assert in_place(CORPUS["rope"](16, 8, bf16)) == {(0, 0), (0, 1)}  # each half over itself
+    assert inplace_pairs(CORPUS["layer_norm_backward"](4, 8, bf16)) == {(0, 0), (0, 1), (0, 2)}
+    assert inplace_pairs(CORPUS["transposed_add"](4, 8, bf16)) == {(0, 0)}
+    assert inplace_pairs(CORPUS["rope"](16, 8, bf16)) == {(0, 0), (0, 1)}  # each half over itself
     # The gradient of up is not made from up: its store would not wait for up's load.
-    assert in_place(CORPUS["swiglu_backward"](8, 8, bf16)) == {(0, 1)}
+    assert inplace_pairs(CORPUS["swiglu_backward"](8, 8, bf16)) == {(0, 1)}
 
 
 def test_names() -> None:
-    assert named(["add.Tensor", "native_layer_norm", "_to_copy"]) == "fused_add_layer_norm"
-    assert named(["shardc.random_uniform", "mul.Tensor", "mul.Scalar"]) == "fused_random_uniform_mul"
-    assert named(["view"]) == "fused_cast"
-    assert named(f"op{i}" for i in range(99)).endswith("_etc")
+    assert fused_kernel_name(["add.Tensor", "native_layer_norm", "_to_copy"]) == "fused_add_layer_norm"
+    assert fused_kernel_name(["shardc.random_uniform", "mul.Tensor", "mul.Scalar"]) == "fused_random_uniform_mul"
+    assert fused_kernel_name(["view"]) == "fused_cast"
+    assert fused_kernel_name(f"op{i}" for i in range(99)).endswith("_etc")
 
 
 def wrong(change: Callable[[Draft], object], space: tuple[int, ...] = (4, 8)) -> str:
@@ -193,14 +194,14 @@ def test_what_makes_no_sense_is_refused() -> None:
 
     def partly(k: Draft) -> None:
         x = k.full(f32)
-        k.joined(f32, (4, 16), (x, Walk(0, (16, 1))))
+        k.joined(f32, (4, 16), (x, AccessMap(0, (16, 1))))
 
     def twice(k: Draft) -> None:
         x = k.full(f32)
-        k.joined(f32, (4, 8), (x, Walk(0, (1, 1))))
+        k.joined(f32, (4, 8), (x, AccessMap(0, (1, 1))))
 
     def out_of(k: Draft) -> None:
-        k.out(k.input(f32, (4, 8), Walk(1, (8, 1))), f32)
+        k.out(k.input(f32, (4, 8), AccessMap(1, (8, 1))), f32)
 
     def two_reductions(k: Draft) -> None:
         x, w = k.full(f32), k.col(f32)
@@ -237,4 +238,4 @@ def test_an_output_lies_over_an_input_element_by_element_or_not_at_all() -> None
 def test_what_several_rows_read_no_row_writes() -> None:
     """A value of columns is as well read by the rows that come later as the first row writes its new one."""
     kernel = parse("a[4|8](f32[8]@0:0,1, f32[4,8]){%2=mul(%0, 2); %3=add(%1, %0)}->f32[8]=%2@0:0,1, f32[4,8]=%3")
-    assert in_place(kernel) == {(1, 1)}
+    assert inplace_pairs(kernel) == {(1, 1)}

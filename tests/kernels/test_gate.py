@@ -16,17 +16,18 @@ from written import written
 
 import shardc
 from benchmarks.fusion_census import MODELS, body_of, sizes
-from kernels_triton import gate, moved, ops
-from kernels_triton.fused.corpus import CORPUS
-from kernels_triton.fused.schedules import choose, column_sums
-from kernels_triton.fused.text import parse
-from kernels_triton.launch import HAS_TRITON, Launch, generated, recording
-from kernels_triton.registry import TEMPLATES
-from kernels_triton.templates.op import OPS
-from kernels_triton.templates.source import launches
-from kernels_triton.templates.variants import variants
+from kernels_triton import ops
+from kernels_triton.codegen.schedules import choose_plan, column_sums
+from kernels_triton.gate import access_width, gate
+from kernels_triton.gate.corpus import CORPUS
+from kernels_triton.ir.text import parse
+from kernels_triton.launch.launch import HAS_TRITON, Launch, generated_kernels, recording
+from kernels_triton.match.op import OPS
+from kernels_triton.match.source import recorded_launches
+from kernels_triton.match.variants import variants
+from kernels_triton.ops.registry import TEMPLATES
 from shardc.ir.graph import Graph
-from shardc.passes.fuse import fuse
+from shardc.passes.fusion.fuse import fuse
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: nothing can be compiled here")
 PARTS = 4
@@ -34,15 +35,15 @@ BUCKETS = ("bucket.pack", "bucket.unpack")
 
 
 @cache
-def quick(arch: int) -> list[gate.Source]:
-    return list(gate.sources(arch, quick=True))
+def quick(arch: int) -> list[gate.CompileJob]:
+    return list(gate.compile_jobs(arch, quick=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.long) for part in range(2, PARTS))])
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.long)])
 def test_kernels_pass(arch: int, part: int) -> None:
-    lines = gate.measured(quick(arch)[part::PARTS], arch)
+    lines = gate.measure_jobs(quick(arch)[part::PARTS], arch)
     assert [line for line in lines if line["problems"]] == []
 
 
@@ -51,24 +52,24 @@ def test_nothing_is_left_out() -> None:
     generator with and without sums, a bucket both ways."""
     arch, found = 90, quick(90)
     assert {one.kernel.rpartition(".")[0] for one in found if one.kernel.startswith("bucket.")} == set(BUCKETS)
-    assert written() == {one.kernel for one in found if one.kernel not in generated}
+    assert written() == {one.kernel for one in found if one.kernel not in generated_kernels}
     for template in TEMPLATES.values():
         types = {kind for one in found if one.template == template.name for _, kind in one.signature}
-        assert types >= {gate.POINTERS[dtype] for dtype in template.dtypes}, template.name
-    there = {gate.variant_of(one) for one in found}
+        assert types >= {gate.POINTER_TYPES[dtype] for dtype in template.dtypes}, template.name
+    there = {gate.variant_of_job(one) for one in found}
     for one in variants():
-        if one.shown:
-            launched: list[gate.Source] = []
-            with recording(lambda it, to=launched: to.append(gate.source_of("", 0, it))):
+        if one.in_ci:
+            launched: list[gate.CompileJob] = []
+            with recording(lambda it, to=launched: to.append(gate.job_of_launch("", 0, it))):
                 one.launch(one.widths[0], *next(one.dtypes()))
-            assert {gate.variant_of(source) for source in launched} <= there, one
+            assert {gate.variant_of_job(source) for source in launched} <= there, one
     names, device = {one.kernel for one in found}, gate.DEVICES[arch]
     plans: set[tuple[str, bool]] = set()
     for name, build in CORPUS.items():
         for cols, dtype in gate.GENERATED:
             kernel = build(gate.SIZES["rows"], cols, dtype)
-            if {one.kernel for one in gate.generated(name, cols, dtype, arch)} <= names:
-                plans.add((choose(kernel, device).style, bool(column_sums(kernel))))
+            if {one.kernel for one in gate.generated_jobs(name, cols, dtype, arch)} <= names:
+                plans.add((choose_plan(kernel, device).style, bool(column_sums(kernel))))
     assert plans == {
         ("tiles", False),
         ("walk", True),
@@ -78,7 +79,7 @@ def test_nothing_is_left_out() -> None:
 
 @cache
 def known() -> set[gate.Variant]:
-    return gate.known()
+    return gate.known_variants()
 
 
 def program(model: str, computes: str) -> Graph:
@@ -94,6 +95,7 @@ def program(model: str, computes: str) -> Graph:
     return shardc.compile(made, batch, mesh="dp=1", plan=plan).body
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("computes", ["bf16", "pure bf16", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_programs_launch_is_compiled(model: str, computes: str) -> None:
@@ -103,7 +105,10 @@ def test_what_programs_launch_is_compiled(model: str, computes: str) -> None:
     for call in fuse(program(model, computes)).calls():
         if call.target in names:
             found = launched.setdefault(names[call.target], set())
-            found |= {gate.variant_of(gate.source_of("", 0, one)) for one in launches(parse(str(call.args[1])))}
+            found |= {
+                gate.variant_of_job(gate.job_of_launch("", 0, one))
+                for one in recorded_launches(parse(str(call.args[1])))
+            }
     assert len(launched) >= 2
     assert set.union(*launched.values()) - known() == set()
 
@@ -112,42 +117,42 @@ def test_what_is_wider_than_x_fits_in_shared_memory() -> None:
     """12,288 columns of bfloat16 fill it three deep: with a float32 weight or gradient beside, room is for less."""
     backward = TEMPLATES["layer_norm_backward"]
     for wider in ({"weight": "f32[cols]"}, {"residual_grad": "f32[rows, cols]"}):
-        for source in gate.recorded(backward, 12288, torch.bfloat16, wider):
-            assert gate.measure(source, 90)["problems"] == []
+        for source in gate.template_jobs(backward, 12288, torch.bfloat16, wider):
+            assert gate.measure_job(source, 90)["problems"] == []
 
 
 @pytest.mark.parametrize("name", ["swiglu_backward", "rope"])
 def test_parts_of_short_rows_are_as_wide(name: str) -> None:
     """Outputs in two parts have tiles of half the size, and so half the threads: each has 16 bytes still."""
-    for source in gate.generated(name, 64, torch.bfloat16):
-        assert gate.measure(source, 90)["accesses"].keys() == {"128"}
+    for source in gate.generated_jobs(name, 64, torch.bfloat16):
+        assert gate.measure_job(source, 90)["accesses"].keys() == {"128"}
 
 
 @pytest.mark.parametrize(("channels", "space", "groups"), [(64, 32768, 64), (64, 32768, 32), (640, 4096, 32)])
 def test_groups_of_few_or_odd_numbers_of_channels_do_not_spill(channels: int, space: int, groups: int) -> None:
-    found: list[gate.Source] = []
+    found: list[gate.CompileJob] = []
     x = torch.empty(2, channels, space, dtype=torch.bfloat16, device="meta")
-    with recording(lambda one: found.append(gate.source_of("group_norm", space, one))):
+    with recording(lambda one: found.append(gate.job_of_launch("group_norm", space, one))):
         ops.group_norm(x, groups, x[0, :, 0], x[0, :, 0])
-    assert [gate.measure(source, 90)["problems"] for source in found] == [[]]
+    assert [gate.measure_job(source, 90)["problems"] for source in found] == [[]]
 
 
 def test_one_row_compiles() -> None:
     """A count of 1 is a constant to Triton, and has no methods of a tensor."""
     few = {**gate.sizes(512), "rows": 1}
-    found: list[gate.Source] = []
-    with recording(lambda one: found.append(gate.source_of("layer_norm_backward", 512, one))):
+    found: list[gate.CompileJob] = []
+    with recording(lambda one: found.append(gate.job_of_launch("layer_norm_backward", 512, one))):
         template = TEMPLATES["layer_norm_backward"]
         template.op(*template.arguments(few, torch.bfloat16, "meta"))
     assert found
     for source in found:
-        gate.compiled(source, 90)
+        gate.compile_job(source, 90)
 
 
 def test_rows_that_are_not_aligned_are_refused() -> None:
     """A stride of 1001 elements: nothing can be loaded 16 bytes at a time."""
-    source = gate.recorded(TEMPLATES["squared_relu"], 1001, torch.bfloat16, {})[0]
-    assert any("128" in problem for problem in gate.measure(source, 90)["problems"])
+    source = gate.template_jobs(TEMPLATES["squared_relu"], 1001, torch.bfloat16, {})[0]
+    assert any("128" in problem for problem in gate.measure_job(source, 90)["problems"])
 
 
 def apart(cols: int) -> torch.Tensor:
@@ -179,14 +184,14 @@ UNALIGNED: dict[str, tuple[Callable[[], object], dict[str, int]]] = {
 def test_one_operand_that_is_not_aligned_is_refused(name: str) -> None:
     """However short its rows are, so that few accesses read it, and whatever the others have."""
     call, short = UNALIGNED[name]
-    found: list[gate.Source] = []
-    with recording(lambda one: found.append(gate.source_of(name, 0, one))):
+    found: list[gate.CompileJob] = []
+    with recording(lambda one: found.append(gate.job_of_launch(name, 0, one))):
         call()
-    line = gate.measure(found[0], 90)
+    line = gate.measure_job(found[0], 90)
     assert line["accesses"]["128"] > 0
     assert line["short"] == short
     assert any("full-size" in problem for problem in line["problems"])
-    assert not gate.measure(replace(found[0], odd=True), 90)["problems"]
+    assert not gate.measure_job(replace(found[0], odd=True), 90)["problems"]
 
 
 def test_an_access_is_of_the_pointer_its_address_is_computed_of() -> None:
@@ -205,16 +210,19 @@ def test_an_access_is_of_the_pointer_its_address_is_computed_of() -> None:
     cp.async.cg.shared.global [ %r2 + 0 ], [ %rd7 + 0 ], 0x10, %r3;
     st.global.v4.b32 [ %rd7 + 16 ], { %r4, %r5, %r6, %r7 };
     """
-    assert moved.widths(ptx, ["X", "TARGET", "rows"]) == {"X": {16: 1, 128: 2}, "TARGET": {64: 1}}
+    assert access_width.access_widths(ptx, ["X", "TARGET", "rows"]) == {"X": {16: 1, 128: 2}, "TARGET": {64: 1}}
     signature = [("X", "*bf16"), ("TARGET", "*i64"), ("rows", "i32"), ("COLS", "constexpr")]
-    assert moved.short(ptx, signature, ["X"]) == {"X": 1}
-    assert moved.short(ptx, signature, ["X", "TARGET"]) == {"X": 1, "TARGET": 1}  # two of either are wanted
+    assert access_width.narrow_accesses(ptx, signature, ["X"]) == {"X": 1}
+    assert access_width.narrow_accesses(ptx, signature, ["X", "TARGET"]) == {
+        "X": 1,
+        "TARGET": 1,
+    }  # two of either are wanted
 
 
 def test_odd_rows_are_compiled_and_judged_by_spills_alone() -> None:
-    odd = [one for one in quick(90) if one.odd]
+    odd = [one for one in quick(90) if one.odd_widths]
     assert {one.template for one in odd} == set(gate.ODD)
-    line = gate.measure(next(one for one in odd if one.template == "add_layer_norm"), 90)
+    line = gate.measure_job(next(one for one in odd if one.template == "add_layer_norm"), 90)
     assert line["accesses"]["16"] > 50
     assert not line["problems"]
     assert gate.problems({**line, "spills": 1}) == ["1 local-memory accesses, 0 bytes of stack"]
@@ -222,10 +230,10 @@ def test_odd_rows_are_compiled_and_judged_by_spills_alone() -> None:
 
 def test_real_spills_are_seen_and_are_of_one_kernel_of_a_batch() -> None:
     """A row of 16384 in one warp cannot be held; the kernel beside it, disassembled with it, is none the worse."""
-    good = gate.recorded(TEMPLATES["rms_norm"], 1024, torch.bfloat16, {})[0]
+    good = gate.template_jobs(TEMPLATES["rms_norm"], 1024, torch.bfloat16, {})[0]
     constants = tuple({**dict(good.constants), "COLS": 16384, "BLOCK": 16384, "ROWS": 1}.items())
     bad = replace(good, constants=constants, warps=1)
-    first, second, third = gate.measured([good, bad, good], 90)
+    first, second, third = gate.measure_jobs([good, bad, good], 90)
     assert first == third
     assert not first["problems"]
     assert first["accesses"].keys() == {"32", "128"}
@@ -235,10 +243,10 @@ def test_real_spills_are_seen_and_are_of_one_kernel_of_a_batch() -> None:
 
 
 def test_a_kernel_that_does_not_compile_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = gate.recorded(TEMPLATES["squared_relu"], 1024, torch.bfloat16, {})[0]
+    good = gate.template_jobs(TEMPLATES["squared_relu"], 1024, torch.bfloat16, {})[0]
     bad = replace(good, constants=(("BLOCK", 1000), *((k, v) for k, v in good.constants if k != "BLOCK")))
-    monkeypatch.setattr(gate, "sources", lambda arch, quick: [good, bad])
-    passed, failed = gate.lines([90], quick=True, jobs=1)
+    monkeypatch.setattr(gate, "compile_jobs", lambda arch, quick: [good, bad])
+    passed, failed = gate.gate_lines([90], quick=True, jobs=1)
     assert not passed["problems"]
     assert "does not compile" in failed["problems"][0]
 

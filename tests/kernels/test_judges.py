@@ -12,7 +12,7 @@ import torch
 from closeness import wide
 from torch import Tensor
 
-from kernels_triton import reference
+from kernels_triton.library import reference
 
 ROWS, COLS, EPS = 24, 200, 1e-5
 Wrong = Callable[[Tensor], Tensor]

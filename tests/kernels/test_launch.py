@@ -1,11 +1,12 @@
-"""What passes through `launch.run`: prepared ops repeat their launches, and no rows launch nothing."""
+"""`launch.run`: prepared ops repeat their launches, and empty grids launch nothing."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from kernels_triton import launch, ops
+from kernels_triton import ops
+from kernels_triton.launch import launch
 
 pytestmark = pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton is not installed: ops do not launch here")
 
@@ -45,7 +46,7 @@ def test_no_rows_launch_nothing_and_their_sums_are_zero() -> None:
 
 
 def test_float64_and_cpu_tensors_are_the_references() -> None:
-    assert not launch.on_triton(torch.zeros(2, 2))
+    assert not launch.runs_on_triton(torch.zeros(2, 2))
     with launch.recording(lambda one: None):
-        assert launch.on_triton(torch.zeros(2, 2, device="meta"))
-        assert not launch.on_triton(torch.zeros(2, 2, device="meta", dtype=torch.float64))
+        assert launch.runs_on_triton(torch.zeros(2, 2, device="meta"))
+        assert not launch.runs_on_triton(torch.zeros(2, 2, device="meta", dtype=torch.float64))

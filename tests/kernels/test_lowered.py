@@ -1,4 +1,4 @@
-"""Every pointwise op in kernels against eager torch, special values included: the reference, and in the interpreter."""
+"""Every pointwise op in kernels against eager torch, with special values: the reference, and the interpreter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton.fused import reference, text
-from shardc.passes.fuse.units import LOWERINGS
+from kernels_triton.ir import reference, text
+from shardc.passes.fusion.lowering.lowered_op import LOWERINGS
 from tests.kernels import pointwise_cases as cases
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.pointwise_cases import GIVEN, Case, aten, kernels_of, wrong

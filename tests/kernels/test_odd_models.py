@@ -14,11 +14,11 @@ from odd_models import MODELS
 from torch import Tensor
 
 import shardc
-from kernels_triton.fused import reference
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.text import parse, text
-from kernels_triton.templates.match import Match, found
-from kernels_triton.templates.op import KERNELS, OPS
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse, text
+from kernels_triton.match.match import Match, match_template
+from kernels_triton.match.op import KERNELS, OPS
 from shardc.ir.program import Program
 
 POSITIVE = ("rstd", "squares", "variance")
@@ -29,7 +29,7 @@ def kernels(program: Program) -> dict[str, Match | None]:
     """The text of each kernel in the program, and the template that it is, if it is run by one."""
     calls = [node for node in program.body.calls() if node.target in KERNELS]
     texts = {str(node.args[1]): node.target in OPS.values() for node in calls}
-    return {line: found(parse(line)) if template else None for line, template in texts.items()}
+    return {line: match_template(parse(line)) if template else None for line, template in texts.items()}
 
 
 def drawn(kernel: Kernel, match: Match | None) -> list[Tensor]:
@@ -42,12 +42,13 @@ def drawn(kernel: Kernel, match: Match | None) -> list[Tensor]:
         else:
             made.append(torch.randint(-(1 << 15), 1 << 15, given.shape).to(given.dtype))
     for name in POSITIVE:
-        at = match.bound.get(name) if match else None
+        at = match.binding.get(name) if match else None
         if type(at) is int:
             made[at] = made[at].abs() + 0.5
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kernel_computes_what_it_says(interpreted: Interpreter, name: str) -> None:
     one = MODELS[name]

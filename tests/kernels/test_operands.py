@@ -1,4 +1,4 @@
-"""What is wrong with an operand of any op is said before anything runs: code, operand, the caller's line, a hint."""
+"""Errors of operands, for every op, before anything runs: code, operand, the caller's line, a hint."""
 
 import inspect
 import sys
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kernels_triton import launch, ops, reference
-from kernels_triton.registry import TEMPLATES
+from kernels_triton import ops
+from kernels_triton.launch import launch
+from kernels_triton.library import reference
+from kernels_triton.ops.registry import TEMPLATES
 from shardc import ShardcError
 
 SIZES = {"rows": 6, "cols": 24, "batch": 2, "heads": 3, "dim": 16, "half": 4, "channels": 64, "groups": 32, "space": 5}
@@ -340,7 +342,7 @@ def test_more_samples_than_a_grid_has(angles: tuple[int, ...], monkeypatch: pyte
         grids.append(one.grid[1])
         y.copy_(reference.rope(part, c, s))
 
-    monkeypatch.setattr(launch, "on_triton", lambda x: True)
+    monkeypatch.setattr(launch, "runs_on_triton", lambda x: True)
     with launch.recording(turn):
         assert torch.equal(ops.rope(x, cos, sin), expected)
         assert ops.rope(x, cos, sin, in_place=True) is x

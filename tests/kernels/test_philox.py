@@ -1,4 +1,4 @@
-"""What random numbers cost, in the machine code: four neighbours share a Philox, and no word goes through memory."""
+"""The machine code of random numbers: four neighbours share a Philox, and no word goes through memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels_triton import gate, ops
-from kernels_triton.fused.corpus import Draft
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.launcher import launcher
-from kernels_triton.launch import H200, HAS_TRITON, assuming, recording
-from kernels_triton.machine_code import disassembled, machine_code
+from kernels_triton import ops
+from kernels_triton.gate import gate
+from kernels_triton.gate.corpus import Draft
+from kernels_triton.generated.launcher import launcher
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.launch.launch import H200, HAS_TRITON, assuming, recording
+from kernels_triton.launch.machine_code import disassemble, machine_code
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: nothing can be compiled here")
 ROWS, COLS = 8192, 4096
@@ -31,12 +32,12 @@ def dropped(stride: int, first: int | None) -> Kernel:
 
 def compiled(run: Callable[..., Any], *args: Any) -> tuple[int, int]:
     """Wide products, and bytes of shared memory, of the one kernel that is launched."""
-    found: list[gate.Source] = []
-    with assuming(H200), recording(lambda one: found.append(gate.source_of("", COLS, one))):
+    found: list[gate.CompileJob] = []
+    with assuming(H200), recording(lambda one: found.append(gate.job_of_launch("", COLS, one))):
         run(*args)
     (source,) = found
-    kernel = gate.compiled(source, 90)
-    (code,) = disassembled([machine_code(kernel.asm["cubin"]).code], 90)
+    kernel = gate.compile_job(source, 90)
+    (code,) = disassemble([machine_code(kernel.asm["cubin"]).code], 90)
     wide = [line for line in code if line.split()[0 if line[0] != "@" else 1].startswith(("IMAD.WIDE", "IMAD.HI"))]
     return len(wide), kernel.metadata.shared
 

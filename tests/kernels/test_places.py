@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.ops.random import RANDOM_UNIFORM
-from shardc.passes.fuse import spaces
+from shardc.passes.fusion.analysis import iteration_space
 from tests.kernels.traced import fused_results
 
 aten = torch.ops.aten
@@ -127,11 +127,11 @@ CASES: dict[str, tuple[Function, Sequence[tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("widest", [spaces.WIDEST, 4])
+@pytest.mark.parametrize("widest", [iteration_space.MAX_SPLIT_COLUMNS, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_as_eager_torch(name: str, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So small sums are cut into rows only where rows are."""
-    monkeypatch.setattr(spaces, "WIDEST", widest)
+    monkeypatch.setattr(iteration_space, "MAX_SPLIT_COLUMNS", widest)
     function, shapes = CASES[name]
     drawn = torch.Generator().manual_seed(0)
     compare(function, [torch.randn(shape, generator=drawn) for shape in shapes])
@@ -149,7 +149,7 @@ def compare(function: Function, given: Sequence[Tensor], kernel: bool | None = T
 
 def test_a_sum_of_all_is_cut_where_a_row_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 divides 24 elements, and no row of 6."""
-    monkeypatch.setattr(spaces, "WIDEST", 4)
+    monkeypatch.setattr(iteration_space, "MAX_SPLIT_COLUMNS", 4)
     x, w = torch.randn(4, 6), torch.randn(6)
     compare(lambda x, w: ((x * w).sum() * 2, x * w), [x, w])
 

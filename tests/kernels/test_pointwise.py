@@ -7,10 +7,10 @@ from closeness import relative, ulps, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import Interpreter
-from test_rows import DTYPES, FEW, like, rows
+from test_row_schedule import DTYPES, FEW, like, rows
 from torch import Tensor
 
-from kernels_triton import reference
+from kernels_triton.library import reference
 from shardc.ir.ops.random import RANDOM_UNIFORM
 
 # Relative error of a gradient, whose terms cancel.

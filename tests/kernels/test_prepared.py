@@ -1,4 +1,4 @@
-"""What a prepared call hands to compiled kernels: addresses in the order of their arguments, and fresh results."""
+"""Prepared calls pass addresses to compiled kernels in the order of their arguments, and return fresh results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 import shardc
-from kernels_triton import direct, launch
-from kernels_triton.fused import into
-from kernels_triton.fused.corpus import CORPUS
-from kernels_triton.fused.launcher import Ready, program
-from kernels_triton.fused.op import FUSED
-from kernels_triton.fused.prepared import Prepared, launches_of
-from kernels_triton.fused.schedules import choose
-from kernels_triton.fused.text import text
-from kernels_triton.launch import H200
+from kernels_triton.codegen.schedules import choose_plan
+from kernels_triton.gate.corpus import CORPUS
+from kernels_triton.generated import inplace_call
+from kernels_triton.generated.launcher import DeviceKernel, define_kernel
+from kernels_triton.generated.op import FUSED
+from kernels_triton.generated.prepared_call import PreparedKernelCall, launch_sequence
+from kernels_triton.ir.text import text
+from kernels_triton.launch import fast_launch, launch
+from kernels_triton.launch.launch import H200
 from shardc.ir.in_place import INTO
-from shardc.runtime.executor import Executor
-from shardc.runtime.instructions import rank_context
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.instructions import rank_context
 
 BF16 = torch.bfloat16
 
@@ -32,8 +32,8 @@ class Launched:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
 
-    def kernel(self, name: str) -> direct.Direct:
-        return direct.Direct(lambda stream, *addresses: self.calls.append((name, addresses)))
+    def kernel(self, name: str) -> fast_launch.DirectLaunch:
+        return fast_launch.DirectLaunch(lambda stream, *addresses: self.calls.append((name, addresses)))
 
 
 @pytest.fixture
@@ -41,21 +41,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     def maker(shape: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
         return lambda: torch.empty(tuple(shape), dtype=dtype)
 
-    monkeypatch.setattr(direct, "maker", maker)
-    monkeypatch.setattr(direct, "stream_of", lambda: lambda index: 0)
-    monkeypatch.setattr(direct, "current_device", lambda: lambda: 0)
+    monkeypatch.setattr(fast_launch, "allocator", maker)
+    monkeypatch.setattr(fast_launch, "stream_of", lambda: lambda index: 0)
+    monkeypatch.setattr(fast_launch, "current_device", lambda: lambda: 0)
     return Launched()
 
 
 def prepared(
     launched: Launched, name: str, operands: Any, places: Any, slow: Any = None, scratch: Any = None
-) -> tuple[Prepared, Ready]:
+) -> tuple[PreparedKernelCall, DeviceKernel]:
     kernel = CORPUS[name](64, 128, BF16)
-    made = program(kernel, choose(kernel, H200))
-    ready = Ready(made, [launched.kernel("main"), launched.kernel("finish") if made.finish else None])
-    found = lambda kernel, device: launches_of(ready)  # noqa: E731
-    one = Prepared(slow, operands, text(kernel), places, torch.device("cuda", 0), scratch, found)
-    one.ready = one.bound(launches_of(ready))
+    made = define_kernel(kernel, choose_plan(kernel, H200))
+    ready = DeviceKernel(made, [launched.kernel("main"), launched.kernel("finish") if made.finish else None])
+    found = lambda kernel, device: launch_sequence(ready)  # noqa: E731
+    one = PreparedKernelCall(slow, operands, text(kernel), places, torch.device("cuda", 0), scratch, found)
+    one.ready = one.write_call(launch_sequence(ready))
     return one, ready
 
 
@@ -101,7 +101,7 @@ def test_what_has_a_place_for_good_is_written_into_the_call(
     def never(*_: Any) -> Any:
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(direct, "maker", never)
+    monkeypatch.setattr(fast_launch, "allocator", never)
     mixed = [x if at % 2 else at for at, x in enumerate(inputs)]
     call, ready = prepared(launched, "layer_norm_backward", mixed, dict(enumerate(outputs)), None, lasting)
     results = call(inputs)
@@ -174,12 +174,12 @@ def test_each_triton_gets_the_arguments_that_it_wants(
 ) -> None:
     monkeypatch.setattr(launch, "triton_version", lambda: version)
     compiled = Compiled(**needs)
-    direct.bound(compiled, (2, 3, 1))(7, 64, 128)
+    fast_launch.direct_launch(compiled, (2, 3, 1))(7, 64, 128)
     assert compiled.seen == [(2, 3, 1, 7, *(("through Triton", 64, 128) if expected is None else (11, *expected)))]
 
 
 def test_nothing_is_prepared_for_a_cpu() -> None:
-    assert into.prepare([0, 1], text(CORPUS["bias_gelu"](8, 16, BF16)), {}, torch.device("cpu")) is None
+    assert inplace_call.prepare([0, 1], text(CORPUS["bias_gelu"](8, 16, BF16)), {}, torch.device("cpu")) is None
 
 
 def test_a_launched_program_calls_what_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_a_launched_program_calls_what_is_prepared(monkeypatch: pytest.MonkeyPat
     )
 
     def step() -> dict[str, Tensor]:
-        executor = Executor(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+        executor = BodyExecutor(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
         held = {name: value.clone() for name, value in program.inputs().items()}
         return {f"{port.role} {port.name}": y for port, y in executor.run(held, [held]).items()}
 
@@ -206,7 +206,7 @@ def test_a_launched_program_calls_what_is_prepared(monkeypatch: pytest.MonkeyPat
     ) -> Callable[[list[Any]], list[Tensor]]:
         def call(env: list[Any]) -> list[Tensor]:
             calls.append(len(places))
-            return into.run([env[s] for s in slots], line, {at: place(env) for at, place in places.items()})
+            return inplace_call.run([env[s] for s in slots], line, {at: place(env) for at, place in places.items()})
 
         return call
 

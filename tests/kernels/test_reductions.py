@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels_triton.fused import reference
-from kernels_triton.fused.launcher import program
-from kernels_triton.fused.schedules import choose
-from kernels_triton.fused.text import parse, text
-from kernels_triton.launch import H200
-from kernels_triton.templates.op import kernel_of as kernel_of_call
+from kernels_triton.codegen.schedules import choose_plan
+from kernels_triton.generated.launcher import define_kernel
+from kernels_triton.ir import reference
+from kernels_triton.ir.text import parse, text
+from kernels_triton.launch.launch import H200
+from kernels_triton.match.op import kernel_of as kernel_of_call
 from shardc.ir.graph import info, operands, results
-from shardc.passes.fuse import fuse
+from shardc.passes.fusion.fuse import fuse
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.traced import graph_of, kernel_of
 
@@ -242,7 +242,7 @@ def moments_in_double(x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("shape", "launches"), [((64, 64, 4096), 2), ((4096, 64, 64), 1)])
 def test_few_programs_share_sums_and_one_has_its_own(shape: tuple[int, int, int], launches: int) -> None:
     kernel, _ = kernel_of(lambda x: torch.sum(x * x, (1,)), [torch.empty(shape, dtype=BF, device="meta")])
-    plan = choose(kernel, H200)
+    plan = choose_plan(kernel, H200)
     assert plan.batches == shape[0]
-    assert 1 + bool(program(kernel, plan).finish) == launches
-    assert plan.alone == (launches == 1)
+    assert 1 + bool(define_kernel(kernel, plan).finish) == launches
+    assert plan.sums_in_one_program == (launches == 1)

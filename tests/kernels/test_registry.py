@@ -1,4 +1,4 @@
-"""The registry lists every op; each is its reference's twin and gives what its signature says; CPU tensors run it."""
+"""The registry lists every op. Each op matches its reference and its signature; CPU tensors run the reference."""
 
 import inspect
 import re
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton import ops, reference
-from kernels_triton.launch import on_triton
-from kernels_triton.registry import TEMPLATES, Template
+from kernels_triton import ops
+from kernels_triton.launch.launch import runs_on_triton
+from kernels_triton.library import reference
+from kernels_triton.ops.registry import TEMPLATES, TemplateOp
 
 SIZES = {"rows": 6, "cols": 20, "batch": 2, "heads": 3, "dim": 16, "half": 4, "channels": 64, "groups": 32, "space": 5}
 
@@ -22,7 +23,7 @@ def test_every_op_is_listed() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda t: t.name)
-def test_twins(template: Template) -> None:
+def test_twins(template: TemplateOp) -> None:
     """An op and its reference are called alike, and the signature names the op's parameters."""
     mine, theirs = (inspect.signature(f).parameters for f in (template.op, template.reference))
     assert [(p.name, p.default) for p in mine.values()] == [(p.name, p.default) for p in theirs.values()]
@@ -34,7 +35,7 @@ SHAPE = r"(?:(?:,| and) \w+)*:? \[[^\]]*\]"  # of one operand or of several: `me
 
 @pytest.mark.parametrize("which", ["op", "reference"])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda t: t.name)
-def test_docstrings(template: Template, which: str) -> None:
+def test_docstrings(template: TemplateOp, which: str) -> None:
     """Each says the shape of every tensor, and what is raised; an op's, what each other argument is for too."""
     function = getattr(template, which)
     text = " ".join((function.__doc__ or "").split())
@@ -56,13 +57,13 @@ def test_references_can_be_differentiated_twice() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda t: t.name)
-def test_results_are_as_listed(template: Template, dtype: torch.dtype) -> None:
+def test_results_are_as_listed(template: TemplateOp, dtype: torch.dtype) -> None:
     for given in template.calls:
         call = template.call(given, SIZES, dtype, "cpu")
-        assert not on_triton(next(iter(call.values())))
+        assert not runs_on_triton(next(iter(call.values())))
         results = template.op(**call)
         results = () if results is None else results if isinstance(results, tuple) else (results,)
-        expected = template.results_of(given)
+        expected = template.results_of_call(given)
         for operand, result in zip(expected, results, strict=True):
             if result is None:
                 assert operand.optional
@@ -79,7 +80,8 @@ def test_without_triton() -> None:
     """What a Mac has: importing works, and ops compute by their references."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch; from kernels_triton import launch, ops, registry\n"
+        "import torch; from kernels_triton import ops; import kernels_triton.ops.registry\n"
+        "from kernels_triton.launch import launch\n"
         "assert not launch.HAS_TRITON\n"
         "print(ops.softmax(torch.zeros(2, 4)).sum().item())"
     )

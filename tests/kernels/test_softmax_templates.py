@@ -1,4 +1,4 @@
-"""Softmax as graphs launch it, under the interpreter: masks of every shape, and rows of which nothing is left."""
+"""Softmax as graphs launch it, under the interpreter: masks of every shape, and fully masked rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from closeness import relative
 from interpreter import Interpreter
 from torch import Tensor
 
-from kernels_triton.fused import reference
-from kernels_triton.fused.text import parse
-from kernels_triton.gate import measure, source_of
-from kernels_triton.templates.match import found
-from kernels_triton.templates.source import launches
+from kernels_triton.gate.gate import job_of_launch, measure_job
+from kernels_triton.ir import reference
+from kernels_triton.ir.text import parse
+from kernels_triton.match.match import match_template
+from kernels_triton.match.source import recorded_launches
 
 LOOSE = {"bf16": 1e-2, "f32": 2e-6}
 LOWEST = "-3.3895313892515355e+38"  # finfo(bfloat16).min
@@ -68,7 +68,7 @@ def test_a_mask_that_is_added(interpreted: Interpreter, mask: str, dtype: str) -
     given = masked(mask, dtype, 40)
     scores = "%2=mul(%0, 0.125); %3=add(%2, %1)" if given else "%1=mul(%0, 0.125)"
     text = kernel(dtype, 40, scores, given)
-    match = found(parse(text))
+    match = match_template(parse(text))
     assert match is not None
     assert match.template.name == "softmax"
     checked(interpreted, text, *drawn(text), dtype=dtype)
@@ -82,7 +82,7 @@ def test_a_mask_that_fills(interpreted: Interpreter, form: str, fill: str) -> No
     text = kernel("f32", 24, f"%2=mul(%0, 0.5); {turned}{form.format(f=fill)}", masked("of all but heads", "bool", 24))
     mask = torch.rand(2, 4, 24, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[0, 1], mask[1, 2] = True, False
-    assert found(parse(text)) is not None
+    assert match_template(parse(text)) is not None
     y = checked(interpreted, text, drawn(text)[0], mask)
     assert y.isnan().any() == (fill == "-inf")
 
@@ -107,7 +107,7 @@ def test_rows_of_which_nothing_is_left(interpreted: Interpreter, added: float, l
 def test_backward(interpreted: Interpreter, dtype: str, looped: int) -> None:
     cols = 300 if looped else 40
     text = backward(dtype, cols)
-    match = found(parse(text))
+    match = match_template(parse(text))
     assert match is not None
     assert match.template.name == "softmax_backward"
     g, y = drawn(text)
@@ -122,7 +122,7 @@ def backward(dtype: str, cols: int, step: str = "%4=sub(%0, %3)") -> str:
 
 
 def name_of(text: str) -> str | None:
-    match = found(parse(text))
+    match = match_template(parse(text))
     return None if match is None else match.template.name
 
 
@@ -152,5 +152,5 @@ def test_near_misses() -> None:
 def test_what_is_launched_compiles_without_spills(cols: int) -> None:
     mask = f"bool[2,4,{cols}]@0:{4 * cols},0,{cols},1"
     one = parse(kernel("bf16", cols, "%2=mul(%0, 0.5); %3=where(%1, %2, -inf)", mask))
-    for launched in launches(one):
-        assert not measure(source_of("softmax", cols, launched), 90)["problems"]
+    for launched in recorded_launches(one):
+        assert not measure_job(job_of_launch("softmax", cols, launched), 90)["problems"]

@@ -1,4 +1,4 @@
-"""What a shard of the vocabulary tells the others, as `online_softmax` leaves it: rows at once, and in one loop."""
+"""A vocabulary shard's statistics from `online_softmax`: for rows held at once, and for looped rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from interpreter import Interpreter
 
-from kernels_triton.fused import reference, text
-from kernels_triton.fused.schedules import Style
-from kernels_triton.rows import Schedule
+from kernels_triton.codegen.schedules import PlanStyle
+from kernels_triton.ir import reference, text
+from kernels_triton.launch.row_schedule import Schedule
 
 KERNEL = (
     "fused_statistics[6|40](f32[6,40], i64[6]@0:1,0, i64[]@0:0,0){%3=iota{1}(); %4=sub(37, %2); %5=lt(%3, %4); "
@@ -21,7 +21,7 @@ KERNEL = (
 
 
 @pytest.mark.parametrize("style", ["rows", "loops"])
-def test_statistics_of_a_shard(interpreted: Interpreter, style: Style) -> None:
+def test_statistics_of_a_shard(interpreted: Interpreter, style: PlanStyle) -> None:
     """A shard of minus infinity alone has the sum 0; blocks of it, and the padding, add nothing."""
     x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 100
     x[0], x[1, :33], x[2, 5], x[3, 36:], x[4] = -math.inf, -math.inf, math.nan, -math.inf, 1e38

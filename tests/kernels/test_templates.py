@@ -1,4 +1,5 @@
-"""Templates as graphs launch them: what the plain ops have not, under the interpreter, against the kernel's text."""
+"""Templates as graphs launch them, under the interpreter, against the kernel's text: operands that the plain ops
+lack."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from closeness import relative
 from interpreter import Interpreter
 from torch import Tensor
 
-from kernels_triton import launch
-from kernels_triton.fused import reference
-from kernels_triton.fused.behind import end
-from kernels_triton.fused.text import parse
-from kernels_triton.gate import measure, source_of
-from kernels_triton.templates.match import found
-from kernels_triton.templates.source import launches
+from kernels_triton.gate.gate import job_of_launch, measure_job
+from kernels_triton.ir import reference
+from kernels_triton.ir.row_padding import padded_columns
+from kernels_triton.ir.text import parse
+from kernels_triton.launch import launch
+from kernels_triton.match.match import match_template
+from kernels_triton.match.source import recorded_launches
 
 ROWS = 5
 LOOSE = {"bf16": 2e-2, "f32": 2e-5}
@@ -133,7 +134,7 @@ KERNELS = {
 
 
 def line(name: str, dtype: str, cols: int) -> str:
-    w, z = end(cols), "+0" if end(cols) > cols else ""
+    w, z = padded_columns(cols), "+0" if padded_columns(cols) > cols else ""
     inputs, steps, outputs = (part.format(t=dtype, c=cols, rows3=3 * cols, w=w, z=z) for part in KERNELS[name])
     return f"k[{ROWS}|{cols}]({inputs}){{{steps}}}->{outputs}"
 
@@ -141,16 +142,16 @@ def line(name: str, dtype: str, cols: int) -> str:
 def drawn(text: str) -> list[Tensor]:
     """Inputs of a kernel; what is divided by is positive."""
     kernel = parse(text)
-    match = found(kernel)
+    match = match_template(kernel)
     assert match is not None
     torch.manual_seed(0)
     inputs = [torch.randn(given.shape).to(given.dtype) for given in kernel.inputs]
-    if "seed" in match.bound:
+    if "seed" in match.binding:
         inputs[2] = torch.tensor(12345)
-    if "target" in match.bound:
+    if "target" in match.binding:
         inputs[1], inputs[2] = torch.tensor([0, 3, -100, 7, kernel.cols - 1]), torch.tensor(4.0)
     for name in ("rstd", "squares"):
-        if isinstance(at := match.bound.get(name), int):
+        if isinstance(at := match.binding.get(name), int):
             inputs[at] = (inputs[at].abs() + 0.5) * (kernel.cols if name == "squares" else 1)
     return inputs
 
@@ -161,7 +162,7 @@ def drawn(text: str) -> list[Tensor]:
 def test_a_launch_computes_the_text(interpreted: Interpreter, name: str, cols: int, dtype: str) -> None:
     text = line(name, dtype, cols)
     kernel = parse(text)
-    match = found(kernel)
+    match = match_template(kernel)
     assert match is not None
     assert match.template.name == name.partition(",")[0]
     inputs = drawn(text)
@@ -193,11 +194,12 @@ def test_rows_that_registers_do_not_hold(interpreted: Interpreter, name: str) ->
 
 @pytest.mark.parametrize("name", ["layer_norm_backward", "rms_norm_backward", "add_layer_norm"])
 def test_long_rows_with_much_to_hold_are_the_generators(name: str) -> None:
-    assert found(parse(line(name, "bf16", 8192))) is not None
-    assert found(parse(line(name, "bf16", 8448))) is None
-    assert found(parse(line("add_rms_norm", "bf16", 8448))) is not None  # nothing that its schedule is not for
+    assert match_template(parse(line(name, "bf16", 8192))) is not None
+    assert match_template(parse(line(name, "bf16", 8448))) is None
+    assert match_template(parse(line("add_rms_norm", "bf16", 8448))) is not None  # nothing that its schedule is not for
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not launch.HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
     ("name", "dtype", "cols"),
@@ -216,8 +218,8 @@ def test_long_rows_with_much_to_hold_are_the_generators(name: str) -> None:
 )
 def test_no_spills(name: str, dtype: str, cols: int) -> None:
     kernel = parse(line(name, dtype, cols).replace("[5", "[8192"))
-    for one in launches(kernel):
-        assert not measure(source_of(name.partition(",")[0], cols, one), 90)["problems"], one.name
+    for one in recorded_launches(kernel):
+        assert not measure_job(job_of_launch(name.partition(",")[0], cols, one), 90)["problems"], one.name
 
 
 @pytest.mark.parametrize("cols", [601, 603, 604])

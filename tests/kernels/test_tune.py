@@ -1,4 +1,4 @@
-"""`shardc tune`: the table that it writes is the table that schedules are read from; here with a clock of our own."""
+"""`shardc tune`: schedules are read from the table that it writes. A fake clock replaces the GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 import torch
 import yaml
 
-from kernels_triton import launch, rows, tables, tune, tuning
-from kernels_triton.rows import Schedule
+from kernels_triton.gate import tune, tuning
+from kernels_triton.launch import launch, row_schedule, tables
+from kernels_triton.launch.row_schedule import Schedule
 from shardc import ShardcError
 
 META = torch.empty((1, 1), dtype=torch.bfloat16, device="meta")
@@ -27,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "import_module", lambda name: torch)  # for its version
     monkeypatch.setattr(tuning, "_compile", lambda module, workers: None)
     monkeypatch.setattr(tune, "call_of", lambda template, cols, count: None)
-    monkeypatch.setattr(tune, "times", times)
+    monkeypatch.setattr(tune, "time_calls", times)
 
 
 @pytest.mark.usefixtures("clock")
@@ -43,10 +44,10 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     try:
         for name, entries in found["schedules"].items():
             for entry in entries:
-                chosen = rows.tabled(name, META, entry["cols"][1], Schedule(16))
+                chosen = row_schedule.table_schedule(name, META, entry["cols"][1], Schedule(16))
                 assert chosen == Schedule(**entry["schedule"])
                 assert (chosen.warps, chosen.rows) == (4, 2)
-        assert rows.tabled("gated", META.float(), 1024, Schedule(16)) == Schedule(16)
+        assert row_schedule.table_schedule("gated", META.float(), 1024, Schedule(16)) == Schedule(16)
     finally:
         tables.schedules.cache_clear()
 

@@ -15,10 +15,12 @@ from test_every_kernel import SIZES
 from torch import Tensor
 from torch.nn import functional
 
-from kernels_triton import launch, ops, reference
-from kernels_triton.gate import Source, compiled, source_of
-from kernels_triton.registry import TEMPLATES
-from kernels_triton.rows import Schedule, trying
+from kernels_triton import ops
+from kernels_triton.gate.gate import CompileJob, compile_job, job_of_launch
+from kernels_triton.launch import launch
+from kernels_triton.launch.row_schedule import Schedule, trying
+from kernels_triton.library import reference
+from kernels_triton.ops.registry import TEMPLATES
 from shardc import ShardcError
 
 INF, NAN = math.inf, math.nan
@@ -160,11 +162,11 @@ def test_moments_in_float64_are_refused_beside_less(name: str) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_threads_wait_before_they_write_what_others_read(interleaved: bool, schedule: Schedule | None) -> None:
     """In place: neighbours are one thread's, unless a tile has fewer elements than its threads load."""
-    recorded: list[Source] = []
+    recorded: list[CompileJob] = []
     trial = ("rope", schedule) if schedule else ("none", NONE)
     x, angles = torch.empty(2, 64, 4, 16, dtype=torch.bfloat16, device="meta"), torch.empty(64, 8, device="meta")
     for in_place in (True, False):
-        with launch.recording(lambda one: recorded.append(source_of("rope", 16, one))), trying(*trial):
+        with launch.recording(lambda one: recorded.append(job_of_launch("rope", 16, one))), trying(*trial):
             ops.rope(x, angles, angles, interleaved=interleaved, in_place=in_place)
-    waits = ["barrier" in compiled(source, 90).asm["ttgir"] for source in recorded]
+    waits = ["barrier" in compile_job(source, 90).asm["ttgir"] for source in recorded]
     assert waits == [not interleaved or schedule is not None, False]

@@ -13,10 +13,10 @@ from interpreter import Interpreter
 from torch import Tensor, nn
 
 import shardc
-from kernels_triton.fused import reference
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.text import text
-from kernels_triton.templates.op import OPS, kernel_of
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import text
+from kernels_triton.match.op import OPS, kernel_of
 
 Forward = Callable[["Model", Tensor], Tensor]
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16

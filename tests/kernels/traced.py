@@ -1,4 +1,4 @@
-"""What a function on tensors becomes: its calls as a graph by hand, and the one kernel that is made of them."""
+"""Functions on tensors as graphs of calls, and the single kernel that fuses them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.op import FUSED
-from kernels_triton.fused.text import parse
+from kernels_triton.generated.op import FUSED
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse
 from shardc.ir.graph import Graph, info, operands, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import DTYPE_NAMES
-from shardc.passes.fuse import fuse
+from shardc.passes.fusion.fuse import fuse
 from tests.handmade import Builder
 
 

@@ -13,8 +13,8 @@ import shardc
 from shardc.api import Program
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.mesh import Mesh
-from shardc.runtime.layout import assemble
-from shardc.runtime.simulate import run_reference, simulate
+from shardc.runtime.execute.layout import assemble
+from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.models.zoo import PLANS, make
 
 P = 0.1

@@ -13,21 +13,22 @@ import pytest
 import torch
 from torch import fx, nn
 
-from shardc import Mesh, Plan, compiler
+from shardc import Mesh, Plan
 from shardc.api import Program, bind
-from shardc.eager_training import EagerTraining
+from shardc.compiler import driver, pass_pipeline
+from shardc.frontend.trace import Traced, trace
 from shardc.ir.annotation import Annotation
 from shardc.ir.graph import info, op_name, operands, type_of
 from shardc.ir.placement import Placement
 from shardc.rules.registry import find_rule
-from shardc.runtime.compare import floor_of, magnitude, relative_error
-from shardc.runtime.simulate import run_reference
-from shardc.trace import Traced, trace
+from shardc.runtime.oracle.compare import floor_of, magnitude, relative_error
+from shardc.runtime.oracle.eager_witness import EagerTraining
+from shardc.runtime.oracle.simulate import run_reference
 from tests.in_double import InDouble
 from tests.models.zoo import MODELS, Model
 
 MESHES = ["dp=1, tp=2", "dp=2, tp=2", "dp=2, tp=4"]
-OPTIONS = compiler.Options()
+OPTIONS = pass_pipeline.Options()
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     plan = Plan.load(model.plan)
     bound = {text: bind(plan, traced, Mesh.parse(text)) for text in MESHES}
     # The graph of one device does not depend on the mesh, so the meshes share it.
-    reference = compiler.single_device(traced, Mesh(), OPTIONS)
+    reference = driver.single_device(traced, Mesh(), OPTIONS)
     for text in MESHES:
         graph = reference.copy()
         graph.mesh = Mesh.parse(text)
-        body = compiler.distribute(graph, bound[text], OPTIONS)
+        body = driver.finish_body(driver.distribute(graph, bound[text], OPTIONS), OPTIONS)
         programs[text] = Program(
             body,
             reference,

@@ -52,6 +52,7 @@ def test_heads(name: str, column: int) -> None:
     assert [value.startswith("amax.all_gather") for value in others] == [True]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper", "encoder", "cnn", "mlp"])
 def test_batch(name: str) -> None:
     program = compiled(name, name, "dp=2, tp=2", batch=3)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.match.op import kernel_of
 from shardc.ir.graph import Graph
 
 SEQ, WIDTH, HEADS, WORDS = 24, 64, 4, 96

@@ -1,4 +1,4 @@
-"""What a template computes, by `kernels_triton.reference` and in float64, of a kernel that was found to be one."""
+"""What a template computes, by its reference and in float64, of a kernel that was found to be one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels_triton import reference
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.reference import walked
-from kernels_triton.templates.match import Match
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.reference import strided_view
+from kernels_triton.library import reference
+from kernels_triton.match.match import Match
 
 Operands = dict[str, Tensor]
 Results = dict[str, Tensor]
@@ -20,14 +20,14 @@ def operands(kernel: Kernel, match: Match, inputs: list[Tensor]) -> tuple[Operan
     """By name: [rows, cols], [rows] or [cols], and the numbers."""
     tensors: Operands = {}
     numbers: dict[str, float] = {}
-    for name, at in match.bound.items():
+    for name, at in match.binding.items():
         kind = match.template.operands[name].removesuffix("?")
         if at is None:
             continue
         if kind == "number":
             numbers[name] = float(at)
             continue
-        x = walked(inputs[int(at)], kernel.inputs[int(at)].walk, kernel.space)
+        x = strided_view(inputs[int(at)], kernel.inputs[int(at)].access_map, kernel.space)
         whole = kind in ("full", "mask", "flag")
         tensors[name] = x.expand(kernel.space).reshape(match.rows, match.cols) if whole else x.reshape(-1)
     return tensors, numbers

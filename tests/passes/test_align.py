@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import shardc
 from shardc.cost.memory import memory
 from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
-from shardc.passes import align as module
-from shardc.passes.align import FORMS, align, worth
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.traffic import traffic
+from shardc.passes import gemm_padding as module
+from shardc.passes.fusion.analysis.traffic import traffic
+from shardc.passes.fusion.fuse import fuse
+from shardc.passes.gemm_padding import FORMS, align, worth
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 
 import shardc
 from examples.gpt2 import gpt2
-from shardc.explain import explain
+from shardc.explain.collective import explain
 from shardc.ir.collectives import bucket_of, collectives, member, members
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, op_name, operands
@@ -18,7 +18,7 @@ from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
-from shardc.passes.bucket import SIZE, block_of, bucket
+from shardc.passes.communication.bucket import SIZE, block_of, bucket
 from shardc.passes.verify import ENSURES
 from tests.replanned import replanned
 
@@ -70,7 +70,7 @@ def sent(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_fewer_collectives_of_the_same_bytes(case: str) -> None:
     plan, before, large, small = CASES[case]
     plain = compiled(plan)
@@ -299,7 +299,7 @@ def test_a_pipelines_parts_have_buckets_of_their_own() -> None:
     program = compiled(plan, True)
     assert program.pipelined is not None
     assert program.prove().ok
-    packs = [[n for n in finish.update.calls() if n.target is PACK] for finish in program.pipelined.finishes]
+    packs = [[n for n in finish.update.calls() if n.target is PACK] for finish in program.pipelined.epilogues]
     assert all(packs)
     assert not any(n.target is PACK for n in program.body.calls())
     report = program.verify()

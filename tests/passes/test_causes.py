@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh
-from shardc.explain import bound_of, options_of
-from shardc.explain_chain import trails
-from shardc.explain_changes import compiled as compiled_again
+from shardc.explain.collective import bound_of, options_of
+from shardc.explain.provenance import trails
+from shardc.explain.what_if import compiled as compiled_again
 from shardc.ir.graph import Graph, info
 from shardc.ir.placement import Placement
-from shardc.passes.online_softmax import instead_of
+from shardc.passes.softmax.online_softmax import instead_of
 from tests.test_communication import compiled
 
 ANNOTATION = re.compile(r'(\S+) = "([^"]*)"')

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardc
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.match.op import kernel_of
 from shardc.cost.memory import memory
 from shardc.ir.graph import Graph, info, op_name
 from shardc.ir.verify import violations
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.traffic import node_bytes
-from shardc.runtime.simulate import run_reference, simulate
+from shardc.passes.fusion.analysis.traffic import node_bytes
+from shardc.passes.fusion.fuse import fuse
+from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.passes.eager_attention import HEADS, MODELS, SEQ, Filled, causal, chains
 from tests.passes.test_fuse_templates import agree
 

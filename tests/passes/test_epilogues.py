@@ -15,8 +15,8 @@ from torch import fx
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import shardc
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.match.op import kernel_of
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import info, op_name, results, type_of
 from shardc.ir.ops import collectives

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from kernels_triton.fused import text
-from kernels_triton.fused.apart import apart
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.op import FUSED
-from kernels_triton.templates.op import KERNELS
+from kernels_triton.generated.op import FUSED
+from kernels_triton.ir import text
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.match.op import KERNELS
+from kernels_triton.transform.independent_outputs import independent_outputs
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name
@@ -22,11 +22,11 @@ from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.traffic import PRODUCTS, traffic
-from shardc.runtime.executor import Executor
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.verify import verify
+from shardc.passes.fusion.analysis.traffic import PRODUCTS, traffic
+from shardc.passes.fusion.fuse import fuse
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.oracle.verify import verify
 from tests.models.zoo import PLANS, make
 from tests.passes.fuse_graphs import chains
 
@@ -44,7 +44,7 @@ def fixed(graph: Graph) -> list[str]:
 
 @pytest.mark.parametrize("spread", [False, True], ids=["1x1", "dp2tp2"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_fused_program_is_the_single_device(name: str, spread: bool) -> None:
     model, batch, loss = make(name)
     plan = shardc.Plan.load(PLANS / f"{name}.yaml") if spread else shardc.Plan.of(mesh="dp=1")
@@ -101,7 +101,7 @@ def block(**plan: Any) -> shardc.Program:
     ],
     ids=str,
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_with_everything_else_that_a_plan_asks_for(plan: dict[str, Any]) -> None:
     plain, program = block(**plan), block(**plan, fuse=True)
     assert kernels(program.body)
@@ -126,7 +126,7 @@ def test_parameters_and_state_are_updated_in_place_by_few_kernels() -> None:
 def test_a_rank_runs_kernels_as_the_simulation_does() -> None:
     program = block(fuse=True, mesh="dp=1")
     trainer = program.launch()
-    executor = Executor(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    executor = BodyExecutor(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
     held = {name: value.clone().contiguous() for name, value in trainer.state.items()}
     homes = {name: value.data_ptr() for name, value in held.items()}
     for _ in range(3):
@@ -227,11 +227,13 @@ def test_float64_is_computed_in_float64() -> None:
     """Bias corrections near 1 - 0.999 lose half of their digits in float32: no kernel mixes the two."""
     body = block(fuse=True).body
     found = [text.parse(str(n.args[1])) for n in body.calls() if n.target in KERNELS and info(n).phase == "opt"]
-    assert any(kernel.double for kernel in found)
+    assert any(kernel.is_float64 for kernel in found)
     for kernel in found:
-        assert kernel.double or torch.float64 not in {one.dtype for one in kernel.outputs}
-        assert kernel.double or "pow" not in {step.op for step in kernel.steps}
-        assert kernel.double or len(apart(kernel)) == len(kernel.outputs) // 3  # a parameter and its two moments each
+        assert kernel.is_float64 or torch.float64 not in {one.dtype for one in kernel.outputs}
+        assert kernel.is_float64 or "pow" not in {step.op for step in kernel.steps}
+        assert (
+            kernel.is_float64 or len(independent_outputs(kernel)) == len(kernel.outputs) // 3
+        )  # a parameter and its two moments each
 
 
 def test_a_graph_of_three_thousand_calls() -> None:

@@ -1,4 +1,4 @@
-"""What is found again rather than made: calls and clusters that differ in names alone, and spaces that need no look."""
+"""The caches of lowered calls and of kernels, and the facts by which the search for a space is skipped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from benchmarks.fusion_census import body_of, traced
 from shardc.ir.graph import Graph, info, results, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.passes.fuse import clusters, fuse
-from shardc.passes.fuse.alike import Lowered
-from shardc.passes.fuse.kernels import Kernels, kernel
-from shardc.passes.fuse.memory_of import Memories
-from shardc.passes.fuse.spaces import Prim, Read, demand, space, whole
-from shardc.passes.fuse.unit_of import unit
-from shardc.passes.fuse.units import LOWERINGS, Unit
+from shardc.passes.fusion.analysis.iteration_space import Prim, Read, contiguous_runs, find_space, space_constraint
+from shardc.passes.fusion.analysis.view_analysis import ViewAnalysis
+from shardc.passes.fusion.clustering import cluster, clustering
+from shardc.passes.fusion.emit.kernel_builder import KernelCache, build_kernel
+from shardc.passes.fusion.fuse import fuse
+from shardc.passes.fusion.lowering.lower_op import lower_op
+from shardc.passes.fusion.lowering.lowered_op import LOWERINGS, LoweredOp
+from shardc.passes.fusion.lowering.lowering_cache import LoweringCache
 from tests.handmade import Builder
 from tests.passes.fuse_graphs import chains
 
@@ -73,13 +74,13 @@ def graph(request: pytest.FixtureRequest) -> Graph:
 
 
 @pytest.mark.sampled(2)
-def test_calls_found_again_are_as_lowered(graph: Graph) -> None:
-    memories = Memories(graph, lambda node: node.target in LOWERINGS)
-    lowered = Lowered(memories)
+def test_cached_lowerings_equal_fresh_ones(graph: Graph) -> None:
+    views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
+    cache = LoweringCache(views)
     for node in graph.calls():
-        assert repr(lowered.of(node)) == repr(unit(memories, node)), info(node).name
+        assert repr(cache.lower(node)) == repr(lower_op(views, node)), info(node).name
     calls = sum(1 for node in graph.calls() if node.target in LOWERINGS)
-    assert len(lowered.known) < calls, "none was found again"
+    assert len(cache.known) < calls, "the cache was never hit"
 
 
 def numbers() -> tuple[Graph, dict[str, fx.Node]]:
@@ -112,13 +113,13 @@ def numbers() -> tuple[Graph, dict[str, fx.Node]]:
     return b.graph(), made
 
 
-def test_what_is_not_alike_is_told_apart() -> None:
+def test_different_calls_are_lowered_separately() -> None:
     graph, made = numbers()
-    memories = Memories(graph, lambda node: node.target in LOWERINGS)
-    lowered = Lowered(memories)
+    views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
+    cache = LoweringCache(views)
     for name, node in made.items():
-        assert repr(lowered.of(node)) == repr(unit(memories, node)), name
-    assert len(lowered.known) == len(made)
+        assert repr(cache.lower(node)) == repr(lower_op(views, node)), name
+    assert len(cache.known) == len(made)
 
 
 def test_a_call_of_which_less_is_used_is_another() -> None:
@@ -134,72 +135,76 @@ def test_a_call_of_which_less_is_used_is_another() -> None:
             item = b.call(f"{call.name}.{at}", types[at], operator.getitem, call, at)
             b.output("output", item.name, item)
     graph = b.graph()
-    memories = Memories(graph, lambda node: node.target in LOWERINGS)
-    lowered = Lowered(memories)
-    assert [len(one.prims) if (one := lowered.of(node)) else 0 for node in nodes] == [
-        len(one.prims) if (one := unit(memories, node)) else 0 for node in nodes
+    views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
+    cache = LoweringCache(views)
+    assert [len(one.prims) if (one := cache.lower(node)) else 0 for node in nodes] == [
+        len(one.prims) if (one := lower_op(views, node)) else 0 for node in nodes
     ]
-    assert len(lowered.known) == 2
+    assert len(cache.known) == 2
 
 
-def test_clusters_found_again_are_the_same_kernels(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, again = 0, Kernels.of
+def test_cached_kernels_equal_fresh_ones(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds, build = 0, KernelCache.build
 
-    def checked(self: Kernels, *args: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        made, own = again(self, *args), self._named(kernel(self.graph, self.memories, *args))  # pyright: ignore[reportPrivateUsage]
-        assert (made.kernel, made.inputs, made.outputs) == (own.kernel, own.inputs, own.outputs)
-        return made
+    def checked(self: KernelCache, *args: Any) -> Any:
+        nonlocal builds
+        builds += 1
+        cached = build(self, *args)
+        fresh = self._with_template_name(build_kernel(self.graph, self.views, *args))  # pyright: ignore[reportPrivateUsage]
+        assert (cached.kernel, cached.inputs, cached.outputs) == (fresh.kernel, fresh.inputs, fresh.outputs)
+        return cached
 
-    monkeypatch.setattr(Kernels, "of", checked)
+    monkeypatch.setattr(KernelCache, "build", checked)
     fuse(graph)
-    assert seen > 1
+    assert builds > 1
 
 
-def test_what_agrees_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    agreed, joined = 0, clusters._Merging.joined  # pyright: ignore[reportPrivateUsage]
+def test_clusters_whose_spaces_agree_have_a_common_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    agreed, merged = 0, clustering._Merger.merged  # pyright: ignore[reportPrivateUsage]
 
     def checked(self: Any, a: int, b: int) -> Any:
         nonlocal agreed
-        made = joined(self, a, b)
-        if not isinstance(made, str) and clusters._agree(self.groups[a], self.groups[b], made[0].demand):  # pyright: ignore[reportPrivateUsage]
-            agreed += 1
-            assert clusters.space(self.found.prims(made[0].calls), made[0].demand) is not None
-        return made
+        result = merged(self, a, b)
+        if not isinstance(result, str):
+            both = result[0]
+            if clustering.spaces_agree(self.clusters[a], self.clusters[b], both.constraint):
+                agreed += 1
+                assert clustering.find_space(self.clustering.prims(both.calls), both.constraint) is not None
+        return result
 
-    monkeypatch.setattr(clusters._Merging, "joined", checked)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(clustering._Merger, "merged", checked)  # pyright: ignore[reportPrivateUsage]
     fuse(graph)
     assert agreed > 2
 
 
-def test_a_lone_call_that_lies_flat_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    flat, lies = 0, clusters._lies  # pyright: ignore[reportPrivateUsage]
+def test_an_elementwise_call_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    elementwise, access_properties = 0, cluster.access_properties
 
-    def checked(one: Unit) -> Any:
-        nonlocal flat
-        found = lies(one)
-        if found[2] and not found[0]:
-            flat += 1
-            assert clusters.space(one.prims, one.demand) is not None
-        return found
+    def checked(op: LoweredOp) -> Any:
+        nonlocal elementwise
+        properties = strided_reads, _, is_elementwise = access_properties(op)
+        if is_elementwise and not strided_reads:
+            elementwise += 1
+            assert clustering.find_space(op.prims, op.constraint) is not None
+        return properties
 
-    monkeypatch.setattr(clusters, "_lies", checked)
+    monkeypatch.setattr(cluster, "access_properties", checked)
     fuse(graph)
-    assert flat > 2
+    assert elementwise > 2
 
 
-def test_a_cluster_makes_what_others_read(graph: Graph) -> None:
+def test_a_cluster_writes_what_others_read(graph: Graph) -> None:
     several = 0
 
-    def watch(found: clusters.Clustering, _: object) -> None:
+    def watch(result: clustering.Clustering, _: object) -> None:
         nonlocal several
-        for group in found.groups.values():
-            inside, calls = set(group.calls), [found.scene.calls[i] for i in group.calls]
+        readers = result.graph.readers
+        for each in result.clusters.values():
+            inside, calls = set(each.calls), [result.graph.calls[i] for i in each.calls]
             values = {value for call in calls for value in results(call) if value is not None}
-            assert group.makes == {v for v in values if found.scene.readers.get(v, set()) - inside}
-            assert group.made == len(values)
-            several += len(group.makes) < len(values)
+            assert each.writes == {v for v in values if readers.get(v, set()) - inside}
+            assert each.result_count == len(values)
+            several += len(each.writes) < len(values)
 
     fuse(graph, watch=watch)
     assert several
@@ -210,9 +215,9 @@ def test_the_first_of_joined_parts_is_read_from_memory() -> None:
     b = Builder(Mesh())
     x = b.input("x", "f32[4, 16]", "input")
     parts = [b.call(f"part{at}", "f32[4, 16]", op, x) for at, op in enumerate((aten.neg.default, aten.abs.default))]
-    joined = b.call("joined", "f32[12, 16]", aten.cat.default, [*parts, x], 0)
-    first = b.call("first", "f32[4, 16]", aten.slice.Tensor, joined, 0, 0, 4)
-    b.output("output", "joined", joined)
+    merged = b.call("joined", "f32[12, 16]", aten.cat.default, [*parts, x], 0)
+    first = b.call("first", "f32[4, 16]", aten.slice.Tensor, merged, 0, 0, 4)
+    b.output("output", "joined", merged)
     b.output("output", "y", b.call("y", "f32[4, 16]", aten.tanh.default, first))
     kernels = [call for call in fuse(b.graph()).calls() if call.target is torch.ops.shardc.fused.default]
     assert len(kernels) == 1, "%y is none of it"
@@ -228,12 +233,16 @@ def test_complex_numbers_are_no_kernels() -> None:
 
 def test_what_reads_joined_parts_whole_beside_what_is_larger() -> None:
     """Of parts that are stored one by one nothing in the kernel reads; nor do they say where a smaller call runs."""
-    part = Prim("part", "neg", (Read("x", whole(64)),), 64, torch.float32)
-    joined = Prim("joined", "cat", (Read("part", whole(64)),) * 3, 64, torch.float32, seed=16, index=((4, 48), (16, 1)))
-    small = Prim("small", "neg", (Read("joined", whole(192)),), 192, torch.float32)
-    large = Prim("large", "add", (Read("z", whole(384)), Read("part", ((6, 0), (64, 1)))), 384, torch.float32)
-    biased = Prim("biased", "add", (Read("large", whole(384)), Read("b", ((24, 0), (16, 1)))), 384, torch.float32)
-    wanted = demand((part, joined, small, large, biased))
+    group = Prim("part", "neg", (Read("x", contiguous_runs(64)),), 64, torch.float32)
+    merged = Prim(
+        "joined", "cat", (Read("part", contiguous_runs(64)),) * 3, 64, torch.float32, seed=16, index=((4, 48), (16, 1))
+    )
+    small = Prim("small", "neg", (Read("joined", contiguous_runs(192)),), 192, torch.float32)
+    large = Prim("large", "add", (Read("z", contiguous_runs(384)), Read("part", ((6, 0), (64, 1)))), 384, torch.float32)
+    biased = Prim(
+        "biased", "add", (Read("large", contiguous_runs(384)), Read("b", ((24, 0), (16, 1)))), 384, torch.float32
+    )
+    wanted = space_constraint((group, merged, small, large, biased))
     assert wanted is not None
-    assert space((part, joined, large, biased), wanted) is not None
-    assert space((part, joined, small, large, biased), wanted) is None
+    assert find_space((group, merged, large, biased), wanted) is not None
+    assert find_space((group, merged, small, large, biased), wanted) is None

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardc
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.match.op import kernel_of
 from shardc.ir.graph import op_name
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.traffic import traffic
+from shardc.passes.fusion.analysis.traffic import traffic
+from shardc.passes.fusion.fuse import fuse
 
 SIZE = 8 * 16 * 8 * 8 * 2  # bytes of an image's channels, in bfloat16
 

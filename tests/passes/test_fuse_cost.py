@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,34 +11,36 @@ import torch
 import shardc
 from benchmarks.fusion_census import CALLS_OF_BLOCK, traced
 from shardc.ir.graph import Graph
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.again import _Again  # pyright: ignore[reportPrivateUsage]
-from shardc.passes.fuse.clusters import _Merging  # pyright: ignore[reportPrivateUsage]
+from shardc.passes.fusion.clustering import clustering, fusion_graph, rematerialize
+from shardc.passes.fusion.clustering.clustering import _Merger  # pyright: ignore[reportPrivateUsage]
+from shardc.passes.fusion.clustering.rematerialize import _Rematerializer  # pyright: ignore[reportPrivateUsage]
+from shardc.passes.fusion.emit import kernel_builder
+from shardc.passes.fusion.fuse import fuse
 
-PARTS = {name: import_module(f"shardc.passes.fuse.{name}") for name in ("again", "clusters", "kernels", "scene")}
+MODULES = [rematerialize, clustering, kernel_builder, fusion_graph]
 
 
 def counted(graph: Graph) -> Counter[str]:
-    """How often what takes the time is called, and over how many operations `space` and `demand` look."""
-    found: Counter[str] = Counter()
+    """Counts calls of the expensive functions, and the operations that `find_space` and `space_constraint` visit."""
+    counts: Counter[str] = Counter()
 
     def watched(name: str, function: Any, size: bool = False) -> Any:
         def call(*args: Any) -> Any:
-            found[name] += len(args[0]) if size else 1
+            counts[name] += len(args[0]) if size else 1
             return function(*args)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for part in PARTS.values():
-            for name in {"space", "demand"} & vars(part).keys():
-                patch.setattr(part, name, watched(name, getattr(part, name), size=True))
-        unfold = _Again._unfold  # pyright: ignore[reportPrivateUsage]
-        patch.setattr(_Again, "_unfold", watched("unfold", unfold))
-        patch.setattr(_Merging, "push", watched("push", _Merging.push))
-        patch.setattr(_Merging, "joined", watched("joined", _Merging.joined))
+        for module in MODULES:
+            for name in {"find_space", "space_constraint"} & vars(module).keys():
+                patch.setattr(module, name, watched(name, getattr(module, name), size=True))
+        expand = _Rematerializer._expand  # pyright: ignore[reportPrivateUsage]
+        patch.setattr(_Rematerializer, "_expand", watched("expand", expand))
+        patch.setattr(_Merger, "push", watched("push", _Merger.push))
+        patch.setattr(_Merger, "merged", watched("merged", _Merger.merged))
         fuse(graph)
-    return found
+    return counts
 
 
 @pytest.mark.long
@@ -47,10 +48,10 @@ def test_twice_the_blocks_are_twice_the_work() -> None:
     torch.manual_seed(0)
     graphs = [traced(blocks * CALLS_OF_BLOCK) for blocks in (20, 40)]
     small, large = map(counted, graphs)
-    assert set(small) == {"space", "demand", "unfold", "push", "joined"}
+    assert set(small) == {"find_space", "space_constraint", "expand", "push", "merged"}
     for name, count in large.items():
         assert count <= 2.1 * small[name], (name, small[name], count)
-    assert large["unfold"] <= 2 * sum(1 for _ in graphs[1].calls())
+    assert large["expand"] <= 2 * sum(1 for _ in graphs[1].calls())
 
 
 def test_chains_that_join_are_looked_at_once() -> None:
@@ -72,4 +73,4 @@ def test_chains_that_join_are_looked_at_once() -> None:
 
     body = shardc.compile(Joined(), (torch.ones(8, 8),), mesh="dp=1").body
     calls = sum(1 for _ in body.calls())
-    assert counted(body)["unfold"] <= 4 * calls
+    assert counted(body)["expand"] <= 4 * calls

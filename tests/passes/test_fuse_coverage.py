@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import shardc.passes.fuse  # noqa: F401  (fills the lowerings)
-from shardc.passes.decompositions import DECOMPOSITIONS
-from shardc.passes.fuse.unfused import UNFUSED
-from shardc.passes.fuse.units import LOWERINGS
+import shardc.passes.fusion.fuse  # noqa: F401  (fills the lowerings)
+from shardc.passes.fusion.lowering.lowered_op import LOWERINGS
+from shardc.passes.fusion.lowering.unfused import UNFUSED
+from shardc.passes.normalize.decompositions import DECOMPOSITIONS
 from tests.aten_ops import TAGS, composite, short, tagged
 
 

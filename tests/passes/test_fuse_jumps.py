@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardc
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.match.op import kernel_of
 from shardc.ir.graph import info, results
-from shardc.passes.fuse.jumps import Bits
-from shardc.passes.fuse.scene import scene
+from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
+from shardc.passes.fusion.clustering.numeric_sensitivity import Reproducibility
 
 Forward = Callable[["Model", Tensor], Tensor]
 
@@ -76,25 +76,28 @@ def test_what_is_approximated_is_made_once(forward: Forward) -> None:
     assert made.verify().ok, str(made.verify())
 
 
-def bits(forward: Forward, dtype: torch.dtype = torch.float32) -> dict[str, Bits]:
+def required(forward: Forward, dtype: torch.dtype = torch.float32) -> dict[str, Reproducibility]:
     x = torch.randn(64, 8).to(dtype)
     body = shardc.compile(Model(forward).to(dtype), {"x": x}, mesh="dp=1").body
-    found = scene(body).jumps.bits
-    return {info(v).name: found.get(v, Bits.FREE) for v in body.values()}
+    found = build_fusion_graph(body).sensitivity.required
+    return {info(v).name: found.get(v, Reproducibility.ANY) for v in body.values()}
 
 
 def test_how_alike_two_makings_must_be() -> None:
-    assert bits(lambda m, x: F.gelu(x @ m.b + m.a).square().mean())["add"] == Bits.FREE
-    assert bits(leaky)["add"] == Bits.FORMULA
-    assert bits(extreme)["tanh"] == Bits.SAME
-    assert bits(lambda m, x: torch.where(x + m.a > x * m.c, x, m.a).mean())["add"] == Bits.SAME
-    assert bits(lambda m, x: (torch.floor(x + m.a) * m.c).mean())["add"] == Bits.SAME
+    assert required(lambda m, x: F.gelu(x @ m.b + m.a).square().mean())["add"] == Reproducibility.ANY
+    assert required(leaky)["add"] == Reproducibility.SAME_FORMULA
+    assert required(extreme)["tanh"] == Reproducibility.BITWISE
+    assert required(lambda m, x: torch.where(x + m.a > x * m.c, x, m.a).mean())["add"] == Reproducibility.BITWISE
+    assert required(lambda m, x: (torch.floor(x + m.a) * m.c).mean())["add"] == Reproducibility.BITWISE
     # Compared with a number, but 0 by construction where an element is the largest one.
-    hinge = bits(lambda m, x: F.relu((h := x * m.a) - h.amax(0, keepdim=True)).mean())
-    assert hinge["mul"] == hinge["sub"] == Bits.SAME
+    hinge = required(lambda m, x: F.relu((h := x * m.a) - h.amax(0, keepdim=True)).mean())
+    assert hinge["mul"] == hinge["sub"] == Reproducibility.BITWISE
     # A product ends it; an infinity is no number that rounding comes near to.
-    assert bits(lambda m, x: F.relu((x + m.a) @ m.b).mean())["add"] == Bits.FREE
-    assert bits(lambda m, x: torch.where((x + m.a) == float("-inf"), 0.0, x * m.c).mean())["add"] == Bits.FREE
+    assert required(lambda m, x: F.relu((x + m.a) @ m.b).mean())["add"] == Reproducibility.ANY
+    assert (
+        required(lambda m, x: torch.where((x + m.a) == float("-inf"), 0.0, x * m.c).mean())["add"]
+        == Reproducibility.ANY
+    )
 
 
 def test_sixteen_bits_are_rounded_on_the_way_to_a_jump() -> None:
@@ -104,10 +107,10 @@ def test_sixteen_bits_are_rounded_on_the_way_to_a_jump() -> None:
 
     half = torch.bfloat16
     body = shardc.compile(Model(wide).to(half), {"x": torch.randn(64, 8).to(half)}, mesh="dp=1").body
-    jumps = scene(body).jumps
-    wider = [prim for one in jumps.units.values() for prim in one.prims if prim.op == "same"]
+    sensitivity = build_fusion_graph(body).sensitivity
+    wider = [prim for one in sensitivity.lowered.values() for prim in one.prims if prim.op == "same"]
     assert wider
-    made = {prim.out for one in jumps.units.values() for prim in one.prims if isinstance(prim.out, fx.Node)}
+    made = {prim.out for one in sensitivity.lowered.values() for prim in one.prims if isinstance(prim.out, fx.Node)}
     assert not any(read.value in made for prim in wider for read in prim.reads)
 
 

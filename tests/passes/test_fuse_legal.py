@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import shardc
 from examples.gpt2 import gpt2
-from kernels_triton.templates.op import KERNELS, kernel_of
+from kernels_triton.match.op import KERNELS, kernel_of
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, producer, results
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.room import Room
-from shardc.passes.fuse.scene import scene
-from shardc.passes.fuse.traffic import PRODUCTS, traffic
+from shardc.passes.fusion.analysis.traffic import PRODUCTS, traffic
+from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
+from shardc.passes.fusion.clustering.memory_budget import MemoryBudget
+from shardc.passes.fusion.fuse import fuse
 
 TP = {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"}
 PLANS: dict[str, dict[str, Any]] = {
@@ -42,6 +42,7 @@ def fixed(body: Graph) -> list[str]:
     return [info(n).name for n in body.calls() if op_name(n.target) in PRODUCTS or op_name(n.target) in KINDS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_fused_body_is_legal(plan: str) -> None:
     body = unfused(plan)
@@ -96,15 +97,15 @@ def test_gradients_are_added_in_the_kernel_that_reads_their_sum() -> None:
 def test_room_is_what_is_left_below_the_peak() -> None:
     body = unfused("dp")
     report = memory(body)
-    room = Room.of(body, report, scene(body.copy()))
-    assert min(room.bytes) < 0 < max(room.bytes)  # none at the peak: a little is kept
-    at = room.bytes.index(max(room.bytes))
-    most = room.bytes[at]
-    assert room.has(most, at, at)
-    room.take(most, at, at)
-    assert not room.has(1, at, at)
-    assert not room.has(1, 0, len(room.bytes))
-    assert not Room.none().has(0, 0, 1)
+    budget = MemoryBudget.of(body, report, build_fusion_graph(body.copy()))
+    assert min(budget.free) < 0 < max(budget.free)  # none at the peak: a little is kept
+    at = budget.free.index(max(budget.free))
+    most = budget.free[at]
+    assert budget.allows(most, at, at)
+    budget.reserve(most, at, at)
+    assert not budget.allows(1, at, at)
+    assert not budget.allows(1, 0, len(budget.free))
+    assert not MemoryBudget.empty().allows(0, 0, 1)
 
 
 @pytest.mark.parametrize(("rows", "kernel"), [(8, False), (4096, True)])
@@ -163,7 +164,7 @@ class Scaled(nn.Module):
 
 
 def test_where_nothing_is_fused_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardc.passes.fuse.TRIES", 3)
+    monkeypatch.setattr("shardc.passes.fusion.fuse.MAX_TRIES", 3)
     plan = {"fuse": True, "inputs": {"x": "dp"}}
     program = shardc.compile(Scaled(), (torch.randint(30, (4, 8)),), mesh="dp=2", plan=plan)
     (found,) = (one for one in program.diagnostics if one.code == "SC217")
@@ -191,7 +192,7 @@ def test_an_urgent_collective_does_not_wait_for_what_it_does_not_need(
     plan = {"inputs": {"x": "-, tp, -", "z": "-, tp, -"}, "params": {"w.weight": "tp, -"}}
     batch = {"x": torch.randn(2, 4, 8), "z": torch.randn(2, 4, 8)}
     body = shardc.compile(Beside(), batch, mesh="tp=2", plan=plan).body
-    monkeypatch.setattr("shardc.passes.fuse.clusters.LAUNCH", launch)
+    monkeypatch.setattr("shardc.passes.fusion.clustering.clustering.LAUNCH_BYTES", launch)
     made = fuse(body)
     gathered = [n for n in made.calls() if op_name(n.target) == "shardc.all_gather" and info(n).phase == "fwd"]
     sources = dict.fromkeys(producer(n.all_input_nodes[0])[0] for n in gathered)

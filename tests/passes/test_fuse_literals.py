@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.text import parse
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse
 from tests.kernels.traced import fused_results
 
 aten = torch.ops.aten

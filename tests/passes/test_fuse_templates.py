@@ -16,21 +16,21 @@ from torch.nn import functional
 import shardc
 from benchmarks.fusion_census import MODELS
 from kernels_triton import ops
-from kernels_triton.fused import reference
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.text import parse
-from kernels_triton.templates.match import found
-from kernels_triton.templates.op import KERNELS, OPS, kernel_of
-from kernels_triton.templates.table import NAMES
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse
+from kernels_triton.match.match import match_template
+from kernels_triton.match.op import KERNELS, OPS, kernel_of
+from kernels_triton.match.table import NAMES
+from shardc.cli.kernel_sources import emit_triton
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, op_name
 from shardc.ir.parse import parse as parse_graph
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
-from shardc.kernel_sources import emit_triton
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.traffic import traffic
-from shardc.plan_fuse import Fusing
+from shardc.passes.fusion.analysis.traffic import traffic
+from shardc.passes.fusion.fuse import fuse
+from shardc.plan.fuse import Fusing
 from tests.models.zoo import PLANS, make
 from tests.passes.template_twins import operands, results
 
@@ -78,19 +78,20 @@ def test_each_models_templates(name: str, precision: str) -> None:
     assert traffic(ours) == traffic(plain)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_template_computes_what_its_kernel_says(name: str) -> None:
     """In float64, against the templates' own references: they agree with the kernel's text to the last digits."""
     torch.manual_seed(0)
     kernels = {k for node in fuse(body_of(name, "bf16")).calls() if (k := kernel_of(node.target, node.args))}
     for kernel in sorted(kernels, key=lambda one: one.name):
-        match = found(kernel)
+        match = match_template(kernel)
         if match is not None:
             agree(kernel)
 
 
 def agree(kernel: Kernel) -> None:
-    match = found(kernel)
+    match = match_template(kernel)
     assert match is not None
     inputs = [
         torch.randn(given.shape, dtype=torch.float64)
@@ -99,7 +100,7 @@ def agree(kernel: Kernel) -> None:
         for given in kernel.inputs
     ]
     for name in ("rstd", "squares"):
-        if isinstance(at := match.bound.get(name), int):
+        if isinstance(at := match.binding.get(name), int):
             inputs[at] = inputs[at].abs() + 0.5
     expected = results(match, *operands(kernel, match, inputs))
     for name, y in zip(match.results, reference.run(kernel, inputs), strict=True):
@@ -190,7 +191,7 @@ def near(name: str, old: str = "", new: str = "") -> str | None:
     steps, outputs, inputs = NEAR[name]
     line = f"k[8|16]({inputs}){{{steps}}}->{outputs}"
     assert old in line
-    match = found(parse(line.replace(old, new)))
+    match = match_template(parse(line.replace(old, new)))
     return None if match is None else match.template.name
 
 
@@ -252,9 +253,9 @@ def test_near_misses() -> None:
 
 def test_an_epsilon_that_is_a_tensor_is_none() -> None:
     steps = "%2=square(%0); %3=rsum(%2); %4=div(%3, 16.0); %5=add(%4, %1); %6=rsqrt(%5); %7=mul(%0, %6)"
-    assert found(parse(f"k[8|16](f32[8,16], f32[]@0:0,0){{{steps}}}->f32[8,16]=%7")) is None
+    assert match_template(parse(f"k[8|16](f32[8,16], f32[]@0:0,0){{{steps}}}->f32[8,16]=%7")) is None
     number = steps.replace("add(%4, %1)", "add(%4, 1e-06)")
-    assert found(parse(f"k[8|16](f32[8,16], f32[]@0:0,0){{{number}}}->f32[8,16]=%7")) is not None
+    assert match_template(parse(f"k[8|16](f32[8,16], f32[]@0:0,0){{{number}}}->f32[8,16]=%7")) is not None
 
 
 def test_a_part_that_is_there_in_one_result_is_there_in_all() -> None:
@@ -267,11 +268,12 @@ def test_a_part_that_is_there_in_one_result_is_there_in_all() -> None:
     inputs = "f32[8,16], f32[8,16], f32[8]@0:1,0, f32[8]@0:1,0, f32[16]@0:0,1, f32[8,16]"
     for order in ("f32[8,16]=%18, f32[16]=%19@0:0,1", "f32[16]=%19@0:0,1, f32[8,16]=%18"):
         both = parse(f"k[8|16]({inputs}){{{steps.format(summed='%6')}}}->{order}")
-        assert found(both) is not None
+        assert match_template(both) is not None
         agree(both)
-        assert found(parse(f"k[8|16]({inputs}){{{steps.format(summed='%0')}}}->{order}")) is None
+        assert match_template(parse(f"k[8|16]({inputs}){{{steps.format(summed='%0')}}}->{order}")) is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}, {"recompute": "full"}], ids=str)
 def test_layouts(name: str, plan: dict[str, Any]) -> None:
@@ -358,5 +360,5 @@ def test_the_sources_of_templates_are_printed() -> None:
 
 
 def test_the_ops_can_be_imported_before_the_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", "import kernels_triton.templates.op"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", "import kernels_triton.match.op"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardc
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.match.op import kernel_of
 from shardc.ir.graph import Graph, info, op_name
-from shardc.passes.fuse.spaces import Blocks
-from shardc.passes.fuse.through import composed
+from shardc.passes.fusion.analysis.iteration_space import StridedRuns
+from shardc.passes.fusion.clustering.producer_inlining import compose_runs
 
 sizes = st.integers(1, 4)
 orders = st.lists(st.tuples(sizes, st.sampled_from((0, 1, 2, 3, 4, 6, 8, 12))), min_size=1, max_size=4).map(tuple)
 
 
-def elements(read: Blocks, offset: int) -> list[int]:
+def elements(read: StridedRuns, offset: int) -> list[int]:
     return [
         offset + sum(i * s for i, (_, s) in zip(at, read, strict=True)) for at in product(*(range(n) for n, _ in read))
     ]
@@ -30,24 +30,26 @@ def elements(read: Blocks, offset: int) -> list[int]:
 
 @given(orders, orders, st.integers(0, 3), st.integers(0, 8))
 @settings(max_examples=400)
-def test_a_composed_read_is_the_one_after_the_other(inner: Blocks, outer: Blocks, start: int, offset: int) -> None:
+def test_a_composed_read_is_the_one_after_the_other(
+    inner: StridedRuns, outer: StridedRuns, start: int, offset: int
+) -> None:
     table = elements(inner, start)
     wanted = elements(outer, offset)
-    found = composed(inner, start, outer, offset)
+    found = compose_runs(inner, start, outer, offset)
     if found is not None:
         assert elements(*found) == [table[at] for at in wanted]
 
 
 def test_parts_and_other_orders_are_composed() -> None:
     rows = ((4, 100), (64, 1))
-    assert composed(rows, 5, ((4, 64), (32, 1)), 32) == (((4, 100), (32, 1)), 37)
-    assert composed(((256, 1),), 0, ((8, 4), (4, 32), (4, 1)), 0) == (((8, 4), (4, 32), (4, 1)), 0)
-    assert composed(((4, 0), (64, 1)), 0, ((64, 1), (4, 64)), 0) == (((64, 1), (4, 0)), 0)  # a bias, transposed
+    assert compose_runs(rows, 5, ((4, 64), (32, 1)), 32) == (((4, 100), (32, 1)), 37)
+    assert compose_runs(((256, 1),), 0, ((8, 4), (4, 32), (4, 1)), 0) == (((8, 4), (4, 32), (4, 1)), 0)
+    assert compose_runs(((4, 0), (64, 1)), 0, ((64, 1), (4, 64)), 0) == (((64, 1), (4, 0)), 0)  # a bias, transposed
 
 
 def test_what_runs_from_one_row_into_the_next_is_not() -> None:
-    assert composed(((4, 100), (64, 1)), 0, ((2, 64), (64, 1)), 32) is None
-    assert composed(((4, 100), (64, 1)), 0, ((85, 3),), 0) is None
+    assert compose_runs(((4, 100), (64, 1)), 0, ((2, 64), (64, 1)), 32) is None
+    assert compose_runs(((4, 100), (64, 1)), 0, ((85, 3),), 0) is None
 
 
 def calls(body: Graph) -> list[str]:
@@ -140,7 +142,7 @@ def test_rotary_embeddings_go_back_in_one_kernel_each(mesh: str) -> None:
     assert len(turned) == 4
     for kernel in turned:  # queries and keys, there and back: of each pair both are read once and written once
         pairs, stores = math.prod(kernel.space), kernel.outputs[-1].stores
-        read = [one.walk for one in kernel.inputs if math.prod(one.shape) == 2 * pairs]
-        assert sorted(walk.offset for walk in read) == sorted(store.walk.offset for store in stores) == [0, 4]
+        read = [one.access_map for one in kernel.inputs if math.prod(one.shape) == 2 * pairs]
+        assert sorted(walk.offset for walk in read) == sorted(store.access_map.offset for store in stores) == [0, 4]
         assert all(n == 1 or stride for walk in read for n, stride in zip(kernel.space, walk.strides, strict=True))
     assert made.verify().ok, str(made.verify())

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardc
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.match.op import kernel_of
 from shardc.cost.memory import memory
 from shardc.ir.graph import info, op_name
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.room import allowed
-from shardc.passes.fuse.traffic import traffic
+from shardc.passes.fusion.analysis.traffic import traffic
+from shardc.passes.fusion.clustering.memory_budget import allowed_peak
+from shardc.passes.fusion.fuse import fuse
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "batch": ("dp=2", {"inputs": {"x": "dp, -, -, -", "t": "dp, -"}}),
@@ -92,7 +92,7 @@ def test_norms_alone_between_convolutions_are_fused() -> None:
     assert not any("group_norm" in op_name(node.target) for node in fused.calls())
     assert traffic(fused).bytes < 0.8 * traffic(body).bytes
     assert traffic(fused).kernels <= 25 < traffic(body).kernels
-    assert memory(body).peak < memory(fused).peak <= min(memory(body).peak + 600, allowed(memory(body).peak))
+    assert memory(body).peak < memory(fused).peak <= min(memory(body).peak + 600, allowed_peak(memory(body).peak))
     assert program.verify().ok
 
 

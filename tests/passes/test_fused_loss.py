@@ -10,13 +10,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import shardc
-from kernels_triton.fused.codegen import generate
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.schedules import choose
-from kernels_triton.launch import H200
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.codegen.codegen import generate
+from kernels_triton.codegen.schedules import choose_plan
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.launch.launch import H200
+from kernels_triton.match.op import kernel_of
 from shardc.ir.graph import info, op_name, results, type_of
-from shardc.passes.fuse.traffic import node_bytes, traffic
+from shardc.passes.fusion.analysis.traffic import node_bytes, traffic
 from tests.models.zoo import PLANS
 
 BATCH, SEQ, HIDDEN = 4, 24, 64
@@ -93,16 +93,16 @@ def test_on_a_gpu_the_statistics_are_one_pass(
 ) -> None:
     """Rows that do not fit into registers are looped over once: the sum is rescaled as the maximum grows."""
     kernel = statistics(compiled(model, vocabulary, ranks, dtype, precision))
-    source = generate(kernel, choose(kernel, H200)).text
+    source = generate(kernel, choose_plan(kernel, H200)).text
     assert len(re.findall(r"for start in tl\.range", source)) <= 1
     logits = next(i for i in range(len(kernel.inputs)) if kernel.kind(i) == "full")
     loads = re.findall(rf"tl\.load\(X{logits} ", source)
-    assert len(loads) == choose(kernel, H200).schedule.chunks or len(loads) == 1
+    assert len(loads) == choose_plan(kernel, H200).schedule.chunks or len(loads) == 1
 
 
 def test_rows_that_fit_are_kept() -> None:
     kernel = statistics(compiled("llama", 8192, 2, torch.float32, "bf16"))
-    plan = choose(kernel, H200)
+    plan = choose_plan(kernel, H200)
     assert plan.style == "rows"
     assert "for start" not in generate(kernel, plan).text
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.graph import op_name
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.traffic import traffic
+from shardc.passes.fusion.analysis.traffic import traffic
+from shardc.passes.fusion.fuse import fuse
 
 
 class Uneven(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shardc
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.passes.reshard_steps import plan as steps_between
+from shardc.passes.sharding.reshard_steps import plan as steps_between
 from shardc.rules.notation import Notation, fit
 from shardc.rules.projection import overlay
 

@@ -15,17 +15,18 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardc
-from shardc import Mesh, compiler
-from shardc.compiler import Options
-from shardc.explain_chain import trails
-from shardc.ingest import rank_of
+from shardc import Mesh
+from shardc.compiler import driver
+from shardc.compiler.pass_pipeline import Options
+from shardc.explain.provenance import trails
+from shardc.frontend.ingest import rank_of
+from shardc.frontend.trace import Traced, trace
 from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.placement import Placement
 from shardc.passes.base import Pass
-from shardc.passes.seed import Bound
-from shardc.trace import Traced, trace
+from shardc.passes.sharding.seed import Bound
 from tests.models.zoo import PLANS, make
 
 MESH = Mesh(tp=2)
@@ -124,7 +125,7 @@ def value_of(body: Graph, target: Target) -> fx.Node:
 def distributed(reference: Graph, target: Target, options: Options) -> Graph | None:
     """The body, or None where the dim is one that cannot be sharded; any other error is one of ours."""
     try:
-        return compiler.distribute(reference.copy(), [target.bound()], options)
+        return driver.finish_body(driver.distribute(reference, [target.bound()], options), options)
     except ShardcError as refused:
         if refused.code != "SC207":
             raise
@@ -135,7 +136,7 @@ def distributed(reference: Graph, target: Target, options: Options) -> Graph | N
 def test_an_accepted_plan_is_honoured(name: str) -> None:
     make, batch = MODELS[name]
     traced = trace(make(), batch, lambda output, _: output.square().mean(), with_outputs=True)
-    reference = compiler.single_device(traced, MESH, Options())
+    reference = driver.single_device(traced, MESH, Options())
     accepted = 0
     for target in targets(traced):
         needed: list[str] = []

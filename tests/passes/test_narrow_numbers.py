@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from kernels_triton.fused.op import FUSED
+from kernels_triton.generated.op import FUSED
 from shardc.ir.program import Program
 
 Case = Callable[..., Tensor]

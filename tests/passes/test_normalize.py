@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from examples.cnn import cnn
 from examples.gpt2 import gpt2
 from examples.llama import llama
-from shardc.ingest import ingest
+from shardc.frontend.ingest import ingest
+from shardc.frontend.trace import trace
 from shardc.ir.graph import KEY, Graph, Port, ValueInfo, info, op_name, operands, set_info, type_of, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.types import TensorType
-from shardc.passes.normalize import Normalize, only_core_ops
-from shardc.trace import trace
+from shardc.passes.normalize.normalize import Normalize, only_core_ops
 
 aten = torch.ops.aten
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
-from shardc import compiler
+from shardc.compiler import driver
 from shardc.cost.memory import memory
-from shardc.explain import bound_of, explain, options_of
+from shardc.explain.collective import bound_of, explain, options_of
 from shardc.ir.collectives import Collective, collectives
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.verify import violations
-from shardc.passes.localize import Localize
-from shardc.runtime.simulate import run_reference, simulate
+from shardc.passes.sharding.localize import Localize
+from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.models.zoo import PLANS, make
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -45,7 +45,7 @@ def compiled(x: Tensor, target: Tensor, loss: Loss, mesh: str = "tp=2", split: s
 
 def before(program: shardc.Program) -> Graph:
     """The body as it is without the pass."""
-    return compiler.distribute(program.reference.copy(), bound_of(program), options_of(program), Localize)
+    return driver.distribute(program.reference, bound_of(program), options_of(program), Localize)
 
 
 def over(graph: Graph, axis: str = "tp", phase: str = "fwd") -> list[Collective]:

@@ -19,9 +19,9 @@ from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS, human_bytes
 from shardc.ir.graph import Graph, Port, info, op_name, operands, producer
 from shardc.ir.storages import storages
-from shardc.passes.recompute import Recompute, segment_of
-from shardc.passes.recompute_choice import Call, Storage, Tradeoff, cheapest, fewest_bytes, hull, nothing_again
-from shardc.runtime.simulate import simulate
+from shardc.passes.memory.recompute import Recompute, segment_of
+from shardc.passes.memory.recompute_choice import Call, Storage, Tradeoff, cheapest, fewest_bytes, hull, nothing_again
+from shardc.runtime.oracle.simulate import simulate
 from tests.handmade import mlp, mlp_inputs
 from tests.models.zoo import PLANS, make
 from tests.replanned import replanned
@@ -89,6 +89,7 @@ def crossing(body: Graph) -> set[fx.Node]:
     return {v for v in found if v.op != "placeholder" and info(v).phase == "fwd" and segment_of(info(v).fqn)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["selective", "full", COLLECTIVE], ids=["selective", "full", "collectives"])
 @pytest.mark.parametrize(("name", "arguments"), CASES, ids=lambda v: v if isinstance(v, str) else dict(v).get("batch"))
 def test_same_numbers_in_less_memory(name: str, arguments: tuple[tuple[str, Any], ...], mode: Any) -> None:

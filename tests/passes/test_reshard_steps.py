@@ -13,10 +13,10 @@ from shardc.ir.graph import Graph, Port, ValueInfo, set_info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives
 from shardc.ir.types import Atom, Axes, TensorType
-from shardc.passes.lower_reshards import LowerReshards
-from shardc.passes.reshard_steps import LATENCY_BYTES, plan
-from shardc.runtime.layout import replica_spread
-from shardc.runtime.simulate import simulate
+from shardc.passes.sharding.lower_reshards import LowerReshards
+from shardc.passes.sharding.reshard_steps import LATENCY_BYTES, plan
+from shardc.runtime.execute.layout import replica_spread
+from shardc.runtime.oracle.simulate import simulate
 
 aten = torch.ops.aten
 MESHES = [Mesh(a=2, b=2), Mesh(a=2, b=3)]

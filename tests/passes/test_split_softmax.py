@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.collectives import Collective, collectives
 from shardc.ir.graph import op_name
-from shardc.passes.fuse import fuse
+from shardc.passes.fusion.fuse import fuse
 from tests.passes.test_online_softmax import EXTREMES, Logits, kinds, same
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardc
-from kernels_triton.fused.apart import apart
-from kernels_triton.fused.kernel import Kernel
-from kernels_triton.fused.text import parse
-from kernels_triton.templates.match import found
-from kernels_triton.templates.op import kernel_of
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse
+from kernels_triton.match.match import match_template
+from kernels_triton.match.op import kernel_of
+from kernels_triton.transform.independent_outputs import independent_outputs
 from shardc.ir.graph import Graph, info
-from shardc.passes.fuse import fuse
-from shardc.passes.fuse.clusters import LONG
+from shardc.passes.fusion.clustering.cluster import LONG_ROW
+from shardc.passes.fusion.fuse import fuse
 from tests.passes.test_fuse_templates import agree
 
 ROWS, WIDTH = 6, 8
@@ -58,13 +58,13 @@ def decoded(classes: int, precision: str | None = None, **loss: Any) -> shardc.P
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_long_rows_of_logits_with_a_bias_are_the_template(precision: str | None) -> None:
     """The sum over rows that is the bias's gradient is a kernel of its own: one for both cannot hold a row."""
-    program = decoded(LONG + 232, precision)
-    wide = [kernel for kernel in kernels(program.body) if kernel.cols > LONG and len(kernel.space) > 1]
+    program = decoded(LONG_ROW + 232, precision)
+    wide = [kernel for kernel in kernels(program.body) if kernel.cols > LONG_ROW and len(kernel.space) > 1]
     assert wide[0].name == "cross_entropy"
     assert all(ops(kernel) == {"csum"} for kernel in wide[1:])
-    match = found(wide[0])
+    match = match_template(wide[0])
     assert match is not None
-    assert isinstance(match.bound["bias"], int)
+    assert isinstance(match.binding["bias"], int)
     agree(wide[0])
     assert program.verify().ok, str(program.verify())
 
@@ -87,7 +87,7 @@ BIASED = (
 def test_near_misses_of_a_biased_loss() -> None:
     def name(old: str = "", new: str = "") -> str | None:
         assert old in BIASED
-        match = found(parse(BIASED.replace(old, new)))
+        match = match_template(parse(BIASED.replace(old, new)))
         return None if match is None else match.template.name
 
     assert name() == "cross_entropy"
@@ -187,7 +187,7 @@ def test_large_updates_fit_into_registers() -> None:
                           loss=lambda y, _: y.square().mean()).body  # fmt: skip
     large = [kernel for kernel in kernels(body, "opt") if kernel.cols > 1]
     assert [len(kernel.outputs) for kernel in large] == [3 * 8]
-    assert [len(apart(kernel)) for kernel in large] == [8]
+    assert [len(independent_outputs(kernel)) for kernel in large] == [8]
 
 
 def test_a_float_of_integers_alone_is_exact() -> None:

@@ -18,9 +18,9 @@ from shardc.ir.graph import Graph, Port, ValueInfo, set_info
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives
 from shardc.ir.types import TensorType
-from shardc.passes.combine import Combine
-from shardc.passes.lower_reshards import LowerReshards
-from shardc.runtime.simulate import simulate
+from shardc.passes.communication.combine import Combine
+from shardc.passes.sharding.lower_reshards import LowerReshards
+from shardc.runtime.oracle.simulate import simulate
 
 
 @pytest.mark.parametrize("rows", [5, 7, 3, 1, 8])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardc import compiler
-from shardc.compiler import Options
+from shardc.compiler import pass_pipeline
+from shardc.compiler.pass_pipeline import Options
 from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, Port
@@ -17,10 +17,10 @@ from shardc.ir.parse import parse
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
 from shardc.ir.text import print_graph
-from shardc.passes.seed import Bound
-from shardc.runtime.report import Report
-from shardc.runtime.simulate import run_reference, simulate
-from shardc.runtime.verify import verify
+from shardc.passes.sharding.seed import Bound
+from shardc.runtime.oracle.report import Report
+from shardc.runtime.oracle.simulate import run_reference, simulate
+from shardc.runtime.oracle.verify import verify
 
 # What a random plan may be refused for: dims that no axis can shard, blocks that do not fit. Other codes are bugs here.
 LEGITIMATE = {"SC206", "SC203", "SC207", "SC302"}
@@ -46,7 +46,7 @@ def compiled(reference: Graph, plan: Mapping[str, Mapping[str, str]], mesh: Mesh
         fresh = reference.copy()
         fresh.mesh = mesh
         try:
-            return compiler.distribute(fresh, bound, Options(verify=True))
+            return pass_pipeline.distribute(fresh, bound, Options(verify=True))
         except ShardcError as refused:
             codes += [d.code for d in refused.diagnostics]
             blamed = {d.tensor for d in refused.diagnostics}

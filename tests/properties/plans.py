@@ -7,7 +7,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from kernels_triton.templates.op import OPS
+from kernels_triton.match.op import OPS
 from shardc.ir.mesh import Mesh
 
 Shape = tuple[int, ...]

@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from shardc import compiler
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import Options
+from shardc.compiler import pass_pipeline
+from shardc.compiler.pass_pipeline import Options
+from shardc.frontend.trace import trace
 from shardc.ir.graph import Graph, info, op_name
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import local
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.collectives import all_gather, all_reduce, all_to_all, permute_ranks, reduce_scatter
-from shardc.runtime.rounding import Coarse, rounding
-from shardc.trace import trace
+from shardc.runtime.oracle.rounding import Coarse, rounding
 from tests.properties.check import Refused, check, compiled, judge
 from tests.properties.grower import Program
 
@@ -145,7 +145,7 @@ def made(name: str) -> Compiled:
     case = CASES[name]
     model, batch = case.program.model(), case.program.batch()
     traced = trace(model, batch)
-    reference = compiler.single_device(traced, case.mesh, Options())
+    reference = pass_pipeline.single_device(traced, case.mesh, Options())
     body = compiled(reference, case.plan, case.mesh)
     assert not isinstance(body, Refused)
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Program, ShardcError
-from shardc.runtime.result import StepResult
+from shardc.runtime.train.result import StepResult
 from tests.properties.file_mutants import Mutants, damaged, forged
 
 CHOSEN = {("plan", "rates"), ("plan", "fills"), ("plan", "seed"), ("constants",)}

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
-from shardc import Program, api
+from shardc import Program
+from shardc.compiler import driver
 from shardc.ir.graph import Graph, info, op_name, operands
 from shardc.ir.ops.collectives import COLLECTIVES
-from shardc.runtime import verify as verifier
+from shardc.runtime.oracle import verify as verifier
 
 aten = torch.ops.aten
 PLAN = {
@@ -142,14 +143,14 @@ TRACE: dict[str, Fault] = {
 @pytest.mark.parametrize("name", TRACE)
 def test_in_the_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sound()
-    single = api.compiler.single_device
+    single = driver.single_device
 
     def planted(*args: Any) -> Graph:
         graph = single(*args)
         TRACE[name](graph)
         return graph
 
-    monkeypatch.setattr(api.compiler, "single_device", planted)
+    monkeypatch.setattr(driver, "single_device", planted)
     program = compiled()
     report = program.verify()
     assert report.equal, "the ranks agree with the wrong reference"
@@ -177,14 +178,13 @@ UPDATE: dict[str, Fault] = {
 @pytest.mark.parametrize("name", UPDATE)
 def test_in_the_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sound()
-    append = api.append_updates
+    distribute = driver.distribute
 
-    def planted(graph: Graph, *args: Any, **options: Any) -> dict[str, float]:
-        fills = append(graph, *args, **options)
-        UPDATE[name](graph)
-        return fills
+    def planted(reference: Graph, *args: Any) -> Graph:
+        UPDATE[name](reference)
+        return distribute(reference, *args)
 
-    monkeypatch.setattr(api, "append_updates", planted)
+    monkeypatch.setattr(driver, "distribute", planted)
     program = compiled()
     report = program.verify()
     assert report.equal, "the ranks agree with the wrong reference"

@@ -8,19 +8,20 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
 
-from kernels_triton.templates.op import KERNELS
-from shardc import compiler
+from kernels_triton.match.op import KERNELS
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import Options
+from shardc.compiler import pass_pipeline
+from shardc.compiler.pass_pipeline import Options
 from shardc.cost.memory import memory
+from shardc.frontend.trace import trace
 from shardc.ir.collectives import collectives
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
-from shardc.passes.bucket import bucket
-from shardc.passes.fuse import fuse, spaces
-from shardc.passes.fuse.room import allowed
-from shardc.trace import trace
+from shardc.passes.communication.bucket import bucket
+from shardc.passes.fusion.analysis import iteration_space
+from shardc.passes.fusion.clustering.memory_budget import allowed_peak
+from shardc.passes.fusion.fuse import fuse
 from tests.properties.check import Refused, compiled, judge
 from tests.properties.grower import Program
 from tests.properties.plans import fusions
@@ -29,7 +30,7 @@ from tests.properties.test_random_programs import cases
 EXAMPLES = max(30, settings().max_examples // 4)
 
 
-@given(cases(), st.sampled_from((spaces.WIDEST, 4)), fusions, st.sampled_from((None, None, 2000)))
+@given(cases(), st.sampled_from((iteration_space.MAX_SPLIT_COLUMNS, 4)), fusions, st.sampled_from((None, None, 2000)))
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
 def test_a_fused_random_program_equals_the_single_device(
     case: tuple[Program, Mesh, dict[str, dict[str, str]]], widest: int, asked: Any, bucketed: int | None
@@ -39,7 +40,7 @@ def test_a_fused_random_program_equals_the_single_device(
     note(f"{program}\nmesh {mesh}\nplan {plan}\nwidest {widest}\nfuse {asked}\nbucket {bucketed}")
     model, batch = program.model(), program.batch()
     traced = trace(model, batch)
-    reference = compiler.single_device(traced, mesh, Options())
+    reference = pass_pipeline.single_device(traced, mesh, Options())
     body = compiled(reference, plan, mesh)
     if isinstance(body, Refused):
         assume(False)
@@ -47,11 +48,11 @@ def test_a_fused_random_program_equals_the_single_device(
     if bucketed is not None:
         body = bucket(body, bucketed)
     options = asked if isinstance(asked, dict) else {}
-    with patch.object(spaces, "WIDEST", widest):
+    with patch.object(iteration_space, "MAX_SPLIT_COLUMNS", widest):
         fused = fuse(body, tuple(options.get("exclude", ())), options.get("templates"))
     event(f"kernels: {min(5, sum(1 for node in fused.calls() if node.target in KERNELS))}")
     assert not violations(fused)
-    assert memory(fused).peak <= allowed(memory(body).peak)
+    assert memory(fused).peak <= allowed_peak(memory(body).peak)
     assert [one.value for one in collectives(fused)] == [one.value for one in collectives(body)]
     given_: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     report, wrong = judge(fused, reference, complete_inputs(reference, given_, seed=3))

@@ -13,19 +13,19 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
 
-from shardc import compiler
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import Options
+from shardc.compiler import pass_pipeline
+from shardc.compiler.pass_pipeline import Options
+from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, update
 from shardc.ir.mesh import Mesh
+from shardc.partition.cut import cut
+from shardc.partition.staged_program import Pipelined, pipelined
 from shardc.passes.accumulate import accumulate
-from shardc.runtime.verify import verify
-from shardc.stages.cut import cut
-from shardc.stages.fused import fused
-from shardc.stages.program import Pipelined, pipelined
-from shardc.stages.verify import Stages
-from shardc.trace import trace
+from shardc.passes.fusion.fuse import fuse
+from shardc.runtime.oracle.verify import verify
+from shardc.runtime.oracle.verify_stages import Stages
 from tests.properties.check import Refused, compiled
 from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
@@ -59,7 +59,7 @@ def test_a_random_pipeline_equals_the_single_device(
     note(f"{program}\nmesh {mesh}\nplan {plan}")
     model, micro = program.model(), program.batch()
     traced = trace(model, micro, microbatches=microbatches)
-    reference = compiler.single_device(traced, mesh, Options())
+    reference = pass_pipeline.single_device(traced, mesh, Options())
     _in_layers(reference)
     accumulate(reference, microbatches, always=True)
     body = compiled(reference, plan, mesh)
@@ -75,7 +75,7 @@ def test_a_random_pipeline_equals_the_single_device(
         assume(False)
         return
     event(f"{ranks} pipeline ranks, {schedule}")
-    made = fused(made) if kernels else made
+    made = made.transformed(fuse) if kernels else made
     batch = {name: _several(value, microbatches) for name, value in micro.items()}
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     inputs = complete_inputs(reference, given, seed=3)

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardc import compiler
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import Options
+from shardc.compiler import pass_pipeline
+from shardc.compiler.pass_pipeline import Options
+from shardc.frontend.trace import trace
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
-from shardc.trace import trace
 from tests.properties.check import Refused, check, compiled
 from tests.properties.plans import Shapes, meshes, plans
 
@@ -97,7 +97,7 @@ def prepared(name: str) -> Prepared:
         torch.manual_seed(0)
         model, batch = MODELS[name]()
     traced = trace(model, batch)
-    reference = compiler.single_device(traced, Mesh(), Options())
+    reference = pass_pipeline.single_device(traced, Mesh(), Options())
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     ports = list(zip(reference.inputs, reference.placeholders, strict=True))
     shapes = {

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
 
-from shardc import compiler
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import Options
+from shardc.compiler import pass_pipeline
+from shardc.compiler.pass_pipeline import Options
+from shardc.frontend.trace import trace
 from shardc.ir.mesh import Mesh
-from shardc.trace import trace
 from tests.properties.check import Refused, check, compiled, kinds
 from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
@@ -43,7 +43,7 @@ def test_a_random_program_equals_the_single_device(case: tuple[Program, Mesh, di
 def run(program: Program, mesh: Mesh, plan: dict[str, dict[str, str]]) -> None:
     model, batch = program.model(), program.batch()
     traced = trace(model, batch)
-    reference = compiler.single_device(traced, mesh, Options())
+    reference = pass_pipeline.single_device(traced, mesh, Options())
     body = compiled(reference, plan, mesh)
     if isinstance(body, Refused):
         event(f"refused: {', '.join(sorted(set(body.codes)))}")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardc
-from kernels_triton.fused.text import parse
-from kernels_triton.templates.op import OPS
+from kernels_triton.ir.text import parse
+from kernels_triton.match.op import OPS
 from shardc.ir.graph import op_name
-from shardc.passes.fuse.traffic import traffic
+from shardc.passes.fusion.analysis.traffic import traffic
 from tests.passes.test_fuse_templates import agree
 
 EXAMPLES = max(6, settings().max_examples // 10)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.passes.fuse import spaces
+from shardc.passes.fusion.analysis import iteration_space
 from tests.properties.check import LEGITIMATE
 from tests.properties.plans import fusions, meshes, plans
 from tests.properties.test_random_plans import MODELS
@@ -83,7 +83,9 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str, int]:
         schedule, micro = draw(st.sampled_from((("gpipe", 2), ("1f1b", 3), ("interleaved", 2), ("zb-h1", 2))))
         plan["pipeline"] = {"axis": "pp", "schedule": schedule, "microbatches": micro}
         plan["accumulate"] = 1
-    widest = draw(st.sampled_from((spaces.WIDEST, 32)))  # in models so small a sum is else never made in parts
+    widest = draw(
+        st.sampled_from((iteration_space.MAX_SPLIT_COLUMNS, 32))
+    )  # in models so small a sum is else never made in parts
     return name, mesh, plan, draw(st.sampled_from(list(OPTIMIZERS))), widest
 
 
@@ -103,7 +105,7 @@ def test_a_random_step_equals_the_single_device(case: tuple[str, Mesh, dict[str,
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [p for p in built.parameters() if p.ndim < 2]}]
     optimizer = None if make is None else make(groups)
     try:
-        with patch.object(spaces, "WIDEST", widest):
+        with patch.object(iteration_space, "MAX_SPLIT_COLUMNS", widest):
             batch = batch_of(name, plan.get("pipeline", {}).get("microbatches", plan["accumulate"]))
             program = shardc.compile(built, batch, mesh=mesh, plan=plan, optimizer=optimizer)
     except ShardcError as refused:

@@ -24,11 +24,11 @@ from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.ops.local import span
 from shardc.ir.types import Atom, Axes, TensorType
-from shardc.passes.localize import _Walk
+from shardc.passes.sharding.localize import _Walk
 from shardc.rules.notation import FactorRule
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import Example, OpRule, rule_of
-from shardc.runtime.layout import assemble, replica_spread, shard
+from shardc.runtime.execute.layout import assemble, replica_spread, shard
 
 UNINITIALISED = {
     torch.ops.aten.empty.memory_format,

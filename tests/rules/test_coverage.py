@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
-from shardc.passes.decompositions import REMOVED
+from shardc.passes.normalize.decompositions import REMOVED
 from shardc.rules import find_rule
 from tests.aten_ops import TAGS, backward_formulas, composite, short, tagged
 

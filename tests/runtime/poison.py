@@ -12,9 +12,9 @@ from torch import Tensor
 from shardc.ir.arena import Plan
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import Exchange
-from shardc.runtime.arena import Arena
-from shardc.runtime.code import Code, _arrived
-from shardc.runtime.overlap import begin
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.overlap import begin
+from shardc.runtime.execute.prepared_code import CodeLine, _wait_into
 
 
 class Late:
@@ -44,13 +44,13 @@ class Late:
         return at_once
 
 
-def poisoned(code: Sequence[Code], plan: Plan, arena: Arena) -> list[Code]:
-    found: list[Code] = []
+def poisoned(code: Sequence[CodeLine], plan: Plan, arena: Arena) -> list[CodeLine]:
+    found: list[CodeLine] = []
     done = -1
     for at, call, arguments, into, free in code:
         live = sorted((s.offset, s.end) for s in plan.slots if s.born <= done < s.dies)
         found.append((at, call, partial(_filled, arena.buffer, live, arguments), into, free))
-        waits = isinstance(call, partial) and call.func in (begin, _arrived)
+        waits = isinstance(call, partial) and call.func in (begin, _wait_into)
         done = done if waits else max(done, at)
     return found
 

@@ -22,11 +22,11 @@ from shardc.ir.arena import LINE, SPARE, Plan, Slot, placed, planned
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.storages import storages
-from shardc.runtime.arena import Arena
-from shardc.runtime.executor import Executor
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.layout import shard
-from shardc.runtime.microbatches import feeds
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.layout import shard
+from shardc.runtime.execute.microbatches import feeds
 from tests.models.zoo import PLANS, make
 from tests.runtime.poison import Late, poisoned
 
@@ -52,15 +52,15 @@ def program_of(case: str) -> shardc.Program:
     return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=mine, loss=loss)
 
 
-def executor_of(body: Graph, plan: Plan | None = None) -> Executor:
+def executor_of(body: Graph, plan: Plan | None = None) -> BodyExecutor:
     context = rank_context(body.mesh, 0, Late(body.mesh))  # type: ignore[arg-type]
-    return Executor(body, context, 0, CPU, None if plan is None else Arena({body: plan}, CPU))
+    return BodyExecutor(body, context, 0, CPU, None if plan is None else Arena({body: plan}, CPU))
 
 
-def poisoned_executor(body: Graph, plan: Plan) -> Executor:
+def poisoned_executor(body: Graph, plan: Plan) -> BodyExecutor:
     executor = executor_of(body, plan)
     assert executor.arena is not None
-    for part in ("_micro", "_again", "_rest"):
+    for part in ("_first_microbatch", "_later_microbatches", "_once_per_step"):
         setattr(executor, part, poisoned(getattr(executor, part), plan, executor.arena))
     return executor
 
@@ -70,7 +70,7 @@ def everything(body: Graph) -> Plan:
     return planned(body, 1 << 40)
 
 
-def steps(executor: Executor, program: shardc.Program, count: int = 2) -> list[Tensor]:
+def steps(executor: BodyExecutor, program: shardc.Program, count: int = 2) -> list[Tensor]:
     """Everything that a rank makes in some steps, each from what the one before left."""
     types = {name: type_of(node) for name, node in program.body.input_nodes().items()}
     whole = program.inputs()
@@ -127,7 +127,7 @@ def test_the_peak_stays_where_it_was(case: str) -> None:
 def test_views_of_what_has_a_place_are_made_once() -> None:
     body = program_of("dp").body
     without, within = executor_of(body), executor_of(body, everything(body))
-    fewer = len(without._micro) - len(within._micro)
+    fewer = len(without._first_microbatch) - len(within._first_microbatch)
     assert fewer >= 4
     assert len(within.routine._viewed) == fewer
 

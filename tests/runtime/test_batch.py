@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import ShardcError
 from shardc.api import Program
-from shardc.runtime.batch import batch_inputs, describe
+from shardc.runtime.execute.batch import batch_inputs, describe_sample
 
 
 class Scaled(nn.Module):
@@ -132,7 +132,9 @@ def test_tensors_of_an_object_are_part_of_the_program() -> None:
 
 
 def test_leaves_are_plain_data() -> None:
-    leaves = describe({"x": X, "pair": (1, None), "kind": torch.float16}, ["x", "pair.0", "pair.1", "kind"])["leaves"]
+    leaves = describe_sample({"x": X, "pair": (1, None), "kind": torch.float16}, ["x", "pair.0", "pair.1", "kind"])[
+        "leaves"
+    ]
     assert leaves == [
         ["x", "x", "tensor"],
         ["pair.0", "pair.0", "value", "1"],

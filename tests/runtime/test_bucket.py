@@ -23,9 +23,9 @@ from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import Exchange, all_gather
 from shardc.ir.ops.context import running
 from shardc.ir.ops.linear import LINEAR_WGRAD
-from shardc.runtime.code import Routine
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.overlap import arranged
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.overlap import schedule_overlap
+from shardc.runtime.execute.prepared_code import Routine
 from tests.replanned import replanned
 
 KERNELS = {"mm", "sum.dim_IntList", "shardc.layer_norm_backward", "shardc.bias_gelu_backward"}
@@ -216,7 +216,7 @@ def test_sums_of_microbatches_are_kept_in_the_bucket() -> None:
 def test_buckets_of_parameters_are_gathered_before_they_are_read() -> None:
     """Their shards are packed so early that other calls run beside them."""
     instructions = routine(body_of(storage={"zero": 3, "axes": ["dp"]})).listing.instructions
-    actions = arranged(instructions, 0, len(instructions))
+    actions = schedule_overlap(instructions, 0, len(instructions))
     begun = {action.at: i for i, action in enumerate(actions) if action.kind == "begin"}
     waited = {action.at: i for i, action in enumerate(actions) if action.kind == "wait"}
     gathers = [at for at, one in enumerate(instructions) if one.target is all_gather and bucketed(one.node)]

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels_triton import direct, launch
-from kernels_triton.bucket import prepared
-from kernels_triton.bucket.kernel import grid
-from kernels_triton.bucket.layout import WORDS, Layout, packing, unpacking
+from kernels_triton.bucket import prepared_call
+from kernels_triton.bucket.kernel import grid_size
+from kernels_triton.bucket.layout import WORDS, BucketLayout, pack_layout, unpack_layout
+from kernels_triton.launch import fast_launch, launch
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.ops.buckets import PACK, UNPACK
-from shardc.runtime import flat
-from shardc.runtime.arena import Arena
-from shardc.runtime.code import Routine
-from shardc.runtime.executor import Executor
-from shardc.runtime.instructions import rank_context
+from shardc.runtime.execute import bucket_buffer
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.prepared_code import Routine
 from tests.runtime.test_bucket import Alone, body_of
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def elements(address: int, count: int, size: int) -> Tensor:
     return torch.frombuffer((ctypes.c_char * (count * size)).from_address(address), dtype=WORDS[size])
 
 
-def moved(layout: Layout, addresses: Sequence[int]) -> None:
+def moved(layout: BucketLayout, addresses: Sequence[int]) -> None:
     """What the kernel of a layout does, given its arguments."""
     first, *xs = addresses
     left = iter(xs)
@@ -49,7 +49,7 @@ def moved(layout: Layout, addresses: Sequence[int]) -> None:
         here = whole[:, one.start : one.start + one.width]
         if layout.packs:
             here[:, one.columns :] = 0
-        if not one.there:
+        if not one.copied:
             continue
         own = elements(next(left), one.lead * one.size * one.tail, layout.bytes)
         row, c, lead, t = torch.meshgrid(
@@ -70,15 +70,15 @@ class GPU:
     def __init__(self) -> None:
         self.slow = self.fast = 0
 
-    def kernel(self, layout: Layout) -> Any:
+    def kernel(self, layout: BucketLayout) -> Any:
         def run(*args: Tensor, **_: Any) -> Callable[..., None]:
             self.slow += 1
             moved(layout, [x.data_ptr() for x in args])
             return lambda stream, *addresses: self.repeated(layout, addresses)
 
-        return {(grid(layout), 1, 1): run}
+        return {(grid_size(layout), 1, 1): run}
 
-    def repeated(self, layout: Layout, addresses: Any) -> None:
+    def repeated(self, layout: BucketLayout, addresses: Any) -> None:
         self.fast += 1
         moved(layout, addresses)
 
@@ -86,25 +86,25 @@ class GPU:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
     made = GPU()
-    known: dict[str, Layout] = {}
+    known: dict[str, BucketLayout] = {}
 
-    def named(layout: Layout) -> str:
+    def named(layout: BucketLayout) -> str:
         known[str(layout)] = layout
         return str(layout)
 
     def maker(shape: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
         return lambda: torch.full(tuple(shape), float("nan")).to(dtype)
 
-    for module in ("prepared", "kernel"):
-        monkeypatch.setattr(f"kernels_triton.bucket.{module}.name", named)
+    for module in ("prepared_call", "kernel"):
+        monkeypatch.setattr(f"kernels_triton.bucket.{module}.define_kernel", named)
     monkeypatch.setattr(launch, "kernel", lambda key: made.kernel(known[key]))
-    monkeypatch.setattr(direct, "bound", lambda compiled, size: direct.Direct(compiled))
-    monkeypatch.setattr(direct, "maker", maker)
-    monkeypatch.setattr(direct, "stream_of", lambda: lambda index: 0)
-    monkeypatch.setattr(direct, "current_device", lambda: lambda: 0)
+    monkeypatch.setattr(fast_launch, "direct_launch", lambda compiled, size: fast_launch.DirectLaunch(compiled))
+    monkeypatch.setattr(fast_launch, "allocator", maker)
+    monkeypatch.setattr(fast_launch, "stream_of", lambda: lambda index: 0)
+    monkeypatch.setattr(fast_launch, "current_device", lambda: lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(flat, "has_kernels", lambda device: True)
+    monkeypatch.setattr(bucket_buffer, "has_kernels", lambda device: True)
     return made
 
 
@@ -131,13 +131,13 @@ def test_a_step_is_the_same_to_the_bit(case: str, arena: bool, gpu: GPU, monkeyp
     context = rank_context(body.mesh, 0, Alone(body.mesh))  # type: ignore[arg-type]
 
     def steps(kernels: bool) -> list[dict[str, Tensor]]:
-        monkeypatch.setattr(flat, "has_kernels", lambda device: kernels)
+        monkeypatch.setattr(bucket_buffer, "has_kernels", lambda device: kernels)
         torch.manual_seed(0)
         held = {
             port.name: torch.rand(type_of(n).local_shape(body.mesh)).to(type_of(n).dtype)
             for port, n in zip(body.inputs, body.placeholders, strict=True)
         }
-        one = Executor(body, context, 0, CPU, Arena({body: planned(body)}, CPU) if arena else None)
+        one = BodyExecutor(body, context, 0, CPU, Arena({body: planned(body)}, CPU) if arena else None)
         found: list[dict[str, Tensor]] = []
         for _ in range(3):
             before = (gpu.slow, gpu.fast)
@@ -170,18 +170,18 @@ def test_nothing_else_is_copied(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> No
     body = body_of(40_000, **PLANS["zero-3"])
     monkeypatch.setattr("shardc.ir.ops.buckets.copy_all", copy_all)
     made = Routine(body, rank_context(body.mesh, 0, Alone(body.mesh)), 0, CPU)  # type: ignore[arg-type]
-    calls = [call for _, call, *_ in made.code() if isinstance(call, prepared.Copies)]
+    calls = [call for _, call, *_ in made.code() if isinstance(call, prepared_call.PreparedCopy)]
     assert len(calls) == sum(buckets(body))
-    moves = [len(call.moves.parts) for call in calls]
+    moves = [len(call.moves.launch_layouts) for call in calls]
     assert set(moves) <= {0, 1}
     assert moves.count(1) >= buckets(body)[0]
 
 
 # ---------------------------------------------------------------------- one call
-def packs(gpu: GPU, xs: list[Any], place: Any = None) -> prepared.Pack:
-    laid = packing([6, 8], [1, 2], [3, 4], 2, 4, F32, [0, 1])
+def packs(gpu: GPU, xs: list[Any], place: Any = None) -> prepared_call.PreparedPack:
+    laid = pack_layout([6, 8], [1, 2], [3, 4], 2, 4, F32, [0, 1])
     assert laid is not None
-    return prepared.Pack(laid, xs, place, F32, CPU)
+    return prepared_call.PreparedPack(laid, xs, place, F32, CPU)
 
 
 def test_what_is_fixed_is_written_into_the_call(gpu: GPU) -> None:
@@ -218,11 +218,13 @@ def test_results_are_views_copies_or_in_their_places(rows: int, fixed: bool, gpu
     if rows == 2:
         shapes[3], mids[3] = [2, 6], 1
     there = {0, 1, 2} if rows == 2 else {1, 2}
-    laid = unpacking(shapes, leads, mids, sizes, rows, 4, F32, there)
+    laid = unpack_layout(shapes, leads, mids, sizes, rows, 4, F32, there)
     assert laid is not None
     whole = torch.rand(4 + rows * laid.row)[4:]
     place = torch.zeros(6)
-    call = prepared.Unpack(laid, whole if fixed else 0, shapes, {2: lambda env: place}, {0, 1, 2}, F32, CPU)
+    call = prepared_call.PreparedUnpack(
+        laid, whole if fixed else 0, shapes, {2: lambda env: place}, {0, 1, 2}, F32, CPU
+    )
     flattened = [n for shape in shapes for n in shape]
     expected = UNPACK(whole, leads, mids, rows, 4, sizes, flattened, [len(shape) for shape in shapes])
     for _ in range(3):
@@ -236,5 +238,5 @@ def test_results_are_views_copies_or_in_their_places(rows: int, fixed: bool, gpu
 
 
 def test_nothing_is_prepared_for_a_cpu() -> None:
-    assert not flat.has_kernels(CPU)
-    assert flat.has_kernels(torch.device("cuda")) == launch.HAS_TRITON
+    assert not bucket_buffer.has_kernels(CPU)
+    assert bucket_buffer.has_kernels(torch.device("cuda")) == launch.HAS_TRITON

@@ -25,14 +25,14 @@ from examples.gpt2 import gpt2
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Atom, TensorType
-from shardc.plan import Plan
-from shardc.runtime import checkpoint_planners
-from shardc.runtime.checkpoint import Checkpoints, Position, load_state_dict
-from shardc.runtime.checkpoint_manifest import MANIFEST
-from shardc.runtime.checkpoint_planners import Held, chunks_of, writes
-from shardc.runtime.export import export
-from shardc.runtime.launch import Trainer, launch
-from shardc.runtime.layout import shard
+from shardc.plan.schema import Plan
+from shardc.runtime.checkpoint import planners
+from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, load_state_dict
+from shardc.runtime.checkpoint.export import export
+from shardc.runtime.checkpoint.manifest import MANIFEST
+from shardc.runtime.checkpoint.planners import Held, chunks_of, writes
+from shardc.runtime.execute.layout import shard
+from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import mlp, mlp_inputs
 
 PARAMS = {"**.wte.weight": "tp, -", "**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}
@@ -154,9 +154,9 @@ def test_written_chunks_are_every_element_once(type: TensorType, limit: int) -> 
     seen = torch.zeros(type.shape, dtype=torch.int64)
     whole = torch.arange(float(type.numel())).reshape(type.shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_planners, "CHUNK_BYTES", limit)
+        patch.setattr(planners, "CHUNK_BYTES", limit)
         for rank in range(mesh.world_size):
-            held = checkpoint_planners.shard_slices(type, mesh, rank)
+            held = planners.shard_slices(type, mesh, rank)
             for chunk, local in chunks_of(type, mesh, rank).values():
                 at = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
                 if type.numel():

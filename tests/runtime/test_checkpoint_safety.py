@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
-from shardc.runtime import checkpoint_lock
-from shardc.runtime.checkpoint import load_state_dict
-from shardc.runtime.checkpoint_lock import FolderLock
-from shardc.runtime.checkpoint_manifest import MANIFEST, METADATA
-from shardc.runtime.launch import Trainer
+from shardc.runtime.checkpoint import lock as checkpoint_lock
+from shardc.runtime.checkpoint.checkpoint import load_state_dict
+from shardc.runtime.checkpoint.lock import FolderLock
+from shardc.runtime.checkpoint.manifest import MANIFEST, METADATA
+from shardc.runtime.train.trainer import Trainer
 from tests.files.mutations import mutated, nothing_done
 
 
@@ -293,7 +293,7 @@ def test_two_tensors_in_the_same_bytes(folder: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- locks
 def test_a_second_job_is_refused_and_told_who_writes(tmp_path: Path, reader: Trainer) -> None:
     code = (
-        "import sys, pathlib; from shardc.runtime.checkpoint_lock import FolderLock;"
+        "import sys, pathlib; from shardc.runtime.checkpoint.lock import FolderLock;"
         "FolderLock(pathlib.Path(sys.argv[1])).acquire(); print('mine', flush=True); sys.stdin.read()"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "ck")]

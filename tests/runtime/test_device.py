@@ -12,7 +12,7 @@ import shardc
 from shardc.ir.graph import type_of
 from shardc.ir.ops.context import running
 from shardc.ir.ops.local import axis_offset
-from shardc.runtime.instructions import Numerics, flatten, rank_context
+from shardc.runtime.execute.instructions import Numerics, list_calls, rank_context
 
 META = torch.device("meta")
 PLANS = Path(__file__).parents[2] / "configs/plans"
@@ -23,7 +23,7 @@ def test_no_value_is_made_elsewhere(name: str) -> None:
     model, batch, *loss = getattr(importlib.import_module(f"examples.{name}"), name)()
     program = shardc.compile(model, batch, plan=PLANS / f"{name}.yaml", loss=(*loss, None)[0])
     body, mesh = program.body, program.mesh
-    listing = flatten(body, Numerics(META))
+    listing = list_calls(body, Numerics(META))
     env: list[Tensor | None] = [None] * listing.size
     for slot, node in zip(listing.inputs, body.placeholders, strict=True):
         type = type_of(node)

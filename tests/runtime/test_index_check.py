@@ -11,14 +11,14 @@ from torch.nn import functional as F
 import shardc
 from shardc import ShardcError
 from shardc.api import Program
+from shardc.cli.local_launch import run_processes
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
-from shardc.processes import run_processes
-from shardc.runtime.executor import Executor
-from shardc.runtime.index_check import IndexCheck
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.layout import shard
-from shardc.runtime.simulate import run_reference, simulate
+from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.index_check import IndexCheck
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.layout import shard
+from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.handmade import Builder, aten
 
 VOCAB = 12
@@ -152,7 +152,7 @@ class Telling:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def failed_alone(self, why: str) -> None:
+    def report_own_failure(self, why: str) -> None:
         self.said.append(why)
 
 
@@ -167,7 +167,7 @@ def test_a_rank_tells_the_others_which_index_it_failed_of() -> None:
     held = {"table": torch.zeros(3, 2)}
     for rank in range(4):
         own = Telling()
-        executor = Executor(graph, rank_context(graph.mesh, rank, None), rank, torch.device("cpu"))  # type: ignore[arg-type]
+        executor = BodyExecutor(graph, rank_context(graph.mesh, rank, None), rank, torch.device("cpu"))  # type: ignore[arg-type]
         feed = {"at": shard(torch.tensor([0, 1, 2, 7]), b.type("i64[4@dp]"), graph.mesh, rank)}
         if rank < 2:
             assert executor.run(held, [feed], own)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Atom, TensorType
-from shardc.runtime.layout import assemble, load_shard, replica_spread, shard, shard_slices
+from shardc.runtime.execute.layout import assemble, load_shard, replica_spread, shard, shard_slices
 
 MESHES = [Mesh(a=2), Mesh(a=2, b=3), Mesh(a=3, b=2), Mesh(a=2, b=2, c=2), Mesh(a=1, b=4)]
 

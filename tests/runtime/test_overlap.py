@@ -8,14 +8,14 @@ import torch
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.ops.collectives import COLLECTIVES, all_gather, reduce_scatter
-from shardc.runtime.instructions import Instruction, Numerics, flatten
-from shardc.runtime.overlap import AHEAD, IN_FLIGHT, Action, arranged
+from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
+from shardc.runtime.execute.overlap import AHEAD, IN_FLIGHT, Action, schedule_overlap
 
 STORAGE = {"none": {}, "zero-1": {"zero": 1, "axes": ["dp"]}, "zero-3": {"zero": 3, "axes": ["dp"]}}
 
 
 @pytest.fixture(scope="module", params=STORAGE)
-def instructions(request: pytest.FixtureRequest) -> Sequence[Instruction]:
+def instructions(request: pytest.FixtureRequest) -> Sequence[CallInstruction]:
     model, batch = gpt2(layers=2)
     plan = {
         "params": {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"},
@@ -24,7 +24,7 @@ def instructions(request: pytest.FixtureRequest) -> Sequence[Instruction]:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program = shardc.compile(model, batch, mesh="dp=2,tp=2", plan=plan, optimizer=optimizer)
-    return flatten(program.body, Numerics()).instructions
+    return list_calls(program.body, Numerics()).instructions
 
 
 def where(actions: Sequence[Action], kind: str) -> dict[int, int]:
@@ -34,9 +34,9 @@ def where(actions: Sequence[Action], kind: str) -> dict[int, int]:
     return dict(found)
 
 
-def test_slots_hold_what_is_read(instructions: Sequence[Instruction]) -> None:
+def test_slots_hold_what_is_read(instructions: Sequence[CallInstruction]) -> None:
     """Every instruction finds its operands arrived and not yet let go of, and the same slots die in the end."""
-    actions = arranged(instructions, 0, len(instructions))
+    actions = schedule_overlap(instructions, 0, len(instructions))
     written = {slot for one in instructions for _, _, slot in one.yields}
     there: set[int] = {slot for one in instructions for slot in one.reads} - written
     freed: list[int] = []
@@ -51,8 +51,8 @@ def test_slots_hold_what_is_read(instructions: Sequence[Instruction]) -> None:
     assert sorted(freed) == sorted(slot for one in instructions for slot in one.free)
 
 
-def test_everything_happens_once_and_all_else_in_order(instructions: Sequence[Instruction]) -> None:
-    actions = arranged(instructions, 0, len(instructions))
+def test_everything_happens_once_and_all_else_in_order(instructions: Sequence[CallInstruction]) -> None:
+    actions = schedule_overlap(instructions, 0, len(instructions))
     run, begun, waited = (where(actions, kind) for kind in ("run", "begin", "wait"))
     assert begun.keys() == waited.keys() == {at for at, one in enumerate(instructions) if one.target in COLLECTIVES}
     assert sorted(run) == [action.at for action in actions if action.kind == "run"]
@@ -63,16 +63,16 @@ def test_everything_happens_once_and_all_else_in_order(instructions: Sequence[In
         assert 0 <= under_way <= IN_FLIGHT
 
 
-def test_reductions_are_waited_for_late(instructions: Sequence[Instruction]) -> None:
-    actions = arranged(instructions, 0, len(instructions))
+def test_reductions_are_waited_for_late(instructions: Sequence[CallInstruction]) -> None:
+    actions = schedule_overlap(instructions, 0, len(instructions))
     begun, waited = where(actions, "begin"), where(actions, "wait")
     beside = [waited[at] - begun[at] > 1 for at in begun if instructions[at].target is reduce_scatter]
     assert sum(beside) >= len(beside) / 2
 
 
-def test_stored_shards_are_gathered_early(instructions: Sequence[Instruction]) -> None:
+def test_stored_shards_are_gathered_early(instructions: Sequence[CallInstruction]) -> None:
     """But at most AHEAD collectives early. The first has nothing before it."""
-    actions = arranged(instructions, 0, len(instructions))
+    actions = schedule_overlap(instructions, 0, len(instructions))
     begun, run = where(actions, "begin"), where(actions, "run")
     made = {slot for one in instructions for _, _, slot in one.yields}
     moves = [at for at, one in enumerate(instructions) if one.target in COLLECTIVES]
@@ -83,9 +83,9 @@ def test_stored_shards_are_gathered_early(instructions: Sequence[Instruction]) -
         assert all(other > moves[k - AHEAD] for other in skipped if k >= AHEAD)
 
 
-def test_a_part_of_a_body_waits_for_what_it_began(instructions: Sequence[Instruction]) -> None:
+def test_a_part_of_a_body_waits_for_what_it_began(instructions: Sequence[CallInstruction]) -> None:
     half = len(instructions) // 2
     for first, last in ((0, half), (half, len(instructions))):
-        actions = arranged(instructions, first, last)
+        actions = schedule_overlap(instructions, first, last)
         assert {a.at for a in actions} == set(range(first, last))
         assert where(actions, "begin").keys() == where(actions, "wait").keys()

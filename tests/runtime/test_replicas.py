@@ -11,7 +11,7 @@ from torch import Tensor
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.runtime.replicas import Item, Peers, fingerprint
+from shardc.runtime.train.replicas import Item, Peers, fingerprint
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.simulate import run_reference, simulate
+from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.handmade import MESH, Builder, aten, mlp, mlp_inputs
 
 

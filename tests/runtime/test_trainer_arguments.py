@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
-from shardc.runtime.launch import Trainer
+from shardc.runtime.train.trainer import Trainer
 
 X = torch.ones(4, 6)
 

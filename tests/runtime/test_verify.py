@@ -7,9 +7,9 @@ import torch
 
 from shardc.ir.graph import Graph, info
 from shardc.ir.mesh import Mesh
-from shardc.runtime.compare import relative_error
-from shardc.runtime.report import Report, Row
-from shardc.runtime.verify import verify
+from shardc.runtime.oracle.compare import relative_error
+from shardc.runtime.oracle.report import Report, Row
+from shardc.runtime.oracle.verify import verify
 from tests.handmade import MESH, Builder, aten, mlp, mlp_inputs
 
 

@@ -4,10 +4,10 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from shardc.stages.build import build
-from shardc.stages.instructions import Free, Gather, Instruction, Optimizer, Recv, ReduceGrads, Send
-from shardc.stages.lists import RankLists
-from shardc.stages.prove import prove
+from shardc.schedule.build import build
+from shardc.schedule.instructions import Free, Gather, Instruction, Optimizer, Recv, ReduceGrads, Send
+from shardc.schedule.lists import RankLists
+from shardc.schedule.prove import prove
 from tests.stages.oracle import broken, homes_of
 from tests.stages.pipelines import PIPELINES
 
@@ -88,13 +88,13 @@ def retargeted(i: Instruction, lists: RankLists, rng: random.Random) -> Instruct
     """The instruction with one field changed: to another peer, microbatch, stage, value or group."""
     ranks = range(-1, len(lists.ranks) + 1)
     microbatch = rng.randrange(-1, lists.microbatches + 1)
-    names = sorted(lists.pipeline.makers)
+    names = sorted(lists.pipeline.producers)
     match i:
         case Send() | Recv():
             changes = [{"peer": rng.choice(ranks)}, {"microbatch": microbatch}, {"value": rng.choice(names)}]
             changes.append({"bytes": i.bytes + rng.choice([-1, 1])})
         case Gather():
-            names = sorted(lists.pipeline.gathered)
+            names = sorted(lists.pipeline.gather_stages)
             changes = [{"stage": rng.randrange(-1, len(lists.pipeline.stages) + 1)}, {"values": (rng.choice(names),)}]
         case ReduceGrads():
             changes = [{"group": group(lists, rng)}, {"value": rng.choice(sorted(lists.pipeline.accumulators))}]

@@ -1,6 +1,6 @@
 """Runs instruction lists on symbols, and compares what comes out with the model run straight: knows nothing of proofs.
 
-The machine is the strictest that lists are made for (rendezvous, blocking; see shardc/stages/prove.py). Values are
+The machine is the strictest that lists are made for (rendezvous, blocking; see shardc/schedule/prove.py). Values are
 hashes of how they were computed, so whatever goes wrong shows in the gradients, the losses or the update; or a rank
 reads what is not there, or has no room for what arrives, or nobody can move.
 """
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from shardc.stages.instructions import (
+from shardc.schedule.instructions import (
     Backward,
     Dgrad,
     Forward,
@@ -23,8 +23,8 @@ from shardc.stages.instructions import (
     Send,
     Wgrad,
 )
-from shardc.stages.lists import RankLists
-from shardc.stages.pipeline import Part
+from shardc.schedule.lists import RankLists
+from shardc.schedule.pipeline import StagePart
 
 Homes = dict[int, int]  # the rank that has a stage's parameters
 
@@ -136,7 +136,7 @@ class Machine:
                 raise Broken(f"stale {name}")
         scope: dict[str, Any] = {}
 
-        def run(kind: str, part: Part) -> None:
+        def run(kind: str, part: StagePart) -> None:
             reads = tuple(
                 scope[name]
                 if name in scope
@@ -258,7 +258,7 @@ def batch_term(name: str, i: Forward | Backward | Dgrad | Wgrad) -> Any:
     return "batch", name, i.microbatch
 
 
-def _parts(stage: Any) -> tuple[Part, Part, Part]:
+def _parts(stage: Any) -> tuple[StagePart, StagePart, StagePart]:
     return stage.forward, stage.dgrad, stage.wgrad
 
 

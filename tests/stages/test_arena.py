@@ -1,6 +1,7 @@
 """The graphs of a rank's list share one arena, several microbatches under way: the numbers are those without it."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,18 +11,20 @@ from torch import Tensor
 import shardc
 from shardc.ir.arena import SPARE, Plan, planned
 from shardc.ir.graph import type_of
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.layout import shard
-from shardc.runtime.microbatches import feeds
-from shardc.stages import executor, memory_walk
-from shardc.stages.arena import plans
-from shardc.stages.cut import cut
-from shardc.stages.executor import ListExecutor
-from shardc.stages.fused import bucketed, fused
-from shardc.stages.graph_code import GraphCode
-from shardc.stages.links import Links
-from shardc.stages.memory import memory
-from shardc.stages.program import Pipelined, pipelined
+from shardc.partition import memory_walk
+from shardc.partition.cut import cut
+from shardc.partition.memory import memory
+from shardc.partition.stage_arena import arena_plans
+from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.passes.communication.bucket import bucket
+from shardc.passes.fusion.fuse import fuse
+from shardc.runtime.execute import pipeline_executor
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.layout import shard
+from shardc.runtime.execute.microbatches import feeds
+from shardc.runtime.execute.peer_groups import PeerGroups
+from shardc.runtime.execute.pipeline_executor import PipelineExecutor
+from shardc.runtime.execute.stage_code import GraphCode
 from tests.models.zoo import make
 from tests.runtime.poison import Late, poisoned
 from tests.stages.whole import step
@@ -43,16 +46,17 @@ def ready(request: pytest.FixtureRequest) -> tuple[shardc.Program, Pipelined]:
     mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
     program = step(model, batch, COUNT, mesh, loss, mine, **plan)
     staged = pipelined(cut(program.body, 2), "bfs", 2)
-    return program, fused(bucketed(staged, 20_000) if mesh else staged)
+    packed = staged.transformed(partial(bucket, size=20_000)) if mesh else staged
+    return program, packed.transformed(fuse)
 
 
-def executor_of(program: Pipelined) -> ListExecutor:
+def executor_of(program: Pipelined) -> PipelineExecutor:
     mesh = program.body.mesh
-    links = Links((0,), lambda _: None, torch.device("cpu"), timedelta(seconds=1))
-    return ListExecutor(program, 0, rank_context(mesh, 0, Late(mesh)), 0, links)  # type: ignore[arg-type]
+    links = PeerGroups((0,), lambda _: None, torch.device("cpu"), timedelta(seconds=1))
+    return PipelineExecutor(program, 0, rank_context(mesh, 0, Late(mesh)), 0, links)  # type: ignore[arg-type]
 
 
-def steps(found: ListExecutor, program: shardc.Program) -> list[Tensor]:
+def steps(found: PipelineExecutor, program: shardc.Program) -> list[Tensor]:
     types = {name: type_of(node) for name, node in program.body.input_nodes().items()}
     whole = program.inputs()
     fed = [{n: shard(x, types[n], program.mesh, 0) for n, x in one.items()} for one in feeds(program.body, whole)]
@@ -67,9 +71,9 @@ def steps(found: ListExecutor, program: shardc.Program) -> list[Tensor]:
     return made
 
 
-def codes(found: ListExecutor) -> list[GraphCode]:
+def codes(found: PipelineExecutor) -> list[GraphCode]:
     parts = [part._code for part in found._parts.values()]
-    ends = [found.finish._norm, found.finish._update]
+    ends = [found.epilogue._norm, found.epilogue._update]
     return [*parts, *found._gathers.values(), *(one for some in found._reduces.values() for one in some), *ends]
 
 
@@ -78,9 +82,13 @@ def test_nothing_that_lives_is_written_over(
 ) -> None:
     """What is dead is filled with NaNs before each call of each graph, of every microbatch."""
     program, lists = ready
-    monkeypatch.setattr(executor, "plans", lambda *where: dict.fromkeys(plans(*where), Plan(())))
+    monkeypatch.setattr(pipeline_executor, "arena_plans", lambda *where: dict.fromkeys(arena_plans(*where), Plan(())))
     expected = steps(executor_of(lists), program)
-    monkeypatch.setattr(executor, "plans", lambda *where: {graph: planned(graph, 1 << 40) for graph in plans(*where)})
+    monkeypatch.setattr(
+        pipeline_executor,
+        "arena_plans",
+        lambda *where: {graph: planned(graph, 1 << 40) for graph in arena_plans(*where)},
+    )
     found = executor_of(lists)
     assert sum(len(plan.slots) for plan in found.arena.plans.values()) > 40
     assert found.arena.buffer.numel() == max(plan.bytes for plan in found.arena.plans.values())
@@ -92,11 +100,11 @@ def test_nothing_that_lives_is_written_over(
 def test_the_report_counts_it(ready: tuple[shardc.Program, Pipelined], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for all graphs of a rank, and not in what a simulation holds."""
     _, lists = ready
-    size = max(plan.bytes for plan in plans(lists, 0).values())
+    size = max(plan.bytes for plan in arena_plans(lists, 0).values())
     found, simulated = memory(lists), memory(lists, early=False)
     assert found.row("arena").most == size > 0
     assert simulated.row("arena").most == 0
-    monkeypatch.setattr(memory_walk, "plans", lambda *_: {})
+    monkeypatch.setattr(memory_walk, "arena_plans", lambda *_: {})
     plain = memory(lists)
     assert SPARE * found.peak <= (SPARE + 1) * plain.peak
     assert found.peak != plain.peak

@@ -13,9 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info
-from shardc.stages.anatomy import Anatomy
-from shardc.stages.balance import LINK, balanced, choose, crossings, unit_costs
-from shardc.stages.cut import cut
+from shardc.partition.balance import LINK, balanced_starts, choose_starts, cut_bytes, unit_costs
+from shardc.partition.cut import cut
+from shardc.partition.step_analysis import StepAnalysis
 from tests.stages.whole import compiled, step
 
 
@@ -42,11 +42,11 @@ def test_as_good_as_brute_force(data: st.DataObject) -> None:
     crossing = data.draw(st.lists(st.integers(0, 9).map(float), min_size=len(costs), max_size=len(costs)))
     stages = data.draw(st.integers(1, len(costs)))
     best = brute_force(costs, crossing, stages)
-    starts = balanced(costs, crossing, stages, slack=0.0)
+    starts = balanced_starts(costs, crossing, stages, slack=0.0)
     assert starts[0] == 0
     assert len(set(starts)) == stages
     assert dearest(costs, crossing, starts) <= best
-    loose = balanced(costs, crossing, stages, slack=0.5)
+    loose = balanced_starts(costs, crossing, stages, slack=0.5)
     assert dearest(costs, crossing, loose) <= best * 1.5
     assert sum(crossing[at] for at in loose[1:]) <= sum(crossing[at] for at in starts[1:])
 
@@ -62,17 +62,20 @@ def test_24_layers_with_a_vocabulary_of_128k() -> None:
     with torch.device("meta"):
         model, tokens = GPT2LMHeadModel(config), torch.zeros(4, 1024, dtype=torch.long)
     program = step(model, {"input_ids": tokens, "labels": tokens}, 4)
-    anatomy = Anatomy(program.body)
-    costs = unit_costs(anatomy)
-    crossing = [float(LINK * size) for size in crossings(anatomy)]
-    head = sum(cost for unit, cost in zip(anatomy.units, costs, strict=True) if not unit.name.startswith("transformer"))
-    layer = next(cost for unit, cost in zip(anatomy.units, costs, strict=True) if unit.name == "transformer.h.5")
+    analysis = StepAnalysis(program.body)
+    costs = unit_costs(analysis)
+    units = list(zip(analysis.units, costs, strict=True))
+    crossing = [float(LINK * size) for size in cut_bytes(analysis)]
+    head = sum(
+        cost for unit, cost in zip(analysis.units, costs, strict=True) if not unit.name.startswith("transformer")
+    )
+    layer = next(cost for unit, cost in units if unit.name == "transformer.h.5")
     assert head > 4 * layer
     for stages in (2, 4, 5):
-        starts = choose(anatomy, stages)
+        starts = choose_starts(analysis, stages)
         assert dearest(costs, crossing, starts) <= 1.03 * brute_force(costs, crossing, stages)
         # Of cuts as good, one that sends the residual stream and nothing else.
-        assert max(crossings(anatomy)[at] for at in starts[1:]) == 2 * 1024 * 1024 * 4
+        assert max(cut_bytes(analysis)[at] for at in starts[1:]) == 2 * 1024 * 1024 * 4
     staged = cut(program.body, 4)
     times = [cost.forward + cost.dgrad + cost.wgrad for cost in staged.costs.stages]
     assert max(times) <= 1.03 * brute_force(costs, crossing, 4)

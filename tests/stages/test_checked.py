@@ -6,9 +6,9 @@ import pytest
 
 import shardc
 from shardc import ShardcError
-from shardc.stages import prove as proofs
-from shardc.stages.instructions import Send
-from shardc.stages.lists import RankLists
+from shardc.schedule import prove as proofs
+from shardc.schedule.instructions import Send
+from shardc.schedule.lists import RankLists
 from tests.test_pipeline import net, rows
 
 

@@ -16,15 +16,15 @@ from shardc.ir.graph import Graph, info
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
-from shardc.runtime.simulate import run_reference, simulate
-from shardc.stages.anatomy import Anatomy
-from shardc.stages.build import build
-from shardc.stages.cut import Staged, cut
-from shardc.stages.instructions import Backward, Forward, Free, Send
-from shardc.stages.lists import RankLists
-from shardc.stages.pipeline import Pipeline
-from shardc.stages.program import pipelined
-from shardc.stages.prove import prove
+from shardc.partition.cut import CutStep, cut
+from shardc.partition.staged_program import pipelined
+from shardc.partition.step_analysis import StepAnalysis
+from shardc.runtime.oracle.simulate import run_reference, simulate
+from shardc.schedule.build import build
+from shardc.schedule.instructions import Backward, Forward, Free, Send
+from shardc.schedule.lists import RankLists
+from shardc.schedule.pipeline import Pipeline
+from shardc.schedule.prove import prove
 from tests.models.zoo import make
 from tests.replanned import replanned
 from tests.stages.whole import agree, compiled, staged, step
@@ -34,15 +34,16 @@ def calls(graph: Graph) -> Counter[str]:
     return Counter(info(call).name for call in graph.calls())
 
 
-def sent(staged: Staged) -> set[str]:
+def sent(staged: CutStep) -> set[str]:
     """The values that leave their stage."""
-    own = staged.pipeline.makers
+    own = staged.pipeline.producers
     stages = enumerate(staged.pipeline.stages)
     read = [(at, name) for at, s in stages for part in (s.forward, s.dgrad, s.wgrad) for name in part.reads]
     return {name for at, name in read if own[name] != at}
 
 
 # ---------------------------------------------------------------------- split backward
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "variant", "microbatches"),
     [("gpt2", "alone", 3), ("gpt2", "zero1", 8), ("llama", "tp2", 1), ("t5", "tp2", 3), ("resnet", "alone", 8)],
@@ -50,13 +51,13 @@ def sent(staged: Staged) -> set[str]:
 def test_dgrad_and_wgrad_are_the_unsplit_backward(model: str, variant: str, microbatches: int) -> None:
     """Node for node: every call of backward is in one of the two, and in no other stage; nothing runs twice."""
     found = staged(model, variant, microbatches, 4)
-    free = {info(call).name for call in Anatomy(found.body).free}
+    free = {info(call).name for call in StepAnalysis(found.body).replicable}
     everywhere: Counter[str] = Counter()
     for stage in found.stages:
         assert calls(stage.dgrad) + calls(stage.wgrad) == calls(stage.backward)
         assert max(calls(stage.backward).values()) == 1
         everywhere += calls(stage.forward) + calls(stage.backward)
-    once = {info(call).name for call in Anatomy(found.body).calls} - free
+    once = {info(call).name for call in StepAnalysis(found.body).calls} - free
     assert {name: count for name, count in everywhere.items() if name not in free} == dict.fromkeys(once, 1)
 
 
@@ -76,9 +77,9 @@ def test_a_chain_sends_the_residual_stream() -> None:
     assert {found.pipeline.bytes[name] for name in sent(found)} == {8 * 4 * 16 * 4 // 2}
 
 
-def crossing(staged: Staged) -> dict[tuple[int, int], dict[str, int]]:
+def crossing(staged: CutStep) -> dict[tuple[int, int], dict[str, int]]:
     """By maker and reader: the values that go from one stage to another, with their bytes a microbatch."""
-    own, found = staged.pipeline.makers, dict[tuple[int, int], dict[str, int]]()
+    own, found = staged.pipeline.producers, dict[tuple[int, int], dict[str, int]]()
     for at, s in enumerate(staged.pipeline.stages):
         for name in (*s.forward.reads, *s.dgrad.reads, *s.wgrad.reads):
             if own.get(name, at) != at:
@@ -106,6 +107,7 @@ def test_recomputation_sends_nothing_gpt2(mode: Any, mesh: str) -> None:
         assert all(list(values.values()) == [size] for values in found.values()), found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "split", "sizes"),
     [
@@ -143,8 +145,8 @@ def test_recomputation_holds_less() -> None:
 
 def test_the_tied_weight_is_summed_once_a_step() -> None:
     found = staged("gpt2", "tp2", 1, 4)
-    (name,) = (name for name, group in found.groups.items() if len(group) > 1)
-    assert found.groups[name] == (0, 3)
+    (name,) = (name for name, group in found.sum_stages.items() if len(group) > 1)
+    assert found.sum_stages[name] == (0, 3)
     assert [("transformer.wte.weight" in stage.held) for stage in found.stages] == [True, False, False, True]
     text = str(build(found.pipeline, "1f1b", 1))
     assert text.count(f"ReduceGrads {name} over {{0, 3}}") == 2
@@ -161,7 +163,7 @@ def test_split_sums_leave_a_body_that_computes_the_same() -> None:
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_bodies_are_graphs_like_any_other(model: str) -> None:
     found = staged(model, "tp2", {"gpt2": 1, "t5": 3}[model], 4)
-    finish = found.finish([0, 3])
+    finish = found.epilogue_of([0, 3])
     bodies = [stage[part] for stage in found.stages for part in ("forward", "backward", "dgrad", "wgrad")]
     for graph in (*bodies, finish.norm, finish.update):
         assert violations(graph) == []
@@ -224,7 +226,7 @@ def test_skips_masks_and_shared_parameters(microbatches: int, stages: int, sched
     found = cut(program.body, stages)
     expected = run_reference(program.reference, inputs, dtype=torch.float64)
     agree(pipelined(found, schedule, virtual), inputs, expected, seed=stages)
-    assert stages < 6 or max(len(group) for group in found.groups.values()) > 2  # `scale`, in most stages
+    assert stages < 6 or max(len(group) for group in found.sum_stages.values()) > 2  # `scale`, in most stages
     assert not any("arange" in name or "lt" in name for name in sent(found))  # each stage makes its own mask
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, fx
 import shardc
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.mesh import Mesh
-from shardc.runtime.layout import assemble
-from shardc.runtime.simulate import run_reference, simulate
-from shardc.stages.cut import cut
-from shardc.stages.program import pipelined
-from shardc.stages.simulate import simulate_stages
+from shardc.partition.cut import cut
+from shardc.partition.staged_program import pipelined
+from shardc.runtime.execute.layout import assemble
+from shardc.runtime.oracle.simulate import run_reference, simulate
+from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import make
 from tests.stages.whole import agree, step
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.stages.program import Pipelined
+from shardc.partition.staged_program import Pipelined
 from tests.stages.whole import PRODUCT, SCHEDULES, Case, agree, check, compiled, programmed
 
 FUZZ = settings.default is not None and settings.default.max_examples > 1000
@@ -30,13 +30,13 @@ SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in ran
 
 
 @pytest.mark.parametrize("case", PRODUCT if FUZZ else SAMPLE, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_equals_the_single_device(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.parametrize("program", PLANS, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_plans(program: tuple[str, str, int]) -> None:
     check(Case(*program, 4, "zb-h1"), seed=2)
     check(Case(*program, 3, "1f1b"), seed=3)

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.microbatches import feeds
-from shardc.stages.cut import cut
-from shardc.stages.executor import ListExecutor
-from shardc.stages.instructions import COMPUTE, Backward, in_words
-from shardc.stages.links import Links
-from shardc.stages.measured import CpuClock
-from shardc.stages.places import STRIDE, ListPlaces
-from shardc.stages.program import Pipelined, pipelined
-from shardc.stages.simulate import simulate_stages
+from shardc.partition.cut import cut
+from shardc.partition.program_counter import STRIDE, PipelineCounterNames
+from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.measured_timeline import CpuClock
+from shardc.runtime.execute.microbatches import feeds
+from shardc.runtime.execute.peer_groups import PeerGroups
+from shardc.runtime.execute.pipeline_executor import PipelineExecutor
+from shardc.runtime.oracle.simulate_stages import simulate_stages
+from shardc.schedule.instructions import COMPUTE, Backward, instruction_text
 from tests.stages.whole import step
 
 COUNT = 3
@@ -55,10 +55,10 @@ def ready() -> tuple[shardc.Program, Pipelined]:
     return program, pipelined(cut(program.body, split=["second"]), "bfs", 2)
 
 
-def executor_of(program: Pipelined) -> ListExecutor:
-    links = Links((0,), lambda _: None, torch.device("cpu"), timedelta(seconds=1))
+def executor_of(program: Pipelined) -> PipelineExecutor:
+    links = PeerGroups((0,), lambda _: None, torch.device("cpu"), timedelta(seconds=1))
     context = rank_context(program.body.mesh, 0, None)  # type: ignore[arg-type]
-    return ListExecutor(program, 0, context, 0, links)
+    return PipelineExecutor(program, 0, context, 0, links)
 
 
 def given(program: shardc.Program) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -87,13 +87,13 @@ def test_it_computes_what_the_simulation_does(ready: tuple[shardc.Program, Pipel
 def test_gradients_are_added_in_place(ready: tuple[shardc.Program, Pipelined], monkeypatch: pytest.MonkeyPatch) -> None:
     program, lists = ready
     homes: dict[str, list[int]] = {}
-    add = ListExecutor._add
+    add = PipelineExecutor._add
 
-    def noted(self: ListExecutor, name: str, term: torch.Tensor) -> None:
+    def noted(self: PipelineExecutor, name: str, term: torch.Tensor) -> None:
         add(self, name, term)
         homes.setdefault(name, []).append(self._sums[name].data_ptr())
 
-    monkeypatch.setattr(ListExecutor, "_add", noted)
+    monkeypatch.setattr(PipelineExecutor, "_add", noted)
     executor_of(lists).run(*given(program))
     assert all(len(found) in (COUNT, 2 * COUNT) for found in homes.values())
     assert any(len(found) == 2 * COUNT for found in homes.values()), "the tied weight's, of two stages"
@@ -130,12 +130,12 @@ def test_what_is_read_last_goes_while_the_work_runs(ready: tuple[shardc.Program,
 
 def test_places_say_where_a_rank_is(ready: tuple[shardc.Program, Pipelined]) -> None:
     _, lists = ready
-    places, listed = ListPlaces(lists), lists.lists.ranks[0]
+    places, listed = PipelineCounterNames(lists), lists.lists.ranks[0]
     for at, instruction in enumerate(listed):
-        assert places.name(0, at * STRIDE) == in_words(instruction)
+        assert places.name(0, at * STRIDE) == instruction_text(instruction)
     at = next(k for k, i in enumerate(listed) if isinstance(i, Backward))
     assert places.name(0, at * STRIDE + 1).startswith("%d.")
-    assert places.name(0, at * STRIDE + 1).endswith(f" of {in_words(listed[at])}")
+    assert places.name(0, at * STRIDE + 1).endswith(f" of {instruction_text(listed[at])}")
     assert not places.waits(0, at * STRIDE)
     assert places.waits(0, len(listed) * STRIDE)
 

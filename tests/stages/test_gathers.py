@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,17 +18,18 @@ from shardc.ir.collectives import collectives
 from shardc.ir.graph import info
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
-from shardc.runtime.simulate import run_reference
-from shardc.stages import share
-from shardc.stages.costs import Costs
-from shardc.stages.cut import Staged, cut
-from shardc.stages.fused import bucketed, fused
-from shardc.stages.instructions import COMPUTE, Forward, Free, Gather, Instruction
-from shardc.stages.lists import RankLists
-from shardc.stages.memory import memory
-from shardc.stages.program import GRAPHS, Pipelined, pipelined
-from shardc.stages.prove import prove
-from shardc.stages.replay import replay
+from shardc.partition import rank_costs
+from shardc.partition.cut import CutStep, cut
+from shardc.partition.memory import memory
+from shardc.partition.staged_program import GRAPHS, Pipelined, pipelined
+from shardc.passes.communication.bucket import bucket
+from shardc.passes.fusion.fuse import fuse
+from shardc.runtime.oracle.simulate import run_reference
+from shardc.schedule.costs import Costs
+from shardc.schedule.instructions import COMPUTE, Forward, Free, Gather, Instruction
+from shardc.schedule.lists import RankLists
+from shardc.schedule.prove import prove
+from shardc.schedule.replay import replay
 from tests.models.zoo import make
 from tests.stages.whole import SCHEDULES, SIZES, agree, compiled, staged, step
 
@@ -80,11 +81,12 @@ def gathers(program: Pipelined) -> Counter[int]:
 
 def gathered(program: Pipelined) -> list[int]:
     """By coordinate, the bytes that a rank sends in a step to gather parameters."""
-    found = [share.communicated(program, c) for c in range(len(program.lists.ranks))]
+    found = [rank_costs.rank_collectives(program, c) for c in range(len(program.lists.ranks))]
     return [sum(one.bytes_per_step for one in some if one.kind == "all_gather") for some in found]
 
 
 # ---------------------------------------------------------------------- right
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "schedule"), SEVERAL)
 def test_equals_the_single_device(ranks: int, schedule: str) -> None:
     program, inputs, expected = unlayered(3)
@@ -108,9 +110,9 @@ def test_buckets_and_kernels() -> None:
     """What is gathered together travels together; values, lists and bytes are the same."""
     program, inputs, expected = unlayered(3)
     plain = pipelined(cut(program.body, 4), "bfs", 2)
-    packed = bucketed(plain, 2**20)
+    packed = plain.transformed(partial(bucket, size=2**20))
     assert count(packed) < count(plain)
-    for found in (packed, fused(plain), fused(packed)):
+    for found in (packed, plain.transformed(fuse), packed.transformed(fuse)):
         assert found.lists == plain.lists
         agree(found, inputs, expected)
 
@@ -280,7 +282,7 @@ def test_the_timeline_waits_for_gathers() -> None:
     priced = replay(lists, program.costs)
     assert all(e.end > e.start for e in priced.events if isinstance(e.instruction, Gather))
     held = replay(lists, unit).peak_bytes
-    without = {name: 0 if name in lists.pipeline.gathered else size for name, size in lists.pipeline.bytes.items()}
+    without = {name: 0 if name in lists.pipeline.gather_stages else size for name, size in lists.pipeline.bytes.items()}
     lighter = replace(lists, pipeline=replace(lists.pipeline, bytes=without))
     assert all(a > b for a, b in zip(held, replay(lighter, unit).peak_bytes, strict=True))
 
@@ -332,16 +334,16 @@ def test_compiled_with_a_plan(tmp_path: Any) -> None:
     pipelined = program.pipelined
     assert pipelined is not None
     held = program.memory().row("communication")
-    assert held.most >= max(pipelined.lists.pipeline.bytes[name] for name in pipelined.lists.pipeline.gathered)
+    assert held.most >= max(pipelined.lists.pipeline.bytes[name] for name in pipelined.lists.pipeline.gather_stages)
     first = next(i for i in pipelined.lists.ranks[0] if isinstance(i, Forward | Gather))
     assert isinstance(first, Gather)
 
 
 def test_costs_move_with_the_gathers() -> None:
     """What is hoisted no longer counts as a microbatch's, but once a gather."""
-    found: Staged = staged("gpt2", "zero3", 3, 4)
+    found: CutStep = staged("gpt2", "zero3", 3, 4)
     plain = staged("gpt2", "dp2", 3, 4)
-    assert found.costs.gathers.keys() == found.pipeline.gathered.keys()
+    assert found.costs.gathers.keys() == found.pipeline.gather_stages.keys()
     assert all(cost > 0 for cost in found.costs.gathers.values())
     for a, b in zip(found.costs.stages, plain.costs.stages, strict=True):
         assert a.forward == pytest.approx(b.forward, rel=0.02)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.graph import Graph
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.microbatches import feeds
-from shardc.stages.cut import cut
-from shardc.stages.executor import ListExecutor
-from shardc.stages.graph_code import GraphCode, Now, form_of
-from shardc.stages.links import Links
-from shardc.stages.program import Pipelined, pipelined
-from shardc.stages.simulate import simulate_stages
+from shardc.partition.cut import cut
+from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.microbatches import feeds
+from shardc.runtime.execute.peer_groups import PeerGroups
+from shardc.runtime.execute.pipeline_executor import PipelineExecutor
+from shardc.runtime.execute.stage_code import GraphCode, StepState, graph_form
+from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import make
 from tests.stages.whole import SIZES, step
 
@@ -70,10 +70,10 @@ def test_equal_stages_of_gpt2_are_prepared_once() -> None:
 
 def test_each_computes_with_its_own() -> None:
     program, lists = alike()
-    links = Links((0,), lambda _: None, CPU, timedelta(seconds=1))
+    links = PeerGroups((0,), lambda _: None, CPU, timedelta(seconds=1))
     context = rank_context(lists.body.mesh, 0, None)  # type: ignore[arg-type]
-    executor = ListExecutor(lists, 0, context, 0, links)
-    assert len({form_of(stage.forward) for stage in lists.stages}) < len(lists.stages)
+    executor = PipelineExecutor(lists, 0, context, 0, links)
+    assert len({graph_form(stage.forward) for stage in lists.stages}) < len(lists.stages)
     inputs = program.inputs()
     held, fed = {name: x.clone() for name, x in inputs.items()}, feeds(program.body, inputs)
     expected = simulate_stages(lists, held, fed=fed)
@@ -92,11 +92,11 @@ def test_errors_name_the_stage_that_fails() -> None:
     assert len({id(one.prepared) for one in made}) == 1
     for at, one in enumerate(made, 1):
         held = {f"h.{at}.0.{name}": torch.ones(3) for name in ("weight", "bias")}
-        env = one.environment(Now(held, [{}], None), 0)
+        env = one.environment(StepState(held, [{}], None), 0)
         for slot, _ in one.values:
             env[slot] = torch.ones(2, 6)
         with pytest.raises(RuntimeError) as failed:
-            one.run(env, Now(held, [{}], None), 0, "")
+            one.run(env, StepState(held, [{}], None), 0, "")
         assert f"in instruction %h.{at}.0." in "".join(failed.value.__notes__)
 
 
@@ -104,7 +104,7 @@ def test_what_differs_in_more_than_names_is_not_shared() -> None:
     """A constant, a shape, an op, an input's role: each makes another form."""
 
     def form(text: str) -> str | None:
-        return form_of(shardc.parse("graph @g mesh(dp=2) {\n" + text + "\n}"))
+        return graph_form(shardc.parse("graph @g mesh(dp=2) {\n" + text + "\n}"))
 
     graph = (
         '  %{x} = value "{x}" : f32[4, 6]\n  %{y} = mul.Scalar(%{x}, 2.0) : f32[4, 6]\n  return\n    value "{y}" = %{y}'
@@ -119,5 +119,5 @@ def test_what_writes_to_what_is_held_is_not_shared() -> None:
     model = Alike()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     program = step(model, (torch.randn(6, 6),), 3, "", lambda out, _: out.square().mean(), optimizer)
-    (finish,) = pipelined(cut(program.body, split=["h.2"]), "bfs", 2).finishes
-    assert form_of(finish.update) is None
+    (finish,) = pipelined(cut(program.body, split=["h.2"]), "bfs", 2).epilogues
+    assert graph_form(finish.update) is None

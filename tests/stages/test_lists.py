@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from shardc.stages.build import build
-from shardc.stages.instructions import COMPUTE
-from shardc.stages.lists import RankLists
-from shardc.stages.pipeline import chain
-from shardc.stages.prove import prove
+from shardc.schedule.build import build
+from shardc.schedule.instructions import COMPUTE
+from shardc.schedule.lists import RankLists
+from shardc.schedule.pipeline import chain_pipeline
+from shardc.schedule.prove import prove
 from tests.stages.pipelines import PIPELINES
 
 
@@ -29,7 +29,7 @@ def test_json_round_trip(model: str) -> None:
 
 def test_values_are_freed_after_their_last_use() -> None:
     """At no time does a rank hold more than the microbatches under way need."""
-    lists = build(chain(4), "1f1b", 16)
+    lists = build(chain_pipeline(4), "1f1b", 16)
     for rank, listed in enumerate(lists.ranks):
         held = most = 0
         for i in listed:
@@ -42,12 +42,12 @@ def test_values_are_freed_after_their_last_use() -> None:
 
 
 def test_unsplit_backward_hides_what_passes_between_its_parts() -> None:
-    lists = build(chain(2), "1f1b", 2)
+    lists = build(chain_pipeline(2), "1f1b", 2)
     assert "dkept" not in str(lists)
-    assert "dkept" in str(build(chain(2), "zb-h1", 2))
+    assert "dkept" in str(build(chain_pipeline(2), "zb-h1", 2))
 
 
 def test_stages_of() -> None:
-    lists = build(chain(8), "zb-v", 2, 2)
+    lists = build(chain_pipeline(8), "zb-v", 2, 2)
     assert [lists.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert sum(isinstance(i, COMPUTE) for i in lists.ranks[0]) == 2 * 3 * 2

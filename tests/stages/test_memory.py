@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardc.ir.graph import type_of
-from shardc.runtime.instructions import rank_context
-from shardc.runtime.microbatches import feeds
-from shardc.runtime.simulate import sharded
-from shardc.stages import simulate
-from shardc.stages.cut import cut
-from shardc.stages.executor import ListExecutor
-from shardc.stages.instructions import COMPUTE, Gather, Optimizer
-from shardc.stages.memory import memory
-from shardc.stages.program import Pipelined, pipelined
-from shardc.stages.simulate import simulate_stages
+from shardc.partition.cut import cut
+from shardc.partition.memory import memory
+from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.microbatches import feeds
+from shardc.runtime.execute.pipeline_executor import PipelineExecutor
+from shardc.runtime.oracle import simulate_stages as simulate
+from shardc.runtime.oracle.simulate import sharded
+from shardc.runtime.oracle.simulate_stages import simulate_stages
+from shardc.schedule.instructions import COMPUTE, Gather, Optimizer
 from tests.cost.test_memory import Alone
 from tests.models.zoo import make
 from tests.stages.whole import SIZES, compiled, staged, step
@@ -107,7 +107,7 @@ class Meter:
         ("gpt2", "zero3", 3, 4, "1f1b", 1),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_every_instruction_holds_what_the_report_says(
     model: str,
     variant: str,
@@ -224,8 +224,8 @@ def test_a_rank_of_a_job_holds_what_the_report_says(model: str, microbatches: in
 
     held = {p.name: local(p.name, inputs[p.name]) for p in program.body.inputs if p.role in kept}
     fed = [{name: local(name, x) for name, x in feed.items()} for feed in feeds(program.body, inputs)]
-    alone: Any = SimpleNamespace(everyone=None, device=torch.device("cpu"), limit=timedelta(1), ranks=[0])
-    executor = ListExecutor(program, 0, rank_context(program.body.mesh, 0, AtOnce(program.body.mesh)), 0, alone)
+    alone: Any = SimpleNamespace(whole_group=None, device=torch.device("cpu"), limit=timedelta(1), ranks=[0])
+    executor = PipelineExecutor(program, 0, rank_context(program.body.mesh, 0, AtOnce(program.body.mesh)), 0, alone)
     listed = program.lists.ranks[0]
     meter = Allocations([*held.values(), *(value for feed in fed for value in feed.values())], len(listed))
     assert len(executor._acts) == len(listed)  # pyright: ignore[reportPrivateUsage]

@@ -8,13 +8,13 @@ from torch import nn
 
 import shardc
 from shardc import Mesh
-from shardc.stages.cut import Staged, cut
-from shardc.stages.program import Pipelined, pipelined
+from shardc.partition.cut import CutStep, cut
+from shardc.partition.staged_program import Pipelined, pipelined
 from tests.stages.whole import step
 
 
 @pytest.fixture(scope="module")
-def staged() -> Staged:
+def staged() -> CutStep:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     program = step(
         model, (torch.randn(4, 4),), 2, "dp=2,tp=2", lambda out, batch: out.square().mean(), inputs={"input": "dp, -"}
@@ -24,7 +24,7 @@ def staged() -> Staged:
 
 
 @pytest.mark.parametrize("order", ["pp=2,dp=2,tp=2", "dp=2,pp=2,tp=2", "dp=2,tp=2,pp=2"])
-def test_the_axis_may_stand_anywhere(staged: Staged, order: str) -> None:
+def test_the_axis_may_stand_anywhere(staged: CutStep, order: str) -> None:
     program = pipelined(staged, "1f1b", mesh=Mesh.parse(order))
     for rank in range(8):
         at = program.mesh.coordinate(rank)
@@ -35,13 +35,13 @@ def test_the_axis_may_stand_anywhere(staged: Staged, order: str) -> None:
     assert sorted(program.rank_of(c, i) for c in range(2) for i in range(4)) == list(range(8))
 
 
-def test_first_unless_said(staged: Staged) -> None:
+def test_first_unless_said(staged: CutStep) -> None:
     program = pipelined(staged, "gpipe", axis="stage")
     assert str(program.mesh) == "stage=2, dp=2, tp=2"
     assert program.coordinates(5) == (1, 1)
 
 
-def test_a_file_keeps_it(staged: Staged) -> None:
+def test_a_file_keeps_it(staged: CutStep) -> None:
     program = pipelined(staged, "1f1b", mesh=Mesh(dp=2, pipe=2, tp=2), axis="pipe")
     read = Pipelined.from_plain(json.loads(json.dumps(program.to_plain())))
     assert (read.mesh, read.axis) == (program.mesh, "pipe")
@@ -49,13 +49,13 @@ def test_a_file_keeps_it(staged: Staged) -> None:
     assert [read.coordinates(rank) for rank in range(8)] == [program.coordinates(rank) for rank in range(8)]
 
 
-def test_a_mesh_of_another_size_is_none(staged: Staged) -> None:
+def test_a_mesh_of_another_size_is_none(staged: CutStep) -> None:
     with pytest.raises(AssertionError, match="axis 'pp' of 4"):
         pipelined(staged, "1f1b", mesh=Mesh(pp=4, dp=2, tp=2))
 
 
 @pytest.mark.parametrize("part", ["stages", "finishes"])
-def test_a_file_without_one_of_its_graphs_is_none(staged: Staged, part: str) -> None:
+def test_a_file_without_one_of_its_graphs_is_none(staged: CutStep, part: str) -> None:
     data = json.loads(json.dumps(pipelined(staged, "1f1b").to_plain()))
     data[part].pop()
     with pytest.raises(AssertionError, match="of 2"):

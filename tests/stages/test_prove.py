@@ -8,11 +8,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from shardc.ir.diagnostic import Diagnostic
-from shardc.stages.build import build
-from shardc.stages.instructions import Dgrad, Forward, Free, Instruction, Optimizer, Recv, ReduceGrads, Send, Wgrad
-from shardc.stages.lists import RankLists
-from shardc.stages.pipeline import Part, Pipeline, Stage, chain
-from shardc.stages.prove import prove
+from shardc.schedule.build import build
+from shardc.schedule.instructions import Dgrad, Forward, Free, Instruction, Optimizer, Recv, ReduceGrads, Send, Wgrad
+from shardc.schedule.lists import RankLists
+from shardc.schedule.pipeline import Pipeline, Stage, StagePart, chain_pipeline
+from shardc.schedule.prove import prove
 from tests.stages.mutate import judged
 from tests.stages.oracle import Broken, Machine
 
@@ -38,7 +38,9 @@ def changed(lists: RankLists, rank: int, change: Callable[[list[Instruction]], o
 
 def handmade(*ranks: list[Instruction]) -> RankLists:
     """Transfers of values that nobody makes, for the waits alone; WORK only keeps them apart."""
-    return RankLists(Pipeline((Stage(Part(), Part(), Part()),), updates=False), 1, tuple(map(tuple, ranks)))
+    return RankLists(
+        Pipeline((Stage(StagePart(), StagePart(), StagePart()),), updates=False), 1, tuple(map(tuple, ranks))
+    )
 
 
 def deadlocks(lists: RankLists) -> list[Diagnostic]:
@@ -108,7 +110,7 @@ def test_collectives_wait_too() -> None:
 
 def test_codes(golden: Callable[[str, str], None]) -> None:
     """One fault of each kind, and every line that it leads to."""
-    lists = build(chain(2, tied=True, clips=True), "zb-h1", 2)
+    lists = build(chain_pipeline(2, tied=True, clips=True), "zb-h1", 2)
     send = next(i for i in lists.ranks[0] if isinstance(i, Send))
     free = next(i for i in lists.ranks[0] if isinstance(i, Free))
     shared, own = ReduceGrads("tied", (0, 1), 1), ReduceGrads("grads0", (0,), 1)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shardc.ir.collectives import collectives
-from shardc.runtime.simulate import run_reference
-from shardc.stages.cut import cut
-from shardc.stages.instructions import COMPUTE, ReduceGrads
-from shardc.stages.memory import memory
-from shardc.stages.places import graphs_of
-from shardc.stages.program import Pipelined, pipelined
+from shardc.partition.cut import cut
+from shardc.partition.memory import memory
+from shardc.partition.program_counter import graphs_of
+from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.runtime.oracle.simulate import run_reference
+from shardc.schedule.instructions import COMPUTE, ReduceGrads
 from tests.stages.test_gathers import sharded
 from tests.stages.whole import agree, staged
 
@@ -23,6 +23,7 @@ def reducing(zero: int, schedule: str = "bfs", virtual: int = 2, **plan: Any) ->
     return pipelined(cut(program.body, 2 * virtual), schedule, virtual), program
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("clip", [{}, {"clip_grad_norm": None}], ids=["clipped", "not clipped"])
 def test_right_under_any_storage(zero: int, clip: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ def test_each_gradient_is_reduced_once(zero: int, kind: str) -> None:
     assert len(found.shared) == 1
     parameters = sum(port.role == "param" for port in found.body.inputs)
     assert [one.kind for graph in early for one in collectives(graph)] == [kind] * (parameters - 1)
-    late = [one for finish in found.finishes for g in (finish.norm, finish.update) for one in collectives(g)]
+    late = [one for finish in found.epilogues for g in (finish.norm, finish.update) for one in collectives(g)]
     holders = sum("squash.weight" in found.held(c) for c in range(2))
     assert sum(one.kind == "reduce_scatter" for one in late) == (0 if zero == 0 else holders)
 

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc import ShardcError, schedules
-from shardc.stages.build import build
-from shardc.stages.clock import Orders
-from shardc.stages.costs import Costs, StageCost
-from shardc.stages.emit import emit
-from shardc.stages.instructions import Backward, Compute, Dgrad, Forward, Recv, Send, Wgrad
-from shardc.stages.pipeline import chain
-from shardc.stages.prove import prove
-from shardc.stages.replay import replay
-from shardc.stages.schedules.judge import peak_activations
-from shardc.stages.timeline import Timeline
+from shardc.schedule.build import build
+from shardc.schedule.clock import Orders
+from shardc.schedule.costs import Costs, StageCost
+from shardc.schedule.emit import emit
+from shardc.schedule.instructions import Backward, Compute, Dgrad, Forward, Recv, Send, Wgrad
+from shardc.schedule.pipeline import chain_pipeline
+from shardc.schedule.prove import prove
+from shardc.schedule.replay import replay
+from shardc.schedule.schedules.judge import peak_activations
+from shardc.schedule.timeline import Timeline
 from tests.stages.oracle import broken, homes_of
 from tests.stages.pipelines import PIPELINES
 
@@ -31,7 +31,7 @@ ANY = [*VIRTUAL, "greedy", "auto"]
 
 def timeline(name: str, ranks: int, microbatches: int, virtual: int = 1, costs: Costs | None = None) -> Timeline:
     """Each stage's forward takes 1, its dgrad 1 and its wgrad 1, unless told otherwise."""
-    return replay(build(chain(ranks * virtual), name, microbatches, virtual, costs), costs)
+    return replay(build(chain_pipeline(ranks * virtual), name, microbatches, virtual, costs), costs)
 
 
 # ---------------------------------------------------------------------- published figures
@@ -117,7 +117,7 @@ def makespan_of_pairs(orders: Orders, costs: Costs) -> float:
         rank = min((r for r, units in enumerate(left) if units), key=lambda r: max(map(ready, left[r][0])))
         unit = left[rank].pop(0)
         start = max([spans[rank], *map(ready, unit)])
-        spans[rank] = start + sum(map(costs.of, unit))
+        spans[rank] = start + sum(map(costs.work_seconds, unit))
         for work in unit:
             if not isinstance(work, Wgrad):
                 made["F" if isinstance(work, Forward) else "B", work.stage, work.microbatch] = spans[rank]
@@ -201,7 +201,7 @@ def test_breadth_first_gathers_a_stage_twice_a_step() -> None:
 
 def test_opposite_transfers_are_one_batch() -> None:
     """1F1B's steady state: an activation goes down while a gradient comes up, side by side on both ranks."""
-    ranks = build(chain(2), "1f1b", 4).ranks
+    ranks = build(chain_pipeline(2), "1f1b", 4).ranks
     for rank, listed in enumerate(ranks):
         sides = [(type(a), type(b)) for a, b in pairwise(listed)]
         assert (Send, Recv) in sides or (Recv, Send) in sides, f"rank {rank}"
@@ -262,7 +262,7 @@ def test_a_broken_schedule_is_refused_with_its_cycle() -> None:
 
     schedules.register("eager-backward", eager_backward)
     with pytest.raises(ShardcError) as caught:
-        build(chain(2), "eager-backward", 2)
+        build(chain_pipeline(2), "eager-backward", 2)
     assert [d.code for d in caught.value.diagnostics] == ["SC523"]
     assert "2 ranks wait for each other" in str(caught.value)
 
@@ -281,7 +281,7 @@ def test_a_function_that_is_no_schedule_is_refused(function: Any, said: str) -> 
     name = f"wrong-{id(function)}"
     schedules.register(name, function)
     with pytest.raises(ShardcError, match=said) as caught:
-        build(chain(2), name, 2)
+        build(chain_pipeline(2), name, 2)
     assert [d.code for d in caught.value.diagnostics] == ["SC220"]
 
 
@@ -300,7 +300,7 @@ def test_a_schedule_may_yield() -> None:
 @pytest.mark.parametrize("stages", [1, 3])
 def test_costs_of_other_stages_are_refused(stages: int) -> None:
     with pytest.raises(ShardcError, match=f"of {stages} stages, the pipeline has 2"):
-        replay(build(chain(2), "gpipe", 2), Costs.unit(stages))
+        replay(build(chain_pipeline(2), "gpipe", 2), Costs.unit(stages))
 
 
 @pytest.mark.parametrize("work", [Forward(0, 0), Dgrad(0, 0), Wgrad(1, 1)])
@@ -309,4 +309,4 @@ def test_a_schedule_that_forgets_or_repeats_is_refused(work: Compute) -> None:
         orders = [list(order) for order in schedules.order("zb-h1", 2, 1, 2)]
         rank = orders[work.stage]
         rank[rank.index(work) : rank.index(work) + 1] = [work] * times
-        assert "SC525" in {d.code for d in prove(emit(orders, chain(2), 2)).errors}
+        assert "SC525" in {d.code for d in prove(emit(orders, chain_pipeline(2), 2)).errors}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.stages import transfers
-from shardc.stages.transfers import IN_FLIGHT, Channel, Tensor, Transfers
+from shardc.runtime.execute import transfers
+from shardc.runtime.execute.transfers import IN_FLIGHT, ChannelEnd, TensorSpec, Transfers
 
 
 class Transport:
@@ -42,10 +42,13 @@ def made(monkeypatch: pytest.MonkeyPatch, coalesced: bool = False) -> tuple[Tran
 def test_a_receive_is_waited_for_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, transport = made(monkeypatch)
     across = torch.arange(6.0).view(2, 3).t()
-    sends = [(Channel(0, 1, (0, 1)), [across, torch.empty(0, 3)])]
+    sends = [(ChannelEnd(0, 1, (0, 1)), [across, torch.empty(0, 3)])]
     first, second = under_way.post(
         sends,
-        [(Channel(1, 1, (0,)), [Tensor((3, 2), torch.bfloat16)]), (Channel(2, 2, (5,)), [Tensor((), torch.int64)])],
+        [
+            (ChannelEnd(1, 1, (0,)), [TensorSpec((3, 2), torch.bfloat16)]),
+            (ChannelEnd(2, 2, (5,)), [TensorSpec((), torch.int64)]),
+        ],
     )
     (ops,) = transport.posted
     assert [(op.op, op.peer, op.tag) for op in ops] == [("send", 1, 0), ("receive", 1, 0), ("receive", 2, 5)]
@@ -64,7 +67,7 @@ def test_a_receive_is_waited_for_where_it_is_used(monkeypatch: pytest.MonkeyPatc
 def test_so_many_sends_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, transport = made(monkeypatch)
     for number in range(IN_FLIGHT + 3):
-        under_way.post([(Channel(number, 1, (number,)), [torch.ones(2)])], [])
+        under_way.post([(ChannelEnd(number, 1, (number,)), [torch.ones(2)])], [])
     assert transport.waited == ["send 0.0", "send 1.1", "send 2.2"]
     under_way.drain()
     assert len(transport.waited) == IN_FLIGHT + 3
@@ -73,7 +76,7 @@ def test_so_many_sends_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch
 def test_a_batch_of_one_work(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, transport = made(monkeypatch, coalesced=True)
     (arrival,) = under_way.post(
-        [(Channel(0, 1, (0,)), [torch.ones(2)])], [(Channel(1, 1, (0,)), [Tensor((2,), torch.float32)])]
+        [(ChannelEnd(0, 1, (0,)), [torch.ones(2)])], [(ChannelEnd(1, 1, (0,)), [TensorSpec((2,), torch.float32)])]
     )
     arrival.wait()
     under_way.drain()
@@ -82,21 +85,21 @@ def test_a_batch_of_one_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_empty_batch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, transport = made(monkeypatch)
-    (arrival,) = under_way.post([], [(Channel(0, 1, (0,)), [Tensor((0, 4), torch.float32)])])
+    (arrival,) = under_way.post([], [(ChannelEnd(0, 1, (0,)), [TensorSpec((0, 4), torch.float32)])])
     assert arrival.wait()[0].shape == (0, 4)
     assert not transport.posted
 
 
 def test_whose_fault_it_is_is_found_where_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, transport = made(monkeypatch)
-    monitor = SimpleNamespace(at=-1, blame=lambda failure: error("SC502", f"{failure}, at {monitor.at}"))
+    monitor = SimpleNamespace(counter=-1, blame=lambda failure: error("SC502", f"{failure}, at {monitor.counter}"))
     under_way.monitor = monitor  # type: ignore[assignment]
 
     def fails(_: object) -> None:
         raise RuntimeError("closed")
 
     monkeypatch.setattr(transport, "batch_isend_irecv", lambda ops: [SimpleNamespace(wait=fails) for _ in ops])
-    (arrival,) = under_way.post([], [(Channel(7, 1, (0,)), [Tensor((2,), torch.float32)])])
-    monitor.at = 9
+    (arrival,) = under_way.post([], [(ChannelEnd(7, 1, (0,)), [TensorSpec((2,), torch.float32)])])
+    monitor.counter = 9
     with pytest.raises(ShardcError, match="closed, at 7"):
         arrival.wait()

@@ -13,12 +13,12 @@ import yaml
 from torch import Tensor
 
 import shardc
-from shardc import api
-from shardc.passes.accumulate import accumulate
-from shardc.runtime.simulate import run_reference
-from shardc.stages.cut import Staged, cut
-from shardc.stages.program import Pipelined, pipelined
-from shardc.stages.simulate import simulate_stages
+from shardc.compiler import driver
+from shardc.partition.cut import CutStep, cut
+from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.passes.accumulate import Accumulate
+from shardc.runtime.oracle.simulate import run_reference
+from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import PLANS, make
 
 # Enough layers for eight stages.
@@ -75,7 +75,7 @@ def step(
 ) -> shardc.Program:
     """A program whose sums over microbatches are explicit, as a pipeline wants them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "accumulate", lambda graph, count, **_: accumulate(graph, count, always=True))
+        patch.setattr(driver, "Accumulate", lambda count, **_: Accumulate(count, always=True))
         plan = {**plan, "accumulate": microbatches, **({"loss": tokens} if tokens else {})}
         return shardc.compile(model, batch, mesh=mesh or shardc.Mesh(), loss=loss, optimizer=optimizer, plan=plan)
 
@@ -109,7 +109,7 @@ def only(axis: str, placement: str) -> str:
 
 
 @cache
-def staged(model: str, variant: str, microbatches: int, stages: int) -> Staged:
+def staged(model: str, variant: str, microbatches: int, stages: int) -> CutStep:
     return cut(compiled(model, variant, microbatches)[0].body, stages)
 
 

@@ -1,0 +1,6 @@
+"""Generated kernels: the op `shardc::fused(inputs, text)`, its launcher, and the prepared calls of programs.
+
+May import `kernels_triton.codegen` and what that may. Newcomers start at `op.py`, then `launcher.py`.
+"""
+
+import shardc.ir.ops.library  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first: shardc imports us

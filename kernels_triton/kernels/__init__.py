@@ -1,1 +1,0 @@
-"""The Triton sources. Import them only where Triton is (`kernels_triton.launch.HAS_TRITON`); `ops` does."""

@@ -1,0 +1,94 @@
+"""The template ops in graphs, such as `shardc::layer_norm(inputs, kernel)`. They stand in place of `shardc::fused`.
+
+The kernel's text defines the computation, up to the last rounding, and is the reference. The op's name selects the
+template that computes it on a GPU. So code that handles `fused` handles these ops too, and a graph needs no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from kernels_triton.generated import inplace_call, op
+from kernels_triton.ir import reference
+from kernels_triton.ir.kernel import Kernel
+from kernels_triton.ir.text import parse
+from kernels_triton.launch import launch
+from kernels_triton.match.match import match_template
+from kernels_triton.match.table import NAMES
+from shardc.ir.diagnostic import error
+from shardc.ir.in_place import INTO, Into, Operand, Place, Scratch
+from shardc.ir.ops.library import LIBRARY, define
+
+
+def checked_template(name: str, line: str, inputs: Sequence[Tensor]) -> Kernel:
+    """The kernel of a text that matches template `name`, after a check that the inputs are as the text says."""
+    kernel = op.checked_kernel(line, inputs)
+    match = match_template(kernel)
+    if match is None or match.template.name != name:
+        raise error("SC531", f"{kernel.name}: its steps are not what the template {name} computes")
+    return kernel
+
+
+def _define(name: str) -> OpOverload:
+    def simple(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
+        return reference.run(checked_template(name, line, inputs), inputs)
+
+    def fake(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
+        checked_template(name, line, inputs)
+        return op.fake_outputs(inputs, line)
+
+    def on_gpu(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
+        kernel = checked_template(name, line, inputs)
+        if not launch.HAS_TRITON or reference.lifted_dtype(kernel, [x.dtype for x in inputs]) is not None:
+            return reference.run(kernel, inputs)
+        from kernels_triton.match.launcher import launcher
+
+        return launcher(kernel)(inputs)
+
+    def run(inputs: Sequence[Tensor], line: str, over: Mapping[int, Tensor] = inplace_call.NONE) -> list[Tensor]:
+        """The op without the dispatcher's overhead; the results in `over` use the memory given there."""
+        lifted = reference.lifted_dtype(parse(line), [x.dtype for x in inputs]) is not None
+        if lifted or not (inputs[0].is_cuda and launch.HAS_TRITON):
+            return inplace_call.copy_to_destinations(simple(inputs, line), over)
+        from kernels_triton.match.launcher import launcher
+
+        ready = launcher(parse(line))
+        if ready.launches_on(inputs[0]) is None:
+            checked_template(name, line, inputs)
+        return inplace_call.copy_to_destinations(
+            ready(inputs, inplace_call.kernel_destinations(ready.kernel, over)), over
+        )
+
+    op_overload = define(f"{name}(Tensor[] inputs, str kernel) -> Tensor[]", simple, fake)
+    LIBRARY.impl(name, on_gpu, "CUDA")
+
+    def prepare(
+        operands: Sequence[Operand],
+        line: str,
+        places: Mapping[int, Place],
+        device: torch.device,
+        scratch: Scratch | None = None,
+    ) -> Callable[..., list[Tensor]] | None:
+        if device.type != "cuda" or not launch.HAS_TRITON:
+            return None
+        from kernels_triton.generated.prepared_call import PreparedKernelCall
+        from kernels_triton.match.launcher import template_launches
+
+        return PreparedKernelCall(run, operands, line, places, device, scratch, template_launches)
+
+    INTO[op_overload] = Into(inplace_call.no_inplace_pairs, run, anywhere=True, prepare=prepare)
+    return op_overload
+
+
+OPS: Mapping[str, OpOverload] = {name: _define(name) for name in NAMES}
+KERNELS: Mapping[Any, Callable[..., Any]] = dict.fromkeys((op.FUSED, *OPS.values()), parse)
+
+
+def kernel_of(target: Any, args: Sequence[Any]) -> Kernel | None:
+    """The kernel that a call in a graph runs, generated or a template; None for any other call."""
+    return parse(str(args[1])) if target in KERNELS else None

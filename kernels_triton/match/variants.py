@@ -1,0 +1,244 @@
+"""The launches of templates from graphs, beyond plain calls: more operands, fewer results, other dtypes.
+
+A kernel is compiled for each combination of present and absent operands. Each combination is a kernel of its own, which
+the compiler might spill. This file lists all combinations that `run.py` can launch. Norms: a bias and a residual before
+the norm, the sum as an optional result, the sum of squares in place of the statistics, a second gradient, and each sum
+over rows wanted or not. Losses: a bias, and a scale that is a divisor. Softmax: torch's masks. CI compiles those that
+are `in_ci`: the combinations of the example programs, and those with everything at once.
+
+Parameters are float32 masters, as in a plan's `precision`, or have the compute dtype, as in a model that is 16-bit
+throughout. `dtypes` lists both: every combination in bfloat16; in float16, whose kernels differ by one conversion, only
+those in CI.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, combinations
+
+import torch
+from torch import Tensor
+
+from kernels_triton.ops import activation, dropout, norm
+from kernels_triton.ops.cross_entropy import cross_entropy_into
+from kernels_triton.ops.softmax import softmax_into
+
+ROWS = 8192
+HEADS = (8, 32, 32)  # batch, heads and queries, whose product is a softmax's rows
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class LaunchVariant:
+    """`launch(cols, dtype, parameters)`, with two dtypes, runs the variant on `meta` tensors. `in_ci`: CI compiles it.
+    `widths`: the numbers of columns to compile. `parametric`: it reads or writes a tensor of the parameters' dtype."""
+
+    template: str
+    description: str
+    launch: Callable[[int, torch.dtype, torch.dtype], None]
+    in_ci: bool = False
+    widths: tuple[int, ...] = (1024,)
+    parametric: bool = True
+    odd_widths: tuple[int, ...] = ()  # numbers of columns that are moved element by element
+
+    def dtypes(self) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+        """(compute dtype, parameter dtype); CI compiles the first."""
+        half, float16 = torch.bfloat16, torch.float16
+        yield half, FLOAT
+        if self.in_ci:
+            yield from ((FLOAT, FLOAT), (float16, FLOAT))
+        if self.parametric:
+            yield from ((dtype, dtype) for dtype in (half, float16)[: 2 if self.in_ci else 1])
+
+
+def variants() -> Iterator[LaunchVariant]:
+    yield from _norms()
+    yield from _norm_gradients()
+    yield from _losses()
+    yield from _softmaxes()
+    yield from _others()
+
+
+def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _subsets(names: Sequence[str]) -> Iterator[frozenset[str]]:
+    return map(frozenset, chain.from_iterable(combinations(names, count) for count in range(len(names) + 1)))
+
+
+FLOAT = torch.float32
+HELD = (1024, 4096, 8192)  # rows with more operands are no longer than this: `match.WIDEST`
+ODD = (5001, 8191)
+VOCABULARIES = (50304, 32000, 128256)
+UNEVEN = (50257, 128255)
+
+PARAMETRIC = (
+    "before",
+    "weight",
+    "bias",
+    "dweight",
+    "dbias",
+    "dbefore",
+)  # operands and results of the parameters' dtype
+
+# The norms of programs: of GPT-2, BERT and ViT; of Llama and T5.
+LAYER_NORMS = ({"before", "weight", "bias", "sum"},)
+RMS_NORMS = ({"weight", "squares"}, {"weight", "squares", "sum"})
+LAYER_NORM_GRADS = (
+    {"weight", "dweight", "dbias", "dbefore"},
+    {"weight", "dweight", "dbias", "dbefore", "residual"},
+    {"weight", "dweight", "dbias", "residual"},
+    {"weight", "dweight", "dbias", "dbefore", "more"},
+)
+RMS_NORM_GRADS = (
+    {"weight", "dweight", "squares"},
+    {"weight", "dweight", "squares", "residual"},
+    {"weight", "dweight", "squares", "residual", "more"},
+)
+
+
+def _norms() -> Iterator[LaunchVariant]:
+    for op in ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"):
+        layer = "layer" in op
+        names = ("before", "weight", "sum", *(("bias",) if layer else ("squares",)))
+        for has in _subsets(names):
+            if "sum" in has and "add" not in op and "before" not in has:
+                continue  # the sum is x
+            most = len(has) == len(names)
+            shown = most or has in (LAYER_NORMS if layer else RMS_NORMS)
+            owned = not has.isdisjoint(PARAMETRIC)
+            yield LaunchVariant(
+                op, _describe(has), partial(_norm, op, has), shown, HELD if most else (1024,), owned, ODD * shown
+            )
+
+
+def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    """Moments and sums of squares are float32; a lone `rstd` has the graph's compute dtype."""
+
+    def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
+        return _empty(there, *shape) if name in has else None
+
+    full = (ROWS, cols)
+    squares, mean = "squares" in has, _empty(FLOAT, ROWS) if "layer" in op else None
+    rstd = _empty(dtype if mean is None and not squares else FLOAT, ROWS)
+    norm.forward_into(
+        *(op, _empty(dtype, *full), _empty(dtype, *full) if "add" in op else None),
+        *(given("weight", own, cols), given("bias", own, cols), EPS, _empty(dtype, *full)),
+        *(given("sum", dtype, *full), mean, rstd),
+        *(given("before", own, cols), squares),
+    )
+
+
+def _norm_gradients() -> Iterator[LaunchVariant]:
+    for op, own, programs in (
+        ("layer_norm_backward", "dbias", LAYER_NORM_GRADS),
+        ("rms_norm_backward", "squares", RMS_NORM_GRADS),
+    ):
+        names = ("weight", "dweight", "residual", "more", "dbefore", own)
+        for has in _subsets(names):
+            most = len(has) == len(names)
+            shown, owned = most or has in programs, not has.isdisjoint(PARAMETRIC)
+            yield LaunchVariant(
+                op,
+                _describe(has),
+                partial(_norm_backward, op, has),
+                shown,
+                HELD if most else (1024,),
+                owned,
+                ODD * shown,
+            )
+
+
+def _norm_backward(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
+        return _empty(there, *shape) if name in has else None
+
+    full = (ROWS, cols)
+    squares, mean = "squares" in has, _empty(FLOAT, ROWS) if "layer" in op else None
+    rstd = _empty(dtype if mean is None and not squares else FLOAT, ROWS)
+    norm.backward_into(
+        *(op, _empty(dtype, *full), _empty(dtype, *full), given("weight", own, cols), mean),
+        *(rstd, given("residual", dtype, *full), _empty(dtype, *full)),
+        *(given("dweight", own, cols), given("dbias", own, cols), given("dbefore", own, cols)),
+        *(given("more", dtype, *full), EPS if squares else None),
+    )
+
+
+def _losses() -> Iterator[LaunchVariant]:
+    for has in _subsets(("bias", "inverse", "padded")):
+        widths = UNEVEN if "padded" in has else VOCABULARIES
+        odd = () if "padded" in has else (32001, 128257)
+        yield LaunchVariant(
+            "cross_entropy", _describe(has | {"parts"}), partial(_loss, has), True, widths, odd_widths=odd
+        )
+
+
+def _loss(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    """`padded`: the rows of the logits and of the gradient have padding from `align`."""
+    wide = -(-cols // 8) * 8 if "padded" in has else cols
+    logits, grad = (_empty(dtype, ROWS, wide)[:, :cols] for _ in range(2))
+    cross_entropy_into(
+        *(logits, _empty(torch.int64, ROWS), _empty(own), -100, _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), grad),
+        parts=True,
+        inverse="inverse" in has,
+        bias=_empty(own, cols) if "bias" in has else None,
+        padded="padded" in has,
+    )
+
+
+def _softmaxes() -> Iterator[LaunchVariant]:
+    for kind in ("none", "added", "kept", "hidden"):
+        launch = partial(_softmax, kind)
+        yield LaunchVariant("softmax", f"torch's, mask: {kind}", launch, True, (1024, 64, 4096, 12288, 50304), False)
+
+
+def _softmax(kind: str, cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    batch, heads, queries = HEADS
+    x, y = (_empty(dtype, batch * heads * queries, cols) for _ in range(2))
+    masks = {"none": None, "added": _empty(dtype, batch, 1, queries, cols).expand(batch, heads, queries, cols)}
+    mask = masks.get(kind, _empty(torch.bool, batch, 1, 1, cols).expand(batch, heads, queries, cols))
+    softmax_into(x, mask, y, 0.125, -math.inf, kind == "hidden")
+
+
+def _others() -> Iterator[LaunchVariant]:
+    for has in _subsets(("bias", "dbias")):
+        for act in ("gelu_tanh", "gelu", "relu2"):
+            op = "squared_relu_backward" if act == "relu2" else "bias_gelu_backward"
+            told = f"{act}, {_describe(has)}"
+            launch, shown = partial(_activation_backward, op, act, has), act != "gelu_tanh" or len(has) == 2
+            yield LaunchVariant(op, told, launch, shown, parametric=bool(has))
+    for act in ("gelu_tanh", "gelu", "relu2"):
+        op = "squared_relu" if act == "relu2" else "bias_gelu"
+        yield LaunchVariant(op, f"{act}, bias", partial(_activation, op, act), True)
+    for has in _subsets(("bias", "residual", "first")):
+        told, launch = f"no mask, {_describe(has)}", partial(_dropout, has)
+        yield LaunchVariant("bias_dropout_residual", told, launch, len(has) in (0, 3), parametric="bias" in has)
+
+
+def _activation(op: str, act: str, cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    activation.forward_into(op, _empty(dtype, ROWS, cols), _empty(own, cols), _empty(dtype, ROWS, cols), act)
+
+
+def _activation_backward(
+    op: str, act: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype
+) -> None:
+    bias, dbias = (_empty(own, cols) if name in has else None for name in ("bias", "dbias"))
+    dy, x, dx = (_empty(dtype, ROWS, cols) for _ in range(3))
+    activation.backward_into(op, dy, x, bias, dx, dbias, act)
+
+
+def _dropout(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+    x, y = (_empty(dtype, ROWS, cols) for _ in range(2))
+    bias = _empty(own, cols) if "bias" in has else None
+    residual = _empty(dtype, ROWS, cols) if "residual" in has else None
+    first = _empty(torch.int64) if "first" in has else None
+    whole = (1, cols, 0, 1)  # rows are contiguous
+    dropout.forward_into(x, bias, residual, _empty(torch.int64), 7, first, whole, 0.1, 1 / 0.9, y, None)
+
+
+def _describe(has: frozenset[str]) -> str:
+    return ", ".join(sorted(has)) or "nothing"

@@ -1,0 +1,133 @@
+"""Run a program as real processes on this machine: one a rank, under torchrun's environment, gloo on CPUs.
+
+What the ranks need goes through a folder of its own: the program as a file, the batch, and the model's parameters as a
+file that each rank maps and reads its shards of. A rank that fails writes why before it ends, so that the caller gets
+the diagnostic and not a child's traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from shardc.api import Program, model_state
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.graph import type_of
+from shardc.runtime.execute.batch import Inputs, batch_inputs
+
+POLL = 0.2  # seconds
+Report = Callable[[int, float], None]  # a step and its loss
+
+
+def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: float, report: Report) -> None:
+    """Train for some steps on one batch in `nproc` processes; `report` is called in this one, after each step."""
+    if nproc != program.mesh.world_size:
+        message = (
+            f"{nproc} processes were asked for, the program's mesh ({program.mesh}) has {program.mesh.world_size} ranks"
+        )
+        raise error("SC506", message, hint=f"write --nproc {program.mesh.world_size}, or another --mesh")
+    with tempfile.TemporaryDirectory(prefix="shardc-") as name:
+        folder = Path(name)
+        program.save(folder / "program.json")
+        torch.save(dict(step_inputs(program, batch)), folder / "batch.pt")
+        torch.save(state_of(program), folder / "state.pt")
+        job = mp.spawn(_rank, (nproc, name, _free_port(), steps, lr), nproc, join=False)
+        assert job is not None
+        seen = 0
+        try:
+            while not job.join(timeout=POLL):
+                seen = _report(folder, seen, report)
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as failure:
+            raise _why(folder, failure) from None
+        _report(folder, seen, report)
+
+
+def step_inputs(program: Program, batch: Any) -> Inputs:
+    """The batch by the program's input names; without one, random values that any model takes."""
+    ports = [(p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)]
+    wanted = {port.name: type for port, type in ports if port.role == "input"}
+    if batch is not None:
+        given = batch_inputs(batch, list(wanted), program.plan.get("batch"))
+        return Inputs({name: t.detach().clone() for name, t in given.items()})
+    generator = torch.Generator().manual_seed(0)
+    # Whole numbers are indices more often than not: 0 and 1 are in any table.
+    return Inputs({name: _random(type.shape, type.dtype, 1.0, generator) for name, type in wanted.items()})
+
+
+def state_of(program: Program) -> dict[str, Tensor]:
+    """Parameters and buffers: the model's, or where it has none (a loaded program, a meta model) small random ones."""
+    found = {name: t.clone() for name, t in {**program.constants, **model_state(program.model)}.items()}
+    generator = torch.Generator().manual_seed(0)
+    for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
+        if port.role in ("param", "buffer") and not any(name in found for name in (port.name, *port.aliases)):
+            type = type_of(value)
+            found[port.name] = _random(type.shape, type.dtype, 0.1, generator)
+    return found
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, scale: float, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point:
+        return (torch.rand(shape, generator=generator) * scale).to(dtype)
+    return torch.randint(2, shape, generator=generator).to(dtype)
+
+
+def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) -> None:
+    """One process."""
+    # What torchrun would set.
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in own.items()})
+    torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    folder = Path(name)
+    try:
+        program = Program.load(folder / "program.json")
+        batch = Inputs(torch.load(folder / "batch.pt"))
+        state: dict[str, Tensor] = torch.load(folder / "state.pt", mmap=True)
+        with program.launch(state=state) as trainer:
+            for _ in range(steps):
+                loss = float(trainer.step(batch).loss)
+                trainer.sgd(lr)
+                if rank == 0:
+                    with (folder / "losses").open("a", encoding="utf-8") as file:
+                        file.write(f"{loss!r}\n")
+    except ShardcError as problem:
+        draft = folder / f"draft.{rank}"
+        draft.write_text(json.dumps([asdict(d) for d in problem.diagnostics]), encoding="utf-8")
+        draft.rename(folder / f"error.{rank}")  # whole or not there
+        sys.exit(1)
+
+
+def _report(folder: Path, seen: int, report: Report) -> int:
+    """Pass on the losses that rank 0 has written since; how many there are now."""
+    path = folder / "losses"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    for step, line in enumerate(lines[seen:], seen):
+        report(step, float(line))
+    return len(lines)
+
+
+def _why(folder: Path, failure: mp.ProcessExitedException | mp.ProcessRaisedException) -> ShardcError:
+    """The diagnostic that the first rank to fail has left; of one that was killed, that it is dead."""
+    for path in sorted(folder.glob("error.*"), key=lambda p: p.stat().st_mtime_ns):
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return ShardcError(*(Diagnostic(**fields) for fields in found))
+    first, _, rest = str(failure).strip().partition("\n")
+    cause = rest.strip().rsplit("\n", 1)[-1] or None
+    return error("SC502", f"rank {failure.error_index} died: {first}", cause=cause)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

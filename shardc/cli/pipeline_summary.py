@@ -1,0 +1,151 @@
+"""A pipelined program in a few tables: its stages, what a rank communicates, when ranks would do what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from shardc.api import Program
+from shardc.cli.summary import (
+    Communication,
+    collective_list,
+    communication,
+    communication_table,
+    local_graph,
+    parameters,
+    table_of,
+    work,
+)
+from shardc.ir.collectives import human_bytes
+from shardc.ir.graph import Graph, info
+from shardc.ir.text import print_graph
+from shardc.partition import rank_costs
+from shardc.partition.staged_program import Pipelined
+from shardc.schedule.instructions import ReduceGrads, Send
+
+NAMED = 6  # modules of a stage
+
+
+def pipeline_summary(program: Program) -> list[RenderableType]:
+    """What `summary` says of other programs, and the stages."""
+    pipelined = program.pipelined
+    assert pipelined is not None
+    lists = pipelined.lists
+    stages = (
+        f"{len(pipelined.stages)} stages along {pipelined.axis}, {lists.schedule}, {lists.microbatches} microbatches"
+    )
+    head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {stages}"
+    most = max(range(len(lists.ranks)), key=lambda c: rank_costs.total_bytes_sent(pipelined, c))
+    timeline = program.timeline()
+    phases = ("fwd", "bwd", "opt")
+    sent = communication_table(sorted(_communications(pipelined, most), key=lambda one: phases.index(one.phase)))
+    sent.title, sent.title_justify = f"a rank of {pipelined.axis}={most}, which sends most", "left"
+    return [
+        Text(f"{head}\n{parameters(program)} (the fullest)\n{work(program.flops())} (the busiest)"),
+        stage_table(pipelined, timeline.peak_bytes),
+        sent,
+        Text(f"predicted, in FLOPs of a rank, as if sending took no time: {timeline.text(100)}", no_wrap=True),
+    ]
+
+
+def stage_table(program: Pipelined, peaks: tuple[int, ...]) -> RenderableType:
+    """A row a stage: where it is, its modules, its share of the cost, and what it sends on of one microbatch."""
+    costs = [one.forward + one.dgrad + one.wgrad for one in program.costs.stages]
+    table = table_of(
+        *("stage", program.axis, "modules", "cost", "parameters", "sent forward", "and back", "held at most"),
+        number=(0, 1, 3, 4, 5, 6, 7),
+    )
+    for c in range(len(program.lists.ranks)):
+        for stage in program.lists.stages_of(c):
+            forward, back = _sent(program, c, stage)
+            table.add_row(
+                *(str(stage), str(c), modules(program, stage), f"{costs[stage] / (sum(costs) or 1.0):.1%}"),
+                *(str(_parameters(program, stage)), human_bytes(forward), human_bytes(back)),
+                human_bytes(peaks[c]) if stage == program.lists.stages_of(c)[0] else "",
+            )
+    return table
+
+
+def communication_list(program: Program) -> list[RenderableType]:
+    """What `explain` is asked about: collectives, and what stages send each other, numbered on."""
+    collectives, transfers = program.collectives(), program.transfers()
+    table = table_of("#", "transfer", "from stage", "to", "phase", "sent by a rank", "line", number=(0, 2, 3, 5))
+    for i, one in enumerate(transfers, len(collectives)):
+        sent = f"{human_bytes(one.bytes_per_rank)} x{one.times}"
+        table.add_row(str(i), f"%{one.name}", str(one.origin), str(one.target), one.phase, sent, one.source)
+    found = [collective_list(collectives)] if collectives or not transfers else []
+    return [*found, table] if transfers else found
+
+
+def modules(program: Pipelined, stage: int) -> str:
+    """The layers and modules of a stage, in the order of its forward; neighbours as a range: `h.0-3, ln_f, lm_head`."""
+    # What several stages run, such as a mask, names the first of them.
+    before = {info(call).name for bodies in program.stages[:stage] for call in bodies.forward.calls()}
+    own = [info(call) for call in program.stages[stage].forward.calls() if info(call).name not in before]
+    units = dict.fromkeys(_unit(about.fqn) for about in own)
+    # What a module does itself, between the modules in it, does not name it here.
+    found = [unit for unit in units if unit and not any(other.startswith(f"{unit}.") for other in units)]
+    named: list[tuple[str, int, int]] = []  # a name, and from where to where if it is numbered
+    for unit in found:
+        base, _, last = unit.rpartition(".")
+        at = int(last) if last.isdecimal() else -1
+        if at >= 0 and named and named[-1][0] == base and named[-1][2] == at - 1:
+            named[-1] = (base, named[-1][1], at)
+        else:
+            named.append((base, at, at) if at >= 0 else (unit, -1, -1))
+    shown = [name if a < 0 else f"{name}.{a}" + (f"-{b}" if b > a else "") for name, a, b in named]
+    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+    return (", ".join(shown[:NAMED]) or "the model's own") + more
+
+
+def _unit(fqn: str) -> str:
+    """`transformer.h.0` of `transformer.h.0.attn.c_attn`."""
+    parts = fqn.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
+def _parameters(program: Pipelined, stage: int) -> int:
+    params = {port.name for port in program.body.inputs if port.role == "param"}
+    return len(params & program.stages[stage].held)
+
+
+def _sent(program: Pipelined, c: int, stage: int) -> tuple[int, int]:
+    """Bytes of one microbatch that a rank sends of what the stage's forward makes, and its backward."""
+    part = program.lists.pipeline.stages[stage]
+    sends = [i for i in program.lists.ranks[c] if isinstance(i, Send) and i.microbatch == 0]
+    forward = sum(i.bytes for i in sends if i.value in part.forward.makes)
+    return forward, sum(i.bytes for i in sends if i.value in (*part.dgrad.makes, *part.wgrad.makes))
+
+
+def _communications(program: Pipelined, c: int) -> Iterator[Communication]:
+    listed, pipeline = program.lists.ranks[c], program.lists.pipeline
+    forward = {name for stage in pipeline.stages for name in stage.forward.makes}
+    for i in listed:
+        if isinstance(i, Send):
+            yield Communication("fwd" if i.value in forward else "bwd", program.axis, "send", 1, i.bytes)
+    yield from map(communication, rank_costs.rank_collectives(program, c))
+    for i in listed:
+        if size := rank_costs.stage_sum_bytes(program, c, i):
+            phase = "bwd" if isinstance(i, ReduceGrads) else "opt"
+            yield Communication(phase, program.axis, "all_reduce (sum)", 1, size)
+
+
+# ---------------------------------------------------------------------- one rank, and all graphs
+def rank_text(program: Pipelined, rank: int, keep: Callable[[Any], bool] | None) -> str:
+    """A rank's list, and its graphs with the shapes that it holds."""
+    c, _ = program.coordinates(rank)
+    graphs = [print_graph(local_graph(graph), keep=keep) for graph, _ in rank_costs.graph_runs(program, c)]
+    return "\n".join([program.lists.text(c), *graphs])
+
+
+def graphs(program: Pipelined) -> Iterator[Graph]:
+    """Every graph that some rank runs, under a name of its own."""
+    for c in range(len(program.lists.ranks)):
+        for graph, _ in rank_costs.graph_runs(program, c):
+            copy = graph.copy()
+            copy.name = f"{graph.name}{c}" if graph.name in ("norm", "update") else graph.name
+            yield copy

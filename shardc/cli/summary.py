@@ -1,0 +1,147 @@
+"""A compiled program in a few tables: what it communicates, what a rank stores, what a rank's place in the mesh is."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kernels_triton.match.op import KERNELS
+from shardc.cost.flops import Flops, flops, human_flops
+from shardc.cost.memory import PHASES
+from shardc.ir.collectives import Collective, human_bytes
+from shardc.ir.graph import Graph, Port, info, type_of, update
+from shardc.ir.program import Program
+from shardc.ir.types import TensorType
+from shardc.plan.schema import Plan
+
+
+def summary(program: Program) -> list[RenderableType]:
+    """Parameters and their bytes, the work of a rank, and collectives by phase, axis and kind."""
+    calls = sum(1 for _ in program.body.calls())
+    head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {calls} instructions; {parameters(program)}"
+    lines = [head, work(flops(program.body)), *fusion(program)]
+    return [Text("\n".join(lines)), collective_table(program.collectives())]
+
+
+def fusion(program: Program) -> list[str]:
+    """What kernels saved, where the plan asked for them; products and communication are not among them."""
+    if "traffic" not in program.plan:
+        return []
+    if not any(node.target in KERNELS for node in program.body.calls()):
+        return [Plan.parse(program.plan["text"]).fuse.without_kernels]
+    (before, unfused), (after, moved) = program.plan["traffic"]
+    return [f"fused: {before} kernels are {after}, and move {human_bytes(moved)} instead of {human_bytes(unfused)}"]
+
+
+def parameters(program: Program) -> str:
+    """How many there are, and what a rank stores of them."""
+    stored, whole = program.parameter_bytes()
+    ports = [(p, v) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True) if p.role == "param"]
+    sharded = sum(1 for _, v in ports if type_of(v).axes)
+    return f"{len(ports)} parameters, {sharded} sharded: {human_bytes(stored)} a rank of {human_bytes(whole)}"
+
+
+def work(done: Flops) -> str:
+    """What a rank computes, phase by phase."""
+    phases = [(PHASES[phase], done.of_phase(phase)) for phase in PHASES]
+    parts = ", ".join(f"{name} {human_flops(count)}" for name, count in phases if count)
+    return f"{human_flops(done.total)} a rank in products" + (f": {parts}" if parts else "")
+
+
+def collective_table(found: Sequence[Collective]) -> RenderableType:
+    """Counts and bytes a step, a row for each phase, axes and kind."""
+    if not found:
+        return Text("no collectives: every rank works alone")
+    return communication_table(map(communication, found))
+
+
+class Communication(NamedTuple):
+    phase: str
+    axes: str
+    kind: str
+    times: int
+    bytes: int  # sent by a rank in a step
+
+
+def communication(one: Collective) -> Communication:
+    kind = one.kind + (f" ({one.op})" if one.op else "")
+    return Communication(one.phase, ".".join(one.axes), kind, one.times, one.bytes_per_step)
+
+
+def communication_table(found: Iterable[Communication]) -> Table:
+    """A row for each phase, axes and kind, and one for all."""
+    rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for phase, axes, kind, times, size in found:
+        count, sent = rows.get((phase, axes, kind), (0, 0))
+        rows[phase, axes, kind] = (count + times, sent + size)
+    table = table_of("phase", "axis", "collective", "count", "sent by a rank", number=(3, 4))
+    for (phase, axes, kind), (count, sent) in rows.items():
+        table.add_row(phase, axes, kind, str(count), human_bytes(sent))
+    table.add_section()
+    counts, sizes = zip(*rows.values(), strict=True)
+    table.add_row("total", "", "", str(sum(counts)), human_bytes(sum(sizes)))
+    return table
+
+
+def collective_list(found: Sequence[Collective]) -> RenderableType:
+    """Every collective with its number and where it comes from: what `explain` is asked about."""
+    table = table_of("#", "value", "collective", "axis", "phase", "sent by a rank", "line", number=(0, 5))
+    for i, one in enumerate(found):
+        kind = one.kind + (f" ({one.op})" if one.op else "")
+        sent = human_bytes(one.bytes_per_rank) + (f" x{one.times}" if one.times > 1 else "")
+        table.add_row(str(i), f"%{one.value}", kind, ".".join(one.axes), one.phase, sent, one.source)
+    return table
+
+
+def rank_view(
+    program: Program, rank: int, held: Container[str] | None = None, along: Sequence[str] = ()
+) -> list[RenderableType]:
+    """A rank's coordinate, its groups along the axes that it communicates over, and its parameters' local shapes.
+
+    `held` are those that it has, if not all; it communicates over the axes `along` besides.
+    """
+    mesh = program.mesh
+    place = ", ".join(f"{axis}={at}" for axis, at in mesh.coordinate(rank).items())
+    groups = table_of("axis", "group", "position", number=(2,))
+    for axes in dict.fromkeys([*(c.axes for c in program.collectives()), *((axis,) for axis in along)]):
+        members = " ".join(map(str, mesh.group_of(rank, axes)))
+        groups.add_row(".".join(axes), members, str(mesh.index(rank, axes)))
+    shapes = table_of("parameter", "whole", "here", "bytes", number=(3,))
+    for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
+        if port.role == "param" and (held is None or port.name in held):
+            shapes.add_row(*_shape_row(port, type_of(value), program.body))
+    return [Text(f"rank {rank} of {mesh.world_size}: {place}"), groups, shapes]
+
+
+def _shape_row(port: Port, type: TensorType, body: Graph) -> tuple[str, ...]:
+    local = list(type.local_shape(body.mesh))
+    return port.name, str(type), str(local), human_bytes(type.local_bytes(body.mesh))
+
+
+def local_graph(body: Graph) -> Graph:
+    """The body with the shapes that one rank holds, for reading."""
+    copy = body.copy()
+    for node in copy.fx.nodes:
+        if node.op != "output" and (type := info(node).type) is not None:
+            update(node, type=TensorType.plain(type.dtype, type.local_shape(body.mesh)))
+    return copy
+
+
+def table_of(*columns: str, number: tuple[int, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in number else "left", overflow="fold")
+    return table
+
+
+def uncounted(program: Program) -> str:
+    """What of a job's memory a program does not count: a line, or nothing."""
+    if any(port.role == "param" for port in program.body.outputs):
+        return ""
+    note = "not counted: an optimizer's state and update. The target is compiled without one"
+    return f"\n{note}; AdamW, say, holds two more tensors of each parameter"

@@ -1,0 +1,178 @@
+"""The list of passes, and the loop that runs, verifies and shows them; `driver` says which graphs they run on."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.verify import violations
+from shardc.passes.base import Pass
+from shardc.passes.communication.bucket import Bucket
+from shardc.passes.communication.causes import NameCauses
+from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.fusion.fuse import Fuse
+from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.recompute import Recompute
+from shardc.passes.sharding.assign import Assign
+from shardc.passes.sharding.atomize import Atomize
+from shardc.passes.sharding.group_sums import GroupSums
+from shardc.passes.sharding.insert_reshards import InsertReshards
+from shardc.passes.sharding.localize import Localize
+from shardc.passes.sharding.lower_reshards import LowerReshards
+from shardc.passes.sharding.propagate import Propagate
+from shardc.passes.sharding.seed import Bound, SeedAnnotations, find_value
+from shardc.passes.sharding.settle_partials import SettlePartials
+from shardc.passes.sharding.store import Store
+from shardc.passes.softmax.online_softmax import OnlineSoftmax
+from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.verify import ENSURES, PRESERVES
+from shardc.rules.notation import RuleError
+from shardc.rules.registry import find_rule, rule_of
+
+DimCut = tuple[str, int, tuple[int, ...]]  # an input, one of its dims, the sizes it is factored into
+Watch = Callable[[Pass, Graph, float], None]  # after each pass, with the seconds it took
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile. `verify` runs the static checks after each pass."""
+
+    strict: bool = False
+    verify: bool = True
+    watch: Watch | None = None
+    store: Store = field(default_factory=Store)
+    keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
+    recompute: Recompute = field(default_factory=Recompute)
+    align: Align = field(default_factory=Align)
+    bucket: Bucket = field(default_factory=Bucket)
+    fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
+    reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
+
+
+def body_passes(bound: Sequence[Bound], cuts: Sequence[DimCut], options: Options) -> list[Pass]:
+    """Every pass that makes the single-device graph of a step one rank's body, in order."""
+    return [
+        Atomize(tuple(cuts)),
+        SeedAnnotations(tuple(bound)),
+        Propagate(),
+        SplitSoftmax(),
+        options.store,
+        Assign(),
+        GroupSums(),
+        SettlePartials(options.reduce),
+        InsertReshards(options.keep_gathered),
+        LowerReshards(),
+        Combine(),
+        NameCauses(),
+        ReportGathers(),
+        options.recompute,
+        Localize(),
+        OnlineSoftmax(),
+    ]
+
+
+def part_passes(options: Options) -> list[Pass]:
+    """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
+    return [options.align, options.bucket, options.fuse]
+
+
+def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
+    """Run passes in turn, checking after each what it ensures."""
+    for one in todo:
+        start = time.perf_counter()
+        after = one.run(graph)
+        inspect(one, graph, after, time.perf_counter() - start, options)
+        graph = after
+    return graph
+
+
+def inspect(one: Pass, before: Graph, after: Graph, seconds: float, options: Options) -> None:
+    """Verify what a pass left, and show it. A pass that edits in place gives the same graph twice.
+
+    Raises AssertionError with every violation: a graph that a pass broke is our fault, not the user's.
+    """
+    if options.verify:
+        broken = [*violations(after), *(line for check in ENSURES.get(one.name, ()) for line in check(after))]
+        if after is not before:
+            broken += [line for check in PRESERVES.get(one.name, ()) for line in check(before, after)]
+        assert not broken, f"{one.name} broke the graph '{after.name}':\n" + "\n".join(broken[:20])
+    if options.watch is not None:
+        options.watch(one, after, seconds)
+
+
+def report_missing_rules(graph: Graph, *, strict: bool) -> None:
+    """Note each op without a rule (SC301) among the graph's diagnostics; under strict, raise them all at once."""
+    gaps = missing_rules(graph, "error" if strict else "warning")
+    if gaps and strict:
+        raise ShardcError(*gaps)
+    graph.diagnostics += gaps
+
+
+def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
+    """One diagnostic an op that has no rule: how often it occurs, in which modules, at which lines."""
+    gaps: dict[str, list[tuple[str, str]]] = {}
+    for node in graph.calls():
+        if find_rule(node.target) is None:
+            gaps.setdefault(str(node.target), []).append((info(node).fqn, info(node).source))
+    found: list[Diagnostic] = []
+    for op, places in sorted(gaps.items()):
+        modules = Counter(fqn or "the model" for fqn, _ in places)
+        lines = sorted({source for _, source in places if source})
+        shown = ", ".join(f"{fqn} ({n})" if n > 1 else fqn for fqn, n in modules.most_common(4))
+        more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
+        found.append(
+            Diagnostic(
+                "SC301",
+                f"{op} has no sharding rule: {len(places)} calls run replicated, in {shown}{more}",
+                severity,  # type: ignore[arg-type]
+                location=lines[0] if lines else None,
+                op=op,
+                hint=f"register one; shardc.rule(torch.ops.{op}, '... n -> ... n', whole='n') keeps its last dim whole",
+            )
+        )
+    return found
+
+
+def refuse_empty(graph: Graph) -> None:
+    """Raise ShardcError (SC103) for a call on a tensor without elements that no rule says how to split."""
+    for node in graph.calls():
+        empty = next((value for value in operands(node) if 0 in type_of(value).shape), None)
+        if empty is None or find_rule(node.target) is None:
+            continue
+        try:
+            rule_of(node)
+        except RuleError:
+            about = info(node)
+            raise error(
+                "SC103",
+                f"'{info(empty).name}' of {list(type_of(empty).shape)} has no elements, and {node.target} reads it",
+                location=about.source or None,
+                source_text=about.source_text or None,
+                fqn=about.fqn or None,
+                tensor=info(empty).name,
+                hint="give a sample batch of a real size",
+            ) from None
+
+
+def cuts_of(graph: Graph, bound: Sequence[Bound]) -> list[DimCut]:
+    """The factorisations that blocked placements ask for: `3*tp` of 96 is (3, 32)."""
+    cuts: list[DimCut] = []
+    for one in bound:
+        value = find_value(graph, one)
+        if value is None:
+            continue
+        shape = type_of(value).shape
+        for d, wanted in enumerate(one.placement.dims[: len(shape)]):
+            if wanted.blocks > 1 and shape[d] % wanted.blocks == 0:
+                port = next(
+                    (p.name for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value), one.name
+                )
+                cuts.append((port, d, (wanted.blocks, shape[d] // wanted.blocks)))
+    return cuts

@@ -1,0 +1,108 @@
+"""A plan's `pipeline`, bound to a mesh and a body: what may not be said beside it, the cut and the schedule.
+
+The body is compiled for the mesh of the other axes, as if there were no pipeline; then it is cut. So nothing that
+shards a tensor may name the pipeline's axis, and a step's microbatches are its own: to accumulate more is to have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardc.ir.collectives import human_bytes
+from shardc.ir.diagnostic import Diagnostic, ShardcError
+from shardc.ir.graph import Graph
+from shardc.ir.mesh import Mesh
+from shardc.partition.cut import cut
+from shardc.partition.staged_program import Pipelined, mesh_without_axis, pipelined
+from shardc.passes.base import Pass
+from shardc.plan.pipeline import Pipelining
+from shardc.plan.schema import Plan
+from shardc.schedule.schedules.judge import peak_activations
+
+
+def tensor_mesh(plan: Plan, mesh: Mesh) -> Mesh:
+    """The mesh that tensors are placed on: the axes that the pipeline leaves. Raises for what does not go with it."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return mesh
+    pipeline.on(mesh)
+    problems = [*_accumulated(plan, pipeline), *_placed(plan, pipeline.axis)]
+    if problems:
+        raise ShardcError(*problems)
+    return mesh_without_axis(mesh, pipeline.axis)
+
+
+@dataclass(frozen=True)
+class Cut(Pass):
+    """cut: what the pass list calls the step in which a body becomes the graphs of stages (`pipeline_of`)."""
+
+
+def pipeline_of(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh) -> Pipelined:
+    """The step in stages along an axis of the whole mesh; the localized body is kept.
+
+    What takes more memory than the plan allows is an error, or for recomputation a warning among the body's.
+    """
+    stages, virtual = pipeline.on(mesh)
+    try:
+        staged = cut(body, stages, pipeline.split)
+    except ShardcError as wrong:
+        raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
+    try:
+        memory = None if pipeline.memory is None else float(pipeline.memory)
+        made = pipelined(staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis)
+    except ShardcError as wrong:
+        raise ShardcError(*(_located(d, pipeline, "schedule", "memory") for d in wrong.diagnostics)) from None
+    held = max(peak_activations(made.lists.work(c), made.costs) for c in range(len(made.lists.ranks)))
+    if pipeline.memory is not None and held > pipeline.memory:
+        message = f"a rank holds {human_bytes(round(held))} of activations; the limit is {human_bytes(pipeline.memory)}"
+        over = Diagnostic("SC214", message, hint="write schedule: auto, more microbatches of fewer rows, or recompute")
+        raise ShardcError(pipeline.located(over, "memory"))
+    if plan.recompute.mode == "budget":
+        _within_budget(plan.recompute.budget, held, body)
+    return made
+
+
+def _within_budget(budget: int, held: float, body: Graph) -> None:
+    """Recompute keeps one microbatch of the whole model within a budget; here what a rank holds is compared with it."""
+    all_done = [d for d in body.diagnostics if d.code == "SC214"]
+    body.diagnostics = [d for d in body.diagnostics if d.code != "SC214"]
+    if held > budget:
+        message = (
+            f"a rank holds {human_bytes(round(held))} of activations, those of all microbatches under way; "
+            f"the budget is {human_bytes(budget)}"
+        )
+        hint = "add stages" if all_done else f"write recompute: {{budget: {human_bytes(int(budget**2 / held))}}}"
+        body.diagnostics.append(Diagnostic("SC214", message, "warning", hint=f"{hint}, or use smaller microbatches"))
+
+
+def _accumulated(plan: Plan, pipeline: Pipelining) -> Iterator[Diagnostic]:
+    if plan.accumulate > 1:
+        message = f"'accumulate: {plan.accumulate}' does not go with 'pipeline', whose microbatches are accumulated"
+        hint = f"leave it out, and write microbatches: {plan.accumulate * pipeline.microbatches} for as many in all"
+        yield pipeline.located(Diagnostic("SC208", message, hint=hint), "microbatches")
+
+
+def _placed(plan: Plan, axis: str) -> Iterator[Diagnostic]:
+    """Every annotation that names the pipeline's axis."""
+    what = f"'{axis}' is the pipeline's axis: its ranks run stages, and none holds a shard along it"
+    kinds = ("params", "inputs", "activations", "outputs")
+    placed = [one for kind in kinds for one in plan.annotations(kind)]
+    for one in (*placed, *plan.storage.params.values()):
+        if any(named.partition(":")[0] == axis for named in one.placement.axes):
+            hint = "place it over the other axes; which stage has it is for `split` to say"
+            yield Diagnostic("SC223", what, location=one.origin, tensor=one.cause(), hint=hint)
+    if axis in plan.storage.axes:
+        hint = "each rank stores the parameters of its own stages already: name the other axes"
+        yield Diagnostic("SC223", what, cause=f"storage.axes: {list(plan.storage.axes)}", hint=hint)
+
+
+def _located(found: Diagnostic, pipeline: Pipelining, *keys: str) -> Diagnostic:
+    """A proof's errors have places of their own, in lists that the user never wrote."""
+    return pipeline.located(found, *keys) if found.location is None else found
+
+
+def _split(mesh: Mesh, body: Graph) -> Mesh:
+    """The user's mesh with the sub-axes that the body's axes were split into."""
+    parts = {name: [(sub, n) for sub, n in body.mesh.axes if sub.partition(":")[0] == name] for name in mesh.names}
+    return Mesh(part for name, size in mesh.axes for part in parts[name] or [(name, size)])

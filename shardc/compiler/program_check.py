@@ -1,0 +1,205 @@
+"""A program that was read, against itself: refused unless it is what compiling leaves, instruction by instruction.
+
+    structure    names, ports, schemas, counts                     ir.verify, SC402
+    calls        ops with a meaning; dtypes, shapes, placements    passes.type_check, SC410
+    step         the body takes and returns what the reference does, with nothing pending
+    pipeline     lists proved; parts, transfers and ends fit       stages.check, stages.prove
+    data         constants, and the record of what was asked for, are of the kinds that `compile` writes
+
+What a type cannot say is whether the body computes what the reference does, of the same types: `Program.verify` runs
+both. And the reference is what the file says that the model is: numbers of it are the author's, as weights are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
+
+import torch
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.parse import parse as read
+from shardc.ir.program import SHOWN, Program, refuse_unsound
+from shardc.partition.staged_check import bound_faults, pipeline_faults
+from shardc.partition.staged_program import Pipelined
+from shardc.passes.type_check import Fault, single_faults, step_faults, type_faults
+from shardc.plan.schema import Plan
+from shardc.plan.values import Nonfinite
+from shardc.schedule.prove import prove
+
+HINT = "compile the program anew; what was saved says otherwise, so the file was changed since"
+
+
+def refuse_false(program: Program, pipelined: Pipelined | None) -> None:
+    """Raise ShardcError with what is wrong with a program that was read: SC402, SC410, or the code of a proof."""
+    body, reference = program.body, program.reference
+    every = {"body": body, "reference": reference}
+    if pipelined is not None:
+        _refuse(bound_faults(pipelined))
+        # By number too: the ends of all ranks have one name.
+        every |= {
+            f"pipeline's graph {i}, @{graph.name}": graph
+            for i, graph in enumerate((pipelined.body, *pipelined.graphs()))
+        }
+    refuse_unsound(every)
+    found: list[Fault] = []
+    for graph in every.values():
+        found += type_faults(graph)
+        if len(found) >= SHOWN:
+            break
+    found += single_faults(reference) + step_faults(reference) + step_faults(body) + list(_interface(body, reference))
+    if pipelined is not None:
+        found += step_faults(pipelined.body) + list(_interface(pipelined.body, reference))
+    found += list(_constants(reference, program.constants)) + list(_meshes(program, pipelined))
+    _refuse(found)
+    refuse_record(program.plan, reference)
+    if pipelined is not None:
+        proof = prove(pipelined.lists)
+        if not proof.ok:
+            raise ShardcError(*proof.errors[:SHOWN])
+        _refuse(pipeline_faults(pipelined))
+
+
+def parse(text: str, filename: str = "<text>") -> Graph:
+    """The graph that a program's text describes: one rank's body, a part of one, or a graph for one device.
+
+    Raises ShardcError (SC404) where it cannot be read, and SC402 or SC410 where it says what its calls do not compute.
+    """
+    graph = read(text, filename)
+    refuse_unsound({graph.name: graph})
+    _refuse(type_faults(graph))
+    return graph
+
+
+def _refuse(found: list[Fault]) -> None:
+    if found:
+        raise ShardcError(*(fault.diagnostic(HINT) for fault in found[:SHOWN]))
+
+
+def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
+    """The same inputs and outputs, in order: roles, names and global types."""
+    if (body.microbatches, body.tokens) != (reference.microbatches, reference.tokens):
+        yield Fault(body.name, "its microbatches, or what they are weighted by, are not the reference's")
+    inputs = [port.name for port in reference.inputs if port.role == "input"]
+    if body.tokens is not None and body.tokens.input not in inputs:
+        yield Fault(body.name, f"its loss is weighted by '{body.tokens.input}', which is no input")
+    for side, mine, other in (
+        (
+            "input",
+            zip(body.inputs, body.placeholders, strict=True),
+            zip(reference.inputs, reference.placeholders, strict=True),
+        ),
+        (
+            "output",
+            zip(body.outputs, body.output_values, strict=True),
+            zip(reference.outputs, reference.output_values, strict=True),
+        ),
+    ):
+        wanted = [(port, type_of(value)) for port, value in other]
+        given = [(port, type_of(value), value) for port, value in mine]
+        if len(given) != len(wanted):
+            yield Fault(body.name, f"{len(given)} {side}s, and {len(wanted)} of the reference")
+            return
+        for (port, type, value), (twin, global_type) in zip(given, wanted, strict=True):
+            if port != twin:
+                yield Fault(
+                    body.name, f"{side} {port.role} '{port.name}' is {twin.role} '{twin.name}' to the reference", value
+                )
+            elif (type.dtype, type.shape) != (global_type.dtype, global_type.shape):
+                yield Fault(body.name, f"{side} '{port.name}' is {type}, to the reference {global_type}", value)
+    losses = [port.name for port in body.outputs if port.role == "loss"]
+    if len(losses) != 1:
+        yield Fault(body.name, f"it returns {len(losses)} losses")
+
+
+def _meshes(program: Program, pipelined: Pipelined | None) -> Iterator[Fault]:
+    """The mesh of all ranks is the body's, or the pipeline's."""
+    whole = program.body.mesh if pipelined is None else pipelined.mesh
+    if program.mesh != whole:
+        yield Fault(program.body.name, f"the program's mesh is ({program.mesh}), and ({whole}) of what it runs")
+    if program.reference.mesh.world_size != program.body.mesh.world_size:
+        yield Fault(program.reference.name, f"its mesh is ({program.reference.mesh}), the body's ({program.body.mesh})")
+    if pipelined is not None and pipelined.body.mesh != program.body.mesh:
+        yield Fault(pipelined.body.name, f"its mesh is ({pipelined.body.mesh}), the body's ({program.body.mesh})")
+
+
+def _constants(reference: Graph, constants: Mapping[str, torch.Tensor]) -> Iterator[Fault]:
+    types = {port.name: type_of(value) for port, value in zip(reference.inputs, reference.placeholders, strict=True)}
+    for name, tensor in constants.items():
+        type = types.get(name)
+        if type is None:
+            yield Fault(reference.name, f"constant '{name}' is no input")
+        elif (type.dtype, type.shape) != (tensor.dtype, tuple(tensor.shape)):
+            yield Fault(
+                reference.name, f"constant '{name}' is {tensor.dtype} of {list(tensor.shape)}, the input {type}"
+            )
+
+
+# ---------------------------------------------------------------------- the record of what was asked for
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and _number(v) for k, v in value.items())
+
+
+def _batch(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"by_name", "leaves", "written"}:
+        return False
+    leaves = value["leaves"]
+    shaped = isinstance(leaves, list) and all(_texts(leaf) and len(leaf) >= 3 for leaf in leaves)
+    return shaped and isinstance(value["by_name"], bool) and _texts(value["written"])
+
+
+def _traffic(value: object) -> bool:
+    pairs: Any = value if isinstance(value, list) else ()
+    return len(pairs) == 2 and all(isinstance(v, list) and len(v) == 2 and all(map(_whole, v)) for v in pairs)
+
+
+def _plan(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    Plan.parse(value)  # raises ShardcError where it is none
+    return True
+
+
+RECORD: Mapping[str, Callable[[object], bool]] = {
+    "text": _plan,
+    "seed": _whole,
+    "batch": _batch,
+    "cut": lambda value: isinstance(value, str),
+    "precision": lambda value: isinstance(value, str),
+    "fills": _numbers,
+    "nonfinite": lambda value: value is None or value in get_args(Nonfinite),
+    "clip_grad_norm": lambda value: value is None or _number(value),
+    "optimizer": lambda value: isinstance(value, str),
+    "rates": _numbers,
+    "traffic": _traffic,
+}
+NEEDED = ("text", "seed", "batch")
+
+
+def refuse_record(record: Mapping[str, Any], reference: Graph) -> None:
+    """Raise ShardcError (SC402) for what `compile` does not write."""
+    wrong = [
+        f"'{key}' is not what compiling writes" for key in record if key not in RECORD or not RECORD[key](record[key])
+    ]
+    wrong += [f"'{key}' is missing" for key in NEEDED if key not in record]
+    for key, role in (("fills", "state"), ("rates", "hyper")):
+        names = {port.name for port in reference.inputs if port.role == role}
+        if not wrong and {*record.get(key, {})} != names:
+            wrong.append(f"'{key}' has {len(record.get(key, {}))} numbers, for {len(names)} inputs")
+    if wrong:
+        message = "the program's record of its plan: " + "; ".join(wrong[:SHOWN])
+        raise ShardcError(Diagnostic("SC402", message, hint=HINT))

@@ -1,0 +1,223 @@
+"""`explain`: why does this collective exist, what does it cost, and what would make it go away.
+
+    print(shardc.compile(...).explain("h.0.mlp.c_proj.mm.all_reduce"))
+
+It says which op leaves the communication to do and which op needs it done (`explain_chain`), the annotation that it
+all comes from, the bytes, and the cheapest change of the plan that removes it: of the `explain_candidates`, each is
+tried (`explain_changes`). Where every change that removes it gives up splitting the work, it is inherent, and the
+reason is said. It takes no more than a program's reference graph, annotations and plan: one from a file explains
+itself too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardc.compiler.binding import bind_precision, bind_storage
+from shardc.compiler.pass_pipeline import Options
+from shardc.explain.plan_edits import propose
+from shardc.explain.provenance import Step, Trail, trails
+from shardc.explain.what_if import Change, Cost, compiled, measure, removals
+from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes, member, members
+from shardc.ir.diagnostic import did_you_mean, error
+from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.placement import Placement
+from shardc.ir.program import Program
+from shardc.passes.communication.causes import STORAGE
+from shardc.passes.sharding.seed import Bound
+from shardc.passes.softmax.online_softmax import instead_of
+from shardc.plan.schema import Plan
+
+SECONDS = 60.0  # for trying changes; the likeliest are tried first
+PHASES = {"fwd": "forward", "bwd": "backward", "opt": "the optimizer"}
+SHOWN_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one collective exists. `changes` are all that remove it, the best first; `inherent` says why none is good."""
+
+    collective: Collective
+    fqn: str
+    source_text: str
+    trails: tuple[Trail, ...]
+    changes: tuple[Change, ...]
+    tried: int
+    untried: int  # for lack of time
+    failed: tuple[str, ...]  # changes that the compiler broke on, and how
+    inherent: str  # "" when some change saves it
+    stages: str = ""  # of a pipeline, those that have it
+    bucket: str = ""  # with what it travels
+
+    @property
+    def cheapest(self) -> Change | None:
+        """The change that removes it, splits the work no less than before, and sends least; None if there is none."""
+        return next((c for c in self.changes if not c.gives_up), None)
+
+    def __str__(self) -> str:
+        c = self.collective
+        op = f" ({c.op})" if c.op else ""
+        often = f", {c.times} times a step" if c.times > 1 else ""
+        sent = f"{human_bytes(c.bytes_per_rank)} sent by a rank{often}, of a payload of {human_bytes(c.payload_bytes)}"
+        over = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
+        lines = [f"%{c.value}: {c.kind}{op} {over}, {PHASES[c.phase]}, {sent}"]
+        place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
+        lines += [f"  --> {place}"] if place else []
+        lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
+        lines += field_lines("stage", self.stages)
+        lines += field_lines("bucket", self.bucket)
+        for trail in self.trails:
+            lines += field_lines("why", trail.why)
+            lines += field_lines("needed", trail.needed)
+            lines += field_lines("cause", trail.cause or "no annotation: an op asked for it")
+            lines += field_lines("way", _way(trail.steps))
+        lines += field_lines("inherent", self.inherent)
+        lines += self._advice()
+        left = f", {self.untried} left out for lack of time" if self.untried else ""
+        lines += field_lines("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{left}")
+        for first in self.failed[:1]:
+            many = f"{len(self.failed)} of them" if len(self.failed) > 1 else "one of them"
+            lines += field_lines("failed", f"{many} failed to compile: a bug in shardc, please report: {first}")
+        return "\n".join(lines)
+
+    def _advice(self) -> list[str]:
+        if not self.inherent:
+            return field_lines("change", str(self.cheapest))
+        lines: list[str] = []
+        if self.cheapest is not None:
+            lines += field_lines("instead", str(self.cheapest))
+        given_up = next((c for c in self.changes if c.gives_up), None)
+        return lines + (field_lines("give up", str(given_up)) if given_up is not None else [])
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What is read off the graph that the program was lowered from, while it exists."""
+
+    moved: Collective  # in that graph, which has it in another form where a pass after it made one of several
+    trails: list[Trail]
+    cost: Cost
+    candidates: list[tuple[str, tuple[Bound, ...]]]
+
+
+def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> Explanation:
+    """Explain a collective of a program, given by its name or by its index in `program.collectives()`.
+
+    `seconds` bounds the time spent on trying changes; with 0, one is tried.
+    """
+    target, bucket = _in_bucket(program, find(program, value))
+    bound, options = bound_of(program), options_of(program)
+    found = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, target.value))
+    removed = removals(program.reference, options, found.moved, found.cost, found.candidates, seconds)
+    node = program.body.by_name(target.value)
+    inherent = "" if any(change.saves for change in removed.changes) else _inherent(found.moved, found.trails)
+    about = info(node)
+    return Explanation(
+        target,
+        about.fqn,
+        about.source_text,
+        tuple(found.trails),
+        removed.changes,
+        removed.tried,
+        len(found.candidates) - removed.tried,
+        removed.failed,
+        inherent,
+        bucket=bucket,
+    )
+
+
+def _in_bucket(program: Program, target: Collective) -> tuple[Collective, str]:
+    """A member of a bucket, and with what it travels; the largest where the bucket itself is meant."""
+    body = program.body
+    node = body.by_name(target.value)
+    moved = bucket_of(node) or node
+    inside = list(members(moved).values())
+    if not inside:
+        return target, ""
+    if node is moved:
+        node = max(inside, key=lambda value: type_of(value).local_bytes(body.mesh))
+        target = replace(member(body, node), times=target.times)
+    others = [info(value).name for value in inside if value is not node]
+    shown = ", ".join(f"%{name}" for name in others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    return target, f"%{info(moved).name}, with {len(others)} others: {shown}"
+
+
+def find(program: Program, value: str | int) -> Collective:
+    """The collective of that name (with or without its %), or at that index."""
+    known = program.collectives()
+    if isinstance(value, str) and not value.lstrip("-").isdecimal():
+        name = value.removeprefix("%")
+        found = next((c for c in known if c.value == name), None)
+        if found is not None:
+            return found
+        for bucket in known:
+            for one in members(program.body.by_name(bucket.value)).values():
+                if info(one).name == name:
+                    return replace(member(program.body, one), times=bucket.times)
+        hint = did_you_mean(name, (c.value for c in known), "collectives")
+        raise error("SC106", f"'{name}' is no collective of the program", hint=hint)
+    if not -len(known) <= int(value) < len(known):
+        message = f"there is no collective {value}: the program has {len(known)}"
+        raise error("SC106", message, hint="they are numbered from 0, in the order of the program")
+    return known[int(value)]
+
+
+def bound_of(program: Program) -> list[Bound]:
+    """The program's annotations as the compiler takes them."""
+    bound: list[Bound] = []
+    for kind, name, text, origin in program.annotations:
+        cause = f'{name} = "{text}"' + (f"   ({origin})" if origin else "")
+        bound.append(Bound(kind, name, Placement.parse(text), cause, origin or None))
+    return bound
+
+
+def options_of(program: Program) -> Options:
+    """The program's plan as the compiler takes it, but for its annotations."""
+    plan = Plan.parse(program.plan.get("text", ""))
+    store, keep = bind_storage(plan.storage, program.reference, program.reference.mesh)
+    precision, _ = bind_precision(plan)
+    return Options(store=store, keep_gathered=keep, reduce=None if precision is None else precision.reduce)
+
+
+def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:
+    named = {info(node).name: node for node in graph.calls()}
+    node = named.get(name, named.get(instead_of(name)))
+    if node is None:
+        message = f"compiling the program's reference anew does not give %{name}: it was written by another compiler"
+        raise error("SC403", message, hint="compile the model again")
+    found = trails(graph, node)
+    moved = collective(graph, node)
+    assert moved is not None
+    return _Findings(moved, found, measure(graph), propose(graph, bound, found))
+
+
+def _inherent(target: Collective, found: list[Trail]) -> str:
+    """Why nothing but giving up the split helps."""
+    axis = " and ".join(dict.fromkeys(t.axis for t in found))
+    if any(t.cause.startswith(STORAGE) for t in found):
+        return f"storage keeps parts over {axis} of what is computed with whole: less memory for this communication"
+    if target.kind in ("all_reduce", "reduce_scatter"):
+        gradient = any(t.needed.startswith("it is the gradient") for t in found)
+        what = "the terms of the gradient are" if gradient else "what is summed here is"
+        if target.op != "sum":
+            what = f"what the {target.op} is taken of is"
+        return f"{what} split over {axis}: the parts must meet once, or the work is not split"
+    return f"no other placement over {axis} that was tried splits the work as well and sends less"
+
+
+def _way(steps: tuple[Step, ...]) -> str:
+    """Calls from the annotated tensor on; of a long way the views and pointwise ops are left out, then its middle."""
+    shown = list(steps) if len(steps) <= SHOWN_STEPS else [s for s in steps if s.main]
+    if len(shown) > SHOWN_STEPS:
+        half = SHOWN_STEPS // 2
+        names = [f"%{s.value}" for s in shown]
+        return " -> ".join([*names[:half], f"({len(names) - 2 * half} more)", *names[-half:]])
+    return " -> ".join(f"%{s.value}" for s in shown)
+
+
+def field_lines(label: str, text: str) -> list[str]:
+    """One thing that an explanation says; nothing where there is nothing to say."""
+    if not text:
+        return []
+    first, *more = text.splitlines()
+    return [f"  {label + ':':<10}{first}", *(f"            {line}" for line in more)]

@@ -1,0 +1,352 @@
+"""`explain` for kernels: which calls became one, what that saves, and why other calls stayed calls.
+
+    print(program.explain("h.0.bias_gelu"))     a kernel
+    print(program.explain("h.0.gelu"))          a call of the body without kernels: the kernel that it is in, or why not
+
+The program is compiled anew from its reference graph and fused once more, with a watcher. That must give the program's
+own graphs, to the letter. Bytes are those that the program's summary counts (`passes/fusion/analysis/traffic`): of one
+rank, for one run of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from kernels_triton.match.match import match_template as template_of
+from kernels_triton.match.op import KERNELS, OPS, kernel_of
+from shardc.compiler.driver import distribute, finish_body, finish_stages
+from shardc.compiler.pipelining import pipeline_of
+from shardc.explain.collective import PHASES, Explanation, bound_of, explain, field_lines, options_of
+from shardc.explain.transfer import TransferExplanation, explain_step
+from shardc.explain.unfused import NotFused, not_fused
+from shardc.ir.collectives import KINDS, human_bytes
+from shardc.ir.diagnostic import ShardcError, did_you_mean, error
+from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands, results, type_of
+from shardc.ir.program import Program
+from shardc.ir.text import print_graph
+from shardc.partition import rank_costs
+from shardc.partition.staged_program import Pipelined
+from shardc.passes.communication.bucket import Bucket
+from shardc.passes.fusion.analysis.traffic import PRODUCTS, bytes_by_call
+from shardc.passes.fusion.clustering.clustering import Clustering
+from shardc.passes.fusion.clustering.excluded import excluded
+from shardc.passes.fusion.clustering.rematerialize import FusionGroup
+from shardc.passes.fusion.fuse import fuse
+from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.recompute import Recompute
+from shardc.plan.fuse import Fusing
+from shardc.plan.schema import Plan
+
+MAX_NAMES = 8  # on a line
+NEW = "it came with the kernels: it makes ready what they read"
+NOTHING = "kernels held more at the peak of memory whatever was left out of them, so nothing is fused (SC217)"
+
+
+@dataclass(frozen=True)
+class FusedCall:
+    """A call that is in a kernel, and the bytes that it moved by itself."""
+
+    name: str
+    op: str
+    source: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class KernelExplanation:
+    """Why a kernel is there. `inside` are results of its calls that are no longer stored, `rematerialized` results of
+    other calls that it recomputes."""
+
+    name: str
+    graph: str  # of a pipelined program
+    about: ValueInfo
+    template: str  # "" where it is generated
+    generated: str  # and why it is
+    calls: tuple[FusedCall, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    inside: tuple[str, ...]
+    rematerialized: tuple[str, ...]
+    read: int  # bytes
+    written: int
+
+    @property
+    def before(self) -> int:
+        return sum(one.bytes for one in self.calls)
+
+    @property
+    def after(self) -> int:
+        return self.read + self.written
+
+    def __str__(self) -> str:
+        size = f"{human_bytes(self.after)} moved instead of {human_bytes(self.before)}"
+        many = f"{len(self.calls)} calls as one kernel" if len(self.calls) > 1 else "one call as a kernel"
+        lines = [f"%{self.name}: {many}, {PHASES[self.about.phase]}, {size}", *_place(self.about)]
+        runs = f"shardc.{self.template}, a hand-tuned template" if self.template else f"generated: {self.generated}"
+        lines += field_lines("runs", runs)
+        rows = [(f"%{one.name}", one.op, human_bytes(one.bytes), one.source) for one in self.calls]
+        lines += field_lines("fuses", "\n".join(_columns(rows)))
+        lines += field_lines("reads", f"{human_bytes(self.read)}: {_named(self.reads)}")
+        lines += field_lines("writes", f"{human_bytes(self.written)}: {_named(self.writes)}")
+        if self.inside:
+            lines += field_lines("inside", f"neither written nor read: {_named(self.inside)}")
+        if self.rematerialized:
+            lines += field_lines("again", f"made here of what it reads: {_named(self.rematerialized)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class CallExplanation:
+    """Why a call is in no kernel; `beside` says why it did not merge with each neighbouring kernel or call."""
+
+    name: str
+    graph: str  # of a pipelined program
+    about: ValueInfo
+    op: str
+    before: int  # bytes
+    after: int
+    why: str
+    beside: tuple[tuple[str, str], ...] = ()  # its name, and why the two did not merge
+
+    def __str__(self) -> str:
+        size = f", {human_bytes(self.after)} moved" if self.after else ", nothing moved"
+        size += "" if self.before == self.after else f" instead of {human_bytes(self.before)}"
+        size = "" if self.op in PRODUCTS or self.op in KINDS else size  # which is not counted
+        lines = [f"%{self.name}: {self.op}, {PHASES[self.about.phase]}{size}", *_place(self.about)]
+        lines += field_lines("why", self.why)
+        lines += field_lines("beside", "\n".join(f"%{name}: {why}" for name, why in self.beside))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One graph of a program: its kernels, the calls that stayed, and the calls of which nothing is left."""
+
+    graph: str  # "" where the program has but one
+    kernels: dict[str, KernelExplanation] = field(default_factory=dict[str, KernelExplanation])
+    stayed: dict[str, CallExplanation] = field(default_factory=dict[str, CallExplanation])
+    gone: dict[str, CallExplanation] = field(default_factory=dict[str, CallExplanation])
+    inside: dict[str, str] = field(default_factory=dict[str, str])  # a call, or what it yields -> its kernel
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.kernels, *self.inside, *self.stayed, *self.gone
+
+    def of(self, name: str) -> KernelExplanation | CallExplanation | None:
+        kernel = self.kernels.get(self.inside.get(name, name))
+        return kernel or self.stayed.get(name) or self.gone.get(name)
+
+
+Explained = Explanation | TransferExplanation | KernelExplanation | CallExplanation
+
+
+def explain_value(program: Program, value: str | int, pipelined: Pipelined | None = None) -> Explained:
+    """Explain a collective or a transfer, by its index or name; else a kernel, or what became of a call."""
+    try:
+        return explain(program, value) if pipelined is None else explain_step(program, pipelined, value)
+    except ShardcError as unknown:
+        if unknown.code != "SC106" or str(value).lstrip("-").isdecimal():
+            raise
+        name = str(value).removeprefix("%")
+        made = fusions(program, pipelined)
+        found = explain_kernel(made, name)
+        if found is None and made:
+            message = f"'{name}' is no collective, kernel or call of the program"
+            names = [*(one.value for one in program.collectives()), *(known for one in made for known in one.names)]
+            raise error("SC106", message, hint=did_you_mean(name, names, "collectives and kernels")) from unknown
+        if found is None:
+            raise
+        return found
+
+
+def explain_kernel(made: list[Fusion], name: str) -> KernelExplanation | CallExplanation | None:
+    """Explain a kernel or a call by name; None if there is none. In a pipeline, `GRAPH:NAME` selects one of several."""
+    every = [(one, it) for one in made if (it := one.of(name)) is not None]
+    if not every and ":" in name:
+        graph, _, name = name.partition(":")
+        every = [(one, it) for one in made if one.graph == graph and (it := one.of(name))]
+    if len(every) > 1:
+        named = " or ".join(f"'{one.graph}:{name}'" for one, _ in every)
+        raise error("SC106", f"'{name}' is in {len(every)} graphs of the pipeline", hint=f"write {named}")
+    return every[0][1] if every else None
+
+
+def fusions(program: Program, pipelined: Pipelined | None = None) -> list[Fusion]:
+    """What fusion did to each graph of a program; an empty list if the plan does not fuse."""
+    asked = Plan.parse(program.plan.get("text", ""))
+    if not asked.fuse.enabled:
+        return []
+    if pipelined is None or asked.pipeline is None:
+        return [_fusion("", unfused(program, asked), program.body, asked.fuse)]
+    staged = pipeline_of(asked.pipeline, asked, program.body.copy(), program.mesh)
+    before = _graphs(finish_stages(staged, [Align(asked.align), Bucket(asked.bucket.size)], options_of(program)))
+    return [_fusion(name, before[name], after, asked.fuse) for name, after in _graphs(pipelined).items()]
+
+
+def asked_of(program: Program) -> Fusing:
+    """The fusion settings of its plan."""
+    return Plan.parse(program.plan.get("text", "")).fuse
+
+
+def unfused(program: Program, plan: Plan) -> Graph:
+    """The body before fusion."""
+    options = replace(
+        options_of(program),
+        recompute=Recompute(**plan.recompute.model_dump()),
+        align=Align(plan.align),
+        bucket=Bucket(plan.bucket.size),
+    )
+    return finish_body(distribute(program.reference, bound_of(program), options), options, fused=False)
+
+
+def _graphs(program: Pipelined) -> dict[str, Graph]:
+    """All graphs that some rank runs, by name. Each rank has its own graphs of the step's end."""
+    found: dict[str, Graph] = {}
+    for c in range(len(program.lists.ranks)):
+        for graph, _ in rank_costs.graph_runs(program, c):
+            found[f"{graph.name}{c}" if graph.name in ("norm", "update") else graph.name] = graph
+    return found
+
+
+class _FusionWatcher:
+    """Records the last try of the fusion pass: its groups, by the first value that each stores, and the other calls.
+    By name, since the pass erases the calls."""
+
+    def __init__(self, by_plan: Mapping[str, str]) -> None:
+        self.by_plan = by_plan
+        self.records: dict[str, _KernelRecord] = {}
+        self.not_fused: dict[str, NotFused] = {}
+
+    def __call__(self, clustering: Clustering, groups: list[FusionGroup]) -> None:
+        records = [_KernelRecord.of(clustering, group) for group in groups]
+        self.records = {record.stored[0]: record for record in records}
+        self.not_fused = not_fused(clustering, groups, self.by_plan)
+
+
+@dataclass(frozen=True)
+class _KernelRecord:
+    """A kernel before it is emitted: its calls, all their results, the stored ones, and results of other calls that it
+    recomputes."""
+
+    calls: tuple[str, ...]
+    yields: tuple[str, ...]
+    stored: tuple[str, ...]
+    rematerialized: tuple[str, ...]
+
+    @classmethod
+    def of(cls, clustering: Clustering, group: FusionGroup) -> _KernelRecord:
+        nodes = [clustering.graph.calls[i] for i in group.calls]
+        values = [value for node in nodes for value in results(node) if value is not None]
+        computed = dict.fromkeys(prim.out for prim in group.prims if isinstance(prim.out, fx.Node))
+        return cls(
+            tuple(info(node).name for node in nodes),
+            tuple(info(value).name for value in values),
+            tuple(info(value).name for value in group.outputs),
+            tuple(info(value).name for value in computed if value not in values),
+        )
+
+
+def _fusion(graph: str, before: Graph, after: Graph, asked: Fusing) -> Fusion:
+    watcher = _FusionWatcher({value: pattern for pattern in asked.left for value in excluded(before, [pattern])})
+    if print_graph(fuse(before, asked.left, asked.templates, watcher)) != print_graph(after):
+        message = "compiling the program's reference anew does not give its kernels: it was written by another compiler"
+        raise error("SC403", message, hint="compile the model again")
+    fusion = Fusion(graph)
+    bytes_before, bytes_after = bytes_by_call(before), bytes_by_call(after)
+    records = {node: watcher.records[_yields(node)[0]] for node in after.calls() if node.target in KERNELS}
+    kernel_of_name = {
+        name: info(node).name for node, record in records.items() for name in (*record.calls, *record.yields)
+    }
+    stays = {info(node).name: node for node in after.calls() if node not in records}
+    calls: dict[str, list[FusedCall]] = {info(node).name: [] for node in records}
+    total_bytes: dict[str, int] = {}
+    for node in before.calls():
+        about, op, size = info(node), op_name(node.target), bytes_before.get(node, 0)
+        kernel = next((kernel_of_name[name] for name in _names(node) if name in kernel_of_name), None)
+        total_bytes[about.name] = size
+        if kernel is not None:
+            fusion.inside.update(dict.fromkeys(_names(node), kernel))
+            calls[kernel].append(FusedCall(about.name, op, about.source, size))
+        elif about.name not in stays:
+            readers = dict.fromkeys(
+                kernel_of_name.get(name, name) for user in _readers(node) for name in _names(user)[:1]
+            )
+            why = f"nothing is left of it: what reads it makes it itself ({_named(tuple(readers))})"
+            fusion.gone[about.name] = CallExplanation(about.name, graph, about, op, size, 0, why)
+    for node, record in records.items():
+        name = info(node).name
+        fusion.kernels[name] = _explained(graph, node, record, tuple(calls[name]), asked, after)
+    given_up = {name for record in watcher.records.values() for name in record.calls}
+    for name, node in stays.items():
+        why = watcher.not_fused.get(name) or NotFused(NOTHING if name in given_up else NEW)
+        size, beside = (
+            bytes_after.get(node, 0),
+            tuple((kernel_of_name.get(other, other), reason) for other, reason in why.beside),
+        )
+        fusion.stayed[name] = CallExplanation(
+            name, graph, info(node), op_name(node.target), total_bytes.get(name, 0), size, why.why, beside
+        )
+    return fusion
+
+
+def _explained(
+    graph: str, node: fx.Node, record: _KernelRecord, calls: tuple[FusedCall, ...], asked: Fusing, after: Graph
+) -> KernelExplanation:
+    kernel = kernel_of(node.target, node.args)
+    assert kernel is not None
+    match = template_of(kernel)
+    generated = "no template computes just this"
+    if match is not None:
+        generated = f"the template {match.template.name} would compute it, and the plan leaves that out"
+    stored = [value for value in results(node) if value is not None]
+    written = sum(type_of(value).local_bytes(after.mesh) for value in stored)
+    return KernelExplanation(
+        info(node).name,
+        graph,
+        info(node),
+        op_name(node.target).removeprefix("shardc.") if node.target in OPS.values() else "",
+        "" if node.target in OPS.values() else generated,
+        calls,
+        tuple(dict.fromkeys(info(value).name for value in operands(node))),
+        record.stored,
+        tuple(name for name in record.yields if name not in record.stored),
+        record.rematerialized,
+        kernel.bytes_moved - written,
+        written,
+    )
+
+
+# ---------------------------------------------------------------------- names and lines
+def _yields(node: fx.Node) -> list[str]:
+    return [info(value).name for value in results(node) if value is not None]
+
+
+def _names(node: fx.Node) -> list[str]:
+    """The names of a call: its own, and those of its results."""
+    return [info(node).name, *(name for name in _yields(node) if name != info(node).name)]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The calls that read a call's results."""
+    for value in results(node):
+        if value is not None:
+            yield from (user for user in value.users if user.op == "call_function")
+
+
+def _place(about: ValueInfo) -> list[str]:
+    place = ", ".join(filter(None, (about.source, about.fqn and f"in {about.fqn}")))
+    text = about.source_text.strip()
+    return [*([f"  --> {place}"] if place else []), *([f"   | {text}"] if text else [])]
+
+
+def _named(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(f"%{name}" for name in names[:MAX_NAMES]) + more
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

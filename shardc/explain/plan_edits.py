@@ -1,0 +1,203 @@
+"""What could be written otherwise so that a collective goes away: candidates, for `explain_changes` to try.
+
+They come from the annotations behind the collective (leave one out, move its axis to another dim, shard it in blocks),
+from the parameters of the ops on both sides of it, and from the activations around it. A candidate speaks of all layers
+alike: `h.0.mlp.c_fc.weight` stands for the line of the plan that placed it, and that line for the weight of every one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import fx
+
+from shardc.explain.provenance import Trail
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.placement import OPEN, UNSHARDED, DimPlacement, Placement
+from shardc.ir.types import TensorType
+from shardc.passes.communication.causes import MOVES
+from shardc.passes.sharding.seed import Bound
+from shardc.rules.registry import find_rule
+
+SECTIONS = {"param": "params", "input": "inputs", "activation": "activations", "output": "outputs"}
+NEAREST_MODULES = 3  # whose outputs are worth an annotation
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of the plan: a placement of all tensors whose names differ in numbers only."""
+
+    kind: Literal["param", "input", "activation", "output"]
+    pattern: str
+    names: tuple[str, ...]
+
+
+def propose(graph: Graph, bound: Sequence[Bound], trails: Sequence[Trail]) -> list[tuple[str, tuple[Bound, ...]]]:
+    """Candidates as (what to write, the whole plan), the likeliest first, none twice."""
+    seen: set[tuple[tuple[str, str, str], ...]] = {_key(bound)}
+    found: list[tuple[str, tuple[Bound, ...]]] = []
+    for text, plan in _all(graph, bound, trails):
+        if (key := _key(plan)) not in seen:
+            seen.add(key)
+            found.append((text, plan))
+    return found
+
+
+def _key(plan: Sequence[Bound]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(sorted((b.kind, b.name, str(b.placement)) for b in plan))
+
+
+def _all(graph: Graph, bound: Sequence[Bound], trails: Sequence[Trail]) -> Iterator[tuple[str, tuple[Bound, ...]]]:
+    for trail in trails:
+        for value, atom in trail.roots:
+            one = next((b for b in bound if graph.seeds[value].cause == b.cause), None)
+            if one is not None:
+                yield from _of_annotation(graph, bound, one, value, atom, trail.axis)
+    for trail in trails:
+        for value in _parameters(trail.ends):
+            port = next(p for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value)
+            yield from _placed(graph, bound, "param", port.name, type_of(value), trail.axis)
+        for fqn in _modules(graph, trail.ends):
+            yield from _placed(graph, bound, "activation", fqn, type_of(graph.activations[fqn]), trail.axis)
+    for axis in dict.fromkeys(trail.axis for trail in trails):
+        yield f"use {axis} nowhere", tuple(b for b in (_without(b, axis) for b in bound) if b is not None)
+
+
+def _of_annotation(
+    graph: Graph, bound: Sequence[Bound], one: Bound, value: fx.Node, atom: int, axis: str
+) -> Iterator[tuple[str, tuple[Bound, ...]]]:
+    """Write the annotation otherwise, or not at all."""
+    line = _line(bound, one.kind, one.name)
+    type = type_of(value)
+    dims = list(one.placement.padded(type.ndim))
+    at = next((d for d, dim in enumerate(dims) if axis in dim.axes), None)
+    if at is None:
+        return
+    rest = _other(dims[at], axis)
+    for d, dim in enumerate(dims):  # the axis on another dim
+        if d != at and type.shape[d] > 1:
+            moved = [*dims]
+            moved[at] = DimPlacement(rest, dims[at].blocks if rest else 1)
+            moved[d] = DimPlacement((*dim.axes, axis), dim.blocks)
+            yield _rewrite(bound, line, Placement(tuple(moved)), str(one.placement))
+    blocks = 1
+    for piece in type.dims[at][:-1]:  # the axis within each of n blocks
+        blocks *= piece.size
+        if blocks != dims[at].blocks:
+            blocked = [*dims]
+            blocked[at] = DimPlacement(dims[at].axes, blocks)
+            yield _rewrite(bound, line, Placement(tuple(blocked)), str(one.placement))
+    dropped = [*dims]
+    dropped[at] = DimPlacement(rest) if rest else OPEN
+    left = Placement(tuple(dropped))
+    if left.axes:
+        yield _rewrite(bound, line, left, str(one.placement))
+    else:
+        plan = tuple(b for b in bound if not (b.kind == line.kind and b.name in line.names))
+        yield f'leave out {line.pattern} = "{one.placement}"', plan
+
+
+def _without(one: Bound, axis: str) -> Bound | None:
+    """The annotation without an axis; None when that was all it said."""
+    dims = tuple(
+        dim if axis not in dim.axes else DimPlacement(rest, dim.blocks) if (rest := _other(dim, axis)) else OPEN
+        for dim in one.placement.dims
+    )
+    left = Placement(dims)
+    if left == one.placement:
+        return one
+    return replace(one, placement=left, cause=f'{one.name} = "{left}"') if left.axes else None
+
+
+def _other(dim: DimPlacement, axis: str) -> tuple[str, ...]:
+    return tuple(a for a in dim.axes if a != axis)
+
+
+def _placed(
+    graph: Graph, bound: Sequence[Bound], kind: Literal["param", "activation"], name: str, type: TensorType, axis: str
+) -> Iterator[tuple[str, tuple[Bound, ...]]]:
+    """The axis on each dim of a tensor in turn, its other axes as they are now."""
+    line = _line(bound, kind, name, (p.name for p in graph.inputs) if kind == "param" else graph.activations)
+    own = graph.mesh.resolve(axis)
+    before = next((str(b.placement) for b in bound if b.kind == kind and b.name == name), None)
+    for d, n in enumerate(type.shape):
+        if n == 1 or any(a in own for atom in type.dims[d] for a in atom.axes):
+            continue
+        dims: list[DimPlacement] = []
+        for i, dim in enumerate(type.dims):
+            axes = graph.mesh.merged(tuple(a for atom in dim for a in atom.axes if a not in own))
+            axes = (*axes, axis) if i == d else axes
+            dims.append(DimPlacement(axes) if axes else UNSHARDED)
+        try:
+            placement = Placement(tuple(dims))
+        except ShardcError:
+            continue  # two atoms of one dim share a sub-axis
+        yield _rewrite(bound, line, placement, before)
+
+
+def _line(
+    bound: Sequence[Bound], kind: str, name: str, names: Iterator[str] | Sequence[str] | dict[str, fx.Node] = ()
+) -> _Line:
+    """All tensors that are placed alike with this one, or could be: the same name in every layer."""
+    pattern = _pattern(name)
+    same = [b for b in bound if b.kind == kind and _pattern(b.name) == pattern]
+    mine = next((b for b in same if b.name == name), None)
+    alike = [b.name for b in same if mine is not None and b.placement == mine.placement]
+    every = alike or [n for n in names if _pattern(n) == pattern]
+    return _Line(kind, pattern if len(every) > 1 else name, tuple(every or [name]))  # type: ignore[arg-type]
+
+
+def _pattern(name: str) -> str:
+    """One for all layers, and for all calls of a module ("h.0#2")."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name.partition("#")[0])
+
+
+def _rewrite(
+    bound: Sequence[Bound], line: _Line, placement: Placement, before: str | None
+) -> tuple[str, tuple[Bound, ...]]:
+    text = f'{line.pattern} = "{placement}"'
+    plan = {(b.kind, b.name): b for b in bound}
+    for name in line.names:
+        made = Bound(line.kind, name, placement, f'{name} = "{placement}"')
+        old = plan.get((line.kind, name))
+        plan[line.kind, name] = made if old is None else replace(made, location=old.location)
+    under = SECTIONS[line.kind]
+    words = f"write {text}" if before is None else f'write {text} instead of "{before}"'
+    return f"under {under}, {words}", tuple(plan.values())
+
+
+def _parameters(ends: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Parameters that the calls read, through views and collectives."""
+    seen: set[fx.Node] = set()
+    for call in ends:
+        for value in operands(call):
+            while value.op == "call_function":
+                rule = find_rule(value.target)
+                if len(operands(value)) != 1 or not (
+                    value.target in MOVES or (rule is not None and rule.kind == "view")
+                ):
+                    break
+                value = operands(value)[0]
+            if value.op == "placeholder" and type_of(value).dtype.is_floating_point and value not in seen:
+                seen.add(value)
+                yield value
+
+
+def _modules(graph: Graph, ends: Sequence[fx.Node]) -> list[str]:
+    """The modules around the calls, innermost first, whose outputs an annotation can name; a value goes by one name."""
+    names: dict[str, None] = {}
+    for call in ends:
+        parts = info(call).fqn.split(".")
+        for length in range(len(parts), 0, -1):
+            fqn = ".".join(parts[:length])
+            value = graph.activations.get(fqn)
+            if value is not None and info(value).type is not None and type_of(value).ndim >= 2:
+                names[fqn] = None
+    values: dict[fx.Node, str] = {}
+    for fqn in list(names)[:NEAREST_MODULES]:
+        values.setdefault(graph.activations[fqn], fqn)
+    return list(values.values())

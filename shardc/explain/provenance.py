@@ -1,0 +1,178 @@
+"""Why a collective is there: the op that left it to do, the op that needs it done, and the way back to an annotation.
+
+    up.weight = "tp, -"  ->  up.linear  ->  gelu  ->  down.linear splits k over tp: a pending sum  ->  all_reduce
+
+Reads a graph as `name_causes` leaves it: calls are assigned, collectives are lowered, shapes are still global. The way
+back, axis by axis, is that pass's own, so that the cause is the same here as in `Program.collectives()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
+from shardc.ir.schema import given
+from shardc.passes.base import split_of
+from shardc.passes.communication.causes import MOVES, REDUCTIONS, Causes, Left, Place, as_named, before, left
+from shardc.rules.projection import project
+from shardc.rules.registry import find_rule, rule_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call on the way from the annotation, and the tensor that it hands the axis to."""
+
+    value: str
+    type: str
+    op: str
+    source: str
+    main: bool  # neither a view nor pointwise: what a short account of the way names
+
+
+@dataclass(frozen=True)
+class Trail:
+    """One axis of a collective: what the op before it leaves, what the op after it needs, where the axis is from."""
+
+    axis: str  # as the user named it
+    why: str
+    needed: str
+    cause: str  # the annotation, as diagnostics cite it; "" when no annotation is behind it
+    steps: tuple[Step, ...]
+    roots: tuple[Place, ...]  # annotated atoms behind it, of the op before and of the op after
+    ends: tuple[fx.Node, ...]  # the calls before and after
+
+
+def trails(graph: Graph, moved: fx.Node) -> list[Trail]:
+    """A trail for each axis of a collective; axes of one annotation and one reason are one trail."""
+    causes = Causes(graph)
+    found: dict[tuple[str, str], Trail] = {}
+    for axis in given(moved)["axes"]:
+        trail = _trail(causes, moved, axis)
+        found.setdefault((trail.why, trail.cause), trail)
+    return list(found.values())
+
+
+def _trail(causes: Causes, moved: fx.Node, axis: str) -> Trail:
+    graph = causes.graph
+    source, name, what = operands(moved)[0], as_named(graph, axis), left(moved, axis)
+    if moved.target in REDUCTIONS:
+        why = _sum(what, name)
+    else:
+        at = f"dim {_dim_of(*what.starts[0])} of %{info(source).name}" if what.starts else f"%{info(source).name}"
+        why = f"{at} is sharded over {name}, as {_made(what.call)}"
+    reader, needed, claims = _needed(graph, moved, axis, name)
+    way = causes.way(what.starts, axis)
+    claimed = causes.way(claims, axis)
+    roots = tuple(path[0][0] for path in (way, claimed) if path)
+    if claimed:
+        needed += f" ({graph.seeds[claimed[0][0][0]].cause})"
+    steps = tuple(_step(through, value) for (value, _), through in way if through is not None)
+    ends = tuple(n for n in (what.call, reader) if n is not None)
+    return Trail(name, why, needed, causes.cause(moved, axis), steps, roots, ends)
+
+
+# ---------------------------------------------------------------------- what lies before
+def _sum(what: Left, axis: str) -> str:
+    """How a pending sum came about, in words."""
+    part = "its own part of the sum"
+    if any(kind != "sum" for _, kind in type_of(what.value).partial):
+        part = "only its own part"
+    why = f"{op_name(what.call.target)} splits {_places(what.starts)} over {axis}{_notation(what.call)}"
+    why += f": each rank is left with {part}"
+    if what.passed:
+        why += f", carried on unsummed through {what.passed} linear op{'s' if what.passed > 1 else ''}"
+    return why
+
+
+def _made(call: fx.Node) -> str:
+    return f"{op_name(call.target)} computes it" if call.op == "call_function" else "it is placed"
+
+
+# ---------------------------------------------------------------------- what lies behind
+def _needed(graph: Graph, moved: fx.Node, axis: str, shown: str) -> tuple[fx.Node | None, str, list[Place]]:
+    """The first reader, why it needs the collective, and the tensors through which it claims the axis for itself."""
+    reads = list(_readers(moved))
+    ports = [p for p, v in zip(graph.outputs, graph.output_values, strict=True) if v in {v for v, _ in reads}]
+    for port in ports:
+        text = {
+            "grad": f"it is the gradient of {port.name}, which is placed as {port.name} is",
+            "buffer": f"it is the new value of {port.name}, which is placed as {port.name} is",
+            "loss": "it is the loss, which is whole on every rank",
+        }.get(port.role, f"it is the output {port.name}")
+        if all(user.op == "output" for _, user in reads):
+            return None, text, []
+    value, user = next((v, u) for v, u in reads if u.op != "output")
+    name = f"%{info(user).name} ({op_name(user.target)})"
+    if find_rule(user.target) is None:
+        return user, f"{name} has no sharding rule and runs whole on every rank", []
+    projection = project(user)
+    split = split_of(user, projection)
+    at = operands(user).index(value)
+    claims = [p for p, axes in split.items() if axis in axes]
+    claimed = [
+        (v, own.index(p))
+        for v, own in zip([*operands(user), *results(user)], (*projection.operands, *projection.results), strict=True)
+        for p in claims
+        if v is not None and v is not value and p in own and axis in type_of(v).placement[own.index(p)]
+    ]
+    if moved.target in REDUCTIONS:
+        if axis in type_of(value).axes and claims:
+            return user, f"{name} splits it over {shown}, and takes its part of the sum", []
+        kind = given(moved)["op"]
+        if kind != "sum":
+            return user, f"{name} needs the {kind} over all ranks", []
+        if projection.linear != "joint" and at not in projection.linear:
+            return user, f"{name} is not linear in it: it needs the sum, not the parts", []
+        others = [v for v in operands(user) if v is not value and producer(v)[0].target not in REDUCTIONS]
+        if projection.linear == "joint" and others:
+            return user, f"{name} also takes %{info(others[0]).name}, which the parts would count more than once", []
+        return user, f"{name} could carry the parts on, but summing here moves the fewest bytes", []
+    whole = before(moved)
+    lost = [i for i, axes in enumerate(type_of(whole).placement) if axis in axes] if before(value) is whole else []
+    blocked = [i for i in lost if projection.operands[at][i] in projection.blocked]
+    if blocked:
+        return user, f"{name} needs dim {_dim_of(whole, blocked[0])} of it whole{_notation(user)}", []
+    if claimed:
+        return user, f"{name} splits {_places(claimed)} over {shown} instead", claimed
+    return user, f"{name} computes with all of it on every rank", []
+
+
+def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(value, user) for all who read a value, past the collectives, slices and views that it goes through first."""
+    for user in value.users:
+        rule = find_rule(user.target)
+        if user.target in MOVES or (rule is not None and rule.kind == "view" and user.users and info(user).type):
+            yield from _readers(user)
+        else:
+            yield value, user
+
+
+def _step(call: fx.Node, value: fx.Node) -> Step:
+    about = info(call)
+    rule = find_rule(call.target)
+    main = rule is not None and rule.kind in ("compute", "create")
+    return Step(info(value).name, str(type_of(value)), op_name(call.target), about.source, main)
+
+
+# ---------------------------------------------------------------------- words
+def _dim_of(value: fx.Node, atom: int) -> int:
+    """The dim that a flat atom lies in."""
+    for d, dim in enumerate(type_of(value).dims):
+        atom -= len(dim)
+        if atom < 0:
+            return d
+    raise AssertionError("an atom lies in a dim")
+
+
+def _places(places: Sequence[Place]) -> str:
+    named = dict.fromkeys(f"dim {_dim_of(v, i)} of %{info(before(v)).name}" for v, i in places)
+    return " and ".join(list(named)[:2])
+
+
+def _notation(call: fx.Node) -> str:
+    """The rule, where it is written for people: generated factor names are left out."""
+    text = str(rule_of(call))
+    return f" ({text})" if text.replace(" ", "").replace(",", "").replace("->", "").isalpha() else ""

@@ -1,0 +1,218 @@
+"""`explain` for what stages send each other: who reads it, which cut it crosses, and where a cut would send less.
+
+A cut may be moved to where any other module between its neighbours begins. What would cross there is known of all such
+places at once; those that promise to send less are really cut, and measured: bytes sent, and the cost of the dearest
+stage, by which a cut that merely leaves the pipeline unbalanced is told from one that is better.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardc.explain.collective import PHASES, SECONDS, Explanation, explain, field_lines
+from shardc.ir.collectives import human_bytes
+from shardc.ir.diagnostic import ShardcError, did_you_mean, error
+from shardc.ir.graph import Graph, info, op_name
+from shardc.ir.program import Program
+from shardc.partition import rank_costs, transfer_report
+from shardc.partition.balance import cut_bytes, named_starts, unit_costs
+from shardc.partition.cut import cut
+from shardc.partition.staged_program import Pipelined
+from shardc.partition.step_analysis import StepAnalysis
+from shardc.partition.transfer_report import ReportedTransfer
+from shardc.plan.schema import Plan
+
+DEARER = 0.01  # a dearest stage that costs more than this leaves the pipeline unbalanced
+
+
+@dataclass(frozen=True)
+class Recut:
+    """A cut that was tried: what it sends of a microbatch and what its dearest stage costs, against the present one."""
+
+    split: tuple[str, ...]
+    sent: int  # bytes; negative is less
+    cost: float  # relative: 0.5 is half as much again
+
+    def __str__(self) -> str:
+        less = f"{human_bytes(abs(self.sent))} {'less' if self.sent < 0 else 'more'} is then sent of each microbatch"
+        cost = f"{abs(self.cost):.0%} {'more' if self.cost > 0 else 'less'}"
+        cost = f"; the dearest stage costs {cost}" if abs(self.cost) > DEARER / 2 else ""
+        return f"under pipeline, write split: [{', '.join(self.split)}]\n{less}{cost}"
+
+
+@dataclass(frozen=True)
+class TransferExplanation:
+    """Why one transfer exists. `recuts` are the cuts that send less, the best first."""
+
+    transfer: ReportedTransfer
+    axis: str
+    fqn: str
+    source_text: str
+    why: str
+    needed: str
+    recuts: tuple[Recut, ...]
+    tried: int
+    places: int  # at which the cuts that it crosses could be instead
+    inherent: str  # "" when some cut is better
+
+    @property
+    def cheapest(self) -> Recut | None:
+        """The cut that sends least without leaving the pipeline unbalanced; None if there is none."""
+        return next((one for one in self.recuts if one.cost <= DEARER), None)
+
+    def __str__(self) -> str:
+        t = self.transfer
+        often = f", {t.times} times a step" if t.times > 1 else ""
+        way = f"send over {self.axis} from stage {t.origin} to stage {t.target}"
+        lines = [f"%{t.name}: {way}, {PHASES[t.phase]}, {human_bytes(t.bytes_per_rank)} sent by a rank{often}"]
+        place = ", ".join(filter(None, (t.source, self.fqn and f"in {self.fqn}")))
+        lines += [f"  --> {place}"] if place else []
+        lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
+        lines += field_lines("why", self.why)
+        lines += field_lines("needed", self.needed)
+        lines += field_lines("cause", t.cause)
+        lines += field_lines("inherent", self.inherent)
+        if self.cheapest is not None:
+            lines += field_lines("change", str(self.cheapest))
+        elif self.recuts:
+            lines += field_lines("give up", str(self.recuts[0]))
+        tried = f"{self.places} other places to cut; "
+        if self.tried:
+            tried += f"the {self.tried} that promise to send less were cut, and {len(self.recuts)} do"
+        else:
+            tried += "none promises to send less"
+        return "\n".join([*lines, *field_lines("tried", tried)])
+
+
+def cause_of(plan: Mapping[str, Any]) -> str:
+    """The words of a program's plan that say where it is cut."""
+    pipeline = Plan.parse(plan.get("text", "")).pipeline
+    place = f"   ({plan['cut']})" if plan.get("cut") else ""
+    if pipeline is not None and pipeline.split:
+        return f"split: {', '.join(pipeline.split)}{place}"
+    return f"no split: the cut is the most balanced one{place}"
+
+
+def explain_step(program: Program, pipelined: Pipelined, value: str | int) -> Explanation | TransferExplanation:
+    """Explain a collective along the other axes or a transfer, by its name or its number: transfers come last."""
+    known, collectives = transfer_report.report_transfers(pipelined, cause_of(program.plan)), program.collectives()
+    name = str(value).removeprefix("%")
+    if name.isdecimal():
+        at = int(name) - len(collectives)
+        if at >= len(known):
+            message = f"there is no communication {name}: the program has {len(collectives) + len(known)}"
+            hint = "they are numbered from 0: collectives in the order of the program, then transfers"
+            raise error("SC106", message, hint=hint)
+        wanted = known[at] if at >= 0 else None
+    else:
+        wanted = next((one for one in known if one.name == name), None)
+        names = [*(one.value for one in collectives), *(one.name for one in known)]
+        if wanted is None and name not in names and not name.startswith("-"):
+            message = f"'{name}' is no collective or transfer of the program"
+            raise error("SC106", message, hint=did_you_mean(name, names, "collectives and transfers"))
+    if wanted is not None:
+        return _explained(program, pipelined, wanted)
+    found = explain(program, value)
+    where = rank_costs.stages_with_value(pipelined, found.collective.value)
+    said = ", ".join(map(str, where)) or "the end of the step"
+    return replace(found, stages=f"{said}; what changes would send and save is of all stages together")
+
+
+def _explained(program: Program, pipelined: Pipelined, wanted: ReportedTransfer) -> TransferExplanation:
+    about = info(program.body.by_name(wanted.value))
+    home = transfer_report.stage_coordinates(pipelined)
+    reader = next(_readers(pipelined, wanted), None)
+    read = "a result of it" if reader is None else f"%{info(reader).name} ({op_name(reader.target)})"
+    why = f"stage {wanted.origin} makes it, on ranks with {pipelined.axis}={home[wanted.origin]}"
+    needed = f"{read} of stage {wanted.target} reads it, on ranks with {pipelined.axis}={home[wanted.target]}"
+    search = _Search.of(program, pipelined)
+    places = search.places(wanted.cuts)
+    recuts, tried = search.try_those_that_send_less(places, home)
+    inherent = ""
+    if not any(one.cost <= DEARER for one in recuts):
+        what = "sends less and leaves the stages as balanced" if recuts else "sends less"
+        inherent = f"no other module between the cuts beside, to begin the stage, {what}"
+    return TransferExplanation(
+        wanted, pipelined.axis, about.fqn, about.source_text, why, needed, recuts, tried, len(places), inherent
+    )
+
+
+def _readers(pipelined: Pipelined, wanted: ReportedTransfer) -> Iterator[Any]:
+    """Calls of the target that read the value, forward first."""
+    stage = pipelined.stages[wanted.target]
+    for graph in (stage.forward, stage.backward):
+        for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if port.role == "value" and port.name == wanted.value:
+                yield from (user for user in node.users if user.op == "call_function")
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The units that a step may be cut between, and where it is."""
+
+    body: Graph
+    analysis: StepAnalysis
+    starts: tuple[int, ...]
+    costs: Sequence[float]
+    crossing: Sequence[int]
+    now: int
+
+    @classmethod
+    def of(cls, program: Program, pipelined: Pipelined) -> _Search:
+        analysis = StepAnalysis(program.body)
+        starts = _starts(analysis, pipelined)
+        now = transfer_report.crossing_bytes(pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined))
+        return cls(program.body, analysis, starts, unit_costs(analysis), cut_bytes(analysis), now)
+
+    def places(self, cuts: range) -> list[tuple[int, ...]]:
+        """The other starts of stages that moving one of these cuts would give, what sends least first."""
+        ends = (*self.starts, len(self.analysis.units))
+        moved = [
+            (*self.starts[:cut], unit, *self.starts[cut + 1 :])
+            for cut in cuts
+            for unit in range(ends[cut - 1] + 1, ends[cut + 1])
+            if unit != self.starts[cut]
+        ]
+        return sorted(moved, key=self._crossing)
+
+    def _crossing(self, starts: Sequence[int]) -> int:
+        return sum(self.crossing[unit] for unit in starts[1:])
+
+    def try_those_that_send_less(
+        self, places: Sequence[tuple[int, ...]], home: Mapping[int, int]
+    ) -> tuple[tuple[Recut, ...], int]:
+        found: list[Recut] = []
+        deadline, tried = time.monotonic() + SECONDS, 0
+        for starts in places:
+            if self._crossing(starts) >= self._crossing(self.starts) or (tried and time.monotonic() > deadline):
+                break
+            split = tuple(self.analysis.units[unit].name for unit in starts[1:])
+            try:
+                if named_starts(self.analysis, split) != starts:
+                    continue  # a module that runs twice is cut at where it first does
+                tried += 1
+                saved = transfer_report.crossing_bytes(cut(self.body, None, split).pipeline, home) - self.now
+            except ShardcError:
+                continue  # nobody asked for this cut
+            if saved < 0:
+                found.append(Recut(split, saved, self._dearest(starts) / self._dearest(self.starts) - 1))
+        return tuple(sorted(found, key=lambda one: (one.cost > DEARER, one.sent, one.cost))), tried
+
+    def _dearest(self, starts: Sequence[int]) -> float:
+        ends = (*starts[1:], len(self.costs))
+        return max(sum(self.costs[a:b]) for a, b in zip(starts, ends, strict=True))
+
+
+def _starts(analysis: StepAnalysis, pipelined: Pipelined) -> tuple[int, ...]:
+    """The first unit of each stage: where its calls are. Of what became a kernel only some still have their names."""
+    stages = enumerate(pipelined.stages)
+    made = ((at, value) for at, stage in stages for value in stage.forward.fx.nodes if value.op == "call_function")
+    home = {info(value).name: at for at, value in made}
+    own = [{home[info(call).name] for call in unit.calls if info(call).name in home} for unit in analysis.units]
+    found = [0]
+    for stage in range(1, len(pipelined.stages)):
+        found.append(next(at for at in range(found[-1] + 1, len(own)) if stage in own[at]))
+    return tuple(found)

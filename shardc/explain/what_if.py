@@ -1,0 +1,204 @@
+"""Changes of the plan, each really tried: does the collective go away, and what does a rank's step cost then?
+
+Each is compiled from the same reference graph, without tracing again. What it costs is measured on the result: bytes
+sent, parameters held, and *work*, the multiplications that a rank does in matmuls, convolutions and attention (points
+of their iteration space), by which a change that merely gives up parallelism is told from one that communicates less.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import fx
+
+from shardc.compiler.driver import distribute
+from shardc.compiler.pass_pipeline import Options
+from shardc.ir.collectives import Collective, collectives, human_bytes
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.passes.base import split_of
+from shardc.passes.communication.combine import Combine
+from shardc.passes.sharding.seed import Bound
+from shardc.rules.projection import project
+from shardc.rules.registry import find_rule
+
+Found = TypeVar("Found")
+GAVE_UP = 0.01  # more work than this means that some op is no longer split
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rank does in a step under one plan."""
+
+    collectives: tuple[Collective, ...]
+    parameter_bytes: int
+    work: float
+
+    @property
+    def sent(self) -> int:
+        return sum(c.bytes_per_step for c in self.collectives)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the plan that removes the collective, and what it does to a rank's step."""
+
+    text: str
+    plan: tuple[Bound, ...]  # all annotations, the change made
+    sent: int  # bytes in a step, against before; negative is less
+    parameter_bytes: int
+    work: float  # relative: 0.5 is half as much again
+    instead: tuple[str, ...]  # collectives that it brings
+    same_value: bool  # one of them moves the same value: the same communication in another form
+
+    @property
+    def gives_up(self) -> bool:
+        """It avoids the communication by not splitting the work."""
+        return self.work > GAVE_UP
+
+    @property
+    def saves(self) -> bool:
+        """It does away with the communication, not with the splitting of work, and nothing dearer comes instead."""
+        return self.sent < 0 and not self.gives_up and not self.same_value
+
+    def __str__(self) -> str:
+        effect = [_difference(self.sent, "communication")]
+        if self.parameter_bytes:
+            effect.append(_difference(self.parameter_bytes, "parameters"))
+        if abs(self.work) > GAVE_UP / 2:
+            effect.append(f"{abs(self.work):.0%} {'more' if self.work > 0 else 'less'} work")
+        brings = f"; brings {', '.join(self.instead)}" if self.instead else ""
+        return f"{self.text}\na rank then has {', '.join(effect)}{brings}"
+
+
+def compiled(reference: Graph, bound: Sequence[Bound], options: Options, look: Callable[[Graph], Found]) -> Found:
+    """Compile once more, and look at the graph as `combine` leaves it: collectives lowered, shapes still global."""
+    with _garbage_kept():
+        return look(distribute(reference, bound, replace(options, verify=False), Combine))
+
+
+@contextmanager
+def _garbage_kept() -> Generator[None]:
+    """Collect once, afterwards: a graph is a hundred thousand objects that all live until then."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)  # the young are all that was made meanwhile
+        if was_on:
+            gc.enable()
+
+
+def measure(graph: Graph) -> Cost:
+    """The cost of a graph after `combine`."""
+    params = 0
+    work = sum(_work(graph, node) for node in graph.calls())
+    for port, value in zip(graph.inputs, graph.placeholders, strict=True):
+        params += type_of(value).local_bytes(graph.mesh) if port.role == "param" else 0
+    return Cost(tuple(collectives(graph)), params, work)
+
+
+def _work(graph: Graph, node: fx.Node) -> float:
+    """A rank's points of a call that contracts two tensors; pointwise ops cost next to nothing beside them."""
+    rule = find_rule(node.target)
+    if rule is None or info(node).constant:
+        return 0.0
+    projection = project(node)
+    floats = [
+        own for v, own in zip(operands(node), projection.operands, strict=True) if type_of(v).dtype.is_floating_point
+    ]
+    shared = {p for own in floats for p in own if sum(p in other for other in floats) > 1}
+    if not any(shared - set(side) for side in projection.results):
+        return 0.0
+    split = split_of(node, projection)
+    used = {p for side in (*projection.operands, *projection.results) for p in side}
+    return math.prod(projection.sizes[p] / graph.mesh.size(split.get(p, ())) for p in used)
+
+
+@dataclass(frozen=True)
+class Removals:
+    """What trying found: the candidates that remove a collective, the best first, and those that broke the compiler."""
+
+    changes: tuple[Change, ...]
+    tried: int
+    failed: tuple[str, ...]  # what the compiler's own error said, and for which change
+
+
+def removals(
+    reference: Graph,
+    options: Options,
+    target: Collective,
+    now: Cost,
+    candidates: Sequence[tuple[str, tuple[Bound, ...]]],
+    seconds: float,
+) -> Removals:
+    """Try candidates, the likeliest first, for some seconds."""
+    found: list[Change] = []
+    failed: list[str] = []
+    deadline = time.monotonic() + seconds
+    tried = 0
+    for text, plan in candidates:
+        if tried and time.monotonic() > deadline:
+            break
+        tried += 1
+        try:
+            cost = compiled(reference, plan, options, measure)
+        except ShardcError:
+            continue  # nobody asked for this plan: one that is refused is no candidate
+        except Exception as bug:
+            said, _, _ = str(bug).partition("\n")
+            failed.append(f"{type(bug).__name__}: {said} ({text})")
+            continue
+        if _removed(target, now, cost):
+            work = cost.work / now.work - 1 if now.work else 0.0
+            sent, params = cost.sent - now.sent, cost.parameter_bytes - now.parameter_bytes
+            same = any(_base(c) == _base(target) and set(c.axes) & set(target.axes) for c in cost.collectives)
+            found.append(Change(text, plan, sent, params, work, _instead(now, cost), same))
+    found.sort(key=lambda c: (c.gives_up, c.sent, c.parameter_bytes))
+    return Removals(tuple(found), tried, tuple(failed))
+
+
+def _removed(target: Collective, now: Cost, then: Cost) -> bool:
+    """It is gone, and has not merely moved to another value."""
+
+    def alike(cost: Cost) -> int:
+        key = target.kind, target.axes, target.phase
+        return sum((c.kind, c.axes, c.phase) == key for c in cost.collectives)
+
+    base = _base(target)
+    same = any(_base(c) == base and c.kind == target.kind and set(c.axes) & set(target.axes) for c in then.collectives)
+    return not same and alike(then) < alike(now)
+
+
+def _base(one: Collective) -> str:
+    """The name of the value that a collective moves."""
+    return re.sub(rf"\.{one.kind}(_\d+)?$", "", one.value)
+
+
+def _instead(now: Cost, then: Cost) -> tuple[str, ...]:
+    """Kinds of collectives of which there are more than before: `2 all_gather over tp`."""
+
+    def count(cost: Cost) -> dict[tuple[str, str], int]:
+        kinds: dict[tuple[str, str], int] = {}
+        for c in cost.collectives:
+            key = c.kind, ".".join(c.axes)
+            kinds[key] = kinds.get(key, 0) + 1
+        return kinds
+
+    before = count(now)
+    more = ((kind, axes, n - before.get((kind, axes), 0)) for (kind, axes), n in count(then).items())
+    return tuple(f"{n} {kind} over {axes}" for kind, axes, n in more if n > 0)
+
+
+def _difference(count: int, what: str) -> str:
+    if not count:
+        return f"as much {what}"
+    return f"{human_bytes(abs(count))} {'more' if count > 0 else 'less'} {what}"

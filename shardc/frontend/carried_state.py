@@ -1,0 +1,153 @@
+"""Would the next step read what this one left? Two traces compared, the second made over what the first has left.
+
+Graphs are compared by what they return and what they change, each value spelled as the whole expression that computes
+it. A tensor left behind that no input had a part in is spelled by its expression too, so that a table which is made
+once and kept is the same as one that is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc import torch_compat
+from shardc.frontend.provenance import Origin, Origins, named_at
+from shardc.frontend.python_state import Change, Snapshot, left_tensors, reachable
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+
+READ = "forward reads what an earlier step left in {}; every step of a program finds there what the first would"
+COUNTED = "forward counts on in {} from step to step; every step of a program counts as the first"
+IN_PLACE = "forward changes {} in place, a tensor that is no buffer"
+HINT = "register_buffer what is to last from step to step, and change it in place; set the rest before it is read"
+
+
+def carried(
+    model: nn.Module,
+    before: Snapshot,
+    first: fx.GraphModule,
+    left: Mapping[int, fx.Node],
+    again: Callable[[], fx.GraphModule],
+) -> list[Diagnostic]:
+    """What steps would hand on and a program's do not: a warning (SC109) for each kind of it. Raises for a plain tensor
+    that is changed in place, which no graph can say.
+
+    The model is as the trace of `first` left it. `left`: the nodes that computed the tensors left behind, by the id of
+    the tensor. `again` traces a second step.
+    """
+    if names := _changed_in_place(model, first):
+        raise ShardcError(replace(_said(model, IN_PLACE, names), severity="error"))
+    changes = before.changes()
+    if not changes:
+        return []
+    between, keys = Snapshot(model), _expressions(first, {})
+    inputs = _from_inputs(first.graph)
+    known = {key: keys[node] for key, node in left.items() if node in keys and node not in inputs}
+    own = [c for c in changes if not (ts := [id(t) for t in left_tensors([c])]) or any(key not in known for key in ts)]
+    try:
+        second = again()
+    except Exception as problem:  # of a step that the user did not ask for: it is the cause, not the error
+        why = f"a second step raises {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+        return [_said(model, READ, _names(own) or _names(changes), why)]
+    found: list[Diagnostic] = []
+    counted = _names(change for change in between.changes() if change.counts)
+    if _effects(first, keys) != _effects(second, _expressions(second, known)):
+        read = {id(t) for t in _constants(second).values()} - known.keys()
+        names = _names(c for c in own if any(id(t) in read for t in left_tensors([c])))
+        names = names or [name for name in _names(own) if name not in counted]
+        names = names or ([] if counted else _names(changes))
+        if names:
+            found.append(_said(model, READ, names))
+    if counted:
+        found.append(_said(model, COUNTED, counted))
+    return found
+
+
+def refuse_written_constants(gm: fx.GraphModule, origins: Origins) -> None:
+    """Raise ShardcError (SC109) for a write into a tensor that is neither the model's nor made in forward: a global."""
+    constants = _constants(gm)
+    for node in gm.graph.nodes:
+        if any(_base(written) in constants for written in torch_compat.written_by(node)):
+            origin = origins.of.get(node, Origin())
+            place = {"location": origin.source or None, "source_text": origin.source_text or None}
+            raise error("SC109", IN_PLACE.format("what lies outside of the model"), hint=HINT, **place)
+
+
+def _names(changes: Iterable[Change]) -> list[str]:
+    return list(dict.fromkeys(change.attribute for change in changes))
+
+
+def _said(model: nn.Module, message: str, names: list[str], cause: str | None = None) -> Diagnostic:
+    """The warning, at the line where the first of the attributes is spoken of."""
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    fqn, where = named_at(model, names[0])
+    return Diagnostic("SC109", message.format(shown), "warning", fqn=fqn or None, cause=cause, hint=HINT, **where)
+
+
+# ------------------------------------------------------------------ graphs
+def _constants(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    return {node: getattr(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"}
+
+
+def _expressions(gm: fx.GraphModule, known: Mapping[int, str]) -> dict[fx.Node, str]:
+    """Every value by a name for how it is computed; `known` names tensors that another graph left, by their id."""
+    names: dict[fx.Node, str] = {}
+    constants = _constants(gm)
+    for number, node in enumerate(gm.graph.nodes):
+        if node.op == "placeholder":
+            names[node] = f"input {number}"
+        elif node.op == "get_attr":
+            names[node] = known.get(id(constants[node])) or _data(constants[node])
+        elif node.op == "call_function":
+            arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: names[n])
+            names[node] = f"{hash(f'{node.target}{arguments}'):x}"
+    return names
+
+
+def _data(t: Tensor) -> str:
+    """Of a real tensor its value; one left behind by a trace, which has none, is like no other."""
+    if torch_compat.is_fake(t):
+        return f"left {id(t)}"
+    data = b"" if t.is_meta else t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"constant {t.dtype} {list(t.shape)} {hash(data):x}"
+
+
+def _effects(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[str]:
+    """What a graph returns, and in order what it writes of what its inputs have a part in."""
+    inputs = _from_inputs(gm.graph)
+    written = [names[node] for node in gm.graph.nodes if torch_compat.mutates(node) and node in inputs]
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    returned: Any = output.args[0]
+    return [*written, *(names[node] if isinstance(node, fx.Node) else repr(node) for node in returned)]
+
+
+def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Values that an input has a part in, be it by a write into the tensor that they are a view of."""
+    found = {node for node in graph.nodes if node.op == "placeholder"}
+    count = 0
+    while count < len(found):
+        count = len(found)
+        for node in graph.nodes:
+            if _base(node) in found or any(value in found for value in node.all_input_nodes):
+                found |= {node, *map(_base, torch_compat.written_by(node))}
+    return found
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The value whose memory a node's is: through views and writes in place."""
+    while torch_compat.shares_memory(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _changed_in_place(model: nn.Module, gm: fx.GraphModule) -> list[str]:
+    """Attributes of the model that hold a plain tensor which the graph writes to."""
+    constants = _constants(gm)
+    bases = {_base(argument) for node in gm.graph.nodes for argument in torch_compat.written_by(node)}
+    written = {id(constants[base]) for base in bases if base in constants}
+    if not written:
+        return []
+    return [at.path.partition("[")[0] for at, value in reachable(model) if id(value) in written]

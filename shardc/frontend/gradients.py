@@ -1,0 +1,142 @@
+"""gradients: what becomes of them between backward and the optimizer.
+
+    total  = sum of all squares     one scalar reduction, over exactly the axes that some gradient is sharded on
+    norm   = sqrt(total) / scale
+    finite = total < inf
+    g      = g * min(1, limit / norm) / scale
+
+Gradients arrive as backward leaves them: of the loss times `scale`, where the loss was scaled. The scale is a power of
+two, so that dividing by it loses nothing, and it rides on the factor that clipping multiplies by. Squares are summed in
+float64, which holds those of every float32: the sum is not finite where an element is not, and nowhere else. So the
+norm's collective also tells every rank the same of `finite`; the ranks that hold a value twice are taken to hold the
+same value, here as everywhere.
+
+The scale halves after a step with an overflow, and doubles after `growth_interval` steps in a row without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.frontend.append import Append, module_of
+from shardc.frontend.precision import HALF, Precision
+from shardc.ir.graph import Port, type_of
+from shardc.ir.microbatch import SCALE
+from shardc.ir.ops.squares import SUM_OF_SQUARES
+from shardc.ir.types import TensorType
+
+aten = torch.ops.aten
+EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+GOOD_STEPS = "loss:good_steps"  # in a row, without an overflow
+LARGEST_SCALE = 2.0**32
+
+
+@dataclass(frozen=True)
+class Final:
+    """Gradients as the optimizer gets them, and what was found on the way."""
+
+    gradients: dict[str, fx.Node]
+    norm: fx.Node | None = None  # of all of them, before clipping
+    finite: fx.Node | None = None  # whether all of them are, one bool
+    state: tuple[tuple[Port, fx.Node], ...] = ()  # the loss's scale from now on
+    fills: Mapping[str, float] | None = None  # what that starts from
+
+    @property
+    def outputs(self) -> list[tuple[Port, fx.Node]]:
+        found = {"grad_norm": self.norm, "finite": self.finite}
+        return [(Port("output", name), node) for name, node in found.items() if node is not None]
+
+
+def finish(
+    append: Append,
+    gradients: Mapping[str, fx.Node],
+    *,
+    limit: float | None = None,
+    check: bool = False,
+    precision: Precision | None = None,
+) -> Final:
+    """Clip by the global norm, as torch.nn.utils.clip_grad_norm_ does; `check` whether all is finite; unscale.
+
+    Without `check`, a norm that is not finite goes through.
+    """
+    scale = append.graph.input_nodes().get(SCALE)
+    # Also of a norm that float32 cannot hold the factor is right.
+    wide = any(type_of(g).dtype == torch.float64 for g in gradients.values())
+    widest = torch.float64 if wide else torch.float32
+    total = _squares(append, gradients) if gradients and (check or limit is not None) else None
+    inverse = None if scale is None else append.call("opt.scale", "", aten.reciprocal.default, scale)
+    norm = factor = finite = None
+    if total is not None:
+        norm = append.call("opt.norm", "", aten.sqrt.default, total)
+        norm = norm if inverse is None else append.call("opt.norm", "", aten.mul.Tensor, norm, inverse)
+        finite = append.call("opt.finite", "", aten.lt.Scalar, total, math.inf) if check else None
+    if limit is not None and norm is not None:
+        factor = _ratio(append, norm, limit)
+    if inverse is not None:
+        factor = inverse if factor is None else append.call("opt.clip", "", aten.mul.Tensor, factor, inverse)
+    norm = None if norm is None else append.cast("opt.norm", "", norm, widest)
+    found = dict(gradients)
+    if factor is not None:
+        factor = append.cast("opt.clip", "", factor, widest)
+        found = {name: _times(append, name, g, factor) for name, g in gradients.items()}
+    if scale is None or finite is None or precision is None:
+        return Final(found, norm, finite)
+    state = _adapted(append, scale, finite, precision)
+    return Final(found, norm, finite, state, {SCALE: precision.loss_scale, GOOD_STEPS: 0.0})
+
+
+def _squares(append: Append, gradients: Mapping[str, fx.Node]) -> fx.Node:
+    """The sum of the squares of all elements, each counted once, in float64.
+
+    It reads a gradient through an elementwise call, which can be placed as the update is: under ZeRO each rank then
+    has its shard alone to look at. A scalar has no dims to place.
+    """
+    total: fx.Node | None = None
+    for name, g in gradients.items():
+        at, fqn = f"opt.{name}.norm", module_of(name)
+        if type_of(g).dtype in HALF:
+            size = append.cast(at, fqn, g, torch.float32)
+        else:
+            size = append.call(at, fqn, aten.abs.default, g)
+        square = append.call(at, fqn, SUM_OF_SQUARES, size)
+        total = square if total is None else append.call("opt.norm", "", aten.add.Tensor, total, square)
+    assert total is not None
+    return total
+
+
+def _ratio(append: Append, norm: fx.Node, limit: float) -> fx.Node:
+    """What gradients are multiplied by so that their norm becomes at most the limit."""
+    inverse = append.call(
+        "opt.clip", "", aten.reciprocal.default, append.call("opt.clip", "", aten.add.Tensor, norm, EPSILON)
+    )
+    ratio = append.call("opt.clip", "", aten.mul.Tensor, inverse, limit)
+    return append.call("opt.clip", "", aten.clamp.default, ratio, None, 1.0)
+
+
+def _times(append: Append, name: str, g: fx.Node, factor: fx.Node) -> fx.Node:
+    type = type_of(g)
+    # A 0-dim gradient would take the dtype of a wider factor.
+    factor = factor if type.ndim else append.cast("opt.clip", "", factor, type.dtype)
+    return append.call(f"opt.{name}.clip", module_of(name), aten.mul.Tensor, g, factor)
+
+
+def _adapted(append: Append, scale: fx.Node, finite: fx.Node, precision: Precision) -> tuple[tuple[Port, fx.Node], ...]:
+    """The scale of the next step, and the number of good ones before it."""
+
+    def call(target: object, *args: object) -> fx.Node:
+        return append.call("opt.scale", "", target, *args)
+
+    good = append.input(Port("state", GOOD_STEPS), TensorType.plain(torch.int64, ()))
+    one_more = call(aten.add.Tensor, good, 1)
+    enough = call(aten.ge.Scalar, one_more, precision.growth_interval)
+    larger = call(aten.where.self, enough, call(aten.mul.Tensor, scale, 2.0), scale)
+    adapted = call(aten.where.self, finite, larger, call(aten.mul.Tensor, scale, 0.5))
+    bounded = call(aten.clamp.default, adapted, 1.0, LARGEST_SCALE)
+    counted = call(aten.logical_and.default, finite, call(aten.logical_not.default, enough))
+    count = call(aten.where.ScalarOther, counted, one_more, 0)
+    return (Port("state", SCALE), bounded), (Port("state", GOOD_STEPS), count)

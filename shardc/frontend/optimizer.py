@@ -1,0 +1,220 @@
+"""The optimizer's step at the end of the joint graph: gradients in, new parameters and optimizer state out.
+
+    loss, grad w          ->      loss, param w, state w:exp_avg, ...      (and grad_norm, when gradients are clipped)
+
+What gradients go through first is in shardc/frontend/gradients.py. Each parameter gets an instance of its traced
+`Update`. Per parameter and state tensor there is an input of role "state" named `<parameter>:<key>`, as in torch a step
+count each; per group of the optimizer one of role "hyper" named `lr.<group>`, so that a learning-rate scheduler changes
+a tensor and nothing else. All that is on the global graph: where parameters and state are stored, and so where the
+update runs, is said by placements later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc import torch_compat
+from shardc.frontend.append import Append, module_of
+from shardc.frontend.gradients import Final, finish
+from shardc.frontend.optimizer_trace import Update, check, hyperparameters, refused, trace_update
+from shardc.frontend.precision import Precision
+from shardc.ir.diagnostic import error
+from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.types import TensorType
+from shardc.passes.base import Pass
+
+aten = torch.ops.aten
+CYCLED = ("base_momentum", "max_momentum")  # what a scheduler leaves in the groups whose momentum it changes
+
+
+@dataclass(frozen=True)
+class AppendUpdates(Pass):
+    """append_updates: clip the gradients of a step, and make its optimizer's update part of it.
+
+    Needs: a normalised graph of a whole step, which sums its microbatches. Ensures: without an optimizer the gradients
+    stay outputs; with one, the new parameters and state take their place. `fills` is then what each new state input is
+    filled with before the first step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    clip_grad_norm: float | None = None
+    precision: Precision | None = None
+    check_finite: bool = False
+    fills: dict[str, float] = field(default_factory=dict[str, float])
+
+    def run(self, graph: Graph) -> Graph:
+        self.fills.update(
+            append_updates(
+                graph,
+                self.optimizer,
+                self.model,
+                clip_grad_norm=self.clip_grad_norm,
+                precision=self.precision,
+                check_finite=self.check_finite,
+            )
+        )
+        return graph
+
+
+def append_updates(
+    graph: Graph,
+    optimizer: torch.optim.Optimizer | None,
+    model: nn.Module,
+    *,
+    clip_grad_norm: float | None = None,
+    precision: Precision | None = None,
+    check_finite: bool = False,
+) -> dict[str, float]:
+    """Replace the graph's gradients by the parameters and the state after the optimizer's step.
+
+    Returns what each new state input is filled with before the first step. Parameters in no group stay as they are,
+    and so do those without a gradient; with `check_finite` all do, in a step with a gradient that is not. Without an
+    optimizer the gradients are returned, of the loss as it is. `graph.gradients` names the gradients that the graph
+    still computes, as backward makes them.
+    """
+    if optimizer is not None:
+        refuse_hooks(optimizer)
+    groups = _groups(graph, optimizer, model) if optimizer is not None else {}
+    outputs = list(zip(graph.outputs, graph.output_values, strict=True))
+    gradients = {port.name: node for port, node in outputs if port.role == "grad"}
+    append = Append(graph)
+    final = finish(append, gradients, limit=clip_grad_norm, check=check_finite, precision=precision)
+    fills: dict[str, float] = dict(final.fills or {})
+    made: list[tuple[Port, fx.Node]] = []
+    if optimizer is None:
+        made = [(port, final.gradients[port.name]) for port, _ in outputs if port.role == "grad"]
+    else:
+        made = _updated(append, _Updates(optimizer), groups, final, fills)
+    kept = [(port, node) for port, node in outputs if port.role != "grad"]
+    outputs = [*kept[:1], *made, *final.state, *kept[1:], *final.outputs]
+    graph.outputs = tuple(port for port, _ in outputs)
+    graph.output_node.args = (tuple(node for _, node in outputs),)
+    graph.erase_dead()
+    alive = set(graph.fx.nodes)
+    graph.gradients = {name: node for name, node in gradients.items() if node in alive}
+    return fills
+
+
+def _updated(
+    append: Append, updates: _Updates, groups: Mapping[str, int], final: Final, fills: dict[str, float]
+) -> list[tuple[Port, fx.Node]]:
+    """The new parameters and state; adds to `fills`."""
+    rates: dict[int, fx.Node] = {}
+    made: list[tuple[Port, fx.Node]] = []
+    params = append.graph.input_nodes()
+    for name, gradient in final.gradients.items():
+        if name not in groups:
+            continue
+        index, param = groups[name], params[name]
+        update = updates.of(index, type_of(param))
+        if index not in rates:
+            rates[index] = append.input(Port("hyper", f"lr.{index}"), TensorType.plain(torch.float64, ()))
+        ports = [Port("state", f"{name}:{s.key}") for s in update.states]
+        state = [
+            append.input(port, TensorType.plain(s.dtype, s.shape), module_of(name))
+            for port, s in zip(ports, update.states, strict=True)
+        ]
+        fills |= {port.name: s.fill for port, s in zip(ports, update.states, strict=True)}
+        # Where parameters are stored in fewer digits than gradients are reduced in, those are rounded at last.
+        fitting = append.cast(f"opt.{name}", module_of(name), gradient, type_of(param).dtype)
+        values = append.instance(update.graph, (param, fitting, rates[index], *state), name)
+        if final.finite is not None:
+            at, fqn = f"opt.{name}", module_of(name)
+            pairs = zip(values, (param, *state), strict=True)
+            values = [append.call(at, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
+        made += zip((Port("param", name), *ports), values, strict=True)
+    return made
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ShardcError (SC107) where Python acts around the optimizer's step: a program's update has no such place."""
+    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "pass one torch.optim.Optimizer; parameters that are to be updated in other ways are groups of it"
+        raise error("SC107", f"the optimizer is a {type(optimizer).__name__}", hint=hint)
+    if not (hooks := torch_compat.step_hooks(optimizer)):
+        return
+    name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
+    hint = "clip by the plan's clip_grad_norm or by hooks of the parameters; make the rest part of the optimizer's step"
+    raise refused(optimizer, f"{name} acts before, after or in the place of its step", hint)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The "hyper" inputs: each group's present learning rate, in float64 as Python's. Raises ShardcError (SC107) where
+    the optimizer was given a hook."""
+    refuse_hooks(optimizer)
+    return {
+        f"lr.{i}": torch.as_tensor(group["lr"], dtype=torch.float64, device="cpu").detach().reshape(())
+        for i, group in enumerate(optimizer.param_groups)
+    }
+
+
+def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
+    """All that a program's update was traced with: when it changes, the program is no longer the optimizer's."""
+    return tuple((hyperparameters(group), len(group["params"])) for group in optimizer.param_groups)
+
+
+def initial_state(
+    graph: Graph, fills: Mapping[str, float], optimizer: torch.optim.Optimizer | None, model: nn.Module | None
+) -> dict[str, Tensor]:
+    """The "state" inputs: the optimizer's own, if it made steps or was loaded, else what a first step starts from."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) if model is not None else {}
+    held: Mapping[Tensor, dict[str, Any]] = optimizer.state if optimizer is not None else {}
+    found: dict[str, Tensor] = {}
+    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if port.role != "state" or port.name not in fills:
+            continue
+        name, _, key = port.name.rpartition(":")
+        type = type_of(node)
+        value = held.get(tensors[name], {}).get(key) if held and name in tensors else None
+        if value is None or (isinstance(value, Tensor) and value.is_meta):
+            # One number seen as a tensor: a rank that cuts its shard out never holds the whole.
+            found[port.name] = torch.tensor(fills[port.name], dtype=type.dtype).expand(type.shape)
+        else:
+            found[port.name] = torch.as_tensor(value).detach().to(type.dtype).reshape(type.shape)
+    return found
+
+
+def _groups(graph: Graph, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
+    """Parameter of the graph -> index of its group."""
+    names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    ports = {name: port.name for port in graph.inputs if port.role == "param" for name in (port.name, *port.aliases)}
+    found: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        if any(key in group for key in CYCLED):
+            hint = "pass cycle_momentum=False to the scheduler"
+            raise refused(optimizer, "its scheduler changes the momentum, and only learning rates may change", hint)
+        for position, p in enumerate(group["params"]):
+            if p not in names:
+                raise error(
+                    "SC107",
+                    f"parameter {position} of the optimizer's group {index}, {list(p.shape)}, is not the model's",
+                    hint="make the optimizer from the parameters of the very model that is compiled, not of a copy",
+                )
+            found[ports.get(names[p], names[p])] = index
+    return found
+
+
+@dataclass
+class _Updates:
+    """Updates by hyperparameters, shape and dtype: few, however many parameters there are."""
+
+    optimizer: torch.optim.Optimizer
+    known: dict[Hashable, Update] = field(default_factory=dict[Hashable, Update])
+    checked: set[Hashable] = field(default_factory=set[Hashable])
+
+    def of(self, index: int, type: TensorType) -> Update:
+        group = self.optimizer.param_groups[index]
+        options = hyperparameters(group)
+        if (options, type.ndim) not in self.checked:
+            check(self.optimizer, group, type.ndim)
+            self.checked.add((options, type.ndim))
+        key = (options, type.shape, type.dtype)
+        if key not in self.known:
+            self.known[key] = trace_update(self.optimizer, group, type.shape, type.dtype)
+        return self.known[key]

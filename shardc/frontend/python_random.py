@@ -1,0 +1,62 @@
+"""Numbers that forward draws in Python: a graph has them as constants, so that every step has the first one's (SC111).
+
+    if random.random() < self.layer_drop: ...      drawn while compiling, once
+    torch.rand(()) < self.layer_drop               drawn in every step, the same under every layout
+
+The generators are Python's and NumPy's global ones, and those that the model holds. A trace leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from shardc.frontend.python_state import reachable
+from shardc.ir.diagnostic import Diagnostic
+
+MESSAGE = "forward draws numbers from {}: every step of a program has the number that was drawn while compiling"
+HINT = "draw from torch.rand, randn or bernoulli, and let tensors decide; a program draws those anew in every step"
+
+
+@dataclass(frozen=True)
+class _Generator:
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class Generators:
+    """The generators within a model's reach, and their states when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [
+            _Generator("Python's random", random.getstate, random.setstate),
+            _Generator("numpy.random", np.random.get_state, np.random.set_state),
+        ]
+        found += [one for place, value in reachable(model) if (one := _held(place.path, value)) is not None]
+        self._states = [(one, one.read()) for one in found]
+
+    def drawn(self) -> list[Diagnostic]:
+        """A warning (SC111) for each generator that is in another state than it was."""
+        names = [one.name for one, state in self._states if repr(one.read()) != repr(state)]
+        return [Diagnostic("SC111", MESSAGE.format(name), "warning", hint=HINT) for name in names]
+
+    def restore(self) -> None:
+        for one, state in self._states:
+            one.write(state)
+
+
+def _held(path: str, value: object) -> _Generator | None:
+    if isinstance(value, random.Random):
+        return _Generator(path, value.getstate, value.setstate)
+    if isinstance(value, np.random.RandomState):
+        return _Generator(path, value.get_state, value.set_state)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return _Generator(path, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None

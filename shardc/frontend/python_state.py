@@ -1,0 +1,175 @@
+"""What forward leaves behind on the model's own objects: undone after a trace, and reported where a step would read it.
+
+A trace runs the user's own forward, loss function and hooks. What these keep in Python (`self.cache = x`, a counter, a
+list appended to, a variable of an enclosing function) would be a fake tensor, or one count too many, afterwards: a
+`Snapshot` puts everything back. And a compiled step has no such
+memory. Where the next step would read what this one left, the program computes every step as the first, which is said
+(SC109). It is found by tracing a second step over what the first has left, if it has left anything:
+
+    self.last = h                                  the same graph again: nobody reads it
+    x = x + self.last; self.last = h               another graph: `last` is carried
+    self.calls += 1                                counts on in the second step, whatever for
+    if self.cos is None: self.cos = table()        made from no input: the same value whenever it is made
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.frontend.state_holders import ABSENT, CACHE, CONTAINERS, Cache, Holder, held_by_class, holders_of, inside
+from shardc.ir.diagnostic import error
+
+_OWN = ("_parameters", "_buffers", "_modules")  # what is in these goes by its own name alone
+_DEPTH = 4  # of containers and plain objects below a module
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies: the module that holds it, and the way to it as the user would write it."""
+
+    module: str = ""
+    path: str = ""
+    depth: int = 0
+
+    def attribute(self, name: str) -> Place:
+        path = self.path if name in _OWN else f"{self.path}.{name}".lstrip(".")
+        return Place(self.module, path, self.depth + 1)
+
+    def item(self, key: object) -> Place:
+        if self.path == self.module:  # of _parameters, _buffers, _modules
+            return self.attribute(str(key))
+        return Place(self.module, f"{self.path}[{key!r}]", self.depth + 1)
+
+
+@dataclass(frozen=True)
+class Change:
+    """An attribute or an item that is another than before, or ABSENT."""
+
+    place: Place
+    before: Any
+    after: Any
+
+    @property
+    def attribute(self) -> str:
+        return self.place.path.partition("[")[0]
+
+    @property
+    def counts(self) -> bool:
+        """Is it a number that changed, or a container that grew? Of two steps on end, the mark of a running count."""
+        if self.before is ABSENT or self.after is ABSENT:
+            return "[" in self.place.path
+        if all(isinstance(value, int | float | str) for value in (self.before, self.after)):
+            return True
+        both = [len(value) for value in (self.before, self.after) if isinstance(value, CONTAINERS)]
+        return len(both) == 2 and both[0] != both[1]
+
+
+@dataclass(frozen=True)
+class _Held:
+    place: Place
+    holder: Holder
+    items: Mapping[object, Any]  # what it held, in order
+
+
+class Snapshot:
+    """Every module's attributes, and the containers and plain objects that they hold; of functions their variables."""
+
+    def __init__(self, *roots: object) -> None:
+        modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+        classes = dict.fromkeys(cls for module in modules for cls in type(module).__mro__)
+        by_class = {cls: held_by_class(cls) for cls in classes}
+        functions = [function for _, some in by_class.values() for function in some]
+        self._held = [_Held(Place("", cls.__name__), h, h.items()) for cls, (h, _) in by_class.items() if h is not None]
+        of_classes = [(h.place.attribute(str(key)), value) for h in self._held for key, value in h.items.items()]
+        self._held += [
+            _Held(place, holder, holder.items())
+            for place, value in _walked([*of_classes, *((Place(), root) for root in (*functions, *reversed(roots)))])
+            for holder in holders_of(value)
+        ]
+
+    def changes(self) -> list[Change]:
+        """What differs now, item by item."""
+        found: list[Change] = []
+        for held in self._held:
+            now = held.holder.items()
+            for key in {**held.items, **now}:
+                before, after = held.items.get(key, ABSENT), now.get(key, ABSENT)
+                if not _same(before, after):
+                    place = held.place.attribute(str(key)) if held.holder.named else held.place.item(key)
+                    found.append(Change(place, before, after))
+        return found
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that lay in all those places."""
+        return (value for _, value in self._values() if isinstance(value, Tensor))
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """The arrays of numpy, and how the user would write each."""
+        return ((at.path, value) for at, value in self._values() if type(value).__name__ == "ndarray")
+
+    def _values(self) -> Iterator[tuple[Place, Any]]:
+        return _walked([(h.place.attribute(str(key)), value) for h in self._held for key, value in h.items.items()])
+
+    def clear_caches(self) -> None:
+        """Empty the functions with `lru_cache` that remember more than they did."""
+        for held in self._held:
+            if isinstance(held.holder, Cache):
+                held.holder.restore(held.items)
+
+    def restore(self) -> None:
+        for held in self._held:
+            held.holder.restore(held.items)
+
+
+def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place, Any]]:
+    """All that a value holds, itself first: through modules, containers, plain objects and functions."""
+    return _walked([(place or Place(), root)])
+
+
+def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
+    seen: dict[int, Any] = {}  # the values are kept, so that no other takes the place of one
+    while todo:
+        at, value = todo.pop()
+        if isinstance(value, nn.Module):
+            at = Place(at.path, at.path)
+        if id(value) in seen or at.depth > _DEPTH:
+            continue
+        seen[id(value)] = value
+        yield at, value
+        deeper = isinstance(value, (tuple, partial))  # and not by going from an object to its class, or to a method
+        todo += [(at.item(i) if deeper else at, part) for i, part in enumerate(inside(value))]
+        for holder in holders_of(value):
+            todo += [(at.attribute(str(k)) if holder.named else at.item(k), v) for k, v in holder.items().items()]
+
+
+def left_tensors(changes: Iterable[Change]) -> list[Tensor]:
+    """The tensors that were left behind."""
+    return [t for change in changes for _, t in reachable(change.after, place=change.place) if isinstance(t, Tensor)]
+
+
+def refuse_kept(tensors: Sequence[Tensor]) -> None:
+    """Raise ShardcError (SC109) for tensors of a trace that Python still holds, in places that no snapshot knows.
+
+    The model would meet them in its next call outside of a program. A cache of functools is emptied instead.
+    """
+    places = [place for t in tensors for place in gc.get_referrers(t) if place is not tensors]
+    for cache in (place for place in places if isinstance(place, CACHE)):
+        cache.cache_clear()
+    kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, (CACHE, FrameType)))
+    if kinds:
+        message = f"forward keeps tensors of a step where they cannot be taken back from: in a {' and a '.join(kinds)}"
+        hint = "keep them on the model, or in a container that forward names; a table made once can be a buffer"
+        raise error("SC109", message, hint=hint)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, int | float | str | bytes) and a == b

@@ -1,0 +1,369 @@
+"""`trace`: an `nn.Module`, a sample batch and a loss become one graph of ATen ops, forward and backward.
+
+The model runs once on fake tensors (shapes without data, so meta-device models of any size do) as an ordinary
+function of its parameters, its buffers and the batch:
+
+    joint(params, buffers, batch, seed) = loss, d loss / d params, buffers afterwards
+
+and what ATen sees of it, autograd's backward included, is the graph. If anything was mutated, the graph is traced
+once more without mutation; changed buffers are outputs then. Tied parameters are one input and one gradient.
+`trace_stand_ins` puts the graph's inputs in the place of the model's own tensors, `trace_ops` says which ops are
+substituted, `trace_backward` how gradients and hooks become part of the graph, `trace_buffers` what forward makes of
+buffers, `trace_origin` how nodes know their module and source line, `trace_state`, `trace_holders` and `trace_carried`
+what becomes of Python values that a step leaves behind, `trace_drawn` that Python's random numbers are none of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc import torch_compat
+from shardc.frontend.buffers import buffers_after
+from shardc.frontend.carried_state import carried, refuse_written_constants
+from shardc.frontend.cleanup import clean, constants_as_inputs
+from shardc.frontend.loss_gradients import Hooks, gradients
+from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
+from shardc.frontend.precision import Casts, Precision, place_casts, refuse_mixed
+from shardc.frontend.provenance import Origin, Origins, first_tensor
+from shardc.frontend.python_random import Generators
+from shardc.frontend.python_state import Snapshot, left_tensors, refuse_kept
+from shardc.frontend.sample_call import Call
+from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
+from shardc.frontend.traced import Traced, TracedInput, TracedOutput
+from shardc.frontend.unsupported import refuse_no_scalar, refuse_unfit, untrained
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.microbatch import SCALE, SHARE
+
+aten = torch.ops.aten
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    with_outputs: bool = False,
+    microbatches: int = 1,
+    weighted: bool = False,
+    precision: Precision | None = None,
+) -> Traced:
+    """The joint graph of one training step of `model` in its present mode (train or eval).
+
+    `batch` is what forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments; its
+    tensors may be real, meta or fake. `loss(output, batch)` returns the scalar to differentiate; without it, the
+    model must (alone, first, or as `loss`). Of a step of several `microbatches` the batch is one, and the loss its
+    term of their mean; `weighted`, it is multiplied by an input, the microbatch's share. Without `precision` every
+    tensor has the dtype that the model gives it.
+    """
+    call = Call(model, batch)
+    refuse_unfit(model, dict(zip(call.names, call.tensors, strict=True)))
+    generators = Generators(model)
+    step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision)
+    try:
+        gm, inputs, origins = step.record()
+        step.before.clear_caches()
+        own = frozenset(change.attribute for change in step.before.changes())
+        found = carried(model, step.before, gm, step.left, lambda: copy(step).record()[0])
+    finally:
+        step.before.restore()
+        drawn = generators.drawn()
+        generators.restore()
+    found += drawn
+    refuse_kept(step.recorded.held(but=inputs))
+    given = dict(zip(call.names, call.tensors, strict=True))
+    refuse_shared_memory(model, given, [*step.written_buffers, *step.written])
+    found += written_inputs(step.written, given)
+    if any(torch_compat.mutates(node) for node in gm.graph.nodes):
+        refuse_written_constants(gm, origins)
+        # Fresh ones: forward may have changed the shape of an input (`unsqueeze_`).
+        gm, origins = _without_mutation(gm, step.fakes(), step.mode, origins)
+    return replace(_finish(step, gm, origins), diagnostics=tuple(found), own=own)
+
+
+class _Step:
+    """The joint function and its inputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        loss: Callable[[Any, Any], Tensor] | None,
+        with_outputs: bool,
+        microbatches: int,
+        weighted: bool,
+        precision: Precision | None,
+    ) -> None:
+        self.model, self.call, self.loss, self.with_outputs = (model, call, loss, with_outputs)
+        self.microbatches, self.weighted = microbatches, weighted
+        self.precision = precision
+        self.casts = Casts(precision, model, call.names) if precision is not None else None
+        self.scaled = precision is not None and precision.scaled
+        self.mode = torch_compat.fake_mode()
+        self.random = RandomOps()
+        self.params = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.trainable = [name for name, p in self.params.items() if p.requires_grad]
+        self.results: list[tuple[Literal["loss", "grad", "buffer", "output"], str]] = []  # of joint, in order
+        self.unused: tuple[str, ...] = ()
+        self.written: tuple[str, ...] = ()  # inputs that forward changes in place
+        self.written_buffers: list[str] = []
+        self.hooks = Hooks.of(self.params)
+        self.before = Snapshot(model, loss, *self.hooks.functions)
+        self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
+        if not self.trainable:
+            raise untrained(self.params)
+        self.hooks.refuse_microbatches(microbatches)
+        self.hooks.refuse_groups()
+        refuse_shared_memory(model, dict(zip(call.names, call.tensors, strict=True)))
+        refuse_arrays(model, self.before.arrays())
+
+    def fakes(self) -> list[Tensor]:
+        def fake(t: Tensor) -> Tensor:
+            return torch_compat.fake_like(self.mode, t)
+
+        def param(p: Tensor) -> Tensor:
+            dtype = p.dtype if self.precision is None else self.precision.stored(p)
+            return fake(torch.empty_like(p, dtype=dtype, device="meta")).requires_grad_(p.requires_grad)
+
+        params, buffers = map(param, self.params.values()), map(fake, self.buffers.values())
+        scale = [fake(torch.empty((), device="meta", dtype=torch.float32))] if self.scaled else []
+        share = [fake(torch.empty((), device="meta", dtype=torch.float64))] if self.weighted else []
+        seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
+        return [*params, *buffers, *map(fake, self.call.tensors), *scale, *share, seed]
+
+    def record(self) -> tuple[fx.GraphModule, list[Tensor], Origins]:
+        names = {module: name for name, module in self.model.named_modules()}
+        inputs = self.fakes()
+
+        def joint(*tensors: Tensor) -> list[Tensor]:
+            return self.joint(tensors, origins)
+
+        origins = Origins(names, joint.__code__)
+        decompositions = torch_compat.decompositions(SMALL_DECOMPOSITIONS) | self.random.decompositions()
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())  # whatever the caller's mode
+            stack.enter_context(torch_compat.hugging_face_patches(self.model))
+            stack.enter_context(torch_compat.override_aten(overrides()))
+            stack.enter_context(torch_compat.undifferentiable(WHOLE_OPS, undifferentiated))
+            stack.enter_context(self.random.numbered())
+            stack.enter_context(origins.watching())
+            if self.casts is not None:
+                stack.enter_context(self.casts.keeping())
+            try:
+                gm = torch_compat.record(joint, inputs, self.mode, decompositions, origins.on_node)
+            except (ShardcError, KeyboardInterrupt):
+                raise
+            except BaseException as problem:  # also what asks to leave: sys.exit in forward
+                raise origins.diagnosed(problem, self.precision is not None) from problem
+        return gm, inputs, origins
+
+    def joint(self, tensors: tuple[Tensor, ...], origins: Origins) -> list[Tensor]:
+        count = len(self.params), len(self.params) + len(self.buffers)
+        params = dict(zip(self.params, tensors[: count[0]], strict=True))
+        buffers = dict(zip(self.buffers, tensors[count[0] : count[1]], strict=True))
+        self.recorded = torch_compat.Recorded()
+        self.random.seed = tensors[-1]
+        inputs = dict(zip(self.call.names, tensors[count[1] :], strict=False))
+        batch = self.call.batch(tuple(inputs.values()))
+        used, fed = params, batch
+        if self.casts is not None:
+            used = self.casts.cast(params, self.params, origins.within)
+            fed = self.call.batch(self.casts.batch(inputs))
+        self.hooks.attach(params)
+        for stand_in in used.values():
+            torch_compat.mark_parameter(stand_in)
+        stand_ins = StandIns(self.model, used | buffers, self.params)
+        with stand_ins.active():  # until backward has run: checkpointing runs forward again
+            args, kwargs = self.call.arguments(fed)
+            output = self.model(*args, **kwargs)
+            loss = self._scalar(output, batch)
+            if self.weighted:
+                loss = loss * tensors[-2].to(loss.dtype)
+            elif self.microbatches > 1:
+                loss = loss / self.microbatches
+            root = loss * tensors[-2 - self.weighted] if self.scaled else loss
+            origins.phase = "bwd"
+            torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
+            stand_ins.refuse_changed()
+            grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
+            stand_ins.refuse_changed()
+            kept = buffers_after(self.model, buffers, used, stand_ins.places)
+        if stand_ins.asked:  # and caught: forward has gone on as it would not in eager PyTorch
+            raise stand_ins.asked[0]
+
+        self.unused = tuple(name for name, grad in grads.items() if grad is None)
+        found = {name: grad for name, grad in grads.items() if grad is not None}
+        found = found if self.casts is None else self.casts.gradients(found, origins.within)
+        outputs = torch_compat.flatten_with_paths(output) if self.with_outputs else []
+        seen = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
+        self.results = [("loss", "loss")]
+        self.results.extend(("grad", name) for name in found)
+        self.results.extend(("buffer", name) for name in kept)
+        self.results.extend(("output", path) for path in seen)
+        left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
+        self.left = {key: node for key, node in left if node is not None}
+        self._refuse_reshaped(inputs)
+        given = zip(self.call.names, tensors[count[1] :], strict=False)
+        self.written = tuple(name for name, t in given if torch_compat.was_written(t))
+        self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
+        return [loss, *found.values(), *kept.values(), *seen.values()]
+
+    def _refuse_reshaped(self, inputs: Mapping[str, Tensor]) -> None:
+        for (name, now), given in zip(inputs.items(), self.call.tensors, strict=False):
+            if now.shape != given.shape or now.stride() != torch_compat.fake_like(self.mode, given).stride():
+                message = f"forward changes the shape of its input '{name}' in place"
+                raise error("SC104", message, tensor=name, hint="compute another: x = x.unsqueeze(1), x.mT")
+
+    def _scalar(self, output: Any, batch: Any) -> Tensor:
+        if self.loss is not None:
+            found: Any = self.loss(output if self.casts is None else self.casts.wide(output), batch)
+        elif isinstance(output, Tensor):
+            found = output
+        elif isinstance(output, Mapping) and "loss" in output:
+            found = cast("Mapping[str, Any]", output)["loss"]
+        elif isinstance(output, tuple | list):
+            found = first_tensor(output)
+        else:
+            found = getattr(output, "loss", None)
+        refuse_no_scalar(found, output, self.loss, self.model, self.call.names)
+        return found if self.casts is None else self.casts.wide(found)
+
+
+def _without_mutation(
+    gm: fx.GraphModule, inputs: list[Tensor], mode: Any, old: Origins
+) -> tuple[fx.GraphModule, Origins]:
+    """Retrace, carrying each node's origin over to what it becomes."""
+    new = Origins(old.names, old.root)
+    returned: dict[fx.Node, list[str]] = {}
+    for name, node in old.module_outputs:
+        returned.setdefault(node, []).append(name)
+    current = Origin()
+
+    def on_node(node: fx.Node) -> None:
+        new.of[node] = current
+
+    def run_node(node: fx.Node, run: Callable[[], Any]) -> Any:
+        nonlocal current
+        current = old.of.get(node, current)
+        result = run()
+        if node in returned:
+            # Looked up now: a later op may mutate this value, and then it is no longer what the module returned.
+            became = torch_compat.node_of(result)
+            if became is not None:
+                new.module_outputs += [(name, became) for name in returned[node]]
+        return result
+
+    inputs = [t.detach() for t in inputs]
+    return torch_compat.functionalized(gm, inputs, mode, run_node, on_node), new
+
+
+def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
+    """Clean the graph up, then name its inputs and outputs and rewrite every node's meta."""
+    graph = gm.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = _named_inputs(step, placeholders)
+    replaced = clean(graph, inputs, origins)
+    graph.eliminate_dead_code()
+    captured = {n: cast("Tensor", getattr(gm, str(n.target))) for n in graph.nodes if n.op == "get_attr"}
+    refuse_frozen(step.model, captured, lambda node: origins.of.get(node, Origin()))
+    by_target = constants_as_inputs(graph, placeholders[-1])
+    constants: dict[str, Tensor] = {}
+    for number, (target, node) in enumerate(by_target.items()):
+        name = f"_constant.{number}"
+        constants[name] = cast("Tensor", getattr(gm, target)).detach()
+        node.meta["val"] = torch_compat.fake_like(step.mode, constants[name])
+        inputs.append(TracedInput("buffer", name, (), False, node))
+
+    seed = inputs[len(placeholders) - 1]
+    if not seed.node.users:
+        inputs.remove(seed)
+        graph.erase_node(seed.node)
+
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results = [TracedOutput(role, name, node) for (role, name), node in zip(step.results, output.args[0], strict=True)]
+    own = {i.name: i.node for i in inputs if i.role == "buffer"}
+    outputs = tuple(_copied(graph, r) for r in results if not (r.role == "buffer" and r.node is own.get(r.name)))
+    output.args = (tuple(r.node for r in outputs),)
+    place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
+    _rewrite_meta(graph, inputs, origins)
+    if step.casts is not None:
+        refuse_mixed(graph)
+    graph.lint()
+
+    modules = _calls(graph, origins, replaced)
+    return Traced(graph, tuple(inputs), outputs, modules, constants, step.unused, written=step.written)
+
+
+def _copied(graph: fx.Graph, result: TracedOutput) -> TracedOutput:
+    """A buffer that becomes what an input was is a copy of it: that input may be changed before the step ends."""
+    if result.role != "buffer" or result.node.op != "placeholder":
+        return result
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        copy_of = graph.call_function(aten.clone.default, (result.node,))
+    copy_of.meta["val"] = result.node.meta["val"]
+    return replace(result, node=copy_of)
+
+
+def _calls(graph: fx.Graph, origins: Origins, replaced: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
+    """What each call of a module returned: "h" of the first, "h#2" of the second."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    returned: dict[str, set[fx.Node]] = {}
+    for name, node in origins.module_outputs:
+        while node in replaced:
+            node = replaced[node]
+        if node in order:
+            returned.setdefault(name, set()).add(node)
+    return {
+        name if i == 1 else f"{name}#{i}": node
+        for name, nodes in returned.items()
+        for i, node in enumerate(sorted(nodes, key=lambda n: order[n]), 1)
+    }
+
+
+def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]:
+    model = step.model
+    aliases: dict[Tensor, list[str]] = {}
+    for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        aliases.setdefault(t, []).append(name)
+    rest = iter(placeholders)
+    inputs = [
+        TracedInput("param", name, tuple(aliases[p][1:]), p.requires_grad, next(rest))
+        for name, p in step.params.items()
+    ]
+    inputs += [
+        TracedInput("buffer", name, tuple(aliases[b][1:]), False, next(rest)) for name, b in step.buffers.items()
+    ]
+    inputs += [TracedInput("input", name, (), False, next(rest)) for name in step.call.names]
+    inputs += [TracedInput("state", SCALE, (), False, next(rest))] if step.scaled else []
+    inputs += [TracedInput("share", SHARE, (), False, next(rest))] if step.weighted else []
+    return [*inputs, TracedInput("seed", "seed", (), False, next(rest))]
+
+
+def _rewrite_meta(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> None:
+    owner = {i.node: i.name.rpartition(".")[0] for i in inputs if i.role in ("param", "buffer")}
+    first: dict[int, str] = {}
+    for node in graph.nodes:
+        origin = origins.of.get(node, Origin())
+        fqn, fwd_node = origin.fqn, None
+        if node.op in ("placeholder", "output"):
+            origin = Origin(phase="bwd" if node.op == "output" else "fwd")
+            fqn = owner.get(node, "")
+        elif origin.number is not None and origin.phase == "fwd":
+            first.setdefault(origin.number, node.name)
+        elif origin.number is not None:
+            fwd_node = first.get(origin.number)
+        node.meta = {
+            "val": node.meta.get("val"),
+            "fqn": fqn,
+            "source": origin.source,
+            "source_text": origin.source_text,
+            "phase": origin.phase,
+            "fwd_node": fwd_node,
+        }

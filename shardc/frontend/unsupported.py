@@ -1,0 +1,88 @@
+"""Models and batches that no program can be made of, found before anything is traced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from shardc.frontend.provenance import Origin, Origins
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.types import kind_of
+
+
+def refuse_unfit(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Raise ShardcError for tensors that have no shape yet, no elements, or no plain memory: of the model SC112, of the
+    batch SC103."""
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(t):
+            hint = "run the model once on a batch before it is compiled: that gives a lazy module its shapes"
+            raise error(
+                "SC112", f"'{name}' is not initialized yet: it belongs to a lazy module", tensor=name, hint=hint
+            )
+        if (kind := kind_of(t)) is not None:
+            hint = "keep it as a plain tensor, and convert it in forward"
+            raise error("SC112", f"'{name}' is a {kind} tensor", tensor=name, hint=hint)
+    for name, p in model.named_parameters():
+        if not p.numel():
+            hint = "leave it out where its size is 0"
+            raise error("SC112", f"parameter '{name}' of {list(p.shape)} has no elements", tensor=name, hint=hint)
+    for name, t in batch.items():
+        if (kind := kind_of(t)) is not None:
+            hint = (
+                "dequantize it first"
+                if t.is_quantized
+                else "give a dense one (to_dense(), to_padded_tensor()) and masks"
+            )
+            raise error("SC103", f"input '{name}' is a {kind} tensor", tensor=name, hint=hint)
+
+
+def refuse_sparse(node: fx.Node, origins: Origins) -> None:
+    """Raise ShardcError (SC112) for an op of a trace that yields a sparse tensor, as `Embedding(sparse=True)` has one
+    for its gradient."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and (kind := kind_of(value)) is not None:
+        origin = origins.of.get(node, Origin())
+        raise error(
+            "SC112",
+            f"{node.target} makes a {kind} tensor",
+            location=origin.source or None,
+            source_text=origin.source_text or None,
+            fqn=origin.fqn or None,
+            hint="leave out sparse=True: the gradient is the same, and dense",
+        )
+
+
+def untrained(params: Collection[str]) -> ShardcError:
+    """The error over a model that has nothing to train."""
+    if not params:
+        return error("SC102", "the model has no parameters, so there is nothing to train", hint="register some")
+    message = "the model has no trainable parameter: all of them are frozen"
+    hint = "unfreeze what is to be trained: model.requires_grad_(True), or parameter.requires_grad_(True)"
+    return error("SC102", message, hint=hint)
+
+
+def refuse_no_scalar(loss: object, output: object, function: object, model: nn.Module, given: Collection[str]) -> None:
+    """Raise ShardcError (SC102) unless a step's `loss` is a scalar that depends on a parameter. `function` made it of
+    the model's `output`, if there is one; `given` are the names of the batch's tensors."""
+    hint = "pass trace's or compile's `loss`, a function (output, batch) -> scalar tensor"
+    if not isinstance(loss, Tensor):
+        message = f"no loss in the model's output, a {type(output).__name__}"
+        labels = [name for name in inspect.signature(model.forward).parameters if "label" in name and name not in given]
+        if function is not None:
+            message = f"the loss function returned no tensor, but a value of type {type(loss).__name__}"
+            hint = "let it return a scalar tensor"
+        elif labels and "loss" in (output if isinstance(output, Mapping) else vars(type(output))):
+            message += f", which has one where the batch has '{labels[0]}'"
+            hint = f"add '{labels[0]}' to the batch, or {hint}"
+        elif labels:
+            hint = f"add '{labels[0]}' to the batch, if the model makes a loss of it, or {hint}"
+        raise error("SC102", message, hint=hint)
+    if loss.dim() != 0:
+        raise error("SC102", f"the loss is not a scalar to differentiate: it is {list(loss.shape)}", hint=hint)
+    if not loss.requires_grad:
+        message = "the loss is not a scalar to differentiate: it is independent of every trainable parameter"
+        hint = "is it made under no_grad or from what was detached, or are all that it depends on frozen?"
+        raise error("SC102", message, hint=hint)

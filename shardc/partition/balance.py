@@ -1,0 +1,159 @@
+"""Chooses the cut points: the best balance of a contiguous partition, and among near-equal ones the fewest bytes sent.
+
+cost of a stage    the sum over its units of the cost of forward and backward: FLOPs, or memory traffic if slower
+best balance       the smallest possible cost of the most expensive stage, by dynamic programming over all cut points
+chosen             the cut with the fewest bytes sent, among those within 1 % of the best balance
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from torch import fx
+
+from shardc.cost.flops import node_flops
+from shardc.ir.diagnostic import did_you_mean, error
+from shardc.ir.graph import info, operands
+from shardc.ir.storages import storages
+from shardc.partition.microbatch_sums import linear_tail
+from shardc.partition.step_analysis import StepAnalysis, result_values
+
+# FLOPs that an accelerator computes while it reads or writes one byte of memory (BALANCE), and while it sends one byte
+# (LINK). Recompute uses the same constants.
+BALANCE = 256
+LINK = 2048
+SLACK = 0.01
+Starts = tuple[int, ...]  # the first unit of each stage
+
+
+def call_costs(analysis: StepAnalysis) -> dict[fx.Node, float]:
+    """The cost of each call of a microbatch in FLOPs: its arithmetic or its memory traffic, whichever is larger."""
+    body, memory = analysis.body, storages(analysis.body)
+    costs: dict[fx.Node, float] = {}
+    for call in analysis.calls:
+        results = result_values(call)
+        allocates = any(memory[v].value is v for v in results if v in memory)
+        touched = {*operands(call), *results} if allocates else set[fx.Node]()
+        costs[call] = float(max(node_flops(body, call), BALANCE * sum(map(analysis.bytes_of, touched))))
+    return costs
+
+
+def unit_costs(analysis: StepAnalysis) -> list[float]:
+    """The cost of each unit in forward and backward. A replicable call counts once, in the last unit that reads it."""
+    totals = [0.0] * len(analysis.units)
+    costs = call_costs(analysis)
+    unit_of: dict[fx.Node, int] = {}
+    for call in reversed(analysis.calls):
+        unit = analysis.unit_of.get(call)
+        if unit is None:
+            unit = max(
+                (unit_of[user] for value in result_values(call) for user in value.users if user in unit_of), default=0
+            )
+        unit_of[call] = unit
+        totals[unit] += costs[call]
+    return totals
+
+
+def cut_bytes(analysis: StepAnalysis) -> list[int]:
+    """Bytes of one microbatch that would cross a cut before each unit, forward and backward together."""
+    change = [0] * (len(analysis.units) + 1)
+    sum_tail = linear_tail(analysis.body)  # gradients of tied weights are sent once a step, not once a microbatch
+    for call, home in analysis.unit_of.items():
+        for value in result_values(call) if call not in analysis.recomputed else ():  # a recomputed value is never sent
+            # A forward value that backward reads is kept in a stage that had it in forward, so it does not cross.
+            users = [user for user in value.users if (user in analysis.backward) == (call in analysis.backward)]
+            units = [
+                home,
+                *(analysis.unit_of[user] for user in users if user in analysis.unit_of and user not in sum_tail),
+            ]
+            if min(units) < max(units):
+                change[min(units) + 1] += analysis.bytes_of(value)
+                change[max(units) + 1] -= analysis.bytes_of(value)
+    return list(accumulate(change))[:-1]
+
+
+def balanced_starts(costs: Sequence[float], crossing: Sequence[float], stages: int, slack: float = SLACK) -> Starts:
+    """Cut units into contiguous stages, none of them empty. `crossing[i]` is what a cut before unit i costs."""
+    before = [0.0, *accumulate(costs)]
+
+    def cost(start: int, end: int) -> float:
+        return before[end] - before[start] + (crossing[start] if start else 0.0)
+
+    # best[k][end]: the least possible maximum over k + 1 stages that hold the units before `end`.
+    best: list[list[float]] = [[cost(0, end) for end in range(len(costs) + 1)]]
+    for k in range(1, stages):
+        row = [math.inf] * (len(costs) + 1)
+        for end in range(k + 1, len(costs) + 1):
+            row[end] = min(max(best[-1][start], cost(start, end)) for start in range(k, end))
+        best.append(row)
+    limit = best[-1][len(costs)] * (1 + slack)
+    sent: list[tuple[float, Starts]] = [
+        (0.0, (0,)) if end and cost(0, end) <= limit else (math.inf, ()) for end in range(len(costs) + 1)
+    ]
+    for k in range(1, stages):
+        sent = [
+            min(
+                (
+                    (sent[start][0] + crossing[start], (*sent[start][1], start))
+                    for start in range(k, end)
+                    if sent[start][0] < math.inf and cost(start, end) <= limit
+                ),
+                default=(math.inf, ()),
+            )
+            for end in range(len(costs) + 1)
+        ]
+    return sent[len(costs)][1]
+
+
+def choose_starts(analysis: StepAnalysis, stages: int) -> Starts:
+    """The balanced cut of a body into this many stages."""
+    units = analysis.units
+    if stages < 1 or len(units) < stages:
+        message = f"a model of {len(units)} layers and modules cannot be cut into {stages} stages"
+        shown = ", ".join(unit.name or "the model's own" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
+        raise error("SC221", message, cause=f"they are, in order: {shown}", hint="ask for fewer stages")
+    return balanced_starts(unit_costs(analysis), [float(LINK * size) for size in cut_bytes(analysis)], stages)
+
+
+def named_starts(analysis: StepAnalysis, split: Sequence[str]) -> Starts:
+    """Stages that begin where these modules begin. A name may be a full FQN or its last segments, if unambiguous."""
+    modules = {fqn[: at + 1] for fqn in map(_segments, _fqns(analysis)) for at in range(len(fqn))}
+    starts = [0]
+    for name in split:
+        wanted = tuple(name.split("."))
+        exact = [fqn for fqn in modules if fqn == wanted] or [fqn for fqn in modules if fqn[-len(wanted) :] == wanted]
+        if len(exact) != 1:
+            known = sorted(".".join(fqn) for fqn in (exact or modules))
+            which = "several modules are" if exact else "no module that forward runs is"
+            hint = f"name one of {', '.join(known[:4])}" if exact else did_you_mean(name, known, "modules")
+            raise error("SC221", f"{which} called '{name}'", cause=f"pipeline.split: {list(split)}", hint=hint)
+        starts.append(_first_unit(analysis, exact[0], name, split))
+    for (_, a), (name, b) in pairwise(zip(("", *split), starts, strict=True)):
+        if b <= a:
+            message = f"no stage can begin at '{name}': nothing runs between it and the start of the stage before"
+            hint = "name modules in the order in which forward runs them, the first of them not the model's first"
+            raise error("SC221", message, cause=f"pipeline.split: {list(split)}", hint=hint)
+    return tuple(starts)
+
+
+def _first_unit(analysis: StepAnalysis, module: tuple[str, ...], name: str, split: Sequence[str]) -> int:
+    """The unit whose first call is the module's first call."""
+    for index, unit in enumerate(analysis.units):
+        for position, call in enumerate(unit.calls):
+            if _segments(info(call).fqn)[: len(module)] == module:
+                if position:
+                    message = f"'{name}' begins in the middle of {unit.name or 'the model'}, which is not divided"
+                    cause = f"pipeline.split: {list(split)}"
+                    raise error("SC221", message, cause=cause, hint=f"split at '{unit.name}' or after it")
+                return index
+    raise AssertionError("a module that forward runs has a first call")
+
+
+def _fqns(analysis: StepAnalysis) -> set[str]:
+    return {info(call).fqn for unit in analysis.units for call in unit.calls}
+
+
+def _segments(fqn: str) -> tuple[str, ...]:
+    return tuple(fqn.split(".")) if fqn else ()

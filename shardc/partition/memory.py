@@ -1,0 +1,121 @@
+"""What the ranks of a pipelined program hold over a step: a report a coordinate of the pipeline's axis.
+
+    pp  ranks  stages   stored   at the peak  which is at instruction
+    0   0, 1   0      38.2 KiB     133.9 KiB  19: Backward 0 #1, %d.wte.embedding_dense_backward
+    1   2, 3   1      25.7 KiB      98.8 KiB  22: Backward 1 #1, %d.h.1.attn.c_attn.mm_1
+
+Its rows, its peak and its largest values are those of a body's report (cost/memory.py), one for each coordinate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardc.cost.memory import CATEGORIES, Category, LiveValue, MemoryReport, Row, aligned
+from shardc.ir.collectives import human_bytes
+from shardc.partition.memory_walk import Ranks
+from shardc.partition.staged_program import Pipelined
+from shardc.schedule.instructions import instruction_text
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """The ranks of one coordinate on the pipeline's axis: a row a rank and category, and the instruction at the peak.
+
+    The report's `timeline` has an entry an instruction of the list: the most that is held while it runs, beyond what is
+    stored.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    instruction: int
+    said: str
+    report: MemoryReport
+
+    @property
+    def peak_at(self) -> str:
+        call = "" if self.report.peak_at is None else f", %{self.report.peak_at.name}"
+        return f"{self.instruction}: {self.said}{call}"
+
+
+@dataclass(frozen=True)
+class PipelineMemory:
+    """A report a coordinate. What asks for no rank is of the one that holds most."""
+
+    axis: str
+    coordinates: tuple[Coordinate, ...]
+
+    @property
+    def fullest(self) -> Coordinate:
+        return max(self.coordinates, key=lambda one: one.report.peak)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a rank holds at once, what is stored included."""
+        return self.fullest.report.peak
+
+    @property
+    def stored(self) -> int:
+        """The most bytes that a rank holds all step long."""
+        return max(one.report.stored for one in self.coordinates)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(sorted((row for one in self.coordinates for row in one.report.rows), key=lambda row: row.rank))
+
+    def of_rank(self, rank: int) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.rank == rank)
+
+    def row(self, category: Category, rank: int | None = None) -> Row:
+        rank = self.fullest.ranks[0] if rank is None else rank
+        return next(row for row in self.of_rank(rank) if row.category == category)
+
+    def top(self, count: int = 10) -> tuple[LiveValue, ...]:
+        """The largest values at the peak."""
+        return self.fullest.report.top(count)
+
+    def listing(self, count: int = 10) -> str:
+        """The largest values at the peak, a line each."""
+        return self.fullest.report.listing(count)
+
+    def __str__(self) -> str:
+        most = self.fullest
+        lines = [(self.axis, "ranks", "stages", "stored", "at the peak", "which is at instruction")]
+        for one in self.coordinates:
+            sizes = human_bytes(one.report.stored), human_bytes(one.report.peak)
+            lines.append((str(one.number), _listed(one.ranks), _listed(one.stages), *sizes, one.peak_at))
+        head = f"{human_bytes(self.peak)} a rank at the peak, on ranks {_listed(most.ranks)}"
+        where = f"of {self.axis} {most.number}, at instruction {most.instruction}: {most.said}"
+        moment = [] if most.report.peak_at is None else [f"peak at {most.report.peak_at}"]
+        return "\n".join([head, "", *aligned(lines, right=(3, 4)), "", where, *moment, "", *most.report.table()])
+
+
+def memory(program: Pipelined, *, early: bool = True) -> PipelineMemory:
+    """What each rank of a pipelined program holds, and when that is most.
+
+    `early`: as a rank of a job runs it, which forgets values and adds gradients up while a piece of work runs; else
+    after it, as the simulation does.
+    """
+    return PipelineMemory(program.axis, tuple(_coordinate(program, c, early) for c in range(len(program.lists.ranks))))
+
+
+def _coordinate(program: Pipelined, c: int, early: bool) -> Coordinate:
+    ranks = tuple(sorted(program.rank_of(c, i) for i in range(program.body.mesh.world_size)))
+    found = Ranks(program, c, early)
+    found.run()
+    stored, kept = found.stored()
+    rows = tuple(
+        Row(rank, category, stored[category], found.at_peak[category], found.most[category])
+        for rank in ranks
+        for category in CATEGORIES
+    )
+    live = tuple(sorted([*kept, *found.live], key=lambda one: -one.bytes))
+    report = MemoryReport(rows, found.moment, live, tuple(found.timeline))
+    said = instruction_text(program.lists.ranks[c][found.peak_at])
+    return Coordinate(c, ranks, program.lists.stages_of(c), found.peak_at, said, report)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,378 @@
+"""A coordinate's instruction list walked, for what its ranks hold: inside each piece of work, its graph is walked too.
+
+    14  Forward 0 #3    what is stored, sums so far, values of microbatches 0..3 that no Free has named yet,
+                        and on top of them what the forward's own calls hold
+
+Ranks store what their stages read (parameters and buffers, the optimizer's state of these, the inputs of the batch that
+come there) and get the rest as the list says: a value from the part that makes it, its Recv or its Gather, to its Free;
+a gradient from the first term of its sum to its last use in the update. Values that share memory count once. What is
+freed right after a piece of work goes inside it, with its last use there, and a term of a sum as soon as it is added.
+
+A value is an activation where a backward of the same ranks reads it, communication if it only comes or goes, or
+is gathered, else temporary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from shardc.cost.memory import (
+    CATEGORIES,
+    RETURNED,
+    STORED,
+    Category,
+    LiveValue,
+    Moment,
+    Walk,
+    category_of,
+    moment_of,
+    nothing,
+)
+from shardc.ir.buckets import with_buckets
+from shardc.ir.graph import Graph, Port, info, operands, producer, type_of
+from shardc.ir.liveness import Life, lives
+from shardc.ir.microbatch import GIVEN
+from shardc.ir.storages import Storage, storages
+from shardc.partition.program_counter import graphs_of
+from shardc.partition.stage_arena import arena_plans
+from shardc.partition.staged_program import Pipelined
+from shardc.schedule.instructions import (
+    COMPUTE,
+    Compute,
+    Forward,
+    Free,
+    Gather,
+    Instruction,
+    Optimizer,
+    Recv,
+    ReduceGrads,
+    Send,
+)
+from shardc.schedule.pipeline import PART_OF, PartName, ValueKey
+
+
+@dataclass(eq=False)
+class Held:
+    """Memory that outlives the work that made it; `uses` counts the values that lie in it."""
+
+    value: LiveValue
+    uses: int = 0
+
+
+Lie = dict[str, Held | None]  # by value: its memory; None for what is stored anyway
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A graph of the ranks: its calls, and the memory of its values."""
+
+    graph: Graph
+    calls: Sequence[fx.Node]
+    of: dict[fx.Node, Storage]
+    made: Sequence[Life]
+    last: Mapping[Storage, int]  # the call that reads it last
+    placed: Collection[fx.Node]  # in the arena
+
+    @classmethod
+    def of_graph(cls, graph: Graph, placed: Collection[fx.Node]) -> Body:
+        calls, of = list(graph.calls()), with_buckets(graph, storages(graph))
+        _, made = lives(graph, calls, set(graph.fx.nodes), of)
+        last = {of[value]: at for at, call in enumerate(calls) for value in operands(call)}
+        return cls(graph, calls, of, made, last, placed)
+
+    @cached_property
+    def returned(self) -> dict[Storage, list[Port]]:
+        found: dict[Storage, list[Port]] = {}
+        for port, value in zip(self.graph.outputs, self.graph.output_values, strict=True):
+            found.setdefault(self.of[value], []).append(port)
+        return found
+
+    @cached_property
+    def inputs(self) -> dict[str, Storage]:
+        pairs = zip(self.graph.inputs, self.graph.placeholders, strict=True)
+        return {port.name: self.of[node] for port, node in pairs if port.role in ("value", "sum")}
+
+    @cached_property
+    def read(self) -> dict[fx.Node, str]:
+        return {storage.value: name for name, storage in self.inputs.items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A body as it runs at some instruction."""
+
+    body: Body
+    made: Sequence[Life]
+    categories: Sequence[Category]
+
+    @cached_property
+    def walk(self) -> Walk:
+        return Walk.over(self.made, self.categories, len(self.body.calls), self.body.placed)
+
+
+class Ranks:
+    """Where a coordinate's ranks are in their list, what they hold beyond what is stored, and the most so far."""
+
+    def __init__(self, program: Pipelined, c: int, early: bool) -> None:
+        self.program, self.c, self.early = program, c, early
+        self.mesh, self.pipeline, self.listed = program.body.mesh, program.lists.pipeline, program.lists.ranks[c]
+        self.bodies: dict[int, Body] = {}
+        self.runs: dict[tuple[int, frozenset[str], frozenset[str]], Run] = {}
+        self.values: dict[ValueKey, Lie] = {}
+        self.sums: Lie = {}
+        self.own: Lie = {}  # outputs, new buffers, and what the norm hands to the update
+        self.now, self.most, self.at_peak = nothing(), nothing(), nothing()
+        arenas = arena_plans(program, c) if early else {}  # a simulation has none
+        self._placed = {graph: plan.values for graph, plan in arenas.items()}
+        self.now["arena"] = max((plan.bytes for plan in arenas.values()), default=0)
+        self.peak, self.peak_at = -1, 0
+        self.moment: Moment | None = None
+        self.live: list[LiveValue] = []
+        self.timeline: list[int] = []
+
+    def run(self) -> None:
+        for at, i in enumerate(self.listed):
+            self.timeline.append(0)
+            self._do(at, i)
+            self._look(at, None)
+
+    # ------------------------------------------------------------------ the list
+    def _do(self, at: int, i: Instruction) -> None:
+        if isinstance(i, COMPUTE):
+            self._compute(at, i)
+        elif isinstance(i, Recv):
+            arrived = Held(_described(self._named[i.value], self._category(i.value), i.bytes))
+            self.values[i.value, i.microbatch] = {i.value: self._take(arrived)}
+        elif isinstance(i, Gather):
+            for name, graph in zip(i.values, graphs_of(self.program, self.c, i), strict=True):
+                lie = self._run(at, graph, {}, ())
+                self.values[name, None] = {port.name: self._take(held) for port, held in lie.items()}
+        elif isinstance(i, Free):
+            for name in i.values:
+                self._forget(self.values.pop((name, i.microbatch), {}))
+        elif isinstance(i, ReduceGrads) and i.value in self.program.shared:
+            self._begin_sum(i.value)  # also where there are no terms of it
+        elif isinstance(i, ReduceGrads):
+            for graph in graphs_of(self.program, self.c, i):
+                read = {name: self.sums.pop(name) for name in self._body(graph).inputs}
+                if self.early:
+                    self._forget(read)
+                made = self._run(at, graph, read, read if self.early else ())
+                self.sums |= {port.name: self._take(held) for port, held in made.items()}
+                if not self.early:
+                    self._forget(read)
+        elif isinstance(i, Optimizer):
+            finish = self.program.epilogues[self.c]
+            passed = self._run(at, finish.norm, self.sums, ())
+            self.own |= {port.name: self._take(held) for port, held in passed.items()}
+            given = {**self.sums, **self.own}
+            read = self._body(finish.update).inputs
+            for table in (self.sums, self.own) if self.early else ():
+                self._forget({name: table.pop(name) for name in list(table) if name in read})
+            self._run(at, finish.update, given, read if self.early else ())
+
+    def _compute(self, at: int, i: Compute) -> None:
+        graph, part = self.program.stages[i.stage][PART_OF[type(i)]], self.pipeline.part(i)
+        given: Lie = {}
+        gone: list[str] = []
+        for name in part.reads:
+            value = self.pipeline.value_key(name, i.microbatch)
+            given |= self.values.get(value, {})
+            if self.early and value in self.values and value in self._freed_after(at):
+                gone += self.values[value]
+                self._forget(self.values.pop(value))
+        lie = self._run(at, graph, given, gone)
+        by_name = {port.name: held for port, held in lie.items() if port.role == "value"}
+        for name in part.makes:
+            members = self.program.members(name)
+            self.values[name, i.microbatch] = {member: self._take(by_name[member]) for member in members}
+        for port, held in lie.items():
+            if port.role == "sum":
+                self._begin_sum(port.name)
+            elif port.role in ("buffer", "output"):  # the next microbatch starts from new buffers; outputs add up
+                key = port.name if port.role == "buffer" else f"{port.name}#{i.microbatch}"
+                before, self.own[key] = self.own.get(key), self._take(held)
+                self._drop(before)
+
+    def _freed_after(self, at: int) -> set[ValueKey]:
+        """What is freed before anything else is done."""
+        found: set[ValueKey] = set()
+        while at + 1 < len(self.listed) and isinstance(free := self.listed[at + 1], Free):
+            found |= {(name, free.microbatch) for name in free.values}
+            at += 1
+        return found
+
+    # ------------------------------------------------------------------ a graph
+    def _run(self, at: int, graph: Graph, given: Lie, gone: Collection[str]) -> dict[Port, Held | None]:
+        """Look at what is held while a graph runs; the memory of its outputs.
+
+        `gone` are those of the values given that nobody holds any more but the run itself.
+        """
+        body = self._body(graph)
+        lost = {held: name for name in gone if (held := given[name]) is not None and not held.uses}
+        begun = {port.name for port in graph.outputs if port.role == "sum" and port.name not in self.sums}
+        key = (id(graph), frozenset(lost.values()), frozenset(begun))
+        if key not in self.runs:
+            made = [*self._given(body, lost, given), *self._made(body), *self._begun(body, begun)]
+            made.sort(key=lambda life: life[0].born)
+            self.runs[key] = Run(body, [life for life, _ in made], [category for _, category in made])
+        self._look(at, self.runs[key])
+        fresh: dict[Storage, Held] = {}
+        found: dict[Port, Held | None] = {}
+        for home, ports in body.returned.items():
+            for port in ports:
+                if home.value.op == "placeholder":
+                    found[port] = given.get(body.read.get(home.value, ""))
+                    continue
+                if home not in fresh:
+                    fresh[home] = Held(_described(home.value, self._returned(port), home.bytes))
+                found[port] = fresh[home]
+        return found
+
+    def _given(self, body: Body, lost: Mapping[Held, str], given: Lie) -> list[tuple[Life, Category]]:
+        """What the run holds alone, to its last use; where an output lies in it, to the end."""
+        found: list[tuple[Life, Category]] = []
+        for held in lost:
+            homes = [storage for name, storage in body.inputs.items() if given.get(name) is held]
+            leaves = any(home in body.returned for home in homes)
+            dies = len(body.calls) if leaves else max((body.last.get(home, 0) for home in homes), default=0)
+            storage = Storage(homes[0].value, held.value.bytes)
+            found.append((Life(storage, 0, dies, "bwd", "bwd", False, False), held.value.category))
+        return found
+
+    def _made(self, body: Body) -> list[tuple[Life, Category]]:
+        found: list[tuple[Life, Category]] = []
+        for life in body.made:
+            ports = body.returned.get(life.storage, [])
+            if self.early and ports and all(port.role == "sum" for port in ports):
+                life = replace(life, dies=max(life.born, body.last.get(life.storage, 0)))
+            # Only what leaves a part is an activation: masks and the like are made by each part that reads them.
+            own: Category = "temporaries" if category_of(life) == "activations" else category_of(life)
+            found.append((life, self._returned(ports[0]) if ports else own))
+        return found
+
+    def _begun(self, body: Body, names: Collection[str]) -> list[tuple[Life, Category]]:
+        """Sums that have their first term here, from when it is made on; a simulation keeps the term itself."""
+        found: list[tuple[Life, Category]] = []
+        born = {life.storage: life.born for life in body.made}
+        for storage, ports in body.returned.items() if self.early else ():
+            for port in ports:
+                if port.name in names:
+                    sum_ = Storage(storage.value, type_of(self._named[port.name]).local_bytes(self.mesh))
+                    start = born.get(storage, len(body.calls))
+                    found.append((Life(sum_, start, len(body.calls), "bwd", "bwd", False, False), "gradients"))
+        return found
+
+    # ------------------------------------------------------------------ bytes
+    def _look(self, at: int, run: Run | None) -> None:
+        """Is this the most so far? With a graph: while its calls run."""
+        inside = nothing() if run is None else run.walk.most
+        for category in CATEGORIES:
+            self.most[category] = max(self.most[category], self.now[category] + inside[category])
+        total = sum(self.now.values()) + (0 if run is None else max(run.walk.timeline, default=0))
+        self.timeline[at] = max(self.timeline[at], total)
+        if total <= self.peak:
+            return
+        self.peak, self.peak_at, self.moment, self.at_peak = total, at, None, dict(self.now)
+        tables = (*self.values.values(), self.sums, self.own)
+        self.live = [one.value for one in dict.fromkeys(h for lie in tables for h in lie.values() if h is not None)]
+        if run is not None and run.walk.peak_at is not None:
+            self.moment = moment_of(run.walk.peak_at, run.body.calls[run.walk.peak_at])
+            for category, size in run.walk.at_peak.items():
+                self.at_peak[category] += size
+            for index in run.walk.there(run.made):
+                storage = run.made[index].storage
+                self.live.append(_described(storage.value, run.categories[index], storage.bytes))
+
+    def _take(self, held: Held | None) -> Held | None:
+        if held is not None:
+            self.now[held.value.category] += 0 if held.uses else held.value.bytes
+            held.uses += 1
+        return held
+
+    def _drop(self, held: Held | None) -> None:
+        if held is not None:
+            held.uses -= 1
+            self.now[held.value.category] -= 0 if held.uses else held.value.bytes
+
+    def _forget(self, lie: Lie) -> None:
+        for held in lie.values():
+            self._drop(held)
+
+    def _begin_sum(self, name: str) -> None:
+        if name not in self.sums:
+            node = self._named[name]
+            self.sums[name] = self._take(Held(_described(node, "gradients", type_of(node).local_bytes(self.mesh))))
+
+    # ------------------------------------------------------------------ what is what
+    def _body(self, graph: Graph) -> Body:
+        if id(graph) not in self.bodies:
+            self.bodies[id(graph)] = Body.of_graph(graph, self._placed.get(graph, ()))
+        return self.bodies[id(graph)]
+
+    def _returned(self, port: Port) -> Category:
+        """What an output of a graph counts as."""
+        if port.role == "value":
+            return self._category(port.name)
+        return "gradients" if port.role == "sum" else RETURNED.get(port.role, "activations")
+
+    def _category(self, value: str) -> Category:
+        if value in self._gathered:
+            return "communication"
+        name = self._bundle.get(value, value)
+        if name in self._activations:
+            return "activations"
+        return "communication" if name in self._travelling else "temporaries"
+
+    @cached_property
+    def _named(self) -> dict[str, fx.Node]:
+        return {info(node).name: node for node in self.program.body.values()}
+
+    @cached_property
+    def _bundle(self) -> dict[str, str]:
+        """What a value goes by in the list, where that is not its own name."""
+        names = {name for i in self.program.lists.work(self.c) for name in self.pipeline.part(i).makes}
+        return {member: name for name in names for member in self.program.bundles.get(name, ())}
+
+    @cached_property
+    def _activations(self) -> set[str]:
+        """What some forward makes, and a backward of these ranks reads."""
+        made = {name for stage in self.pipeline.stages for name in stage.forward.makes}
+        work = [i for i in self.program.lists.work(self.c) if not isinstance(i, Forward)]
+        return {name for i in work for name in self.pipeline.part(i).reads} & made
+
+    @cached_property
+    def _gathered(self) -> set[str]:
+        return {member for name in self.pipeline.gather_stages for member in self.program.members(name)}
+
+    @cached_property
+    def _travelling(self) -> set[str]:
+        return {i.value for i in self.program.lists.ranks[self.c] if isinstance(i, Send | Recv)}
+
+    def stored(self) -> tuple[dict[Category, int], list[LiveValue]]:
+        """What the graphs of the list read that is there all step long, by category and one by one."""
+        work: set[tuple[int, PartName]] = {(i.stage, PART_OF[type(i)]) for i in self.program.lists.work(self.c)}
+        graphs = [self.program.stages[stage][part] for stage, part in sorted(work)]
+        graphs += [graph for i in self.listed if isinstance(i, Gather) for graph in graphs_of(self.program, self.c, i)]
+        if self.pipeline.updates:
+            graphs += [self.program.epilogues[self.c].norm, self.program.epilogues[self.c].update]
+        found: dict[str, LiveValue] = {}
+        for graph in graphs:
+            for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+                if port.role not in ("value", "sum"):
+                    times = self.program.lists.microbatches if port.role in GIVEN else 1
+                    size = type_of(node).local_bytes(self.mesh) * times
+                    found[port.name] = _described(node, STORED.get(port.role, "inputs"), size)
+        held = nothing()
+        for one in found.values():
+            held[one.category] += one.bytes
+        return held, list(found.values())
+
+
+def _described(value: fx.Node, category: Category, size: int) -> LiveValue:
+    call = info(producer(value)[0])
+    return LiveValue(info(value).name, category, type_of(value), call.fqn, call.source, size)

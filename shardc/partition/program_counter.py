@@ -1,0 +1,70 @@
+"""The program counter of a rank's instruction list, one number that the monitor keeps, and its text in errors.
+
+    counter = instruction * STRIDE + call         call 0 is the instruction itself; its graph's calls count from 1
+    Recv x3#5 <- 3 (rank 6)                       a transfer, with the job's rank of the peer
+    %h.2.mlp.mm (model.py:17) of Forward 2 #5     a call: module, line, stage and microbatch
+
+Ranks run different lists, so a counter has a meaning only together with its rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardc.ir.graph import Graph, cited
+from shardc.partition.staged_program import Pipelined
+from shardc.schedule.instructions import (
+    COLLECTIVE,
+    COMPUTE,
+    TRANSFER,
+    Gather,
+    Instruction,
+    Optimizer,
+    ReduceGrads,
+    instruction_text,
+)
+from shardc.schedule.pipeline import PART_OF
+
+STRIDE = 1 << 20
+
+
+@dataclass(frozen=True)
+class PipelineCounterNames:
+    """Names the counters of all ranks of a pipeline. After the end of its list a rank broadcasts the loss."""
+
+    program: Pipelined
+
+    def name(self, rank: int, counter: int) -> str:
+        c, i = self.program.coordinates(rank)
+        instructions, (index, call) = self.program.lists.ranks[c], divmod(counter, STRIDE)
+        if index >= len(instructions):
+            return "the loss, passed on to all stages"
+        instruction = instructions[index]
+        if isinstance(instruction, TRANSFER):
+            words = instruction_text(instruction).partition(",")[0]
+            return f"{words} (rank {self.program.rank_of(instruction.peer, i)})"
+        if not call:
+            return instruction_text(instruction)
+        names = [cited(node) for graph in graphs_of(self.program, c, instruction) for node in graph.calls()]
+        return f"{names[call - 1]} of {instruction_text(instruction)}"
+
+    def waits(self, rank: int, counter: int) -> bool:
+        instructions = self.program.lists.ranks[self.program.coordinates(rank)[0]]
+        index, call = divmod(counter, STRIDE)
+        return index >= len(instructions) or (not call and isinstance(instructions[index], (*TRANSFER, *COLLECTIVE)))
+
+
+def graphs_of(program: Pipelined, c: int, instruction: Instruction) -> list[Graph]:
+    """The graphs that an instruction runs on a coordinate of the pipeline's axis, in order."""
+    if isinstance(instruction, Gather):
+        return [program.stages[instruction.stage].gathers[name] for name in instruction.values]
+    if isinstance(instruction, COMPUTE):
+        return [program.stages[instruction.stage][PART_OF[type(instruction)]]]
+    if isinstance(instruction, ReduceGrads):
+        stage, *others = program.lists.pipeline.accumulators[instruction.value]
+        reduce = None if others or instruction.value in program.shared else program.stages[stage].reduce
+        return [] if reduce is None else [reduce]
+    if isinstance(instruction, Optimizer):
+        epilogue = program.epilogues[c]
+        return [epilogue.norm, epilogue.update]
+    return []

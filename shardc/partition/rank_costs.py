@@ -1,0 +1,113 @@
+"""The costs of a coordinate's ranks in one step: what they hold, run, compute and send. A graph counts once a run.
+
+Sent bytes are those of one rank, as in ir/collectives.py: all bytes of a transfer, and 2 (k-1)/k of the tensor for an
+all-reduce over the ranks of k stages.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from shardc.cost.flops import Flops, flops
+from shardc.ir.collectives import Collective, collectives
+from shardc.ir.graph import Graph, info, type_of
+from shardc.partition.program_counter import graphs_of
+from shardc.partition.staged_program import Pipelined
+from shardc.schedule.instructions import Gather, Instruction, Optimizer, ReduceGrads, Send
+from shardc.schedule.pipeline import PART_OF
+
+
+def graph_runs(program: Pipelined, c: int) -> Iterator[tuple[Graph, int]]:
+    """The graphs that a coordinate's ranks run, and how often in a step."""
+    work_counts = Counter((work.stage, type(work)) for work in program.lists.work(c))
+    for (stage, kind), count in work_counts.items():
+        yield program.stages[stage][PART_OF[kind]], count
+    gather_counts = Counter(
+        (i.stage, name) for i in program.lists.ranks[c] if isinstance(i, Gather) for name in i.values
+    )
+    for (stage, name), count in gather_counts.items():
+        yield program.stages[stage].gathers[name], count
+    reductions = [i for i in program.lists.ranks[c] if isinstance(i, ReduceGrads)]
+    yield from ((graph, 1) for i in reductions for graph in graphs_of(program, c, i))
+    epilogue = program.epilogues[c]
+    if program.lists.pipeline.updates:
+        yield from [(epilogue.norm, 1), (epilogue.update, 1)] if epilogue.totals else [(epilogue.update, 1)]
+
+
+def rank_flops(program: Pipelined, c: int) -> Flops:
+    """The FLOPs of a rank at this coordinate."""
+    return sum_flops((flops(graph), times) for graph, times in graph_runs(program, c))
+
+
+def stages_with_value(program: Pipelined, name: str) -> list[int]:
+    """The stages that make the body's value of this name, or made it before backward's gathers were merged into
+    forward's."""
+    gathers = [set(_names(stage.gathers.values())) for stage in program.stages]
+    parts = [set(_names(s for s in (one.forward, one.backward, one.reduce) if s is not None)) for one in program.stages]
+    stages = [at for at, names in enumerate(zip(gathers, parts, strict=True)) if any(name in some for some in names)]
+    merged = re.sub(r"_\d+$", "", name)
+    return stages or [at for at, names in enumerate(gathers) if merged in names]
+
+
+def _names(graphs: Iterable[Graph]) -> Iterator[str]:
+    return (info(call).name for graph in graphs for call in graph.calls())
+
+
+def sum_flops(parts: Iterable[tuple[Flops, int]]) -> Flops:
+    """The sum of counts by phase and op, each multiplied by its number of runs."""
+    counts: Counter[tuple[object, str]] = Counter()
+    for flop_counts, times in parts:
+        for phase, op, count in flop_counts.counts:
+            counts[phase, op] += count * times
+    return Flops(tuple((phase, op, count) for (phase, op), count in counts.items()))  # type: ignore[misc]
+
+
+def rank_collectives(program: Pipelined, c: int) -> list[Collective]:
+    """The collectives of a rank along the other axes."""
+    return [replace(collective, times=n) for graph, n in graph_runs(program, c) for collective in collectives(graph)]
+
+
+def bytes_sent_by_axis(program: Pipelined, c: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step, by axis. A collective along several axes counts for each of them."""
+    bytes_by_axis: Counter[str] = Counter()
+    for collective in rank_collectives(program, c):
+        for axis in {program.mesh.parent(axis) for axis in collective.axes}:
+            bytes_by_axis[axis] += collective.bytes_per_step
+    transferred = sum(i.bytes for i in program.lists.ranks[c] if isinstance(i, Send))
+    bytes_by_axis[program.axis] = transferred + sum(stage_sum_bytes(program, c, i) for i in program.lists.ranks[c])
+    return dict(bytes_by_axis)
+
+
+def total_bytes_sent(program: Pipelined, c: int) -> int:
+    """Bytes that a rank sends in a step, each counted once."""
+    return bytes_sent_by_axis(program, c)[program.axis] + sum(
+        collective.bytes_per_step for collective in rank_collectives(program, c)
+    )
+
+
+def parameter_bytes(program: Pipelined, c: int) -> int:
+    """Bytes of the parameter shards that a rank stores, with the padding of uneven shards."""
+    held, body = program.held(c), program.body
+    ports = zip(body.inputs, body.placeholders, strict=True)
+    types = [type_of(node) for port, node in ports if port.role == "param" and port.name in held]
+    return sum(type.local_bytes(body.mesh) for type in types)
+
+
+def stage_sum_bytes(program: Pipelined, c: int, i: Instruction) -> int:
+    """Bytes sent by sums over stages: gradients of tied weights, and terms of the gradients' norm."""
+    if isinstance(i, ReduceGrads):
+        return _all_reduce(i.bytes, len(i.group)) if i.value in program.shared else 0
+    if isinstance(i, Optimizer):
+        epilogue = program.epilogues[c]
+        outputs = zip(epilogue.norm.outputs, epilogue.norm.output_values, strict=True)
+        sizes = [type_of(v).local_bytes(program.body.mesh) for port, v in outputs if port.name in epilogue.totals]
+        return sum(_all_reduce(size, len(i.group)) for size in sizes)
+    return 0
+
+
+def _all_reduce(size: int, members: int) -> int:
+    return math.ceil(2 * (members - 1) * size / members)

@@ -1,0 +1,198 @@
+"""A pipelined program against itself: its lists are proved, and its graphs are what the lists take them for.
+
+    stage 0 forward     makes   x1            f32[4@dp, 8]
+    Send x1#2 -> 1, 128 B                     of its bytes
+    stage 1 forward     reads   x1            of the same type
+
+Each graph's own types are `passes.type_check`'s. Here: every value and sum has one type wherever it goes, what a part
+reads and makes is what its ports say, an input of the step is one everywhere, and each output of the step is returned
+by some rank, as the body types it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.types import TensorType
+from shardc.partition.program_counter import graphs_of
+from shardc.partition.staged_program import GRAPHS, Pipelined
+from shardc.passes.type_check import Fault
+from shardc.schedule.instructions import COMPUTE, TRANSFER, ReduceGrads
+from shardc.schedule.pipeline import PartName
+
+BETWEEN = ("value", "sum")  # roles of what passes between graphs
+
+
+def bound_faults(program: Pipelined) -> list[Fault]:
+    """Counts that lists of their length cannot have: what comes after is linear in lists and graphs."""
+    lists = program.lists
+    work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed)
+    stages = len(lists.pipeline.stages)
+    if stages * lists.microbatches * 2 > work:
+        message = (
+            f"{stages} stages of {lists.microbatches} microbatches are more work than the {work} parts in the lists"
+        )
+        return [Fault(program.body.name, message)]
+    if lists.microbatches != program.body.microbatches:
+        message = f"lists of {lists.microbatches} microbatches, of a step of {program.body.microbatches}"
+        return [Fault(program.body.name, message)]
+    return []
+
+
+def pipeline_faults(program: Pipelined) -> list[Fault]:
+    """Everything in which graphs, lists and body disagree. Types of single calls, and proofs, are elsewhere."""
+    body = program.body
+    found: list[Fault] = []
+    for graph in (program.body, *program.graphs()):
+        if graph.mesh != body.mesh:
+            found.append(Fault(graph.name, f"its mesh is ({graph.mesh}), the body's ({body.mesh})"))
+        if graph is not body and graph.microbatches != 1:
+            found.append(Fault(graph.name, f"it runs on a microbatch, and says {graph.microbatches}"))
+    if program.inner.world_size != body.mesh.world_size:
+        found.append(
+            Fault(body.name, f"its mesh is ({body.mesh}), the job's but for '{program.axis}' ({program.inner})")
+        )
+    for stage in range(len(program.stages)):
+        found += _stage_faults(program, stage)
+    found += _type_faults(program)
+    found += _byte_faults(program)
+    for rank in range(len(program.epilogues)):
+        found += _finish_faults(program, rank)
+    return [*found, *_returned_faults(program)]
+
+
+def _ports(graph: Graph, side: str, *roles: str) -> dict[str, fx.Node]:
+    ports, values = (graph.inputs, graph.placeholders) if side == "in" else (graph.outputs, graph.output_values)
+    return {p.name: v for p, v in zip(ports, values, strict=True) if p.role in roles}
+
+
+def _stage_faults(program: Pipelined, at: int) -> Iterator[Fault]:
+    """What the pipeline says that a part reads and makes is what its graph takes and gives."""
+    stage, bodies = program.lists.pipeline.stages[at], program.stages[at]
+    if set(stage.gathers) != set(bodies.gathers) or not set(stage.kept) <= set(stage.gathers):
+        yield Fault(
+            program.body.name, f"stage {at} gathers {sorted(stage.gathers)}, its graphs {sorted(bodies.gathers)}"
+        )
+        return
+    for name, graph in bodies.gathers.items():
+        if {*_ports(graph, "out", "value")} != {*program.members(name)} or len(graph.outputs) != len(
+            program.members(name)
+        ):
+            yield Fault(graph.name, f"it gives {sorted(_ports(graph, 'out', 'value'))}, and not the values of {name}")
+        if _ports(graph, "in", *BETWEEN):
+            yield Fault(graph.name, "it gathers what another graph makes")
+    names: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")
+    for which in names:
+        graph, part = bodies[which], program.lists.pipeline.parts(at)[which]
+        reads = {member for name in part.reads for member in program.members(name)}
+        makes = [member for name in part.makes for member in program.members(name)]
+        if lacking := {*_ports(graph, "in", "value")} - reads:
+            yield Fault(graph.name, f"it reads {', '.join(sorted(lacking))}, which the pipeline does not give it")
+        if _ports(graph, "in", "sum"):
+            yield Fault(graph.name, f"it reads sums: {', '.join(_ports(graph, 'in', 'sum'))}")
+        given = _ports(graph, "out", "value")
+        if {*given} != {*makes} or len(makes) != len({*makes}):
+            yield Fault(graph.name, f"it makes {sorted(given)}, the pipeline says {sorted(makes)}")
+        alone = f"grads{at}" in part.accumulates
+        for port in graph.outputs:
+            known = port.name in part.accumulates or port.name in part.results or (alone and port.role == "sum")
+            if port.role != "value" and not known:
+                yield Fault(graph.name, f"it gives {port.role} '{port.name}', which the pipeline does not know")
+            if port.role not in ("value", "sum", "buffer", "output"):
+                yield Fault(graph.name, f"a microbatch gives no {port.role} '{port.name}'")
+        shown = {port.name for port in graph.outputs if port.role != "value"}
+        if lacking := {*part.results} - shown:
+            yield Fault(graph.name, f"it does not give {', '.join(sorted(lacking))}, as the pipeline says")
+
+
+def _type_faults(program: Pipelined) -> Iterator[Fault]:
+    """One type for each value and sum, wherever it is made or read; inputs of the step are the body's."""
+    own = {
+        (p.role, p.name): (p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)
+    }
+    for role in BETWEEN:
+        known: dict[str, TensorType] = dict(program.shared) if role == "sum" else {}
+        for graph in (program.body, *program.graphs()):
+            if graph is program.body:
+                continue
+            for side in ("out", "in"):
+                # What a reduction gives takes the place of a sum.
+                roles = (
+                    (role, "grad") if role == "sum" and side == "out" and graph.name.startswith("reduce") else (role,)
+                )
+                for name, value in _ports(graph, side, *roles).items():
+                    if known.setdefault(name, type_of(value)) != type_of(value):
+                        message = f"{role} '{name}' is {type_of(value)}, elsewhere {known[name]}"
+                        yield Fault(graph.name, message, value)
+    for graph in (program.body, *program.graphs()):
+        for port, value in zip(graph.inputs, graph.placeholders, strict=True):
+            if port.role not in BETWEEN and own.get((port.role, port.name)) != (port, type_of(value)):
+                yield Fault(graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no input of the step", value)
+
+
+def _byte_faults(program: Pipelined) -> Iterator[Fault]:
+    """A transfer is of as many bytes as its value has, of a name that stands for one value."""
+    made = {
+        name: type_of(value)
+        for stage in program.stages
+        for part in GRAPHS
+        for name, value in _ports(stage[part], "out", "value").items()
+    }
+    for rank, listed in enumerate(program.lists.ranks):
+        for at, i in enumerate(listed):
+            if not isinstance(i, TRANSFER):
+                continue
+            size = sum(made[n].local_bytes(program.body.mesh) for n in program.members(i.value) if n in made)
+            if i.value not in program.bundles and i.bytes != size:
+                where = f"rank {rank}, instruction {at}"
+                yield Fault(program.body.name, f"{where}: {i} moves {size} bytes")
+
+
+def _finish_faults(program: Pipelined, rank: int) -> Iterator[Fault]:
+    """What the end of a step reads is there: sums of its rank's stages, those that are shared, what the norm gives."""
+    finish = program.epilogues[rank]
+    sums: set[str] = set()
+    for stage in program.lists.stages_of(rank):
+        for part in GRAPHS:
+            sums |= {*_ports(program.stages[stage][part], "out", "sum")}
+    for i in program.lists.ranks[rank]:
+        if isinstance(i, ReduceGrads):
+            sums |= {i.value} & {*program.shared}
+            for graph in graphs_of(program, rank, i):
+                if lacking := {*_ports(graph, "in", "sum")} - sums:
+                    yield Fault(graph.name, f"it reads {', '.join(sorted(lacking))}, which nothing sums")
+                sums = sums - {*_ports(graph, "in", "sum")} | {port.name for port in graph.outputs}
+    given = {port.name for port in finish.norm.outputs}
+    for graph, values in ((finish.norm, set[str]()), (finish.update, given)):
+        for port in graph.inputs:
+            if port.role in BETWEEN and port.name not in (values if port.role == "value" else sums):
+                yield Fault(graph.name, f"rank {rank}: it reads {port.role} '{port.name}', which is not there")
+    if not {*finish.totals} <= given or len({*finish.totals}) != len(finish.totals):
+        yield Fault(finish.norm.name, f"rank {rank}: it gives no {', '.join(sorted({*finish.totals} - given))}")
+    if finish.totals != program.epilogues[0].totals:
+        yield Fault(finish.norm.name, f"rank {rank}: its totals are other ones than rank 0's")
+
+
+def _returned_faults(program: Pipelined) -> Iterator[Fault]:
+    """Every output of the step is some rank's, of the body's type; no rank returns another."""
+    body = program.body
+    wanted = {(p.role, p.name): (p, type_of(v)) for p, v in zip(body.outputs, body.output_values, strict=True)}
+    seen: set[tuple[str, str]] = set()
+    running = [
+        *((stage[part], ("output", "buffer")) for stage in program.stages for part in GRAPHS),
+        *((finish.update, None) for finish in program.epilogues),
+    ]
+    for graph, roles in running:
+        for port, value in zip(graph.outputs, graph.output_values, strict=True):
+            if roles is not None and port.role not in roles:
+                continue
+            seen.add((port.role, port.name))
+            if wanted.get((port.role, port.name)) != (port, type_of(value)):
+                yield Fault(
+                    graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no output of the step", value
+                )
+    for role, name in wanted.keys() - seen:
+        yield Fault(body.name, f"no rank returns {role} '{name}'")

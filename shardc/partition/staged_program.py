@@ -1,0 +1,221 @@
+"""A pipelined step as plain data: the graphs and instruction lists of all ranks, without the analysis that cut them.
+
+    lists       by coordinate on the pipeline's axis: its proved instruction list
+    stages      the graphs of each stage's parts, of its gathers, and of the reduction of its gradients
+    epilogues   by coordinate: the epilogue of the step, for the stages of that coordinate
+    body        the whole step, which no rank runs: it defines the ports, and the results must equal its results
+
+    mesh, axis  all ranks of the job, and the pipeline's axis, whose coordinates the lists are for
+    costs       the costs that the schedule used: those of the cut, in FLOPs, unless others were given
+
+It round-trips through JSON. The other axes of the mesh are the body's axes: rank (c, i) runs list c as rank i of the
+body's mesh. The pipeline's axis may stand anywhere in the order of the whole mesh's axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.plain import (
+    fields_known,
+    graph_from_plain,
+    graph_to_plain,
+    listed,
+    mesh_from_plain,
+    mesh_to_plain,
+    text_of,
+    texts_of,
+)
+from shardc.ir.text import print_graph
+from shardc.ir.types import TensorType
+from shardc.partition.cut import CutStep, StageBodies
+from shardc.partition.step_epilogue import StepEpilogue
+from shardc.schedule.build import build
+from shardc.schedule.costs import Costs
+from shardc.schedule.lists import RankLists
+from shardc.schedule.pipeline import PartName
+
+# What a file calls the fields; the epilogues have kept their first name there.
+SAVED = ("body", "lists", "stages", "finishes", "bundles", "shared", "mesh", "axis", "costs")
+GRAPHS: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """`bundles` lists the values of each name. `shared` gives the types of the sums that several stages have."""
+
+    body: Graph
+    lists: RankLists
+    stages: tuple[StageBodies, ...]
+    epilogues: tuple[StepEpilogue, ...]
+    bundles: Mapping[str, tuple[str, ...]]
+    shared: Mapping[str, TensorType]
+    mesh: Mesh
+    axis: str
+    costs: Costs
+
+    def __post_init__(self) -> None:
+        size, inner = self.mesh.size(self.axis), self.body.mesh.world_size
+        wanted = len(self.lists.pipeline.stages)
+        assert len(self.stages) == wanted, f"graphs of {len(self.stages)} stages, of {wanted}"
+        assert len(self.epilogues) == size, f"{len(self.epilogues)} ends of a step for axis '{self.axis}' of {size}"
+        assert size == len(self.lists.ranks), f"{len(self.lists.ranks)} lists for axis '{self.axis}' of {size}"
+        assert size * inner == self.mesh.world_size, f"mesh ({self.mesh}) is not {size} times ({self.body.mesh})"
+
+    @property
+    def inner(self) -> Mesh:
+        """The mesh without the pipeline's axis: the body's, before any of its axes was split."""
+        return mesh_without_axis(self.mesh, self.axis)
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """A rank's coordinate on the pipeline's axis, and its rank in the body's mesh."""
+        coordinate = self.mesh.coordinate(rank)
+        c = coordinate.pop(self.axis)
+        return c, self.inner.rank(coordinate)
+
+    def rank_of(self, c: int, i: int) -> int:
+        """The rank of the whole mesh that runs list c as rank i of the body's mesh."""
+        return self.mesh.rank({self.axis: c, **self.inner.coordinate(i)})
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """The values that a name in the lists stands for."""
+        return self.bundles.get(name, (name,))
+
+    def held(self, rank: int) -> frozenset[str]:
+        """The parameters and buffers that a coordinate's ranks hold."""
+        return frozenset(name for stage in self.lists.stages_of(rank) for name in self.stages[stage].held)
+
+    def graphs(self) -> Iterator[Graph]:
+        """Every graph of every stage, and the end of each coordinate's step."""
+        for stage in self.stages:
+            yield from (stage[name] for name in GRAPHS)
+            yield from stage.gathers.values()
+            if stage.reduce is not None:
+                yield stage.reduce
+        for epilogue in self.epilogues:
+            yield from (epilogue.norm, epilogue.update)
+
+    def transformed(self, change: Callable[[Graph], Graph]) -> Pipelined:
+        """The same lists over changed graphs, each of which is changed by itself."""
+        stages = tuple(
+            StageBodies(
+                **{name: change(stage[name]) for name in GRAPHS},
+                gathers={name: change(graph) for name, graph in stage.gathers.items()},
+                reduce=None if stage.reduce is None else change(stage.reduce),
+            )
+            for stage in self.stages
+        )
+        epilogues = tuple(
+            replace(epilogue, norm=change(epilogue.norm), update=change(epilogue.update)) for epilogue in self.epilogues
+        )
+        return replace(self, stages=stages, epilogues=epilogues)
+
+    def text(self, rank: int, *, comments: bool = True) -> str:
+        """A coordinate's list, followed by every graph that it runs."""
+        parts = [self.lists.text(rank)]
+        split = any(type(work).__name__ == "Dgrad" for work in self.lists.work(rank))
+        for stage in self.lists.stages_of(rank):
+            names: tuple[PartName, ...] = ("forward", "dgrad", "wgrad") if split else ("forward", "backward")
+            graphs = [*self.stages[stage].gathers.values(), *(self.stages[stage][name] for name in names)]
+            graphs += [one for one in (self.stages[stage].reduce,) if one is not None]
+            parts += [print_graph(graph, comments=comments) for graph in graphs]
+        epilogue = self.epilogues[rank]
+        parts += [
+            print_graph(graph, comments=comments)
+            for graph in ((epilogue.norm,) if epilogue.totals else ()) + (epilogue.update,)
+        ]
+        return "\n".join(parts)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "body": graph_to_plain(self.body),
+            "lists": self.lists.to_plain(),
+            "stages": [
+                {name: graph_to_plain(bodies[name]) for name in GRAPHS}
+                | {"gathers": {name: graph_to_plain(graph) for name, graph in bodies.gathers.items()}}
+                | {"reduce": None if bodies.reduce is None else graph_to_plain(bodies.reduce)}
+                for bodies in self.stages
+            ],
+            "finishes": [
+                {"norm": graph_to_plain(f.norm), "update": graph_to_plain(f.update), "totals": list(f.totals)}
+                for f in self.epilogues
+            ],
+            "bundles": {name: list(values) for name, values in self.bundles.items()},
+            "shared": {name: str(type) for name, type in self.shared.items()},
+            "mesh": mesh_to_plain(self.mesh),
+            "axis": self.axis,
+            "costs": self.costs.to_plain(),
+        }
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Pipelined:
+        """Raises ShardcError, ValueError, KeyError or AssertionError for what `to_plain` does not write."""
+        fields_known(data, SAVED)
+        return cls(
+            graph_from_plain(data["body"]),
+            RankLists.from_plain(data["lists"]),
+            tuple(map(_stage, listed(data["stages"]))),
+            tuple(map(_epilogue, listed(data["finishes"]))),
+            {name: texts_of(values) for name, values in data["bundles"].items()},
+            {name: TensorType.parse(text) for name, text in data["shared"].items()},
+            mesh_from_plain(data["mesh"]),
+            text_of(data["axis"]),
+            Costs.from_plain(data["costs"]),
+        )
+
+
+def _stage(data: Mapping[str, Any]) -> StageBodies:
+    fields_known(data, (*GRAPHS, "gathers", "reduce"))
+    return StageBodies(
+        **{name: graph_from_plain(data[name]) for name in GRAPHS},
+        gathers={name: graph_from_plain(graph) for name, graph in data["gathers"].items()},
+        reduce=None if data["reduce"] is None else graph_from_plain(data["reduce"]),
+    )
+
+
+def _epilogue(data: Mapping[str, Any]) -> StepEpilogue:
+    fields_known(data, ("norm", "update", "totals"))
+    return StepEpilogue(graph_from_plain(data["norm"]), graph_from_plain(data["update"]), texts_of(data["totals"]))
+
+
+def mesh_without_axis(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh of the other axes."""
+    return Mesh((name, size) for name, size in mesh.axes if name != axis)
+
+
+def pipelined(
+    staged: CutStep,
+    schedule: str,
+    virtual: int = 1,
+    costs: Costs | None = None,
+    memory: float | None = None,
+    mesh: Mesh | None = None,
+    axis: str = "pp",
+) -> Pipelined:
+    """A cut step with the proved lists of a schedule. `costs` default to those of the cut, in FLOPs.
+
+    `mesh` is the mesh of all ranks. By default its axes are the pipeline's axis and then the axes of the body.
+    """
+    costs = costs or staged.costs
+    if memory is not None:
+        costs = replace(costs, memory=memory)
+    lists = build(staged.pipeline, schedule, staged.body.microbatches, virtual, costs)
+    return Pipelined(
+        staged.body,
+        lists,
+        staged.stages,
+        tuple(staged.epilogue_of(lists.stages_of(rank)) for rank in range(len(lists.ranks))),
+        staged.bundles,
+        {
+            microbatch_sum.name: type_of(microbatch_sum.total)
+            for microbatch_sum in staged.sums
+            if len(staged.sum_stages[microbatch_sum.name]) > 1
+        },
+        mesh or Mesh(((axis, len(lists.ranks)), *staged.body.mesh.axes)),
+        axis,
+        costs,
+    )

@@ -1,0 +1,332 @@
+"""bucket: collectives that may wait for each other travel as one, in a flat tensor of up to so many bytes.
+
+    %a.sum = all_reduce(%a, dp)            %flat = pack([%a, %b])
+    ...                                    %sum = all_reduce(%flat, dp)
+    %b.sum = all_reduce(%b, dp)      ->    ...
+    ...                                    %a.sum, %b.sum = unpack(%sum)
+    %w.new = sub(%w, %a.sum)               %w.new = sub(%w, %a.sum)
+
+Needs a localized body, or a part of one. Ensures the same values under the same names, and the same bytes sent but for
+what aligns each member. Members are of one kind, over the same axes, of one dtype and reduction and phase, and run as
+often. There are two sorts:
+
+    late    what nothing reads before the optimizer, or is only returned: gradients, new parameters. A bucket takes them
+            in order, is sent when its last member is there, and before anything reads one of them.
+    early   parameters that are gathered for use: those of one block of the model (`h.3`), where the first was. Their
+            shards are packed two gathers before, so that it can begin as early as it could.
+
+The activations' collectives, on which the next op waits, stay as they are. Views and casts of what comes back late are
+made when it is there. At the peak a body may hold a bucket more than before; if it holds more, buckets are made
+smaller.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from shardc.cost.memory import memory
+from shardc.ir.collectives import KINDS, CollectiveKind
+from shardc.ir.graph import Graph, Phase, info, op_name, set_info, type_of
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, starts, unit_of
+from shardc.ir.schema import given
+from shardc.ir.types import Atom, Axes, Partial, TensorType
+from shardc.passes.base import Pass
+from shardc.passes.fusion.analysis.view_analysis import VIEWS
+
+SIZE = 25 * 2**20  # as torch's DistributedDataParallel
+TRIES = 6
+AHEAD = 2
+LATER = {*VIEWS, torch.ops.aten._to_copy.default}  # of a result, made when its bucket is back
+
+
+class Key(NamedTuple):
+    """What the members of a bucket have in common."""
+
+    kind: CollectiveKind
+    axes: Axes
+    op: str
+    dtype: torch.dtype
+    pending: Partial
+    phase: Phase
+    inside: bool  # does it run once a microbatch?
+    block: str = ""  # of the model, that gathers it for use
+
+    @property
+    def when(self) -> tuple[Phase, bool]:
+        return self.phase, self.inside
+
+
+@dataclass(frozen=True)
+class Bucket(Pass):
+    """Make buckets of at most `size` bytes; of 0, none."""
+
+    size: int = 0
+
+    def run(self, graph: Graph) -> Graph:
+        return bucket(graph, self.size) if self.size else graph
+
+
+def bucket(graph: Graph, size: int = SIZE) -> Graph:
+    """A body with buckets. The graph that is given is left as it is."""
+    allowed = memory(graph).peak + size
+    for at in range(TRIES):
+        made = graph.copy()
+        _Buckets(made, size >> at).run()
+        if memory(made).peak <= allowed:
+            return made
+    return graph
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A collective, by the dim that it gathers or scatters: an operand of `lead x mid x tail`, `size` there after."""
+
+    node: fx.Node
+    x: fx.Node
+    lead: int
+    mid: int
+    size: int
+    bytes: int  # before or after, whichever is more
+
+
+@dataclass
+class _Open:
+    """A bucket that may take more members; `due` is the first call that reads one of them."""
+
+    members: list[_Member] = field(default_factory=list[_Member])
+    bytes: int = 0
+    due: float = math.inf
+
+    def add(self, one: _Member, due: float) -> None:
+        self.members.append(one)
+        self.bytes += one.bytes
+        self.due = min(self.due, due)
+
+
+class _Buckets:
+    def __init__(self, graph: Graph, size: int) -> None:
+        self.graph, self.size = graph, size
+        self.inside = in_microbatch(graph)
+        for node in [n for n in graph.fx.nodes if n.op == "call_function" and n not in self.inside]:
+            graph.output_node.prepend(node)  # in the order that they run in
+        self.calls = list(graph.calls())
+        self.at = {node: i for i, node in enumerate(self.calls)}
+        self.weights = _weights(graph)
+        self.open: dict[Key, _Open] = {}
+        self.gathers: dict[tuple[Phase, bool], list[fx.Node]] = {}  # that are early, or their buckets
+        self.returned: dict[Key, tuple[list[_Member], fx.Node]] = {}  # what is only returned, and not yet unpacked
+
+    def run(self) -> None:
+        for i, node in enumerate(self.calls):
+            for key in [key for key, one in self.open.items() if one.due <= i]:
+                self.close(key)
+            member = self.member(node)
+            if member is None:
+                continue
+            due, early = self.due(node), member.x in self.weights and op_name(node.target) == "shardc.all_gather"
+            early = early and due < math.inf
+            if not early and (member.bytes > self.size or not self.late(node, due)):
+                continue
+            key = self.key(node, due if early else math.inf)
+            if early:
+                for other in [k for k in self.open if k.block not in ("", key.block) and k.when == key.when]:
+                    self.close(other)
+                if member.bytes > self.size:
+                    self.gathers.setdefault(key.when, []).append(node)
+                    continue
+            held = self.open.get(key)
+            if held is not None and held.bytes + member.bytes > self.size:
+                self.close(key)
+            # What is gathered early is read after its bucket was sent, however soon.
+            self.open.setdefault(key, _Open()).add(member, math.inf if early else due)
+        for key in list(self.open):
+            self.close(key)
+        for members, moved in self.returned.values():
+            self._back(members, moved, self.graph.output_node)
+
+    # ------------------------------------------------------------------ what may go
+    def member(self, node: fx.Node) -> _Member | None:
+        kind = KINDS.get(op_name(node.target))
+        if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
+            return None
+        args, mesh = given(node), self.graph.mesh
+        x: fx.Node = args["x"]
+        count = math.prod(type_of(x).local_shape(mesh))
+        if not count or x.target is PACK:
+            return None
+        most = max(type_of(x).local_bytes(mesh), type_of(node).local_bytes(mesh))
+        if kind == "all_reduce":
+            return _Member(node, x, 1, count, count, most)
+        lead, mid = math.prod(args["atoms"][: args["pos"]]), int(args["atoms"][args["pos"]])
+        size = int(args["size"]) if kind == "all_gather" else -(-mid // mesh.size(args["axes"]))
+        return _Member(node, x, lead, mid, size, most)
+
+    def key(self, node: fx.Node, due: float) -> Key:
+        args = given(node)
+        block = block_of(info(self.calls[int(due)]).fqn) if due < math.inf else ""
+        kind, about = KINDS[op_name(node.target)], info(node)
+        axes, pending = tuple(args["axes"]), type_of(args["x"]).partial
+        dtype, inside = type_of(node).dtype, node in self.inside
+        return Key(kind, axes, args.get("op", ""), dtype, pending, about.phase, inside, block)
+
+    def late(self, node: fx.Node, due: float) -> bool:
+        """Is it for the optimizer, or for whoever runs the step?"""
+        return due == math.inf or info(node).phase == "opt" or info(self.calls[int(due)]).phase == "opt"
+
+    def due(self, node: fx.Node) -> float:
+        """The first call that reads a result, be it through views."""
+        found = math.inf
+        for user in node.users:
+            if user.target is operator.getitem or user.target in LATER:
+                found = min(found, self.due(user))
+            elif user.op != "output":
+                found = min(found, self.at[user])
+        return found
+
+    # ------------------------------------------------------------------ making one
+    def close(self, key: Key) -> None:
+        one = self.open.pop(key)
+        early = bool(key.block)
+        if len(one.members) == 1:
+            if early:
+                self.gathers.setdefault(key.when, []).append(one.members[0].node)
+            return
+        self._early(key, one) if early else self._late(key, one)
+
+    def _late(self, key: Key, one: _Open) -> None:
+        sender = one.members[-1].node
+        moved = self._sent(key, one.members, sender, sender)
+        if one.due < math.inf:
+            self._back(one.members, moved, self.calls[int(one.due)])
+            return
+        if key in self.returned:  # unpacked while the next is under way, so that its memory goes
+            self._back(*self.returned[key], moved.next)
+        self.returned[key] = one.members, moved
+
+    def _early(self, key: Key, one: _Open) -> None:
+        sender = one.members[0].node
+        gathers = self.gathers.setdefault(key.when, [])
+        before = sorted(node for node in gathers if node < sender)
+        place = before[-AHEAD] if len(before) >= AHEAD else sender
+        for member in one.members:
+            _hoist(member.x, place)
+        moved = self._sent(key, one.members, sender, place)
+        gathers.append(moved)
+        due = min(self.due(member.node) for member in one.members)
+        self._back(one.members, moved, self.calls[int(due)])
+
+    def _sent(self, key: Key, members: list[_Member], sender: fx.Node, packed: fx.Node) -> fx.Node:
+        """Pack before `packed`, and the collective before `sender`."""
+        graph, kind, axes = self.graph, key.kind, key.axes
+        mesh, unit, group = graph.mesh, unit_of(key.dtype), graph.mesh.size(key.axes)
+        rows = group if kind == "reduce_scatter" else 1
+        leads, mids = [m.lead for m in members], [m.mid for m in members]
+        numels = [math.prod(type_of(m.x).local_shape(mesh)) for m in members]
+        width = starts(columns_packed(numels, mids, rows), unit)[-1]
+        name, cause = f"{info(sender).name}.bucket", _cause(members)
+        pending = type_of(members[0].x).partial
+        along = dict.fromkeys(a for m in members for v in (m.x, m.node) for a in mesh.resolve(sorted(type_of(v).axes)))
+        along = [a for a in along if a not in mesh.resolve(axes)]
+        xs = [m.x for m in members]
+
+        def typed(shared: bool, whole: int, partial: Iterable[tuple[str, str]] = ()) -> TensorType:
+            """Ranks along the members' own axes have a flat tensor each; along `axes`, if so, a part of one."""
+            atoms = [Atom(mesh.size(a), (a,)) for a in along]
+            atoms += [Atom(group, axes) if shared else Atom(whole), Atom(width)]
+            return TensorType(key.dtype, (tuple(a for a in atoms if a.size > 1),), tuple(partial))
+
+        with graph.fx.inserting_before(packed):
+            type = typed(kind == "all_gather", rows, pending)
+            flat = graph.call(
+                PACK, (xs, leads, mids, rows, unit), like=sender, type=type, name=f"{name}.pack", cause=cause
+            )
+        match kind:
+            case "all_reduce":
+                args: tuple[Any, ...] = (flat, key.op, list(axes))
+                type = typed(False, 1)
+            case "reduce_scatter":
+                args = (flat, key.op, list(axes), [rows * width], 0, [width])
+                type = typed(True, 1)
+            case _:
+                args = (flat, list(axes), [width], 0, group * width, [group * width])
+                type = typed(False, group)
+        done = {p for p in pending if p[0] not in axes}
+        type = type.place(type.placement, done)
+        with graph.fx.inserting_before(sender):
+            return graph.call(sender.target, args, like=sender, type=type, name=name, cause=cause)
+
+    def _back(self, members: list[_Member], moved: fx.Node, place: fx.Node) -> None:
+        """Unpack before `place`; the members' own nodes become its results, and their views follow them."""
+        graph, mesh, kind = self.graph, self.graph.mesh, KINDS[op_name(moved.target)]
+        shapes = [type_of(m.node).local_shape(mesh) for m in members]
+        rows = mesh.size(given(moved)["axes"]) if kind == "all_gather" else 1
+        layout = (
+            [m.lead for m in members],
+            [m.size if kind == "reduce_scatter" else m.mid for m in members],
+            rows,
+            unit_of(type_of(moved).dtype),
+            [m.size for m in members],
+            [n for shape in shapes for n in shape],
+            [len(shape) for shape in shapes],
+        )
+        types = tuple(type_of(m.node).replicated() for m in members)
+        with graph.fx.inserting_before(place):
+            name = f"{info(moved).name}.unpack"
+            back = graph.call(UNPACK, (moved, *layout), like=moved, type=None, name=name, results=types)
+        followers: list[fx.Node] = []
+        for i, member in enumerate(members):
+            node = member.node
+            about = info(node)
+            followers += [node, *self._views(node)]
+            node.target, node.args, node.kwargs = operator.getitem, (back, i), {}
+            set_info(node, about)
+        for node in followers:
+            place.prepend(node)
+
+    def _views(self, node: fx.Node) -> list[fx.Node]:
+        """The views of a result, and theirs."""
+        found: list[fx.Node] = []
+        for user in node.users:
+            if user.target is operator.getitem or user.target in LATER:
+                found += [user, *self._views(user)]
+        return found
+
+
+def block_of(fqn: str) -> str:
+    """`h.3` of `h.3.attn.c_proj`; a module that is in no list of blocks is one by itself."""
+    names = fqn.split(".")
+    number = next((i for i, name in enumerate(names) if name.isdecimal()), None)
+    return fqn or "." if number is None else ".".join(names[: number + 1])
+
+
+def _cause(members: list[_Member]) -> str:
+    causes = list(dict.fromkeys(cause for m in members if (cause := info(m.node).cause)))
+    return causes[0] + (f", and {len(causes) - 1} more" if len(causes) > 1 else "") if causes else ""
+
+
+def _weights(graph: Graph) -> set[fx.Node]:
+    """Parameters and what is made of a parameter alone, but not by communication."""
+    found = {node for port, node in zip(graph.inputs, graph.placeholders, strict=True) if port.role == "param"}
+    for node in graph.calls():
+        sources = node.all_input_nodes
+        one = info(node).type is not None and op_name(node.target) not in KINDS
+        if one and sources and found.issuperset(sources) and info(node).phase != "opt":
+            found.add(node)
+    return found
+
+
+def _hoist(node: fx.Node, place: fx.Node) -> None:
+    """What a value is made by runs before `place`."""
+    if node.op == "placeholder" or node < place:
+        return
+    for source in node.all_input_nodes:
+        _hoist(source, place)
+    place.prepend(node)

@@ -1,0 +1,210 @@
+"""name_causes: which annotation each collective comes from, axis by axis.
+
+    up.weight = "tp, -"  ->  up.linear  ->  gelu  ->  down.linear splits k over tp: a pending sum  ->  all_reduce
+
+Needs: combined collectives, assignments, global shapes. Ensures: a collective's `cause` names the annotation behind
+each of its axes, for good: a localized graph, or one from a file, does not tell any more.
+
+A value has one cause, but several axes, and each may be from another annotation; so the way back follows one axis: from
+a tensor that it shards, through a call, to another tensor of that call with the same piece, and on to a tensor that the
+user annotated. The shortest such way is the one that a reader needs; one that only looks at what the value was computed
+from is preferred, then one that keeps out of the backward pass. All ways of a graph are found at once, breadth first
+from the annotations on, so that a thousand gradients cost one walk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.ops import collectives, local
+from shardc.ir.schema import given
+from shardc.passes.base import Pass, split_of
+from shardc.passes.sharding.casts import narrows
+from shardc.rules.projection import project
+from shardc.rules.registry import find_rule
+
+REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
+COLLECTIVES = (*REDUCTIONS, collectives.all_gather, collectives.all_to_all, collectives.permute_ranks)
+MOVES = (*COLLECTIVES, local.shard_slice)
+STORAGE = "storage over "  # how the cause begins where no annotation is behind it, but a plan's storage
+Place = tuple[fx.Node, int]  # a value and one of its flat atoms
+Way = list[tuple[Place, fx.Node | None]]  # from an annotated place on, each with the call that handed it the axis
+Scope = Literal["upstream", "forward", "anywhere"]
+
+
+@dataclass(frozen=True)
+class NameCauses(Pass):
+    """Put on every collective the annotations that it comes from."""
+
+    def run(self, graph: Graph) -> Graph:
+        causes = Causes(graph)
+        for node in graph.calls():
+            if node.target in COLLECTIVES:
+                said = dict.fromkeys(causes.cause(node, axis) for axis in given(node)["axes"])
+                update(node, cause="; ".join(filter(None, said)))
+        return graph
+
+
+@dataclass(frozen=True)
+class Left:
+    """What the op before a collective leaves to be communicated over an axis."""
+
+    call: fx.Node  # the op
+    value: fx.Node  # its result
+    starts: tuple[Place, ...]  # the tensors whose split did it
+    passed: int  # linear ops that carried a pending sum on
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Places of one call's tensors that are the same piece, sharded over the same axis."""
+
+    call: fx.Node
+    places: tuple[Place, ...]
+    made: tuple[Place, ...]  # those of its results
+
+
+class Causes:
+    """The ways from annotations to all places of a graph, found when they are first asked for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._shared: dict[str, dict[Place, list[_Shared]]] | None = None
+        self._found: dict[tuple[str, Scope], dict[Place, tuple[int, Place, fx.Node | None]]] = {}
+
+    def cause(self, moved: fx.Node, axis: str) -> str:
+        """The annotation behind an axis of a collective, as diagnostics cite it; "" if there is none."""
+        way = self.way(left(moved, axis).starts, axis)
+        if way:
+            return self.graph.seeds[way[0][0][0]].cause
+        value = before(moved)
+        source = operands(value)[0] if narrows(value) else value  # a stored parameter is cast before it is gathered
+        stored = any(axis in axes for axes in self.graph.stored.get(source, ()))
+        if stored or info(value).phase == "opt":
+            return STORAGE + as_named(self.graph, axis)
+        return ""
+
+    def way(self, starts: Sequence[Place], axis: str) -> Way:
+        """The shortest way from an annotated place to one of `starts`; empty when there is none."""
+        forward = any(info(v).phase == "fwd" for v, _ in starts)
+        scopes: tuple[Scope, ...] = ("upstream", "forward", "anywhere") if forward else ("upstream", "anywhere")
+        for scope in scopes:
+            found = self._reached(axis, scope)
+            near = [place for place in starts if place in found]
+            if near:
+                return _path(found, min(near, key=lambda place: found[place][0]))
+        return []
+
+    def _reached(self, axis: str, scope: Scope) -> dict[Place, tuple[int, Place, fx.Node | None]]:
+        """For each place that can be reached: how far it is, the place before it, and the call between."""
+        if (axis, scope) in self._found:
+            return self._found[axis, scope]
+        if self._shared is None:
+            self._shared = _shared(self.graph)
+        groups = self._shared.get(axis, {})
+        found: dict[Place, tuple[int, Place, fx.Node | None]] = {}
+        for value, seed in self.graph.seeds.items():
+            for atom, axes in enumerate(seed.placement):
+                if axis in axes:
+                    found[value, atom] = 0, (value, atom), None
+        queue = deque(found)
+        while queue:
+            place = queue.popleft()
+            far = found[place][0] + 1
+            for group in groups.get(place, ()):
+                if scope == "forward" and info(group.call).phase != "fwd":
+                    continue
+                for other in group.made if scope == "upstream" else group.places:
+                    if other not in found:
+                        found[other] = far, place, group.call
+                        queue.append(other)
+        self._found[axis, scope] = found
+        return found
+
+
+def left(moved: fx.Node, axis: str) -> Left:
+    """What lies before a collective: the call, the tensors that it splits over the axis."""
+    source = operands(moved)[0]
+    if moved.target not in REDUCTIONS:
+        return Left(producer(before(source))[0], source, tuple(_sharded(source, axis)), 0)
+    value, passed = source, 0
+    while True:
+        call = producer(value)[0]
+        pending = [v for v in operands(call) if axis in type_of(v).partial_axes]
+        if not pending or not (call.target in MOVES or axis in info(call).passes):
+            break
+        passed += axis in info(call).passes
+        value = pending[0]
+    if find_rule(call.target) is None:
+        return Left(call, value, (), passed)
+    projection = project(call)
+    pieces = [p for p, axes in split_of(call, projection).items() if axis in axes]
+    sides = zip(operands(call), projection.operands, strict=True)
+    starts = tuple((v, own.index(p)) for v, own in sides for p in pieces if p in own)
+    return Left(call, value, starts, passed)
+
+
+def before(value: fx.Node) -> fx.Node:
+    """The value that a chain of collectives and slices starts from."""
+    while value.target in MOVES:
+        value = operands(value)[0]
+    return value
+
+
+def as_named(graph: Graph, axis: str) -> str:
+    """An axis as the user named it."""
+    return ".".join(graph.mesh.merged(graph.mesh.children(graph.mesh.parent(axis)) or axis))
+
+
+def _sharded(value: fx.Node, axis: str) -> Iterator[Place]:
+    return ((value, i) for i, axes in enumerate(type_of(value).placement) if axis in axes)
+
+
+def _path(found: dict[Place, tuple[int, Place, fx.Node | None]], place: Place) -> Way:
+    way: Way = []
+    while True:
+        far, earlier, call = found[place]
+        way.append((place, call))
+        if not far:
+            return way[::-1]
+        place = earlier
+
+
+def _shared(graph: Graph) -> dict[str, dict[Place, list[_Shared]]]:
+    """Axis -> place -> the groups that it belongs to."""
+    found: dict[str, dict[Place, list[_Shared]]] = {axis: {} for axis in graph.mesh.names}
+    for call in graph.calls():
+        for axis, places in _groups(call):
+            made = tuple(place for place in places if producer(place[0])[0] is call)
+            group = _Shared(call, places, made)
+            for place in places:
+                found[axis].setdefault(place, []).append(group)
+    return found
+
+
+def _groups(call: fx.Node) -> Iterator[tuple[str, tuple[Place, ...]]]:
+    """(axis, places) for every piece of a call that an axis splits and several tensors have."""
+    values = [*operands(call), *results(call)]
+    pieces: dict[tuple[int, str], list[Place]] = {}
+    if call.target in MOVES:
+        for value in values:
+            for atom, axes in enumerate(type_of(value).placement if value is not None else ()):
+                for axis in axes:
+                    pieces.setdefault((atom, axis), []).append((value, atom))  # type: ignore[arg-type]
+    elif info(call).assignment and find_rule(call.target) is not None:
+        projection = project(call)
+        split = split_of(call, projection)
+        for value, own in zip(values, (*projection.operands, *projection.results), strict=True):
+            if value is None:
+                continue
+            for atom, axes in enumerate(type_of(value).placement):
+                for axis in axes:
+                    if axis in split.get(own[atom], ()):
+                        pieces.setdefault((own[atom], axis), []).append((value, atom))
+    yield from ((axis, tuple(dict.fromkeys(places))) for (_, axis), places in pieces.items() if len(places) > 1)

@@ -1,0 +1,234 @@
+"""report_gathers: say where an op could not be split as annotations ask, so that replication is never silent.
+
+Needs: lowered collectives. Changes nothing. Every warning names the op with its rule, the user's line, the annotation
+and the cost, and is an error under strict:
+
+    SC203   a value is gathered because an op keeps the dim whole that an axis shards: a sort of sharded columns
+    SC209   an annotated parameter or input is gathered before use
+    SC209   an op computes on every rank what is then sliced, since it keeps whole the dim that is asked to be sharded
+
+What a plan means to communicate is none of this: where an op is split over the axis along another dim (the gather of
+sequence parallelism before a column-parallel matmul), and where ZeRO gathers what it stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.collectives import collective, human_bytes
+from shardc.ir.diagnostic import Diagnostic, Severity, listed
+from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
+from shardc.ir.ops import collectives, local
+from shardc.ir.types import Axes
+from shardc.passes.base import Pass
+from shardc.passes.sharding.casts import narrows
+from shardc.rules.projection import project
+from shardc.rules.registry import find_rule, rule_of
+
+_GIVES: dict[object, int] = {
+    collectives.all_gather: 3,
+    collectives.all_to_all: 4,
+}  # the argument that is the atom given up
+NEAR = 64  # values behind a slice that are looked at for its annotation
+_MOVES = (*_GIVES, collectives.all_reduce, collectives.reduce_scatter, collectives.permute_ranks, local.shard_slice)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """An op at which an axis stops, and what that costs: `moved` bytes of a gather, or work done whole."""
+
+    code: str
+    op: fx.Node
+    value: fx.Node  # gathered, or computed whole
+    over: str
+    message: str  # up to the cost
+    cause: str
+    hint: str
+    kind: str = ""
+    moved: int = 0
+    severity: Severity = "warning"
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """The user's line, the same for every layer."""
+        return _starred(info(self.op).fqn), info(self.op).source, self.over
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        about = _starred(info(self.value).name) if self.value.op == "placeholder" else ""
+        return (self.code, about, *self.line, self.kind and info(self.op).phase)
+
+
+@dataclass(frozen=True)
+class ReportGathers(Pass):
+    """Add one diagnostic for all findings of one line."""
+
+    def run(self, graph: Graph) -> Graph:
+        families: dict[tuple[str, ...], list[_Finding]] = {}
+        stopped: set[tuple[str, ...]] = set()  # lines
+        for node in graph.calls():
+            if node.target in _GIVES:
+                found = _gathered(graph, node)
+            else:
+                found = _computed_whole(graph, node) if node.target is local.shard_slice else None
+                # Work done whole follows from a gather before it, and in backward from the same in forward.
+                if found is not None and found.line in stopped and found.family not in families:
+                    continue
+            if found is not None:
+                stopped.add(found.line)
+                families.setdefault(found.family, []).append(found)
+        graph.diagnostics += [_diagnostic(family) for family in families.values()]
+        return graph
+
+
+def _gathered(graph: Graph, node: fx.Node) -> _Finding | None:
+    """A gather whose reason is an op's rule, or which undoes an annotation of an input."""
+    root, axes, atom = _root(node), _axes(node), _atom(node, _GIVES[node.target])
+    seed = graph.seeds.get(root)
+    if root.op == "placeholder":
+        computed = {axis for _, axis in graph.priorities.get(root, {})}
+        computed |= {axis for own in seed.placement for axis in own} if seed is not None else set()
+        axes = tuple(axis for axis in axes if axis in computed)  # over the others it is only stored
+    annotated = seed is not None and root.op == "placeholder"
+    readers = sorted(_readers(node, atom), key=lambda found: not found[1])
+    if not axes or not readers or not (annotated or readers[0][1]):
+        return None
+    reader, whole = readers[0]
+    over = ".".join(graph.mesh.merged(axes))
+    moved = collective(graph, node)
+    assert moved is not None
+    if annotated:
+        needs = "needs it whole" if whole else "is split over that along another dim"
+        message = f"{info(root).name} is sharded over '{over}', but {info(reader).name} {needs}"
+        hint = "shard a dim that the op can split, or leave this tensor unsharded"
+    else:
+        size = type_of(node).atoms[atom].size
+        message = f"axis '{over}' ({graph.mesh.size(axes)}) cannot shard the factor of size {size} that "
+        message += f"{info(reader).name} needs whole"
+        hint = _hint(reader)
+    own = info(root).cause  # one for all axes: of this one it may say nothing
+    cause = seed.cause if seed is not None else own if _says(own, axes) else info(node).cause or own
+    code = "SC209" if annotated else "SC203"
+    return _Finding(code, reader, root, over, message, cause, hint, moved.kind, moved.bytes_per_rank)
+
+
+def _computed_whole(graph: Graph, node: fx.Node) -> _Finding | None:
+    """A slice of what an op computes on every rank, where its rule is why, or an annotation that it does not follow."""
+    value, axes = _root(node, views=False), _axes(node)
+    call, _ = producer(value)
+    rule = find_rule(call.target)
+    if rule is None or rule.kind == "view" or info(value).constant:
+        return None
+    projection, seed = project(call), graph.seeds.get(value)
+    pieces = next(p for p, v in zip(projection.results, results(call), strict=True) if v is value)
+    asked = seed is not None and not {axis for own in seed.placement for axis in own}.isdisjoint(axes)
+    if pieces[_atom(node, 3)] not in projection.blocked and not asked:
+        return None
+    over = ".".join(graph.mesh.merged(axes))
+    message = f"{info(value).name} is computed whole over '{over}' and then sliced: its op does not split that dim"
+    cause = seed.cause if seed is not None and asked else _asked_by(graph, node, set(axes)) or info(node).cause
+    # Positions and indices are next to no work.
+    severity: Severity = "warning" if type_of(value).dtype.is_floating_point else "note"
+    hint = "annotate a dim that the op can split, or a value behind the next op that can"
+    return _Finding("SC209", call, value, over, message, cause, hint, severity=severity)
+
+
+def _says(cause: str, axes: Axes) -> bool:
+    """The placement that a cause quotes names one of the axes."""
+    quoted = cause.partition('"')[2].partition('"')[0]
+    return any(axis in re.findall(r"[\w:]+", quoted) for axis in axes)
+
+
+def _asked_by(graph: Graph, node: fx.Node, axes: set[str]) -> str:
+    """The nearest annotation behind a slice that says one of its axes: it is what the slice is for."""
+    seen, todo = {node}, deque([node])
+    while todo:
+        for user in todo.popleft().users:
+            seed = graph.seeds.get(user)
+            if seed is not None and any(axis in axes for own in seed.placement for axis in own):
+                return seed.cause
+            if user not in seen and user.op != "output" and len(seen) < NEAR:
+                seen.add(user)
+                todo.append(user)
+    return ""
+
+
+def _diagnostic(family: Sequence[_Finding]) -> Diagnostic:
+    first, about = family[0], info(family[0].op)
+    message = first.message
+    if first.kind:
+        moved = human_bytes(sum(found.moved for found in family))
+        times = f"{len(family)} times, {moved} a rank in all" if len(family) > 1 else f"{moved} a rank"
+        phase = {"fwd": "forward", "bwd": "backward"}.get(about.phase, "in the optimizer")
+        message += f"; {first.kind} inserted, {times}, {phase}"
+    name = info(first.value).name
+    return Diagnostic(
+        first.code,
+        message,
+        first.severity,
+        location=about.source or None,
+        source_text=about.source_text or None,
+        fqn=about.fqn or None,
+        tensor=name,
+        placement=str(type_of(first.value)),
+        also=listed(other for found in family if (other := info(found.value).name) != name),
+        op=f"{op_name(first.op.target)}   {rule_of(first.op)}",
+        cause=first.cause or None,
+        hint=first.hint,
+    )
+
+
+def _hint(reader: fx.Node) -> str:
+    rule, fitted = find_rule(reader.target), rule_of(reader)
+    sections = any(name.isdigit() for tensor in (*fitted.operands, *fitted.results) for dim in tensor for name in dim)
+    if sections or "split" in op_name(reader.target) or (rule is not None and rule.kind == "view"):
+        return "shard a factor that the view or split keeps apart, e.g. write '3*tp' for a fused q, k, v"
+    return "shard a dim that the op can split, or leave this one unsharded from the annotation on"
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _axes(node: fx.Node) -> Axes:
+    return tuple(node.args[1])  # type: ignore[arg-type]
+
+
+def _atom(node: fx.Node, argument: int) -> int:
+    atom = node.args[argument]
+    assert isinstance(atom, int)
+    return atom
+
+
+def _root(node: fx.Node, views: bool = True) -> fx.Node:
+    """The value that a chain of moves, and of views, starts from."""
+    while node.op == "call_function":
+        rule, sources = find_rule(node.target), operands(node)
+        view = views and ((rule is not None and rule.kind == "view" and len(sources) == 1) or narrows(node))
+        if node.target not in _MOVES and not view:
+            return node
+        node = sources[0]
+    return node
+
+
+def _readers(value: fx.Node, atom: int) -> Iterator[tuple[fx.Node, bool]]:
+    """The calls that read an atom past moves and views, and whether each needs it whole."""
+    for user in value.users:
+        rule = find_rule(user.target)
+        if user.target in _MOVES:
+            yield from _readers(user, atom)
+        elif rule is not None:  # of an op without one SC301 speaks
+            projection = project(user)
+            for source, pieces in zip(operands(user), projection.operands, strict=True):
+                if source is not value:
+                    continue
+                piece = pieces[atom]
+                if rule.kind == "view" and piece not in projection.blocked and piece in projection.results[0]:
+                    yield from _readers(user, projection.results[0].index(piece))
+                else:
+                    yield user, piece in projection.blocked

@@ -1,0 +1,72 @@
+"""Memory traffic of a body: the kernels beside products, attention and communication, and the bytes that they move.
+
+A kernel reads each element of an operand that it uses once, and writes each result once. A view is no kernel; a call of
+a view op that copies is one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from kernels_triton.match.op import kernel_of
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import Graph, op_name, operands, type_of
+from shardc.ir.ops import local
+from shardc.ir.storages import storages, yields
+
+aten = torch.ops.aten
+PRODUCTS = {  # as `op_name` spells them: aten's without a namespace, ours with it
+    *("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "convolution", "convolution_backward"),
+    *("shardc.linear", "shardc.linear_dgrad", "shardc.linear_wgrad"),
+    *("shardc.grouped_mm", "shardc.grouped_mm_wgrad", "shardc.sdpa", "shardc.sdpa_bwd"),
+}
+
+
+class Traffic(NamedTuple):
+    """Kernels and bytes of one rank, for one run of each call."""
+
+    kernels: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kernels} kernels move {self.bytes / 1e6:.1f} MB"
+
+
+def traffic(graph: Graph) -> Traffic:
+    """The traffic of a localized body."""
+    sizes = bytes_by_call(graph).values()
+    return Traffic(len(sizes), sum(sizes))
+
+
+def bytes_by_call(graph: Graph) -> dict[fx.Node, int]:
+    """The calls of a localized body that count as kernels, with the bytes of each."""
+    storage_of = storages(graph)
+    bytes_moved: dict[fx.Node, int] = {}
+    for node in graph.calls():
+        name = op_name(node.target)
+        if name in PRODUCTS or name in KINDS or node.target is local.axis_offset:
+            continue
+        written = [value for value, _ in yields(node) if storage_of[value].value is value]
+        if written:
+            bytes_moved[node] = node_bytes(graph, node, written)
+    return bytes_moved
+
+
+def node_bytes(graph: Graph, node: fx.Node, results: list[fx.Node]) -> int:
+    """The bytes that one call reads and writes."""
+    written = sum(type_of(value).local_bytes(graph.mesh) for value in results)
+    if (kernel := kernel_of(node.target, node.args)) is not None:
+        return kernel.bytes_moved
+    if node.target is aten.embedding.default:  # it reads the selected rows of the table only
+        index = operands(node)[1]
+        return 2 * written + type_of(index).local_bytes(graph.mesh)
+    read = 0
+    for value in dict.fromkeys(operands(node)):
+        size = type_of(value).local_bytes(graph.mesh)
+        # Of a slice's operand, only the slice is read.
+        is_slice = node.target in (aten.slice.Tensor, aten.select.int, aten.view.default, local.shard_slice)
+        read += min(size, written) if is_slice else size
+    return read + written

@@ -1,0 +1,134 @@
+"""A cluster of calls, and what its legality and its profit are decided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import results, type_of
+from shardc.passes.fusion.analysis.iteration_space import Over, Prim, SpaceConstraint, Value, contiguous_runs
+from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
+from shardc.passes.fusion.lowering.lowered_op import LoweredOp
+
+EXACT = {"same", "cast", "where", "sum", "rsum", "csum", "neg", "uniform"}  # of integers and bools, in float32
+LONG_ROW = 16384  # the most columns of a row that a kernel holds; it loops over longer rows
+# Operations of dozens of instructions.
+EXPENSIVE = {
+    *("sin", "cos", "pow", "erfc", "erfcx", "erfinv", "ndtri", "lgamma", "digamma", "trigamma", "i0", "i1", "fmod"),
+}
+
+
+@dataclass
+class Cluster:
+    """Calls that may become one kernel: what they read and write, and the epoch in which they run."""
+
+    calls: list[int]
+    constraint: SpaceConstraint
+    reads: Set[fx.Node]
+    writes: Set[fx.Node]  # results that calls outside read, or that are outputs of the graph
+    result_count: int  # all results, including those that nothing outside reads
+    barrier_epoch: int
+    prim_count: int
+    reductions: frozenset[Over]  # what its operations reduce over
+    is_float64: bool
+    strided_reads: Set[fx.Node]  # operands that it reads in part, out of order, or repeatedly
+    partial_results: Set[fx.Node]  # results without exactly one element for each element of the space
+    is_elementwise: bool  # every operation maps element i of its operands to element i of its result
+    version: int = 0
+
+    @property
+    def sums_long_rows(self) -> bool:
+        """Does it reduce rows, and also sum over them, with rows too long to hold? Such a kernel writes and reads its
+        sums once a row. A kernel of their own takes a quarter of that time, and reads what it sums once more."""
+        return self.constraint.cols > LONG_ROW and {"row", "col"} <= self.reductions
+
+    @property
+    def is_deferred(self) -> bool:
+        """Sums over long rows merge last: after the calls that reduce those rows, with which they may not merge."""
+        return self.constraint.cols > LONG_ROW and "col" in self.reductions
+
+
+def cluster_of(graph: FusionGraph, i: int) -> Cluster:
+    """The cluster of one call."""
+    op = graph.lowered[i]
+    values = [value for value in results(op.node) if value is not None]
+    writes = {value for value in values if graph.readers.get(value)}
+    reductions: frozenset[Over] = frozenset([prim.over for prim in op.prims])
+    counts = (len(values), graph.barrier_epoch[i], len(op.prims))
+    return Cluster([i], op.constraint, op.reads, writes, *counts, reductions, op.is_float64, *access_properties(op))
+
+
+def access_properties(op: LoweredOp) -> tuple[Set[fx.Node], Set[fx.Node], bool]:
+    """`strided_reads`, `partial_results` and `is_elementwise` of one call."""
+    size = op.constraint.size
+    contiguous = contiguous_runs(size)
+    computed = {prim.out for prim in op.prims}
+    strided_reads: set[fx.Node] = set()
+    partial_results: set[fx.Node] = set()
+    is_elementwise = True
+    for prim in op.prims:
+        is_full = prim.over == "point" and prim.size == size and prim.op != "cat"
+        is_elementwise &= is_full and not prim.index
+        if not is_full and isinstance(prim.out, fx.Node):
+            partial_results.add(prim.out)
+        for read in prim.reads:
+            if prim.size == size and read.runs == contiguous and not read.offset:
+                continue
+            if read.value in computed:
+                is_elementwise = False
+            elif isinstance(read.value, fx.Node):
+                strided_reads.add(read.value)
+    return strided_reads, partial_results, is_elementwise
+
+
+def bytes_saved(graph: FusionGraph, a: Cluster, b: Cluster) -> int:
+    """How many fewer bytes one kernel of both moves than a kernel of each."""
+    total = 0
+    for producer, consumer in ((a, b), (b, a)):
+        if shared := producer.writes & consumer.reads:
+            calls = {*a.calls, *b.calls}
+            for value in shared:
+                is_internal = graph.readers.get(value, set()) <= calls
+                total += graph.bytes[value] * (2 if is_internal else 1)
+    for value in a.reads & b.reads:
+        total += graph.bytes[value]
+    return total
+
+
+def spaces_agree(a: Cluster, b: Cluster, constraint: SpaceConstraint) -> bool:
+    """A sufficient test that two clusters, which have spaces, have a common one; it does not visit their operations.
+    Each element that one cluster computes and the other reads is available where it is read. Elementwise clusters run
+    along any dims, others only along the dims that they had. Sums over rows need more facts: about all that is computed
+    before them."""
+    if a.constraint.size != b.constraint.size:
+        return False
+    if not all(each.is_elementwise or each.constraint == constraint for each in (a, b)):
+        return False
+    if not {"col", "all"}.isdisjoint(a.reductions | b.reductions):
+        return False
+    in_order = a.strided_reads.isdisjoint(b.writes) and b.strided_reads.isdisjoint(a.writes)
+    return in_order and a.partial_results.isdisjoint(b.reads) and b.partial_results.isdisjoint(a.reads)
+
+
+def repeats_expensive(prims: Iterable[Prim], size: int) -> bool:
+    """Would a kernel of so many elements repeat an expensive operation for each of many elements that share its result?
+    The angles of a rotary embedding, computed for every head, take 2.4 times as long as reading them."""
+    return any(prim.op in EXPENSIVE and 1 < prim.size < size for prim in prims)
+
+
+def rounds_unnoticed(reads: Iterable[Value], prims: Callable[[], Iterable[Prim]]) -> bool:
+    """Does a kernel make inexact floats from integers alone, or narrower floats from float64 alone? Its operands would
+    not tell it to compute in float64, which is how a program is compared with the single device."""
+    reads_float64 = False
+    for value in reads:
+        if isinstance(value, fx.Node) and (dtype := type_of(value).dtype).is_floating_point:
+            if dtype != torch.float64:
+                return False
+            reads_float64 = True
+    if reads_float64:
+        return any(prim.dtype.is_floating_point and prim.dtype != torch.float64 for prim in prims())
+    floats = [prim for prim in prims() if prim.dtype.is_floating_point]
+    return any(prim.op not in EXACT or prim.dtype.itemsize < 4 for prim in floats)

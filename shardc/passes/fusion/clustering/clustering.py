@@ -1,0 +1,320 @@
+"""Which calls become one kernel: the pair that saves most is merged first, as long as the merge is legal.
+
+A merge saves three things: the bytes of values that then stay in registers (written once, read by each reader), those
+of operands that both read, and a launch. It is illegal where the two have no common iteration space, need too many
+tensors at once, run a different number of times a step, or where order forbids it (`cluster_dag`). A cluster that runs
+earlier holds its results for longer; one that runs later holds its operands for longer. Those bytes must be few, or fit
+the memory budget (`memory_budget`). Phases forbid little. The optimizer's calls merge only with each other. Forward's
+merge with backward's only where neither moves past a barrier: a loss and its gradient, after the last product, are one
+kernel. A merge puts no work before a collective that the next product waits for (`critical_collectives`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import fx
+
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import info, op_name, producer
+from shardc.ir.ops.buckets import UNPACK
+from shardc.passes.fusion.analysis.iteration_space import IterationSpace, Prim, find_space
+from shardc.passes.fusion.clustering.cluster import (
+    Cluster,
+    bytes_saved,
+    cluster_of,
+    repeats_expensive,
+    rounds_unnoticed,
+    spaces_agree,
+)
+from shardc.passes.fusion.clustering.cluster_dag import ClusterDag
+from shardc.passes.fusion.clustering.critical_collectives import LAUNCH_BYTES, CriticalCollectives
+from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
+from shardc.passes.fusion.clustering.memory_budget import MemoryBudget
+
+# Bytes whose lifetime a merge may extend:
+MIN_SAVING_RATIO = 16  # a 16th of the bytes that the merge saves,
+NEGLIGIBLE_BYTES = 4096  # or so few,
+MAX_HELD_RATIO = 4  # or four times the bytes saved, where the memory budget allows it
+MAX_TENSORS = 40
+MAX_PRIMS = 192
+UPDATE_FACTOR = 8  # so many times more in updates: each parameter has its own programs (transform/independent_outputs)
+SMALL_UPDATE = 65536  # elements; larger updates that read a collective's result start when their gradient arrives
+MAX_ROW_TENSORS = 12  # full tensors of a kernel that holds a row at a time
+MANY_READERS = 16
+NO_COMMON_SPACE = "no rows and columns are common to both"
+
+
+@dataclass(frozen=True)
+class FusionLimits:
+    """What the search may do. `fuse.tighten` withdraws one freedom after another while the peak of memory is higher."""
+
+    horizontal: bool = True  # merge calls that share no value
+    rematerialize: bool = True
+    extend_lifetimes: bool = True  # hold values for longer, where the memory budget allows it
+    pinned: frozenset[int] = frozenset()  # calls that stay in their barrier epoch
+    unmerged: frozenset[int] = frozenset()  # calls that merge with no other
+    excluded: frozenset[str] = frozenset()  # names of calls that become no kernel
+
+
+@dataclass
+class Clustering:
+    graph: FusionGraph
+    dag: ClusterDag
+    limits: FusionLimits
+    budget: MemoryBudget
+    critical: CriticalCollectives
+    clusters: dict[int, Cluster] = field(default_factory=dict[int, Cluster])
+
+    def prims(self, calls: Iterable[int]) -> list[Prim]:
+        return [prim for i in sorted(calls) for prim in self.graph.lowered[i].prims]
+
+    def iteration_space(self, cluster: Cluster) -> IterationSpace:
+        space = find_space(self.prims(cluster.calls), cluster.constraint)
+        assert space is not None, "a cluster was made without a space"
+        return space
+
+
+def cluster_calls(
+    graph: FusionGraph, limits: FusionLimits | None = None, budget: MemoryBudget | None = None
+) -> Clustering:
+    """Merge calls while a merge is legal and saves something."""
+    limits = limits or FusionLimits()
+    budget = budget if budget is not None and limits.extend_lifetimes else MemoryBudget.empty()
+    dag = ClusterDag(graph.call_count, graph.edges, graph.barriers)
+    clustering = Clustering(graph, dag, limits, budget, CriticalCollectives.of(graph))
+    for i, op in graph.lowered.items():
+        cluster = cluster_of(graph, i)
+        has_trivial_space = cluster.is_elementwise and not cluster.strided_reads
+        if has_trivial_space or find_space(op.prims, op.constraint) is not None:
+            clustering.clusters[i] = cluster
+    merger = _Merger(clustering)
+    merger.run(_vertical_candidates(graph, clustering.clusters))
+    if limits.horizontal:
+        merger.run(_horizontal_candidates(clustering))
+    return clustering
+
+
+def merge_refusal(clustering: Clustering, a: int, b: int) -> str:
+    """Why two clusters are not one kernel; "" where only a cycle can forbid it."""
+    dag, graph = clustering.dag, clustering.graph
+    if not dag.share_window(a, b):
+        first, second = (a, b) if dag.earliest[a] > dag.earliest[b] else (b, a)
+        barriers = (dag.latest[second], dag.earliest[first])
+        begin, end = (info(graph.calls[graph.barriers[barrier]]).name for barrier in barriers)
+        return f"%{begin} runs between them" if begin == end else f"%{begin} to %{end} run between them"
+    merged = _Merger(clustering).merged(a, b)
+    return merged if isinstance(merged, str) else ""
+
+
+class _Merger:
+    """The search: a heap of candidate pairs, scored by the bytes that a merge saves."""
+
+    def __init__(self, clustering: Clustering) -> None:
+        self.clustering, self.graph, self.dag = clustering, clustering.graph, clustering.dag
+        self.clusters, self.limits, self.budget = clustering.clusters, clustering.limits, clustering.budget
+        self.heap: list[tuple[bool, int, int, int, int, int]] = []
+        self.pushed: set[tuple[int, int, int, int]] = set()
+
+    def run(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for a, b in pairs:
+            self.push(a, b)
+        while self.heap:
+            _, _, a, b, version_a, version_b = heapq.heappop(self.heap)
+            x, y = self.clusters.get(a), self.clusters.get(b)
+            if x is not None and y is not None and x.version == version_a and y.version == version_b:
+                self.merge(a, b)
+            else:  # scored before one of them was merged
+                self.push(a, b)
+
+    def push(self, a: int, b: int) -> None:
+        a, b = self.dag.find(a), self.dag.find(b)
+        if a != b:
+            self.score(a, b)
+
+    def score(self, a: int, b: int) -> None:
+        """Put a pair on the heap, unless a cheap test shows that its merge is illegal."""
+        if a > b:
+            a, b = b, a
+        x, y = self.clusters.get(a), self.clusters.get(b)
+        if x is None or y is None or not self.dag.share_window(a, b):
+            return
+        entry = (a, b, x.version, y.version)
+        if entry not in self.pushed and x.constraint.merged_with(y.constraint) is not None:
+            self.pushed.add(entry)
+            heapq.heappush(self.heap, (x.is_deferred or y.is_deferred, -bytes_saved(self.graph, x, y), *entry))
+
+    def merge(self, a: int, b: int) -> None:
+        merged = self.merged(a, b)
+        if isinstance(merged, str):
+            return
+        kept = self.dag.merge(a, b)
+        if kept is None:
+            return
+        cluster, held, first, last = merged
+        self.budget.reserve(max(held, 0), first, last)
+        del self.clusters[a], self.clusters[b]
+        self.clusters[kept] = cluster
+        for neighbour in self._neighbours(cluster, kept):
+            self.score(kept, neighbour)
+
+    def merged(self, a: int, b: int) -> tuple[Cluster, int, int, int] | str:
+        """The merged cluster, the bytes whose lifetime it extends, and the first and last epoch in which they are then
+        held; or why the merge is illegal."""
+        x, y = self.clusters[a], self.clusters[b]
+        epoch = max(min(x.barrier_epoch, y.barrier_epoch), self.dag.earliest[a] + 1, self.dag.earliest[b] + 1)
+        cluster = self._merged_cluster(x, y, epoch)
+        if isinstance(cluster, str):
+            return cluster
+        held = self._bytes_held(x, y, cluster)
+        if isinstance(held, str):
+            return held
+        epochs = (x.barrier_epoch, y.barrier_epoch, epoch)
+        first, last = min(epochs), max(epochs)
+        if self._delays_critical(x, y, epoch) or self._delays_critical(y, x, epoch):
+            return "a collective that the next product waits for would begin later"
+        if held > NEGLIGIBLE_BYTES and not self._may_hold(held, saved := bytes_saved(self.graph, x, y), first, last):
+            return f"{held} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
+        if spaces_agree(x, y, cluster.constraint):
+            return cluster, held, first, last
+        if find_space(self.clustering.prims(cluster.calls), cluster.constraint) is None:
+            return NO_COMMON_SPACE
+        return cluster, held, first, last
+
+    def _delays_critical(self, feeder: Cluster, other: Cluster, epoch: int) -> bool:
+        """Would a critical collective that reads results of `feeder` wait for `other`, which it does not need?"""
+        waiting = self.clustering.critical.waiting_on(feeder.writes, epoch)
+        if waiting <= self.clustering.critical.waiting_on(other.writes, epoch):
+            return False
+        if not other.writes.isdisjoint(feeder.reads):
+            return False
+        calls = {*feeder.calls, *other.calls}
+        written = {v for v in other.writes if not self.graph.readers.get(v, set()) <= calls}
+        read = other.reads - feeder.reads - feeder.writes
+        return sum(self.graph.bytes[v] for v in read | written) > LAUNCH_BYTES
+
+    def _may_hold(self, held: int, saved: int, first: int, last: int) -> bool:
+        if held * MIN_SAVING_RATIO <= saved:
+            return True
+        return held <= MAX_HELD_RATIO * saved and self.budget.allows(held, first, last)
+
+    def _neighbours(self, cluster: Cluster, number: int) -> set[int]:
+        """The clusters that a merge with this one could save something for."""
+        linked = {n for n in (*self.dag.predecessors[number], *self.dag.successors[number]) if n in self.clusters}
+        for value in cluster.reads:
+            readers = self.graph.readers.get(value, set())
+            if len(readers) <= MANY_READERS:
+                linked |= {self.dag.find(i) for i in readers if i < self.graph.call_count}
+        return linked - {number}
+
+    def _merged_cluster(self, a: Cluster, b: Cluster, epoch: int) -> Cluster | str:
+        """Both as one, running in `epoch`; or why the merge is illegal, whatever it does to memory."""
+        graph, first = self.graph, a.calls[0]
+        phase = info(graph.calls[first]).phase
+        if graph.per_microbatch[first] != graph.per_microbatch[b.calls[0]]:
+            return "one runs once a microbatch, the other once a step"
+        if (phase == "opt") != (info(graph.calls[b.calls[0]]).phase == "opt"):
+            return "one is the optimizer's, the other is not"
+        if a.is_float64 != b.is_float64:
+            return "one computes in float64, the other does not"
+        if not self.limits.unmerged.isdisjoint(a.calls) or not self.limits.unmerged.isdisjoint(b.calls):
+            return "merged, they held more at the peak of memory"
+        constraint = a.constraint.merged_with(b.constraint)
+        if constraint is None:
+            return NO_COMMON_SPACE
+        calls = sorted([*a.calls, *b.calls])
+        of_one_size = a.constraint.size == b.constraint.size
+        if not of_one_size and repeats_expensive(self.clustering.prims(calls), constraint.size):
+            return "sines that many elements share would be computed for each of them"
+        inside = set(calls)
+        writes = {v for v in a.writes | b.writes if not graph.readers.get(v, set()) <= inside}
+        cluster = Cluster(
+            calls,
+            constraint,
+            (a.reads | b.reads) - a.writes - b.writes,
+            writes,
+            a.result_count + b.result_count,
+            epoch,
+            a.prim_count + b.prim_count,
+            a.reductions | b.reductions,
+            a.is_float64,
+            a.strided_reads | b.strided_reads if of_one_size else a.reads | b.reads,
+            a.partial_results | b.partial_results if of_one_size else a.writes | b.writes,
+            a.is_elementwise and b.is_elementwise and spaces_agree(a, b, constraint),
+            1 + max(a.version, b.version),
+        )
+        is_update = phase == "opt" and (constraint.size <= SMALL_UPDATE or not self._reads_collective(cluster))
+        factor = UPDATE_FACTOR if is_update else 1
+        if cluster.prim_count > factor * MAX_PRIMS or len(cluster.reads) + len(writes) > factor * MAX_TENSORS:
+            return "one kernel would have too many operations or tensors"
+        if constraint.cols:
+            full = sum(1 for v in (*cluster.reads, *writes) if graph.bytes[v] * 4 >= constraint.size)
+            if full > MAX_ROW_TENSORS and full > max(len(each.reads) + each.result_count for each in (a, b)):
+                return "a kernel that holds rows would hold too many tensors"
+        if rounds_unnoticed(cluster.reads, lambda: self.clustering.prims(cluster.calls)):
+            return "of integers or float64 alone it would make floats that are not exact"
+        if cluster.sums_long_rows and not (a.sums_long_rows or b.sums_long_rows):
+            return "rows this long cannot be held: sums over them are a kernel of their own"
+        return cluster
+
+    def _reads_collective(self, cluster: Cluster) -> bool:
+        """Does it read the result of a collective?"""
+        sources = [producer(value)[0].target for value in cluster.reads if value.op != "placeholder"]
+        return any(op_name(target) in KINDS or target is UNPACK for target in sources)
+
+    def _bytes_held(self, a: Cluster, b: Cluster, merged: Cluster) -> int | str:
+        """The bytes whose lifetime is extended when both run in one epoch; or why they may not.
+
+        A cluster that runs earlier holds its results for longer. One that runs later holds for longer the operands that
+        it alone reads, and its results for a shorter time. Values that are no longer stored are not held at all.
+        Forward and backward do not merge where one of them has to move.
+        """
+        epoch = merged.barrier_epoch
+        if a.barrier_epoch == b.barrier_epoch == epoch:
+            return 0
+        graph, inside, held = self.graph, set(merged.calls), 0
+        if {"fwd", "bwd"} <= {info(graph.calls[i]).phase for i in merged.calls}:
+            return "one is forward's, the other backward's"
+        for cluster, other in ((a, b), (b, a)):
+            stored = {v for v in cluster.writes if not graph.readers.get(v, set()) <= inside}
+            held -= sum(graph.bytes[v] for v in cluster.writes & other.reads if v not in stored)
+            if cluster.barrier_epoch != epoch and not self.limits.pinned.isdisjoint(cluster.calls):
+                return "run at another time, it held more at the peak of memory"
+            if cluster.barrier_epoch > epoch:
+                held += sum(graph.bytes[v] for v in stored)
+            elif cluster.barrier_epoch < epoch:
+                held += sum(graph.bytes[v] for v in cluster.reads - other.reads if self._is_dead_before(v, epoch))
+                held -= sum(graph.bytes[v] for v in stored)
+        return held
+
+    def _is_dead_before(self, value: fx.Node, epoch: int) -> bool:
+        """Is the last reader of a value in an earlier epoch?"""
+        graph = self.graph
+        readers = graph.readers.get(value, set())
+        if value.op == "placeholder":
+            return False
+        return all(i < graph.call_count and graph.barrier_epoch[i] < epoch for i in readers)
+
+
+def _vertical_candidates(graph: FusionGraph, clusters: dict[int, Cluster]) -> Iterable[tuple[int, int]]:
+    """Producers with their consumers, and successive readers of one value."""
+    for source, target in graph.edges:
+        if source in clusters and target in clusters:
+            yield source, target
+    for value in list(graph.readers):
+        readers = sorted(i for i in graph.readers[value] if i in clusters)
+        yield from pairwise(readers)
+
+
+def _horizontal_candidates(clustering: Clustering) -> Iterable[tuple[int, int]]:
+    """Successive clusters of one constraint and phase, which need share no value: a merge saves a launch."""
+    by_constraint: dict[object, list[int]] = {}
+    for number in sorted(clustering.clusters, key=lambda n: clustering.dag.position[n]):
+        cluster = clustering.clusters[number]
+        phase = info(clustering.graph.calls[cluster.calls[0]]).phase
+        by_constraint.setdefault((cluster.constraint, phase), []).append(number)
+    for numbers in by_constraint.values():
+        yield from pairwise(numbers)

@@ -1,0 +1,222 @@
+"""align: products of 16-bit tensors get dims that are multiples of 16 bytes, where theirs are not.
+
+    %logits = linear(%h, %w)           %w.even = constant_pad_nd(%w, [0, 0, 0, 7])
+                                ->     %logits.even = linear(%h, %w.even)
+                                       %logits = slice(%logits.even, 1, 0, 50257)
+
+    with h bf16[16384, 768] and w bf16[50257, 768]: 13.5 ms on an H200 before, 1.8 after
+
+Matrix units are fed 16 bytes at a time, and libraries' kernels for other dims are 2 to 8 times slower; padded strides
+alone do not help. What is added is 0, adds 0 to every sum, and is cut off the result, which is a view: kernels read it
+where it lies, and add what bias there is to what is left. Only of a dim that lies along rows somewhere is it known to
+matter: of `linear` those are its features. What kernels make, `fuse` has them write with its padding (see
+fuse/padding.py): the gradient of the logits above is copied by nobody, and read by both of its products, one of which
+may turn it: `mm(transpose(g), h)`.
+
+The rule: such a product takes SLOWER times as long at the least, and padding is worth what a GPU copies in the time
+that is saved, FLOPS_A_BYTE; products too short to notice stay. A parameter is padded anew in backward rather than kept;
+others once a phase. If more is held at the peak than SLACK above what was, the products with the largest copies are
+left as they are.
+
+Needs a localized body, or a part of one. Ensures the same values under the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from shardc.cost.memory import memory
+from shardc.ir.graph import Graph, Phase, info, type_of, update
+from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.ir.types import Atom, TensorType
+from shardc.passes.base import Pass
+from shardc.passes.normalize.decompositions.table import HALF
+
+aten = torch.ops.aten
+BYTES = 16
+SLOWER = 4  # measured: 5 to 8
+FLOPS_A_BYTE = 200  # an H200's, of 16-bit products and of its memory
+LEAST = 1e10  # FLOPs: 10 us of an H200, two launches
+GROWTH = 1.25  # of a product, at most
+SLACK = 1.02  # of the peak
+
+
+class Form(NamedTuple):
+    """The last dims of both operands and the result, a letter each; `padded` are those that lie along rows."""
+
+    operands: tuple[str, str]
+    result: str
+    padded: str
+
+
+FORMS: Mapping[Any, Form] = {
+    LINEAR: Form(("k", "nk"), "n", "nk"),
+    LINEAR_DGRAD: Form(("n", "nk"), "k", "nk"),
+    LINEAR_WGRAD: Form(("n", "k"), "nk", "nk"),
+    aten.mm.default: Form(("mk", "kn"), "mn", "mnk"),
+    aten.bmm.default: Form(("mk", "kn"), "mn", "mnk"),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product that is worth padding: by how much, letter by letter, and the bytes of the copies it takes."""
+
+    node: fx.Node
+    more: Mapping[str, int]
+    copied: int
+
+
+@dataclass(frozen=True)
+class Align(Pass):
+    """Pad the operands of products whose rows are no multiples of 16 bytes."""
+
+    enabled: bool = True
+
+    def run(self, graph: Graph) -> Graph:
+        return align(graph) if self.enabled else graph
+
+
+def align(graph: Graph) -> Graph:
+    """A body with padded products. The graph that is given is left as it is."""
+    chosen = [found for node in graph.calls() if (found := worth(graph, node)) is not None]
+    names = [info(one.node).name for one in sorted(chosen, key=lambda one: one.copied)]
+    if not names:
+        return graph
+    allowed = memory(graph).peak * SLACK
+    while names:
+        made = graph.copy()
+        padding = _Padding(made)
+        for node in list(made.calls()):
+            if info(node).name in names and (found := worth(made, node)) is not None:
+                padding.pad(found)
+        made.erase_dead()  # what was turned before it was padded
+        if memory(made).peak <= allowed:
+            return made
+        names = names[: len(names) * 3 // 4]
+    return graph
+
+
+def worth(graph: Graph, node: fx.Node) -> Product | None:
+    """A product with what is to be added to its dims; None where nothing is, or it is not worth it."""
+    form = FORMS.get(node.target)
+    if form is None or type_of(node).dtype not in HALF:
+        return None
+    values = [value for value in node.args if isinstance(value, fx.Node)]
+    sizes: dict[str, int] = {}
+    for value, letters in zip(values, form.operands, strict=True):
+        shape = type_of(value).local_shape(graph.mesh)
+        sizes |= dict(zip(letters, shape[len(shape) - len(letters) :], strict=True))
+    step = BYTES // 2
+    more = {name: -sizes[name] % step for name in form.padded if sizes[name] % step}
+    if "m" in more and not _turned(values[0]):  # rows of the one operand, along which nothing lies
+        del more["m"]
+    if not more:
+        return None
+    first = type_of(values[0]).local_shape(graph.mesh)
+    rows = math.prod(first[: len(first) - len(form.operands[0])])
+    flops = 2 * rows * math.prod(sizes.values())
+    grown = math.prod(1 + extra / sizes[name] for name, extra in more.items())
+    copied = sum(
+        2 * type_of(value).local_bytes(graph.mesh)
+        for value, letters in zip(values, form.operands, strict=True)
+        if not more.keys().isdisjoint(letters)
+    )
+    if flops < LEAST or flops * (SLOWER - 1) < copied * FLOPS_A_BYTE or grown > GROWTH:
+        return None
+    return Product(node, more, copied)
+
+
+def _order(value: fx.Node) -> list[int] | None:
+    """Of a value whose dims are another's in another order: for each of them, which of the other's it is."""
+    ndim = len(type_of(value).dims)
+    if value.target is aten.permute.default:
+        asked: Sequence[int] = value.args[1]  # type: ignore[assignment]
+        return [d % ndim for d in asked]
+    if value.target is aten.transpose.int:
+        a, b = value.args[1:]
+        order = list(range(ndim))
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        return order
+    return None
+
+
+def _turned(value: fx.Node) -> bool:
+    """Do columns lie along its rows?"""
+    order = _order(value)
+    return order is not None and order[-1] != len(order) - 1
+
+
+class _Padding:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.memo: dict[tuple[fx.Node, Phase, tuple[int, ...]], fx.Node] = {}
+
+    def pad(self, product: Product) -> None:
+        node, form, graph = product.node, FORMS[product.node.target], self.graph
+        before, name = type_of(node), info(node).name
+        with graph.fx.inserting_before(node):
+            node.args = tuple(
+                self.padded(value, [product.more.get(letter, 0) for letter in letters], node)  # type: ignore[arg-type]
+                for value, letters in zip(node.args, form.operands, strict=True)
+            )
+        extra = [product.more.get(letter, 0) for letter in form.result]
+        if not any(extra):
+            return
+        types = [before]  # with the first dims cut, one after another
+        for back, more in enumerate(reversed(extra), 1):
+            types.append(_wider(types[-1], len(before.dims) - back, more, graph))
+        update(node, type=types[-1], name=graph.unique(f"{name}.even"))
+        readers = list(node.users)
+        cut = node
+        for at, more in enumerate(extra):
+            if more:
+                dim = len(before.dims) - len(extra) + at
+                type = types[len(extra) - 1 - at]
+                size = type.local_shape(graph.mesh)[dim]
+                with graph.fx.inserting_after(cut):
+                    cut = graph.call(aten.slice.Tensor, (cut, dim, 0, size), like=node, type=type, name=f"{name}.cut")
+        for reader in readers:
+            reader.replace_input_with(node, cut)
+        update(cut, name=name)
+        for table in (graph.activations, graph.gradients):
+            table.update({key: cut for key, value in table.items() if value is node})
+
+    def padded(self, value: fx.Node, extra: Sequence[int], product: fx.Node) -> fx.Node:
+        """A value with zeros at the ends of its last dims. Of one that is turned, what it is made of is padded, which
+        other products read as it lies, and turned then: a copy that turns would be slower, and one more."""
+        if not any(extra):
+            return value
+        type = type_of(value)
+        last = len(type.dims) - 1
+        extra = (*[0] * (len(type.dims) - len(extra)), *extra)
+        key = (value, info(product).phase, extra)
+        if key not in self.memo:
+            for dim, more in enumerate(extra):
+                type = _wider(type, dim, more, self.graph)
+            order, source = _order(value), value.args[0] if value.args else None
+            if order is not None and isinstance(source, fx.Node):
+                inside = [extra[order.index(dim)] for dim in range(last + 1)]
+                target, args = value.target, (self.padded(source, inside, product), *value.args[1:])
+            else:
+                first = next(dim for dim, more in enumerate(extra) if more)
+                amounts = [n for more in reversed(extra[first:]) for n in (0, more)]
+                target, args = aten.constant_pad_nd.default, (value, amounts, 0.0)
+            name = f"{info(value).name}.even"
+            self.memo[key] = self.graph.call(target, args, like=product, type=type, name=name, cause="")
+        return self.memo[key]
+
+
+def _wider(type: TensorType, dim: int, more: int, graph: Graph) -> TensorType:
+    """A type with so many elements more along a dim, on every rank."""
+    if not more:
+        return type
+    axes = tuple(axis for atom in type.dims[dim] for axis in atom.axes)
+    size = (type.local_shape(graph.mesh)[dim] + more) * graph.mesh.size(axes)
+    return TensorType(type.dtype, (*type.dims[:dim], (Atom(size, axes),), *type.dims[dim + 1 :]), type.partial)

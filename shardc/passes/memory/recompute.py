@@ -1,0 +1,275 @@
+"""recompute: run parts of the forward again in backward instead of keeping what they made.
+
+Needs: lowered collectives. Ensures: nothing but the order of liveness changes: a call that runs again has the
+operands, assignment and types of the first, so every number is bit for bit the same (random draws count by
+element, so they replay).
+
+A value that backward reads is kept, or made again by `r.<name>`, a copy of its call just before backward first wants
+it. Kept are in any case inputs, outputs, and what passes from one segment to another: a segment is a layer (a module
+whose name ends in a list index, the outermost such), and all that is in no layer is one more.
+
+    full        a layer keeps its inputs; all else is made again (without layers, the whole forward)
+    selective   products with weights are kept, cheap calls run again: pointwise, norms, softmax, dropout, and
+                attention where recomputing it is bound by memory, not arithmetic
+    budget      as little runs again as brings the peak of live activations under so many bytes a rank
+
+A collective runs again only under `collectives`; but where backward gathers the same value anyway (ZeRO-3's
+weights, sequence parallelism), that gather serves both. In all modes a minimum cut says which values are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import fx
+
+from shardc.cost.flops import COUNTS, node_flops
+from shardc.cost.memory import memory
+from shardc.ir.collectives import collective, human_bytes
+from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.graph import Graph, info, op_name, operands, producer, replace_operands, results, set_info, type_of
+from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.schema import schema_of
+from shardc.passes.base import Pass
+from shardc.passes.memory.recompute_choice import Call, Choice, Storage, Tradeoff, fewest_bytes, within
+from shardc.passes.memory.recompute_liveness import Step, activation_bytes, is_view, kept_anyway, live_bytes, owners
+
+Mode = Literal["none", "full", "selective", "budget"]
+
+# FLOPs an accelerator does while it reads or writes one byte of its own memory, and while it sends one to another.
+BALANCE = 256
+LINK = 2048
+
+ATTENTION = {"bmm", "shardc.sdpa"}  # products of activations alone; all others have a weight
+
+
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Trade arithmetic for memory. `budget` is in bytes a rank."""
+
+    mode: Mode = "none"
+    budget: int = 0
+    collectives: bool = False
+
+    def run(self, graph: Graph) -> Graph:
+        if self.mode == "none":
+            return graph
+        forward = _Forward(graph)
+        segments = [self._tradeoff(forward, name) for name in forward.segments]
+        tradeoffs = [t for t, _ in segments]
+
+        def dropped(choices: Sequence[Choice]) -> set[fx.Node]:
+            return {own[at] for (_, own), c in zip(segments, choices, strict=True) for at in c.dropped}
+
+        if self.mode == "budget":
+            found, peak = within(tradeoffs, self.budget, lambda choices: forward.peak(dropped(choices)))
+            if peak > self.budget:
+                graph.diagnostics.append(self._too_much(peak))
+        else:
+            found = [fewest_bytes(t) for t in tradeoffs]
+        _rewrite(graph, forward, dropped(found))
+        graph.erase_dead()
+        return graph
+
+    def settle(self, body: Graph) -> None:
+        """Say SC214, or no more, of a body as its ranks run it: by the activations that `cost.memory` counts.
+
+        The choice itself is made with room for temporaries, which live beside them.
+        """
+        body.diagnostics = [d for d in body.diagnostics if d.code != "SC214"]
+        held = memory(body).row("activations").most
+        if self.mode == "budget" and held > self.budget:
+            body.diagnostics.append(self._too_much(held))
+
+    def _tradeoff(self, forward: _Forward, segment: str) -> tuple[Tradeoff, list[fx.Node]]:
+        """A segment's choices, and the values that its storages stand for."""
+        calls = [c for c in forward.segments[segment] if not is_view(c.target)]
+        made = [[v for v in results(c) if v is not None and v not in forward.given] for c in calls]
+        own = [v for values in made for v in values]
+        at = {v: i for i, v in enumerate(own)}
+        found: list[Call] = []
+        for call, values in zip(calls, made, strict=True):
+            reads = dict.fromkeys(at[o] for v in operands(call) if (o := forward.owner[v]) in at)
+            found.append(Call(self._price(forward, call, segment), tuple(reads), tuple(at[v] for v in values)))
+        mesh = forward.graph.mesh
+        storages = tuple(Storage(type_of(v).local_bytes(mesh), v in forward.needed) for v in own)
+        return Tradeoff(tuple(found), storages), own
+
+    def _price(self, forward: _Forward, call: fx.Node, segment: str) -> int | None:
+        """FLOPs of running a call again; None if it may not."""
+        if call in forward.twins:
+            return 0
+        if torch.Tag.nondeterministic_seeded in call.target.tags or schema_of(call.target).is_mutable:  # type: ignore[union-attr]
+            return None
+        if call.target in COLLECTIVES:
+            sent = collective(forward.graph, call)
+            return sent.bytes_per_rank * LINK if sent is not None and self.collectives else None
+        if self.mode == "full" and not segment and len(forward.segments) > 1:
+            return None
+        work = _work(forward.graph, call)
+        return work if self.mode != "selective" or _cheap(forward.graph, call, work) else None
+
+    def _too_much(self, peak: int) -> Diagnostic:
+        message = (
+            f"activations take {human_bytes(peak)} a rank with all recomputation that is allowed; "
+            f"the budget is {human_bytes(self.budget)}"
+        )
+        more = "" if self.collectives else ", or allow collectives to be recomputed (recompute: {collectives: true})"
+        hint = f"use smaller batches, shard activations over more axes{more}"
+        return Diagnostic("SC214", message, "warning", hint=hint)
+
+
+def _work(graph: Graph, call: fx.Node) -> int:
+    """FLOPs of a product; of anything else one for each element it makes: little, but not nothing."""
+    made = (type_of(v).local_shape(graph.mesh) for v in results(call) if v is not None)
+    return node_flops(graph, call) or sum(map(math.prod, made))
+
+
+def _cheap(graph: Graph, call: fx.Node, work: int) -> bool:
+    """Is running a call again bound by memory? Products with weights count as dear, whatever their size."""
+    op = op_name(call.target)
+    if op not in ATTENTION:
+        return op not in COUNTS
+    written = sum(type_of(v).local_bytes(graph.mesh) for v in results(call) if v is not None)
+    return work <= BALANCE * written
+
+
+def segment_of(fqn: str) -> str:
+    """The outermost layer that a module lies in: `transformer.h.3` of `transformer.h.3.mlp.act`; "" for none."""
+    parts = fqn.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if index is None else ".".join(parts[: index + 1])
+
+
+@dataclass
+class _Forward:
+    """What the choice rests on: whose storage each value holds, what stays anyway, and what backward wants."""
+
+    graph: Graph
+    segments: dict[str, list[fx.Node]] = field(default_factory=dict[str, list[fx.Node]])  # forward calls, by layer
+    given: set[fx.Node] = field(default_factory=set[fx.Node])  # storages that are kept in any case
+    needed: set[fx.Node] = field(default_factory=set[fx.Node])  # storages that backward reads
+    twins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])  # collective -> backward's equal one
+
+    def __post_init__(self) -> None:
+        owner = self.owner
+        self.given |= kept_anyway(self.graph, owner)
+        backward: dict[tuple[object, str, str], fx.Node] = {}
+        for call in self.calls:
+            at = segment_of(info(call).fqn)
+            if is_forward(call):
+                self.segments.setdefault(at, []).append(call)
+            elif call.target in COLLECTIVES:
+                backward.setdefault(_same(call), call)
+            for value in operands(call):
+                made = owner[value]
+                if not is_forward(call):
+                    self.needed.add(made)
+                elif segment_of(info(made).fqn) != at:
+                    self.given.add(made)
+        for call in self.calls:
+            if is_forward(call) and call.target in COLLECTIVES and _same(call) in backward:
+                self.twins[call] = backward[_same(call)]
+
+    @cached_property
+    def calls(self) -> list[fx.Node]:
+        return list(self.graph.calls())
+
+    @cached_property
+    def owner(self) -> dict[fx.Node, fx.Node]:
+        return owners(self.graph)
+
+    @cached_property
+    def sizes(self) -> dict[Hashable, int]:
+        found = activation_bytes(self.graph, self.owner)
+        return {**found, **{(v, "again"): size for v, size in found.items()}}
+
+    def schedule(self, dropped: set[fx.Node]) -> list[tuple[list[fx.Node], fx.Node]]:
+        """All calls in order, each with the forward calls that must run again right before it."""
+        order = {call: i for i, call in enumerate(self.calls)}
+        serves = {twin: call for call, twin in self.twins.items()}
+        done: set[fx.Node] = set()
+        steps: list[tuple[list[fx.Node], fx.Node]] = []
+        for call in self.calls:
+            if is_forward(call):
+                steps.append(([], call))
+            elif serves.get(call) not in done:  # else it ran earlier, in place of the forward's
+                steps.append((sorted(self._missing(call, dropped, done), key=order.__getitem__), call))
+                if call in serves:
+                    done.add(serves[call])
+        return steps
+
+    def _missing(self, call: fx.Node, dropped: set[fx.Node], done: set[fx.Node]) -> list[fx.Node]:
+        """The forward calls that must run again before this one can; they count as done."""
+        found: list[fx.Node] = []
+        todo = [call]
+        while todo:
+            for value in operands(todo.pop()):
+                source = producer(value)[0]
+                if self.owner[value] in dropped and is_forward(source) and source not in done:
+                    done.add(source)
+                    found.append(source)
+                    todo.append(source)
+        return found
+
+    def peak(self, dropped: set[fx.Node]) -> int:
+        """The most bytes of activations live at a time, were these storages not kept for backward."""
+
+        def keys(values: Iterable[fx.Node | None], late: bool) -> list[Hashable]:
+            return [self._key(self.owner[v], late and self.owner[v] in dropped) for v in values if v is not None]
+
+        def step(call: fx.Node, late: bool) -> Step:
+            return Step(keys(operands(call), late), keys(results(call), late))
+
+        steps: list[Step] = []
+        for first, call in self.schedule(dropped):
+            steps += [step(self.twins.get(again, again), True) for again in first]
+            steps.append(step(call, not is_forward(call)))
+        return max(live_bytes(steps, self.sizes), default=0)
+
+    def _key(self, made: fx.Node, again: bool) -> Hashable:
+        twin = self.twins.get(made)
+        return made if not again else (made, "again") if twin is None else twin
+
+
+def is_forward(call: fx.Node) -> bool:
+    return call.op == "call_function" and info(call).phase == "fwd"
+
+
+def _same(call: fx.Node) -> tuple[object, str, str]:
+    return call.target, repr(call.args), repr(call.kwargs)
+
+
+def _rewrite(graph: Graph, forward: _Forward, dropped: set[fx.Node]) -> None:
+    """Put the schedule into the graph: copies of calls before those of backward that want them."""
+    new: dict[fx.Node, fx.Node] = {}
+    for first, call in forward.schedule(dropped):
+        for again in first:
+            twin = forward.twins.get(again)
+            if twin is None:
+                with graph.fx.inserting_before(call):
+                    _run_again(graph, again, new)
+            else:
+                call.prepend(twin)
+                _read(twin, new)
+                new[again] = twin
+        if not is_forward(call):
+            _read(call, new)
+
+
+def _read(call: fx.Node, new: Mapping[fx.Node, fx.Node]) -> None:
+    replace_operands(call, [new.get(v, v) for v in operands(call)])
+
+
+def _run_again(graph: Graph, call: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
+    """Copy a forward call, and the getitems of its results, into backward."""
+    for node in (call, *(v for v in results(call) if v is not None and v is not call)):
+        copy = graph.fx.node_copy(node, lambda n: new.get(n, n))
+        about = info(node)
+        set_info(copy, replace(about, name=graph.unique(f"r.{about.name}"), phase="bwd"))
+        new[node] = copy

@@ -1,0 +1,100 @@
+"""Sums and means of embedding rows, a bag of them for each row of the input: rows looked up, then added up.
+
+Bags are taken apart where all are of one length, as for an input of two dims, [bags, length]. Bags that begin where
+a tensor says, maxima, and gradients by frequency stay one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardc.passes.normalize.decompositions.table import KEEP, Emit, Node, Result, aten, decompose, dtype_of, shape_of
+
+SUM, MEAN = 0, 1
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """Indices as [bags, length]; those that are padding count for nothing."""
+
+    e: Emit
+    indices: Node
+    mean: bool
+    padding: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self.indices)
+
+    def along(self, x: Node) -> Node:
+        """One number for each index, for all of its row."""
+        return self.e.view(x, (*self.shape, 1))
+
+    def real(self) -> Node:
+        return self.e(aten.ne.Scalar, self.indices, self.padding)
+
+    def counted(self, x: Node, like: Node) -> Node:
+        """A bag's sum, or a gradient of it, over how many rows a mean is of."""
+        if not self.mean:
+            return x
+        if self.padding < 0:
+            return self.e.div(x, self.shape[1])
+        count = self.e.sum(self.e.cast(self.real(), dtype_of(like)), [1], True)
+        return self.e.div(x, self.e(aten.clamp_min.default, count, 1))
+
+
+def _bags(e: Emit, indices: Node, offsets: Node, mode: int, by_frequency: bool, sparse: bool, pad: int) -> _Bags | None:
+    """None where the bags are not of one length that is known, or the call has no form in simpler ones."""
+    if mode not in (SUM, MEAN) or by_frequency or sparse or offsets.target is not aten.arange.start_step:
+        return None
+    (count,), (bags,) = shape_of(indices), shape_of(offsets)
+    if not bags or count % bags or tuple(offsets.args) != (0, count, count // bags):
+        return None
+    return _Bags(e, e.view(indices, (bags, count // bags)), mode == MEAN, pad)
+
+
+@decompose(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, sometimes=True)
+def embedding_bag(
+    e: Emit, weight: Node, indices: Node, offsets: Node, by_frequency: bool, mode: int, sparse: bool,
+    each: Node | None, include_last_offset: bool, padding: int,
+) -> Result:  # fmt: skip
+    bags = None if include_last_offset else _bags(e, indices, offsets, mode, by_frequency, sparse, padding)
+    if bags is None:
+        return KEEP
+    rows = e.wide(e(aten.embedding.default, weight, bags.indices))
+    if each is not None:
+        rows = e.mul(rows, bags.along(e.wide(each)))
+    if padding >= 0:
+        rows = e.where(bags.along(bags.real()), rows, 0.0)
+    found = bags.counted(e.sum(rows, [1]), rows)
+    return e.cast(found, dtype_of(weight)), None, None, None  # the rest is for a backward that is taken apart too
+
+
+@decompose(aten._embedding_bag_backward.default, sometimes=True)
+def embedding_bag_backward(
+    e: Emit, grad: Node, indices: Node, offsets: Node, bag_of: Node, size: Node, most: Node, num_weights: int,
+    by_frequency: bool, mode: int, sparse: bool, each: Node | None, padding: int,
+) -> Result:  # fmt: skip
+    bags = _bags(e, indices, offsets, mode, by_frequency, sparse, padding)
+    if bags is None or bags.shape[0] != shape_of(grad)[0]:
+        return KEEP
+    wide = bags.counted(e.wide(grad), e.wide(grad))
+    rows = e.expand(e(aten.unsqueeze.default, wide, 1), (*bags.shape, shape_of(grad)[1]))
+    if each is not None:
+        rows = e.mul(rows, bags.along(e.wide(each)))
+    rows = e.cast(rows, dtype_of(grad))
+    return e(aten.embedding_dense_backward.default, rows, bags.indices, num_weights, padding, False)
+
+
+@decompose(aten._embedding_bag_per_sample_weights_backward.default, sometimes=True)
+def per_sample_weights_backward(
+    e: Emit, grad: Node, weight: Node, indices: Node, offsets: Node, bag_of: Node, mode: int, padding: int
+) -> Result:
+    bags = _bags(e, indices, offsets, mode, False, False, padding)
+    if bags is None or bags.shape[0] != shape_of(grad)[0]:
+        return KEEP
+    rows = e.wide(e(aten.embedding.default, weight, bags.indices))
+    found = e.sum(e.mul(rows, e(aten.unsqueeze.default, e.wide(grad), 1)), [2])
+    if padding >= 0:
+        found = e.where(bags.real(), found, 0.0)
+    return e.view(e.cast(found, dtype_of(grad)), shape_of(indices))

@@ -1,0 +1,99 @@
+"""Indexing by numbers that are known while compiling, and the gradient of picking rows.
+
+    index(x, [arange(n)[:, None], arange(m)])            x: how attention masks are built, element by element
+    index_put(zeros, [rows], values, accumulate=True)    embedding_dense_backward, whose shards add up
+
+Left as they are, both would need their operand whole, and a batch sharded over ranks would be gathered for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import info
+from shardc.ir.ops.check_index import check_index
+from shardc.passes.normalize.decompositions.table import KEEP, Emit, Node, Result, aten, decompose, dtype_of, shape_of
+
+KNOWN_ELEMENTS = 2**20  # larger constants are not worth computing here
+
+
+@decompose(aten.index.Tensor, sometimes=True)
+def index(e: Emit, x: Node, indices: Sequence[Node | None]) -> Result:
+    grid = _grid(e, shape_of(x), indices)
+    return KEEP if grid is None else e.view(x, [*grid, *shape_of(x)[len(indices) :]])
+
+
+@decompose(aten.index_put.default, sometimes=True)
+def index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Result:
+    if not accumulate or x.target is not aten.full.default or x.args[1] != 0 or not shape_of(x):
+        return KEEP
+    shape, places = shape_of(x), [i for i in indices if i is not None]
+    if any(dtype_of(i) == torch.bool for i in places) or dtype_of(values) != dtype_of(x):
+        return KEEP
+    picked = torch.broadcast_shapes(*map(shape_of, places))
+    if shape_of(values) != (*picked, *shape[len(indices) :]):
+        return KEEP  # values that are broadcast, or indices that stand apart
+    if _grid(e, shape, indices) is not None:
+        return e.view(values, shape)
+    if len(indices) != 1 or not dtype_of(x).is_floating_point:
+        return KEEP
+    rows = _from_front(e, places[0], shape[0])
+    if info(e.at).phase == "fwd":  # in backward they are those of the lookup, which has refused what is no row
+        rows = e(check_index, rows, shape[0])
+    flat = e.view(values, [*picked, math.prod(shape[1:])])
+    return e.view(e(aten.embedding_dense_backward.default, flat, rows, shape[0], -1, False), shape)
+
+
+def _from_front(e: Emit, rows: Node, count: int) -> Node:
+    """Row numbers with those counted from the back, as indexing allows, counted from the front."""
+    known = _known(e, rows)
+    if known is not None and (not known.numel() or int(known.min()) >= 0):
+        return rows
+    return e.where(e(aten.lt.Scalar, rows, 0), e.add(rows, count), rows)
+
+
+def _grid(e: Emit, shape: Sequence[int], indices: Sequence[Node | None]) -> tuple[int, ...] | None:
+    """The shape that the indices broadcast to, if together they count through the leading dims in order, each once."""
+    given: list[torch.Tensor] = []
+    for i in indices:
+        known = None if i is None or dtype_of(i) == torch.bool else _known(e, i)
+        if known is None:
+            return None
+        given.append(known)
+    grid = torch.broadcast_shapes(*(i.shape for i in given))
+    last = -1
+    for size, i in zip(shape, given, strict=False):
+        if i.numel() != size or not torch.equal(i.flatten(), torch.arange(size, dtype=i.dtype)):
+            return None
+        along = [len(grid) - i.ndim + d for d, n in enumerate(i.shape) if n != 1]
+        if len(along) > 1 or (along and along[0] <= last):
+            return None
+        last = along[0] if along else last
+    return tuple(grid)
+
+
+def _known(e: Emit, node: Node) -> torch.Tensor | None:
+    """The value of a constant."""
+    if not info(node).constant or math.prod(shape_of(node)) > KNOWN_ELEMENTS:
+        return None
+
+    def compute() -> torch.Tensor | None:
+        values: dict[Node, torch.Tensor] = {}
+        for source in node.all_input_nodes:
+            known = _known(e, source)
+            if known is None:
+                return None
+            values[source] = known
+
+        def value(source: Node) -> Any:
+            return values[source]
+
+        target: Any = node.target
+        return target(*fx.map_arg(tuple(node.args), value), **fx.map_arg(dict(node.kwargs), value))
+
+    return e.once(("known", node), compute)

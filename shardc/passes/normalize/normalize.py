@@ -1,0 +1,115 @@
+"""normalize: rewrite a traced graph into few core ops, none of which depends on a global extent.
+
+    mean(x, d)          ->  sum(x, d) / N           a shard's part is a pending sum
+    addmm(b, x, w)      ->  mm(x, w) + b            the bias is added once
+    cross entropy       ->  amax, exp, sum, one-hot  the vocabulary may be sharded
+    batch norm          ->  sums / N                 statistics of the whole batch
+
+Needs: types with one atom a dim, no placements.
+Ensures: `only_core_ops`: no op of `REMOVED` is left. Every value is used or an input; identical pure calls
+of one phase are one; `constant` marks what is computed from no input. A value keeps its name where it
+survives, and is equal up to rounding.
+
+One forward walk: each call is stripped of its device, looked up in the table of decompositions, and then among
+the calls seen so far. Calls of different phases are not merged, which would undo activation checkpointing, except
+constants, of which one will do; random ops not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.ir.graph import Graph, info, op_name, type_of, update
+from shardc.passes.base import Pass
+from shardc.passes.normalize.decompositions import DECOMPOSITIONS, REMOVED, Emit
+from shardc.passes.normalize.decompositions.table import is_constant, is_random
+from shardc.rules.registry import bind_call
+
+# A graph is compiled for no device in particular, and layout in memory is not its concern.
+PLACEMENT_ARGUMENTS = ("device", "layout", "pin_memory", "non_blocking", "memory_format")
+
+
+def only_core_ops(graph: Graph) -> list[str]:
+    """No op that normalize removes is left."""
+    left = [n for n in graph.calls() if n.target in REMOVED]
+    return [f"{info(n).name} is a {op_name(n.target)}, which normalize removes" for n in left]
+
+
+@dataclass(frozen=True)
+class Normalize(Pass):
+    """Rewrite every call into core ops, merge identical ones, mark constants, drop what is dead."""
+
+    def run(self, graph: Graph) -> Graph:
+        graph.erase_dead()
+        walk = _Walk(graph, Emit(graph, graph.output_node))
+        for node in list(graph.fx.nodes):
+            if node.op == "call_function" and node.users:
+                walk.visit(node)
+        graph.erase_dead()
+        alive = set(graph.fx.nodes)
+        moved = {name: walk.survivor(node) for name, node in graph.activations.items()}
+        graph.activations = {name: node for name, node in moved.items() if node in alive}
+        return graph
+
+
+@dataclass
+class _Walk:
+    graph: Graph
+    emit: Emit
+    moved: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])  # replaced -> its replacement
+
+    def survivor(self, node: fx.Node) -> fx.Node:
+        while node in self.moved:
+            node = self.moved[node]
+        return node
+
+    def visit(self, node: fx.Node) -> None:
+        emit = self.emit
+        emit.at = node
+        if not node.kwargs.keys().isdisjoint(PLACEMENT_ARGUMENTS):
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k not in PLACEMENT_ARGUMENTS}
+        function = DECOMPOSITIONS.get(node.target)
+        if function is not None:
+            emit.made.clear()
+            arguments = bind_call(node.target, node.args, dict(node.kwargs), lambda _, value: value)
+            with self.graph.fx.inserting_before(node):
+                result = function(emit, *arguments.values())
+            if isinstance(result, fx.Node):
+                self._replace(node, result)
+                return
+            if isinstance(result, tuple):
+                self._replace_results(node, result)
+                if not node.users:
+                    return
+        self._merge(node)
+
+    def _merge(self, node: fx.Node) -> None:
+        """Use an identical earlier call instead, if there is one."""
+        if is_random(node.target):
+            return
+        constant = is_constant(node.target, node.args, node.kwargs)
+        key = self.emit.key(node.target, node.args, node.kwargs, constant)
+        found = self.emit.seen.setdefault(key, node)
+        if found is not node:
+            self._replace(node, found)
+        elif constant:
+            update(node, constant=True)
+
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        if new in self.emit.made:
+            update(new, name=info(node).name)
+        if info(node).type is not None:
+            old, got = type_of(node), type_of(new)
+            assert (old.dtype, old.shape) == (got.dtype, got.shape), f"{info(node).name}: {old} became {got}"
+        node.replace_all_uses_with(new)
+        self.moved[node] = new
+
+    def _replace_results(self, node: fx.Node, new: tuple[fx.Node | None, ...]) -> None:
+        """A result for which there is None stays as it is."""
+        for user in list(node.users):
+            replacement = new[int(user.args[1])]  # type: ignore[arg-type]
+            if replacement is not None:
+                self._replace(user, replacement)
+                self.graph.fx.erase_node(user)

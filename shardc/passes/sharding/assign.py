@@ -1,0 +1,193 @@
+"""assign: decide what each op computes locally: for every op and mesh axis, at most one piece to split.
+
+Needs: the wishes of `propagate` (types) and their priorities. Ensures: `info.assignment` of every call;
+types say what each op produces, pending sums included; constants are computed replicated.
+
+One topological walk. For each axis the candidates are the pieces that some operand or result wishes to
+have split; the earliest priority wins, then the least communication for the operands as they are now.
+A view, and a cast that narrows a stored parameter, follow the layout that their input really has. An op
+that is linear in operands which are all pending sums over the axis is left to run on them:
+`settle_partials` decides whether to resolve first, and then the op takes the piece kept in `info.fallback`.
+Ops on a parameter that is copied over an axis are not split over it, whatever their operands wish.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.types import Axes, TensorType
+from shardc.passes.base import Pass
+from shardc.passes.sharding.casts import carriers, gradients, narrows
+from shardc.passes.sharding.seed import copied_axes
+from shardc.passes.sharding.settle_partials import linear_in
+from shardc.rules.projection import Projection, project
+from shardc.rules.registry import find_rule
+
+_NEVER = 99
+
+
+@dataclass(frozen=True)
+class Assign(Pass):
+    """Choose the pieces that each op splits."""
+
+    def run(self, graph: Graph) -> Graph:
+        walk = _Walk(graph)
+        for node in list(graph.calls()):
+            walk.visit(node)
+        for value, type in walk.now.items():
+            update(value, type=type)
+        return graph
+
+
+class _Walk:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.sizes = dict(graph.mesh.axes)
+        self.order = list(self.sizes)
+        self.copied = copied_axes(graph)
+        self.waits = _waiting(graph, self.copied)
+        self.carriers = {call for gradient in gradients(graph).values() for call in carriers(gradient)}
+        self.wish: dict[fx.Node, TensorType] = {v: type_of(v) for v in graph.values()}
+        self.now: dict[fx.Node, TensorType] = {
+            v: self.wish[v].place(graph.stored.get(v, self.wish[v].placement)) for v in graph.placeholders
+        }
+
+    def visit(self, node: fx.Node) -> None:
+        sources, outs = operands(node), results(node)
+        if find_rule(node.target) is None or all(info(v).constant for v in sources):
+            for v in outs:
+                if v is not None:
+                    self.now[v] = self.wish[v].replicated()
+            return
+        projection = project(node)
+        split: dict[int, Axes] = {}
+        delayed: dict[str, int] = {}
+        carried: list[str] = []
+        barred = {axis for v in (*sources, *outs) if v is not None for axis in self.copied.get(v, ())}
+        view = find_rule(node.target).kind == "view"  # type: ignore[union-attr]
+        # A stored parameter is cast where it lies: what is then gathered is less.
+        view = view or (narrows(node) and sources[0] in self.graph.stored)
+        if view:
+            for atom, piece in enumerate(projection.operands[0]):
+                axes = self.now[sources[0]].placement[atom]
+                if axes and piece not in projection.blocked:
+                    split[piece] = axes
+        for axis in self.order:
+            if any(axis in axes for axes in split.values()):
+                continue
+            candidates = self._candidates(sources, outs, projection, axis) if axis not in barred else {}
+            if not candidates:
+                if axis in self.waits.get(node, ()):
+                    summed = [dict(self.now[v].partial).get(axis) == "sum" for v in sources]
+                    carried += [axis] if linear_in(sources, summed, projection) else []
+                continue
+            pending = dict(self.now[sources[0]].partial).get(axis) if sources else None
+            if view and pending is None and any(p in projection.operands[0] for p in candidates):
+                continue
+            piece = min(
+                candidates,
+                key=lambda p: (candidates[p], self._cost(sources, outs, projection, axis, p), projection.names[p]),
+            )
+            if self._may_wait(node, sources, projection, axis, piece):
+                delayed[axis] = piece
+            else:
+                split[piece] = self._ordered((*split.get(piece, ()), axis), piece, [*sources, *outs], projection)
+        update(
+            node,
+            assignment=tuple((projection.names[p], axes) for p, axes in split.items()),
+            fallback=tuple((axis, projection.names[p]) for axis, p in delayed.items()),
+        )
+        for k, v in enumerate(outs):
+            if v is not None:
+                partial = [*projection.partial(split, k), *((axis, "sum") for axis in (*delayed, *carried))]
+                self.now[v] = self.wish[v].place([split.get(p, ()) for p in projection.results[k]], partial)
+
+    def _candidates(
+        self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str
+    ) -> dict[int, int]:
+        """Pieces that someone wishes split over the axis, each with the earliest priority of such a wish."""
+        found: dict[int, int] = {}
+        for value, pieces in zip((*sources, *outs), (*projection.operands, *projection.results), strict=True):
+            if value is None or info(value).constant:
+                continue
+            ranks = self.graph.priorities.get(value, {})
+            for atom, axes in enumerate(self.wish[value].placement):
+                if axis in axes and pieces[atom] not in projection.blocked:
+                    piece = pieces[atom]
+                    found[piece] = min(found.get(piece, _NEVER), ranks.get((atom, axis), _NEVER))
+        return found
+
+    def _cost(
+        self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str, piece: int
+    ) -> float:
+        """Bytes that a rank would move to split this piece: operands as they lie now, results as they are wished."""
+        cost = 0.0
+        k = self.sizes[axis]
+        for value, pieces in zip(sources, projection.operands, strict=True):
+            type = self.now[value]
+            size = type.local_bytes(self.graph.mesh)
+            at = next((i for i, axes in enumerate(type.placement) if axis in axes), None)
+            need = pieces.index(piece) if piece in pieces else None
+            if axis in type.partial_axes:
+                cost += size if need is not None else 2 * size
+            elif at is not None and need is None:
+                cost += size * k
+            elif at is not None and at != need:
+                cost += size
+        for value, pieces in zip(outs, projection.results, strict=True):
+            if value is None:
+                continue
+            type = self.wish[value]
+            size = type.local_bytes(self.graph.mesh)
+            want = next((i for i, axes in enumerate(type.placement) if axis in axes), None)
+            get = pieces.index(piece) if piece in pieces else None
+            if get is None and piece in projection.operand_pieces:
+                cost += size if want is not None else 2 * size
+            elif get is not None and want is None:
+                cost += size
+            elif get is not None and want != get:
+                cost += size / 2
+        return cost
+
+    def _may_wait(self, node: fx.Node, sources: list[fx.Node], projection: Projection, axis: str, piece: int) -> bool:
+        linear = projection.linear == "joint" or (len(sources) == 1 and projection.linear == (0,))
+        if not linear or any(piece not in r for r in projection.results):
+            return False
+        if node in self.carriers and not any(axis in self.now[v].axes for v in sources):
+            return True  # what it carries may come to be pending, through an op that has nothing to split
+        return all(dict(self.now[v].partial).get(axis) == "sum" for v in sources)
+
+    def _ordered(self, axes: Axes, piece: int, values: list[fx.Node | None], projection: Projection) -> Axes:
+        """Several axes on one piece: in the order in which a tensor already has them, else in mesh order."""
+        if len(axes) == 1:
+            return axes
+        for value, pieces in zip(values, (*projection.operands, *projection.results), strict=True):
+            if value is not None and piece in pieces:
+                has = self.wish[value].placement[pieces.index(piece)]
+                if set(axes) <= set(has):
+                    return tuple(a for a in has if a in axes)
+        return tuple(sorted(axes, key=self.order.index))
+
+
+def _waiting(graph: Graph, copied: dict[fx.Node, Axes]) -> dict[fx.Node, set[str]]:
+    """Backward's calls from attention to the weights of heads that ranks share: they had better run on pending sums.
+
+    What attention's heads leave pending is smallest as the gradient of the weight, and as a term of the input's.
+    """
+    found: dict[fx.Node, set[str]] = {}
+    for node in list(graph.calls()):
+        axes = {axis for v in (*operands(node), *results(node)) if v is not None for axis in copied.get(v, ())}
+        todo = [node] if axes and info(node).phase == "bwd" else []
+        while todo:
+            call = todo.pop()
+            if axes <= found.get(call, set()):
+                continue
+            found.setdefault(call, set()).update(axes)
+            for before in (producer(v)[0] for v in operands(call)):
+                rule = find_rule(before.target)
+                alone = rule is not None and (rule.kind in ("view", "pointwise") or len(operands(before)) == 1)
+                todo += [before] if alone and info(before).phase == "bwd" else []
+    return found

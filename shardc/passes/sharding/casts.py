@@ -1,0 +1,76 @@
+"""casts: the two kinds of cast that mixed precision puts into a graph, told by their form.
+
+    %w.cast = _to_copy(%w, bf16)         narrows a stored parameter: done where it is stored, so that less is gathered
+    %d.w = _to_copy(%d.w.cast, f32)      widens its gradient: before the sum over ranks or after, as the plan says
+
+Those of an unmodified model's own count alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, operands, producer, type_of
+from shardc.passes.normalize.decompositions.table import HALF
+from shardc.rules.registry import find_rule, rule_of
+
+aten = torch.ops.aten
+CAST = aten._to_copy.default
+
+
+def narrows(node: fx.Node) -> bool:
+    """A cast of an input to a dtype of fewer bytes."""
+    if node.op != "call_function" or node.target is not CAST:
+        return False
+    (source,) = operands(node)
+    before, after = type_of(source).dtype, type_of(node).dtype
+    fewer = before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
+    return fewer and source.op == "placeholder"
+
+
+def narrow_copies(node: fx.Node) -> list[fx.Node]:
+    """The casts through which a parameter is computed with."""
+    return [user for user in node.users if narrows(user)]
+
+
+def gradients(graph: Graph) -> dict[str, fx.Node]:
+    """The gradient of each parameter, as the optimizer or the user gets it."""
+    returned = zip(graph.outputs, graph.output_values, strict=True)
+    return {**{port.name: v for port, v in returned if port.role == "grad"}, **graph.gradients}
+
+
+def carriers(gradient: fx.Node) -> list[fx.Node]:
+    """The calls that a gradient goes through, last first, from where it is made to where it is wanted.
+
+    None of them does more than sum terms, look at them otherwise or cast them; without a cast there are none.
+    """
+    found: list[fx.Node] = []
+    todo = [gradient]
+    while todo:
+        call = producer(todo.pop())[0]
+        rule = find_rule(call.target) if call.op == "call_function" else None
+        if rule is not None and rule.kind in ("view", "pointwise") and rule_of(call).linear == "joint":
+            found.append(call)
+            # What something else reads too is an activation's gradient as well.
+            todo += [v for v in operands(call) if all(user is call for user in v.users)]
+    return found if any(call.target is CAST for call in found) else []
+
+
+def narrow_gradients(graph: Graph) -> set[fx.Node]:
+    """The values of low precision that are nothing but parameters' gradients, or terms of them."""
+    found: set[fx.Node] = set()
+    for gradient in gradients(graph).values():
+        # Rounded for parameters that are stored in fewer digits.
+        found |= {user for user in gradient.users if user.target is CAST and type_of(user).dtype in HALF}
+        for call in carriers(gradient):
+            terms = [v for v in operands(call) if all(user is call for user in v.users)]
+            found |= {v for term in terms for v in (term, *_looked_up(term)) if type_of(v).dtype in HALF}
+    return found
+
+
+def _looked_up(term: fx.Node) -> list[fx.Node]:
+    """Of an embedding's gradient, the sum over the batch that it is made of, where positions are the same for all."""
+    if term.target is not aten.embedding_dense_backward.default:
+        return []
+    return [v for v in operands(term)[:1] if v.target is aten.sum.dim_IntList and len(v.users) == 1]

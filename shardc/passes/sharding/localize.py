@@ -1,0 +1,173 @@
+"""localize: rewrite arguments from global to per-rank, and mask padding where a reduction would see it.
+
+Needs: every operand placed as its op demands (`insert_reshards`), collectives lowered.
+Ensures: every call's arguments are local, the same for every rank; no reduction reads padding that is
+not neutral to it. Types stay global with their placement.
+
+Uneven shards are padded, and padding holds anything. It only matters where a split piece is reduced
+away, so that is where `mask_pad` goes: sums see 0, maxima -inf; and where positions are looked up, which see 0,
+so as to be positions. A forward walk keeps which values are known to have zero padding (inputs, slices, and what
+linear ops make of them), and skips their masks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, operands, replace_operands, results, type_of
+from shardc.ir.index_operands import positions
+from shardc.ir.ops import local
+from shardc.ir.types import Axes
+from shardc.passes.base import Pass, split_of
+from shardc.rules.local import LocalCall
+from shardc.rules.projection import Projection, project, result_types
+from shardc.rules.registry import OpRule, bind_call, find_rule
+
+
+def neutral(kind: str, dtype: torch.dtype) -> float:
+    """What a reduction of this dtype does not notice."""
+    if kind == "sum":
+        return 0.0
+    if dtype.is_floating_point:
+        return -math.inf if kind == "max" else math.inf
+    if dtype == torch.bool:
+        return float(kind == "min")
+    limits = torch.iinfo(dtype)
+    if kind == "max":
+        return float(limits.min)
+    # The largest integer that both a float64 and the dtype hold: 2**63 - 1 would round up out of range.
+    return float(limits.max - 1023 if limits.bits == 64 else limits.max)
+
+
+@dataclass(frozen=True)
+class Localize(Pass):
+    """Give each call the arguments that one rank runs it with."""
+
+    def run(self, graph: Graph) -> Graph:
+        walk = _Walk(graph)
+        for value in graph.placeholders:
+            walk.zero[value] = set(type_of(value).uneven_atoms(graph.mesh))  # the runtime pads inputs with 0
+        for node in list(graph.calls()):
+            walk.visit(node)
+        return graph
+
+
+def localize_call(graph: Graph, node: fx.Node) -> None:
+    """Make one call local in place; its operands' padding is taken to hold anything."""
+    _Walk(graph).visit(node)
+
+
+@dataclass
+class _Walk:
+    graph: Graph
+    zero: dict[fx.Node, set[int]] = field(default_factory=dict[fx.Node, set[int]])  # flat atoms whose padding is 0
+
+    def visit(self, node: fx.Node) -> None:
+        entry = find_rule(node.target)
+        if entry is None:  # a collective, a slice, or an op that runs replicated
+            self._carry(node)
+            return
+        projection = project(node)
+        split = split_of(node, projection)
+        with self.graph.fx.inserting_before(node):
+            self._mask(node, projection, split)
+            _rewrite(self.graph, node, entry, projection, split)
+        self._follow(node, projection)
+
+    def _mask(self, node: fx.Node, projection: Projection, split: dict[int, Axes]) -> None:
+        """Neutralise the padding of every uneven piece that some result reduces away, and that of positions."""
+        mesh = self.graph.mesh
+        values = operands(node)
+        for piece, axes in split.items():
+            kind = projection.reduces.get(piece)
+            gone = any(piece not in r for r, v in zip(projection.results, results(node), strict=True) if v is not None)
+            if kind is None or not gone or projection.sizes[piece] % mesh.size(axes) == 0:
+                continue
+            for i, pieces in enumerate(projection.operands):
+                if piece not in pieces:
+                    continue
+                atom = pieces.index(piece)
+                if kind != "sum" or atom not in self.zero.get(values[i], ()):
+                    values[i] = self._mask_pad(node, values[i], atom, neutral(kind, type_of(values[i]).dtype))
+        indices = [p.value for p in positions(node)]
+        for i, value in enumerate(operands(node) if indices else ()):
+            if value in indices:
+                for atom in type_of(value).uneven_atoms(mesh):
+                    if atom not in self.zero.get(values[i], ()):
+                        values[i] = self._mask_pad(node, values[i], atom, 0.0)
+        replace_operands(node, values)
+
+    def _mask_pad(self, node: fx.Node, value: fx.Node, atom: int, fill: float) -> fx.Node:
+        type = type_of(value)
+        mesh = self.graph.mesh
+        masked = self.graph.call(
+            local.mask_pad,
+            (value, list(type.local_atoms(mesh)), atom, type.atoms[atom].size, list(type.atoms[atom].axes), fill),
+            like=node,
+            type=type,
+        )
+        self.zero[masked] = self.zero.get(value, set()) | ({atom} if fill == 0 else set())
+        return masked
+
+    def _carry(self, node: fx.Node) -> None:
+        """Collectives and slices fill the padding they make with 0, and carry along what was there."""
+        mesh = self.graph.mesh
+        sources = operands(node)
+        for value in results(node):
+            if value is None:
+                continue
+            uneven = type_of(value).uneven_atoms(mesh)
+            if len(sources) == 1 and len(type_of(sources[0]).atoms) == len(type_of(value).atoms):
+                before = set(type_of(sources[0]).uneven_atoms(mesh)) - self.zero.get(sources[0], set())
+                self.zero[value] = {i for i in uneven if i not in before}
+            else:
+                self.zero[value] = set()
+
+    def _follow(self, node: fx.Node, projection: Projection) -> None:
+        """Padding of a result is 0 along a piece if that of all operands having it is, and the op is linear in them."""
+        sources = operands(node)
+        linear = range(len(sources)) if projection.linear == "joint" else projection.linear
+        for value, pieces in zip(results(node), projection.results, strict=True):
+            if value is None:
+                continue
+            self.zero[value] = set()
+            for atom in type_of(value).uneven_atoms(self.graph.mesh):
+                having = [i for i, own in enumerate(projection.operands) if pieces[atom] in own]
+                if not having or not set(having) <= set(linear):
+                    continue
+                if projection.linear == "joint" and len(having) < len(sources):
+                    continue  # a broadcast operand writes into the padding
+                if all(projection.operands[i].index(pieces[atom]) in self.zero.get(sources[i], ()) for i in having):
+                    self.zero[value].add(atom)
+
+
+def _rewrite(graph: Graph, node: fx.Node, entry: OpRule, projection: Projection, split: dict[int, Axes]) -> None:
+    if entry.localize is not None and split:
+        call = LocalCall(
+            graph,
+            node,
+            bind_call(node.target, node.args, dict(node.kwargs), lambda _, v: v),
+            tuple(type_of(v) for v in operands(node)),
+            tuple(result_types(node)),
+            projection,
+            split,
+        )
+        target, args, kwargs = entry.localize(call)
+        node.target, node.args, node.kwargs = target, tuple(args), dict(kwargs)
+    elif entry.shape_arg and split:
+        shape = list(result_types(node)[0].local_shape(graph.mesh))
+        _set_argument(node, entry.shape_arg, shape)
+
+
+def _set_argument(node: fx.Node, name: str, value: Any) -> None:
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    at = names.index(name)
+    if at < len(node.args):
+        node.args = (*node.args[:at], value, *node.args[at + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, name: value}

@@ -1,0 +1,82 @@
+"""lower_reshards: each reshard becomes slices and collectives, one a step.
+
+Needs: reshards whose source and target types are final. Ensures: no `reshard` is left; every collective
+names its mesh axes and carries, as plain data, the local atoms it moves, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+from torch._ops import OpOverload
+
+from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops import collectives, local
+from shardc.ir.types import TensorType
+from shardc.passes.base import Pass
+from shardc.passes.sharding.reshard_steps import Step, plan
+
+
+@dataclass(frozen=True)
+class LowerReshards(Pass):
+    """Replace reshards by the steps that `reshard_steps.plan` finds."""
+
+    def run(self, graph: Graph) -> Graph:
+        for node in list(graph.calls()):
+            if node.target is not collectives.reshard:
+                continue
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            planned = plan(type_of(source), type_of(node), graph.mesh)
+            assert planned is not None
+            value = source
+            with graph.fx.inserting_before(node):
+                for step in planned[0]:
+                    value = emit_step(graph, value, step, node)
+            node.replace_all_uses_with(value)
+            graph.activations = {k: value if v is node else v for k, v in graph.activations.items()}
+            graph.fx.erase_node(node)
+        return graph
+
+
+def emit_step(graph: Graph, value: fx.Node, step: Step, like: fx.Node) -> fx.Node:
+    """One step as a call on `value`, at the current insertion point."""
+    target, args = call_of(value, step, graph.mesh)
+    base = info(like).name.removesuffix(".reshard")
+    name = f"{base.partition('.reshard')[0]}.{target.__name__.partition('.')[0]}"
+    return graph.call(target, args, like=like, type=step.after, name=name)
+
+
+def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[object, ...]]:
+    """The op and its arguments for a step."""
+    atoms = list(step.before.local_atoms(mesh))
+    shape = list(step.after.local_shape(mesh))
+    axes = [step.axis]
+    if step.kind == "all_reduce":
+        return collectives.all_reduce, (value, step.reduction, axes)
+    if step.kind == "slice":
+        return local.shard_slice, (value, axes, atoms, step.target, shape)
+    if step.kind == "reduce_scatter":
+        return collectives.reduce_scatter, (value, step.reduction, axes, atoms, step.target, shape)
+    if step.kind == "all_gather":
+        size = step.after.atoms[step.source].local(mesh)
+        return collectives.all_gather, (value, axes, atoms, step.source, size, shape)
+    if step.kind == "all_to_all":
+        size = step.after.atoms[step.source].local(mesh)
+        return collectives.all_to_all, (value, axes, atoms, step.target, step.source, size, shape)
+    assert step.kind == "permute", step.kind
+    return collectives.permute_ranks, (value, [step.axis, step.to_axis], transposition(mesh.size(step.axis)))
+
+
+def transposition(k: int) -> list[int]:
+    """For a group of k x k: position (i, j) receives from (j, i)."""
+    return [j * k + i for i in range(k) for j in range(k)]
+
+
+def moved_type(node: fx.Node) -> TensorType:
+    """The type of a collective's operand."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return type_of(source)

@@ -1,0 +1,316 @@
+"""seed: bind annotations to atoms.
+
+Needs: atomized types. Ensures: `graph.seeds` holds a placement for each annotated value; the mesh's
+axes are split into sub-axes where an annotation needs that.
+
+"Shard the columns over tp" means the atom that tp can follow through the model: of a fused QKV weight
+(3 8 64) that is the 8, since 3 selects and 64 is contracted whole inside attention. So an axis lands on
+the first atom of the dim that no op it reaches forbids. With 2 kv-heads and tp=4 the axis is split:
+tp:0 shards the heads of k and v, tp:0 and tp:1 together those of q.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from torch import fx
+
+from shardc.ir.diagnostic import Diagnostic, Severity, ShardcError, error, merged
+from shardc.ir.graph import Graph, Seed, info, op_name, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import DimPlacement, Placement
+from shardc.ir.types import Atom, Axes
+from shardc.passes.base import Pass
+from shardc.passes.sharding.atom_classes import Classes, Place
+from shardc.passes.sharding.atomize import linked_gradients
+from shardc.rules.projection import refine
+from shardc.rules.registry import rule_of
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An annotation matched to one tensor: a port's name, or the FQN of the module whose output it is."""
+
+    kind: str  # "param" | "input" | "activation" | "output"
+    name: str
+    placement: Placement
+    cause: str
+    location: str | None = None
+    pattern: str = ""  # what it was matched by; findings of one pattern are said once
+
+    @property
+    def priority(self) -> int:
+        return 0 if self.kind in ("param", "input") else 1
+
+
+@dataclass(frozen=True)
+class SeedAnnotations(Pass):
+    """Turn placements into seeds. `bound` lists the annotations."""
+
+    bound: tuple[Bound, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "seed"
+
+    def run(self, graph: Graph) -> Graph:
+        classes = Classes(graph)
+        found = [(b, find_value(graph, b)) for b in self.bound]
+        requests = [(b, value) for b, value in found if value is not None]
+        for b, value in requests:
+            b.placement.check(graph.mesh, type_of(value).ndim, b.name, b.cause)
+        graph.mesh = _split_mesh(graph.mesh, [_landings(classes, b, v, graph.mesh, {}) for b, v in requests])
+        claims = _claims(classes, requests, graph.mesh)
+        notes: list[tuple[Hashable, Diagnostic]] = [_unread(b) for b, value in found if value is None]
+        for b, value in requests:
+            landings = _landings(classes, b, value, graph.mesh, claims)
+            seed = _seed(b, value, landings, graph.mesh)
+            other = graph.seeds.get(value)
+            if other is not None and (other.placement, other.fixed) != (seed.placement, seed.fixed):
+                message = f"{b.name} and another annotation place one and the same tensor, and differ"
+                raise _refuse("SC206", message, b, hint=f"make them agree, or drop one; the other is: {other.cause}")
+            graph.seeds[value] = seed
+            for d, landing in landings.items():
+                notes += _notes(b, value, d, landing, graph.mesh)
+        graph.diagnostics += merged(notes)
+        return graph
+
+
+def find_value(graph: Graph, bound: Bound) -> fx.Node | None:
+    """The value an annotation speaks of; None when the graph does not hold it (an input that nothing uses)."""
+    if bound.kind == "activation":
+        return graph.activations.get(bound.name)
+    if bound.kind == "output":
+        pairs = zip(graph.outputs, graph.output_values, strict=True)
+        return next((v for p, v in pairs if p.name == bound.name and p.role == "output"), None)
+    pairs = zip(graph.inputs, graph.placeholders, strict=True)
+    return next((v for p, v in pairs if bound.name == p.name or bound.name in p.aliases), None)
+
+
+Claims = Mapping[Place, Set[str]]  # class -> the axes that parameters' annotations put on it
+
+
+@dataclass
+class _Landing:
+    """Where the axes of one dim go: flat atom -> axes; `splits` are the sub-axes that it takes.
+
+    What is `dropped` found no room; what is `copied` splits the work that the tensor goes into along another's dim.
+    """
+
+    axes: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    splits: list[tuple[str, tuple[int, int]]] = field(default_factory=list[tuple[str, tuple[int, int]]])
+    dropped: list[str] = field(default_factory=list[str])
+    copied: list[str] = field(default_factory=list[str])
+
+    def shared(self, mesh: Mesh) -> list[str]:
+        """The dropped whose sister did land: of two kv-heads over four ranks, each is copied to two."""
+        landed = {mesh.parent(axis) for axes in self.axes.values() for axis in axes}
+        return [axis for axis in self.dropped if mesh.parent(axis) in landed]
+
+
+def _landings(classes: Classes, bound: Bound, value: fx.Node, mesh: Mesh, claims: Claims) -> dict[int, _Landing]:
+    """The landing of each dim that an annotation shards."""
+
+    def barred(atom: int, axis: str) -> bool:
+        return bound.kind == "param" and any(axis in claims.get(c, ()) for c in classes.rivals(value, atom))
+
+    return {
+        d: _land(_candidates(classes, bound, value, d, wanted), mesh.resolve(wanted.axes), mesh, barred)
+        for d, wanted in enumerate(bound.placement.padded(type_of(value).ndim))
+        if wanted.axes
+    }
+
+
+def _claims(classes: Classes, requests: Sequence[tuple[Bound, fx.Node]], mesh: Mesh) -> Claims:
+    """What parameters' annotations put on atoms that every op can split."""
+    claims: dict[Place, set[str]] = {}
+    for bound, value in requests:
+        if bound.kind == "param":
+            for landing in _landings(classes, bound, value, mesh, {}).values():
+                for atom, axes in landing.axes.items():
+                    if classes.clean(value, atom):
+                        claims.setdefault(classes.of((value, atom)), set()).update(axes)
+    return claims
+
+
+def _land(
+    atoms: Sequence[tuple[int, int]], axes: Sequence[str], mesh: Mesh, barred: Callable[[int, str], bool]
+) -> _Landing:
+    """Lay axes over (flat index, size) atoms in turn; an axis larger than its atom continues on the next.
+
+    An axis of size 1 shards nothing: kept, it would reduce over groups of one rank. An atom that is barred to an axis
+    is passed over.
+    """
+    landing = _Landing()
+    todo = [(axis, mesh.size(axis)) for axis in axes if mesh.size(axis) > 1]
+    queue = list(atoms)
+    at, left = queue.pop(0) if queue else (-1, 1)
+    while todo:
+        axis, size = todo.pop(0)
+        while queue and (left == 1 or barred(at, axis)):
+            at, left = queue.pop(0)
+        if at < 0 and size == 1:  # nothing to shard, and nobody to share it with
+            continue
+        if at >= 0 and left > 1 and barred(at, axis):
+            landing.copied.append(axis)
+        elif left == 1 and size > 1:
+            landing.dropped.append(axis)
+        elif left >= size or size % left:
+            landing.axes.setdefault(at, []).append(axis)
+            left = -(-left // size)
+        else:  # the axis is a multiple of the atom: its major part goes here
+            landing.splits.append((axis, (left, size // left)))
+            todo.insert(0, (axis, size // left))
+            left = 1
+    return landing
+
+
+def _candidates(
+    classes: Classes, bound: Bound, value: fx.Node, dim: int, wanted: DimPlacement
+) -> list[tuple[int, int]]:
+    """The atoms of a dim that its axes may land on, in order of preference of the leading ones."""
+    type = type_of(value)
+    start = sum(len(d) for d in type.dims[:dim])
+    atoms = [(start + i, a.size) for i, a in enumerate(type.dims[dim])]
+    if wanted.blocks > 1:
+        product = 1
+        while atoms and product < wanted.blocks:
+            product *= atoms.pop(0)[1]
+        if product != wanted.blocks:
+            found = " ".join(str(a.size) for a in type.dims[dim])
+            message = f"dim {dim} of {bound.name} does not fall into {wanted.blocks} blocks: its factors are ({found})"
+            raise _refuse(
+                "SC203", message, bound, hint="use a block count that the model's splits and views agree with"
+            )
+    readers = [classes.needing_whole(value, i) for i, _ in atoms]
+    if atoms and all(readers):
+        raise _unshardable(classes, bound, value, dim, readers[0])
+    clean = [(i, n) for i, n in atoms if classes.clean(value, i)]
+    return clean or [(i, n) for i, n in atoms if not classes.selector(value, i)] or atoms
+
+
+def _unshardable(classes: Classes, bound: Bound, value: fx.Node, dim: int, readers: list[fx.Node]) -> ShardcError:
+    readers = [node for node in readers if info(node).phase == "fwd"] or readers
+    names = list(dict.fromkeys(op_name(node.target) for node in readers))
+    message = (
+        f"no axis can shard dim {dim} of {bound.name}: {' and '.join(names)} need{'s' * (len(names) == 1)} it whole"
+    )
+    starts = accumulate((len(d) for d in type_of(value).dims), initial=0)
+    free = [
+        str(d)
+        for d, (start, atoms) in enumerate(zip(starts, type_of(value).dims, strict=False))
+        if any(not classes.needing_whole(value, start + i) for i in range(len(atoms)))
+    ]
+    hint = f"shard its dim {' or '.join(free)} instead, or leave it unsharded" if free else "leave it unsharded"
+    return _refuse("SC207", message, bound, op=f"{names[0]}   {rule_of(readers[0])}", hint=hint)
+
+
+def _refuse(code: str, message: str, bound: Bound, **details: str) -> ShardcError:
+    return error(code, message, **_about(bound), **details)
+
+
+def _about(bound: Bound) -> dict[str, str | None]:
+    return {
+        "location": bound.location,
+        "tensor": bound.name,
+        "placement": str(bound.placement),
+        "cause": bound.cause,
+    }
+
+
+def _family(bound: Bound) -> tuple[str, str]:
+    """What the annotations of a pattern have in common; without one, those of all layers."""
+    return bound.kind, bound.pattern or re.sub(r"\d+", "*", bound.name)
+
+
+def _unread(bound: Bound) -> tuple[Hashable, Diagnostic]:
+    message = f"nothing in the step reads {bound.name}: its annotation has no effect"
+    return _family(bound), Diagnostic("SC209", message, "note", **_about(bound), hint="drop the annotation")
+
+
+def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh) -> list[tuple[Hashable, Diagnostic]]:
+    """What was dropped, or lands where the text does not say; each with what it has in common with its like."""
+    type, wanted = type_of(value), bound.placement.dims[dim]
+    family = (*_family(bound), dim, type.sizes[dim])
+    about = f"dim {dim} of {bound.name}"
+    notes: list[tuple[Hashable, Diagnostic]] = []
+
+    def note(code: str, message: str, hint: str | None = None, severity: Severity = "note") -> None:
+        found = Diagnostic(code, message, severity, **_about(bound), hint=hint)
+        notes.append(((*family, message.replace(bound.name, "")), found))
+
+    for axis in landing.dropped:
+        message = f"axis '{axis}' ({mesh.size(axis)}) finds nothing left to shard in {about}: replicated over it"
+        note(
+            "SC209",
+            message,
+            "a smaller axis, or fewer axes on this dim",
+            "note" if axis in landing.shared(mesh) else "warning",
+        )  # as much as can be had
+    for axis in landing.copied:
+        message = (
+            f"axis '{axis}' ({mesh.size(axis)}) splits what {about} goes into along another tensor: copied over it"
+        )
+        note("SC209", message, "a smaller axis; a head of keys and values that several ranks share is copied to them")
+    for i, axes in landing.axes.items():
+        size = type.atoms[i].size
+        if Atom(size, tuple(axes)).uneven(mesh):
+            over = f"{'.'.join(axes)} ({mesh.size(axes)})"
+            note("SC211", f"the {size} of {about} over {over}: the last shards are padded")
+    start = sum(len(d) for d in type.dims[:dim])
+    first = min(landing.axes, default=start)
+    skipped = math.prod(atom.size for atom in type.atoms[start:first])
+    if landing.axes and skipped != wanted.blocks:
+        text = f"{skipped}*{'.'.join(wanted.axes)}"
+        message = f"{about} is sharded as {text}: its leading factor {skipped} selects or is needed whole"
+        note("SC203", message, f'write "{text}" for this dim to say so')
+    return notes
+
+
+def _split_mesh(mesh: Mesh, walks: list[dict[int, _Landing]]) -> Mesh:
+    """The coarsest mesh whose axes allow every landing."""
+    cuts: dict[str, tuple[int, ...]] = {}
+    for landings in walks:
+        for landing in landings.values():
+            done: dict[str, list[int]] = {}
+            for axis, (head, _) in landing.splits:
+                done.setdefault(axis, []).append(head)
+            for axis, heads in done.items():
+                rest = mesh.size(axis)
+                for head in heads:
+                    rest //= head
+                sizes = tuple(n for n in (*heads, rest) if n > 1)
+                merged = refine(cuts.get(axis, (mesh.size(axis),)), sizes)
+                cuts[axis] = merged if merged is not None else cuts[axis]
+    for axis, sizes in cuts.items():
+        if len(sizes) > 1:
+            mesh = mesh.split(axis, sizes)
+    return mesh
+
+
+def copied_axes(graph: Graph) -> dict[fx.Node, Axes]:
+    """Axes that no op on a value is to be split over, of parameters that are copied over them, and their gradients."""
+    found = {value: seed.copied for value, seed in graph.seeds.items() if seed.copied}
+    return found | {twin: found[value] for value, twin in linked_gradients(graph) if value in found}
+
+
+def landed(graph: Graph, bound: Bound, value: fx.Node) -> tuple[Axes, ...]:
+    """Where an annotation puts a value's atoms, on the mesh as it is."""
+    bound.placement.check(graph.mesh, type_of(value).ndim, bound.name, bound.cause, bound.location)
+    return _seed(bound, value, _landings(Classes(graph), bound, value, graph.mesh, {}), graph.mesh).placement
+
+
+def _seed(bound: Bound, value: fx.Node, landings: dict[int, _Landing], mesh: Mesh) -> Seed:
+    type = type_of(value)
+    placement: list[Axes] = [()] * len(type.atoms)
+    fixed: list[bool] = []
+    for d, wanted in enumerate(bound.placement.padded(type.ndim)):
+        fixed += [not wanted.open] * len(type.dims[d])
+        for i, axes in landings[d].axes.items() if d in landings else ():
+            placement[i] = tuple(axes)
+    shared = tuple(axis for landing in landings.values() for axis in (*landing.copied, *landing.shared(mesh)))
+    return Seed(tuple(placement), tuple(fixed), bound.priority, bound.cause or info(value).name, shared)

@@ -1,0 +1,234 @@
+"""settle_partials: decide where each pending sum is resolved, by one minimum cut an axis.
+
+Needs: assignments. Ensures: `info.passes` of each op that runs on pending sums; types say exactly what
+each op then produces.
+
+Resolving at once is wrong (the input gradients of q, k and v would each be all-reduced, instead of their
+sum), as late as possible is wrong too (a sum that passes a broadcast multiply grows). For an axis let V be
+the values that can be pending sums over it. Value v becomes two vertices, v_p (v as a pending sum) and
+v_r (v resolved), joined by an edge that costs what resolving v costs: an all-reduce, or half of it when
+all who read it want it sharded. The source feeds the values an op generates pending; consumers that
+cannot work on pending sums pull v_r to the sink; linear consumers tie v_r to their own result's w_p, so
+that they either run on all their inputs pending or on none. Ties resolve early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.types import Axes, TensorType
+from shardc.passes.base import Pass, split_of
+from shardc.passes.sharding.atomize import UPDATES
+from shardc.passes.sharding.casts import narrow_gradients
+from shardc.rules.projection import Projection, project
+from shardc.rules.registry import find_rule
+
+LATENCY_BYTES = 64  # what starting a collective is worth, against bytes moved
+FORBIDDEN = 2**60
+
+
+@dataclass(frozen=True)
+class SettlePartials(Pass):
+    """Choose, for every linear op, whether it runs on pending sums.
+
+    `reduce` is the dtype to sum parameters' gradients over ranks in: in float32 none is resolved before its cast.
+    """
+
+    reduce: torch.dtype | None = None
+
+    def run(self, graph: Graph) -> Graph:
+        ops = [_Op(n, project(n)) for n in graph.calls() if find_rule(n.target) is not None]
+        ops = [op for op in ops if not all(info(v).constant for v in op.sources)]
+        passing: dict[_Op, list[str]] = {op: [] for op in ops}
+        late = narrow_gradients(graph) if self.reduce == torch.float32 else set[fx.Node]()
+        repeated = {v for v in in_microbatch(graph) if producer(v)[0].target is not ACCUMULATE}
+        for axis in graph.mesh.names:
+            for op in _cut(graph, ops, axis, repeated, late):
+                passing[op].append(axis)
+        _finish(graph, ops, passing)
+        return graph
+
+
+class _Op:
+    """A call with its projection and split, looked up once."""
+
+    __slots__ = ("delayed", "node", "outs", "projection", "sources", "split")
+
+    def __init__(self, node: fx.Node, projection: Projection):
+        self.node = node
+        self.projection = projection
+        self.sources = operands(node)
+        self.outs = results(node)
+        self.split = split_of(node, projection)
+        self.delayed = {axis: projection.names.index(f) for axis, f in info(node).fallback}
+
+    def uses(self, axis: str) -> bool:
+        return any(axis in axes for axes in self.split.values())
+
+    def wants(self, operand: int, axis: str) -> bool:
+        """The op needs this operand sharded over the axis."""
+        return any(axis in self.split.get(p, ()) for p in self.projection.operands[operand])
+
+    def passing(self, pending: set[fx.Node], axis: str) -> tuple[int, ...]:
+        """The operands that the op would run on as pending sums; none if it cannot."""
+        if self.uses(axis):
+            return ()
+        return linear_in(self.sources, [v in pending for v in self.sources], self.projection)
+
+
+def linear_in(sources: list[fx.Node], pending: list[bool], projection: Projection) -> tuple[int, ...]:
+    """Which of the operands that are pending an op may be run on: of a sum all, if all are, of a product one.
+
+    Of a product's two it is the gradient, and the other is resolved.
+    """
+    if projection.linear == "joint":
+        return tuple(range(len(sources))) if sources and all(pending) else ()
+    able = [i for i in projection.linear if i < len(sources) and pending[i]]
+    return tuple(sorted(able, key=lambda i: (info(sources[i]).phase != "bwd", i))[:1])
+
+
+def _cut(graph: Graph, ops: list[_Op], axis: str, repeated: set[fx.Node], late: set[fx.Node]) -> list[_Op]:
+    """The ops that run on sums pending over the axis.
+
+    What is `repeated` would be resolved once a microbatch; what is `late` waits, unless its reader cannot.
+    """
+    generated: set[fx.Node] = set()
+    pending: set[fx.Node] = set()
+    readable: set[fx.Node] = set()  # those that a reader may take as they are: what is annotated is resolved at birth
+    eligible: dict[_Op, tuple[int, ...]] = {}
+    users: dict[fx.Node, list[tuple[_Op, int]]] = {}
+    by_result: dict[fx.Node, _Op] = {}
+    for op in ops:  # topological: an op's operands are classified before it
+        for k, v in enumerate(op.outs):
+            if v is None:
+                continue
+            by_result[v] = op
+            if "sum" in {kind for a, kind in op.projection.partial(op.split, k) if a == axis}:
+                generated.add(v)
+                pending.add(v)
+        through = op.passing(readable, axis)
+        if through:
+            eligible[op] = through
+            pending.update(v for v in op.outs if v is not None)
+        readable.update(v for v in op.outs if v in pending and v not in graph.seeds)
+        for i, v in enumerate(op.sources):
+            if v in pending:
+                users.setdefault(v, []).append((op, i))
+    if not eligible:
+        return []
+    outputs = {v: p for p, v in zip(graph.outputs, graph.output_values, strict=True)}
+    twins = graph.input_nodes()
+    wanted = {v: axis in type_of(twins[p.name]).axes for v, p in outputs.items() if p.role in UPDATES}
+    chosen: list[_Op] = []
+    for values in _components(pending, eligible, users):
+        if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):
+            continue
+        network: nx.DiGraph[object] = nx.DiGraph()
+        for v in values:
+            uses = users.get(v, [])
+            resolved = [(op, i) for op, i in uses if i not in eligible.get(op, ())]
+            waiting = [op for op, i in uses if i in eligible.get(op, ())]
+            sharded = [op.wants(i, axis) for op, i in resolved]
+            sharded += [True for op in waiting if axis in op.delayed]
+            sharded += [wanted[v]] if v in wanted else []
+            once = bool(sharded) and all(sharded)
+            times = graph.microbatches if v in repeated else 1
+            cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + LATENCY_BYTES)
+            network.add_edge((v, "p"), (v, "r"), capacity=FORBIDDEN if v in late else cost)
+            if v in generated:
+                network.add_edge("source", (v, "p"))
+            else:
+                network.add_edge((v, "p"), "sink", capacity=1)  # ties resolve early
+            if v in outputs or resolved or v in graph.seeds:
+                network.add_edge((v, "r"), "sink")
+            for op in waiting:
+                outs = [w for w in op.outs if w is not None]
+                for w, other in zip(outs, [*outs[1:], *outs[:1]], strict=True):
+                    network.add_edge((v, "r"), (w, "p"))
+                    network.add_edge((w, "p"), (v, "p"))
+                    network.add_edge((w, "p"), (other, "p"))  # a call's results are all pending, or none
+        if "source" not in network or "sink" not in network:
+            continue
+        _, (near, _) = nx.minimum_cut(network, "source", "sink")
+        for op in {op for v in values for op, i in users.get(v, []) if i in eligible.get(op, ())}:
+            if all((w, "p") in near for w in op.outs if w is not None):
+                chosen.append(op)
+    return chosen
+
+
+def _components(
+    pending: set[fx.Node], eligible: dict[_Op, tuple[int, ...]], users: dict[fx.Node, list[tuple[_Op, int]]]
+) -> list[list[fx.Node]]:
+    """Values tied by eligible ops; each group is a cut of its own. Deterministic: in order of the users' table."""
+    ties: nx.Graph[fx.Node] = nx.Graph()
+    for v, uses in users.items():
+        ties.add_node(v)
+        for op, i in uses:
+            if i in eligible.get(op, ()):
+                ties.add_edges_from((v, w) for w in op.outs if w is not None)
+    return [list(c) for c in nx.connected_components(ties)]
+
+
+def _finish(graph: Graph, ops: list[_Op], passing: dict[_Op, list[str]]) -> None:
+    """Give ops whose sums are resolved before them their fallback piece, and derive every produced type anew."""
+    wanted = _Wanted(graph)
+    for op in reversed(ops):
+        for axis, piece in op.delayed.items():
+            if axis not in passing[op]:
+                op.split[piece] = wanted.order(op, piece, (*op.split.get(piece, ()), axis))
+        wanted.read(op)
+    for op in ops:
+        names = op.projection.names
+        update(
+            op.node,
+            assignment=tuple((names[p], axes) for p, axes in op.split.items()),
+            passes=tuple(passing[op]),
+            fallback=(),
+        )
+        for k, v in enumerate(op.outs):
+            if v is not None:
+                update(v, type=produced(type_of(v), op.projection, op.split, tuple(passing[op]), k))
+
+
+class _Wanted:
+    """How results are split by who reads them: several axes on one atom have an order, and another costs a move."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.names = graph.mesh.names
+        twins = graph.input_nodes()
+        returned = zip(graph.outputs, graph.output_values, strict=True)
+        self.by: dict[tuple[fx.Node, int], list[Axes]] = {}
+        for v, twin in ((v, twins[port.name]) for port, v in returned if port.role in UPDATES):
+            self._add(v, type_of(twin).placement)
+
+    def read(self, op: _Op) -> None:
+        for v, pieces in zip(op.sources, op.projection.operands, strict=True):
+            self._add(v, [op.split.get(piece, ()) for piece in pieces])
+
+    def _add(self, v: fx.Node, placement: Sequence[Axes]) -> None:
+        for atom, axes in enumerate(placement):
+            if len(axes) > 1:
+                self.by.setdefault((v, atom), []).append(axes)
+
+    def order(self, op: _Op, piece: int, axes: Axes) -> Axes:
+        """The axes as a reader of the result has them, else as the mesh has."""
+        for v, pieces in zip(op.outs, op.projection.results, strict=True):
+            atoms = [i for i, p in enumerate(pieces) if p == piece] if v is not None else []
+            for has in (has for i in atoms for has in self.by.get((v, i), ())):  # type: ignore[arg-type]
+                if set(has) == set(axes):
+                    return has
+        return tuple(sorted(axes, key=self.names.index))
+
+
+def produced(type: TensorType, projection: Projection, split: dict[int, Axes], passes: Axes, result: int) -> TensorType:
+    """What an op yields: each atom over its piece's axes; pending sums of its own and those it passes on."""
+    partial = [*projection.partial(split, result), *((axis, "sum") for axis in passes)]
+    return type.place([split.get(p, ()) for p in projection.results[result]], partial)

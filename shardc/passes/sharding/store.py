@@ -1,0 +1,121 @@
+"""store: decide where parameters and optimizer state lie between steps, apart from where they are computed with.
+
+Needs: propagated placements. Ensures: `graph.stored` says how each parameter is stored; state, and every
+value of the optimizer's phase, is placed as its parameter's update is.
+
+ZeRO (Rajbhandari et al. 2020) is storage, not sharding of compute: as ordinary annotations it would make
+all-to-alls. With storage over an axis, everything follows from the types:
+
+    zero 1, 2   parameters stored as computed with; the update runs on shards: a gradient is reduce-scattered,
+                the new parameter all-gathered
+    zero 3      parameters stored as shards too: gathered before use, and in backward again
+
+Under mixed precision what is stored is the master copy, which no op but a cast and the update reads. It is part of the
+optimizer's state then, and zero 1 and 2 shard it too: the new parameter is not gathered, its cast is, and stays for
+backward. That is a half of the bytes, and a rank holds a share of the master and the whole of the cast.
+
+An axis that the parameter's own placement uses already is left out. The axis goes to the atom that it
+divides, the leading one if several do; where it divides none, to the largest, padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.graph import Graph, info, operands, results, type_of, update
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import Axes, TensorType
+from shardc.passes.base import Pass
+from shardc.passes.sharding.casts import carriers, gradients, narrow_copies
+from shardc.passes.sharding.seed import Bound, landed
+from shardc.rules.projection import project
+from shardc.rules.registry import find_rule
+
+
+@dataclass(frozen=True)
+class Store(Pass):
+    """Place parameters' storage and their updates. `axes` are the mesh axes that storage is sharded over."""
+
+    zero: int = 0
+    axes: Axes = ()
+    bound: tuple[Bound, ...] = ()  # parameters stored as an annotation says, instead
+
+    def run(self, graph: Graph) -> Graph:
+        axes = graph.mesh.resolve(self.axes) if self.zero else ()
+        updates: dict[fx.Node, tuple[Axes, ...]] = {}  # parameter, gradient or state -> where its update runs
+        gradient_of = gradients(graph)
+        by_name = {p.name: (p, n) for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
+        for name, (port, node) in by_name.items():
+            if port.role != "param":
+                continue
+            said = next((b for b in self.bound if b.name == name), None)
+            placement = extended(type_of(node), axes, graph.mesh) if said is None else landed(graph, said, node)
+            if self.zero == 3 or said is not None or (self.zero and narrow_copies(node)):
+                graph.stored[node] = placement
+            updates[node] = placement
+            if name in gradient_of:
+                updates[gradient_of[name]] = placement
+                _place_gradient(gradient_of[name], placement)
+        for name, (port, node) in by_name.items():
+            owner = by_name.get(name.rpartition(":")[0])
+            if port.role == "state" and owner is not None and type_of(node).shape == type_of(owner[1]).shape:
+                updates[node] = updates[owner[1]]
+                update(node, type=type_of(node).place(updates[node]))
+        _place_updates(graph, updates)
+        self._report(graph, axes)
+        return graph
+
+    def _report(self, graph: Graph, axes: Axes) -> None:
+        for axis in axes:
+            users = [n for n in graph.placeholders if axis in {a for p in graph.stored.get(n, ()) for a in p}]
+            if self.zero == 3 and not users:
+                message = f"storage over '{axis}' shards no parameter: all of them are computed over it already"
+                graph.diagnostics.append(Diagnostic("SC209", message, "warning", hint="name another axis"))
+
+
+def extended(type: TensorType, axes: Axes, mesh: Mesh) -> tuple[Axes, ...]:
+    """A placement with storage axes added, each as the minor axis of one atom."""
+    placement = list(type.placement)
+    for axis in axes:
+        if not placement or any(axis in used for used in placement):
+            continue
+        size = mesh.size(axis)
+        local = type.place(placement).local_atoms(mesh)
+        fitting = [i for i, n in enumerate(local) if n % size == 0]
+        at = fitting[0] if fitting else max(range(len(local)), key=lambda i: local[i])
+        placement[at] = (*placement[at], axis)
+    return tuple(placement)
+
+
+def _place_gradient(gradient: fx.Node, placement: tuple[Axes, ...]) -> None:
+    """Wish for a gradient that is cast to be a shard on its whole way, should its sum be resolved before the cast."""
+    placed = {gradient: placement}
+    for call in carriers(gradient):
+        (result,) = results(call)
+        if result is None or result not in placed:
+            continue
+        update(result, type=type_of(result).place(placed[result]))
+        projection = project(call)
+        of_piece = dict(zip(projection.results[0], placed[result], strict=True))
+        for value, pieces in zip(operands(call), projection.operands, strict=True):
+            placed[value] = tuple(of_piece.get(piece, ()) for piece in pieces)
+
+
+def _place_updates(graph: Graph, placed: dict[fx.Node, tuple[Axes, ...]]) -> None:
+    """Carry placements forward through the optimizer's phase alone."""
+    for node in graph.calls():
+        if info(node).phase != "opt" or find_rule(node.target) is None:
+            continue
+        projection = project(node)
+        split: dict[int, Axes] = {}
+        for value, pieces in zip(operands(node), projection.operands, strict=True):
+            for piece, axes in zip(pieces, placed.get(value, ()), strict=False):
+                if axes and piece not in projection.blocked:
+                    split.setdefault(piece, axes)
+        for value, pieces in zip(results(node), projection.results, strict=True):
+            if value is not None:
+                placed[value] = tuple(split.get(p, ()) for p in pieces)
+                update(value, type=type_of(value).place(placed[value]))

@@ -1,0 +1,108 @@
+"""What a plan says of kernels: `fuse: true`, or `fuse: {exclude: [tanh, '**.mlp.act'], templates: [gated]}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+
+from kernels_triton.match.table import NAMES
+from shardc.ir.annotation import Annotation
+from shardc.ir.diagnostic import error
+from shardc.ir.placement import P
+from shardc.plan.values import source_of
+
+
+class Fusing(BaseModel):
+    """Whether calls become kernels; see passes/fuse. `exclude` are patterns over ops, modules and values, of what stays
+    calls; `templates` those of the hand-tuned kernels that are used where one computes just what a kernel does (all of
+    them).
+
+    In short: true or false. What says how to fuse need not say that it is enabled; what says nothing is refused.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    enabled: bool = False
+    exclude: tuple[Annotation, ...] = ()
+    templates: tuple[str, ...] = NAMES
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, Fusing) or value == {}:
+            return value
+        said: object = {"enabled": value} if isinstance(value, bool) else value
+        if not isinstance(said, Mapping):
+            hint = "write fuse: true, or fuse: {enabled: true, exclude: [tanh]}"
+            raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
+        return {"enabled": True, **cast(Mapping[str, object], said)}
+
+    @field_validator("enabled", mode="before")
+    @classmethod
+    def _read_enabled(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            hint = "write enabled: true, or enabled: false"
+            raise error("SC208", f"'fuse.enabled' should be true or false, not {value!r}", hint=hint)
+        return value
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _read_exclude(cls, value: Any, info: ValidationInfo) -> Any:
+        origin = source_of(info).origin("fuse", "exclude")
+        patterns = (value,) if isinstance(value, (str, Annotation)) else value
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(one, (str, Annotation)) for one in patterns):
+            hint = "write exclude: [tanh, '**.mlp.act']"
+            raise error("SC208", f"what is not fused should be a list of patterns, not {value!r}", hint=hint)
+        return tuple(Annotation(one, P(), origin) if isinstance(one, str) else one for one in patterns)
+
+    @property
+    def without_kernels(self) -> str:
+        """What to say of a program that has none."""
+        if not self.enabled:
+            return "no call is fused: write fuse: true in the plan"
+        if not self.exclude:
+            return "no call is fused: the plan asks for kernels, and none is worth it"
+        return f"no call is fused of those that the plan leaves: it excludes {', '.join(map(repr, self.left))}"
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The patterns of what stays calls."""
+        return tuple(one.pattern for one in self.exclude)
+
+    @field_validator("templates", mode="before")
+    @classmethod
+    def _read_templates(cls, value: Any) -> Any:
+        names: object = (value,) if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)):
+            hint = "write templates: [gated, cross_entropy], or templates: [] for none"
+            raise error("SC208", f"'fuse.templates' should be a list of names, not {value!r}", hint=hint)
+        for name in cast(tuple[object, ...], names):
+            if name not in NAMES:
+                raise error("SC208", f"'fuse' knows no template '{name}'", hint=_instead(name))
+        return names
+
+    def dumped(self) -> object:
+        """As plain data, in its short form if it has one."""
+        said: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
+        said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
+        return {"enabled": self.enabled, **said} if said else self.enabled
+
+
+def says_something(value: Any) -> Any:
+    """Of what a plan has under `fuse`: an empty mapping may mean kernels as well as none."""
+    if isinstance(value, Mapping) and not value:
+        raise error("SC208", "'fuse' is empty: it asks neither for kernels nor for none", hint="write fuse: true")
+    return cast(object, value)
+
+
+def _instead(name: object) -> str:
+    """What to write in the place of a name that is no template's."""
+    from kernels_triton import ops  # which imports shardc.ir: not while shardc is
+
+    known = f"known are {', '.join(NAMES)}"
+    if name in ops.__all__:
+        plain = f"kernels_triton.ops.{name} is a plain function; in a graph the generator writes what it computes"
+        return f"leave it out: {plain}, with what is around it, as one kernel; {known}"
+    return f"{known}; templates: [] for none"

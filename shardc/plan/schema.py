@@ -1,0 +1,370 @@
+"""A plan says how a model that one does not own is placed: patterns over names, and placements, in Python or YAML.
+
+    mesh: dp=2, tp=2
+    params:
+      "**.attn.c_attn.weight": "-, 3*tp"
+    inputs:
+      input_ids: "dp, -"
+
+Every annotation remembers where it was written, because every diagnostic that it leads to cites that line. A key that
+no one implements does not exist: an unknown one is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+
+from shardc.ir.annotation import KINDS, Annotation, match
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
+from shardc.ir.mesh import Mesh
+from shardc.plan.fuse import Fusing, says_something
+from shardc.plan.pipeline import Pipelining
+from shardc.plan.values import (
+    Annotations,
+    Bucketing,
+    Dtypes,
+    Flag,
+    Length,
+    LossOver,
+    Nonfinite,
+    Recomputing,
+    Seed,
+    Source,
+    Storage,
+    bytes_text,
+    read_annotations,
+    read_bytes,
+    read_count,
+    source_of,
+)
+
+Kind = Literal["params", "inputs", "activations", "outputs"]
+TOTAL = "total"
+
+__all__ = ["Annotation", "Kind", "Plan", "Storage", "bytes_text", "match", "read_bytes"]
+
+
+LARGEST = 1_000_000  # values of a plan, aliases written out
+TOO_DEEP = "the plan is nested too deeply"
+
+
+class Plan(BaseModel):
+    """What the user asks for. Build one with `Plan.of`, `Plan.load`, `Plan.from_dict` or `Plan.from_hf`.
+
+    The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
+    in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
+    their mean, unless `loss` weights them by tokens. `bucket` is up to how many bytes of collectives travel as one:
+    true is 25 MiB. `align: false` leaves 16-bit products of odd sizes as they are; else they are padded where that is
+    faster. `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and
+    all else does not look. Under `strict` whatever could not be honoured is an error.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    mesh: Mesh | None = None
+    params: Annotations = {}
+    inputs: Annotations = {}
+    activations: Annotations = {}
+    outputs: Annotations = {}
+    storage: Storage = Storage()
+    recompute: Recomputing = Recomputing()
+    align: Flag = True
+    bucket: Bucketing = Bucketing()
+    fuse: Annotated[Fusing, BeforeValidator(says_something)] = Fusing()
+    precision: Dtypes | None = None
+    nonfinite: Nonfinite | None = None
+    accumulate: int = 1
+    pipeline: Pipelining | None = None
+    loss: LossOver = LossOver()
+    clip_grad_norm: Length | None = None
+    strict: Flag = False
+    budget: dict[str, int] = {}
+    seed: Seed = 0
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        mesh: object = None,
+        params: Mapping[str, object] | None = None,
+        inputs: Mapping[str, object] | None = None,
+        activations: Mapping[str, object] | None = None,
+        outputs: Mapping[str, object] | None = None,
+        storage: Mapping[str, object] | None = None,
+        recompute: str | Mapping[str, object] | None = None,
+        align: bool | None = None,
+        bucket: bool | int | str | Mapping[str, object] | None = None,
+        fuse: bool | Mapping[str, object] | None = None,
+        precision: object = None,
+        nonfinite: Nonfinite | None = None,
+        accumulate: int | None = None,
+        pipeline: Mapping[str, object] | None = None,
+        loss: str | Mapping[str, object] | None = None,
+        clip_grad_norm: float | None = None,
+        strict: bool | None = None,
+        budget: Mapping[str, int | str] | None = None,
+        seed: int | None = None,
+    ) -> Plan:
+        """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
+        maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
+        maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
+        given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
+        plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
+        plain |= {"align": align, "bucket": bucket}
+        plain |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
+        plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
+        # What is not said must not count as said when the plan is merged over another.
+        return cls.from_dict({**given, **{key: value for key, value in plain.items() if value is not None}})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: Source | None = None) -> Plan:
+        """A plan from plain data; without a source, its annotations are of the line of Python that called us."""
+        source = source or Source(_caller())
+        try:
+            return cls.model_validate(dict(data), context=source)
+        except ValidationError as invalid:
+            found = [one for problem in invalid.errors() for one in _diagnostics(problem, source)]
+            raise ShardcError(*found) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a YAML file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as cannot:  # ValueError: of UTF-8, or of a path with a NUL byte
+            why = getattr(cannot, "strerror", None) or str(cannot)
+            why = "not UTF-8 text" if isinstance(cannot, UnicodeDecodeError) else why
+            hint = "give the path of a YAML file; configs/plans/ has examples"
+            raise error("SC208", f"cannot read the plan {path}: {why}", hint=hint) from None
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "<plan>") -> Plan:
+        """Read YAML text; `plan.dump()` gives it back."""
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            _refuse_large(root, name)
+            data: object = yaml.safe_load(text)
+        except RecursionError:
+            raise error("SC208", TOO_DEEP, location=name, hint="a plan is a few levels deep") from None
+        except yaml.reader.ReaderError as invalid:
+            raise error("SC208", f"not YAML: {invalid.reason}", location=name, hint="a plan is plain text") from None
+        except yaml.MarkedYAMLError as invalid:
+            at = invalid.problem_mark
+            where = f"{name}:{at.line + 1}" if at else name
+            quoted = text.splitlines()[at.line] if at and at.line < len(text.splitlines()) else None
+            hint = "quote patterns and placements"
+            message = f"not YAML: {invalid.problem}"
+            raise error("SC208", message, location=where, source_text=quoted, hint=hint) from None
+        except ShardcError:
+            raise
+        except Exception as invalid:  # PyYAML reads 2001-99-99 as a date, and raises what Python does
+            hint = "quote what is no number, no date and no tag"
+            message = f"not YAML: a value cannot be read: {str(invalid)[:100]}"
+            raise error("SC208", message, location=name, hint=hint) from None
+        if data is None:
+            return cls()
+        if not isinstance(data, dict):
+            raise error(
+                "SC208", "a plan is a mapping of keys", location=name, hint=f"keys: {', '.join(cls.model_fields)}"
+            )
+        lines = tuple(text.splitlines())
+        source = Source(name, _key_lines(root, name, lines), lines)
+        return cls.from_dict(cast(dict[str, Any], data), source)
+
+    @classmethod
+    def from_hf(cls, model: object, axis: str = "tp") -> Plan:
+        """The parameters' placements that Hugging Face's own `tp_plan` of this model asks for, over one axis."""
+        from shardc.plan.hugging_face import tp_placements
+
+        name = type(model).__name__
+        return cls.from_dict({"params": tp_placements(model, axis)}, Source(f"tp_plan of {name}"))
+
+    def annotations(self, kind: Kind) -> tuple[Annotation, ...]:
+        return tuple(cast(Annotations, getattr(self, kind)).values())
+
+    def merge(self, other: Plan) -> Plan:
+        """Both plans; where they say something of the same pattern or key, the other one is heard."""
+        merged: dict[str, object] = {kind: {**getattr(self, kind), **getattr(other, kind)} for kind in KINDS}
+        merged["budget"] = {**self.budget, **other.budget}
+        rest = {key: getattr(other, key) for key in other.model_fields_set if key not in merged}
+        if other.mesh is None:
+            rest.pop("mesh", None)
+        return self.model_copy(update={**merged, **rest})
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a step's batch is split: those of the pipeline, or those that are accumulated."""
+        return self.accumulate if self.pipeline is None else self.pipeline.microbatches
+
+    def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
+        """An error for each axis, and for the total, on which more bytes a rank are sent in a step than are allowed."""
+        found: list[Diagnostic] = []
+        for axis, allowed in self.budget.items():
+            # Of the mesh that was compiled for, which need not be the plan's own.
+            if (unknown := _budget_axis(axis, mesh)) is not None:
+                found.append(unknown)
+                continue
+            used = spent.get(axis, 0)
+            if used > allowed:
+                where = "in total" if axis == TOTAL else f"on axis '{axis}'"
+                message = f"{bytes_text(used)} a rank and step {where}; the budget is {bytes_text(allowed)}"
+                hint = "`shardc explain` names the annotation behind each collective"
+                found.append(Diagnostic("SC213", message, hint=hint))
+        return tuple(found)
+
+    def dump(self) -> str:
+        """The plan as YAML, without what is at its default."""
+        data: dict[str, object] = {}
+        if self.mesh is not None:
+            data["mesh"] = str(self.mesh)
+        for kind in KINDS:
+            if some := cast(Annotations, getattr(self, kind)):
+                data[kind] = {pattern: str(one.placement) for pattern, one in some.items()}
+        if storage := self.storage.dumped():
+            data["storage"] = storage
+        if self.recompute.mode != "none":
+            data["recompute"] = self.recompute.dumped()
+        if not self.align:
+            data["align"] = False
+        if self.bucket.size:
+            data["bucket"] = self.bucket.dumped()
+        if self.fuse.enabled:
+            data["fuse"] = self.fuse.dumped()
+        if self.precision is not None:
+            data["precision"] = self.precision.dumped()
+        if self.nonfinite is not None:
+            data["nonfinite"] = self.nonfinite
+        if self.accumulate > 1:
+            data["accumulate"] = self.accumulate
+        if self.pipeline is not None:
+            data["pipeline"] = self.pipeline.dumped()
+        if self.loss.tokens is not None:
+            data["loss"] = self.loss.dumped()
+        if self.clip_grad_norm is not None:
+            data["clip_grad_norm"] = self.clip_grad_norm
+        if self.strict:
+            data["strict"] = True
+        if self.budget:
+            data["budget"] = {axis: bytes_text(size) for axis, size in self.budget.items()}
+        if self.seed:
+            data["seed"] = self.seed
+        return yaml.safe_dump(data, sort_keys=False) if data else ""
+
+    @field_validator("mesh", mode="before")
+    @classmethod
+    def _read_mesh(cls, value: Any) -> Mesh | None:
+        if value is None or isinstance(value, Mesh):
+            return value
+        if isinstance(value, str):
+            return Mesh.parse(value)
+        if isinstance(value, Mapping):
+            return Mesh(cast(Mapping[str, int], value).items())
+        if hasattr(value, "mesh_dim_names"):
+            return Mesh.from_device_mesh(value)
+        raise error("SC210", f"{value!r} is not a mesh", hint='write "dp=2,tp=2"')
+
+    @field_validator(*KINDS, mode="before")
+    @classmethod
+    def _read_annotations(cls, value: Any, info: ValidationInfo) -> Annotations:
+        return read_annotations(value, info, (str(info.field_name),), info.data.get("mesh"))
+
+    @field_validator("accumulate", mode="before")
+    @classmethod
+    def _read_accumulate(cls, value: Any, info: ValidationInfo) -> int:
+        return read_count(value, info, "accumulate")
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _read_budget(cls, value: Any, info: ValidationInfo) -> dict[str, int]:
+        if not isinstance(value, Mapping):
+            raise error("SC208", "'budget' maps axes to bytes", hint='write budget: {tp: "2MiB", total: "1GiB"}')
+        budget = {str(axis): read_bytes(size) for axis, size in cast(Mapping[object, object], value).items()}
+        mesh: Mesh | None = info.data.get("mesh")
+        for axis in budget:
+            if mesh is not None and (unknown := _budget_axis(axis, mesh)) is not None:
+                raise ShardcError(source_of(info).locate(unknown, "budget", axis))
+        return budget
+
+
+def _budget_axis(axis: str, mesh: Mesh) -> Diagnostic | None:
+    if axis in (*mesh.names, TOTAL):
+        return None
+    hint = did_you_mean(axis, (*mesh.names, TOTAL), "keys of the budget")
+    return Diagnostic("SC201", f"the budget names '{axis}', which is no axis of the mesh ({mesh})", hint=hint)
+
+
+def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
+    """What pydantic found, as ours: the key's line, and the nearest key for a typo."""
+    path: tuple[str, ...] = tuple(str(part) for part in problem["loc"])
+    ours = problem.get("ctx", {}).get("error")
+    if isinstance(ours, ShardcError):
+        return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
+    if problem["type"] == "extra_forbidden":
+        inside = path[0] if len(path) > 1 else None
+        parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
+        parts |= {"fuse": Fusing, "pipeline": Pipelining}
+        known = parts.get(inside or "", Plan).model_fields
+        key = problem["loc"][-1]
+        hint = did_you_mean(str(key), known, f"keys of {inside or 'a plan'}")
+        return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{key}'", hint=hint), *path),)
+    said = problem["msg"] if problem["type"] == "literal_error" else problem["msg"].partition(",")[0]
+    expected = said.removeprefix("Input should be ")
+    message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
+    hints = {"strict": "write true or false", "align": "write true or false", "seed": "write a whole number"}
+    hints |= {"clip_grad_norm": "write the largest norm, 1.0 say, or leave the key out"}
+    hint = {**hints, "nonfinite": "write ignore, skip or raise"}.get(path[0])
+    return (source.locate(Diagnostic("SC208", message, hint=hint), *path),)
+
+
+def _key_lines(root: Any, name: str, text: tuple[str, ...]) -> dict[tuple[str, ...], int]:
+    """The line of every key, by its path; YAML itself would let the second of two equal keys win in silence."""
+    lines: dict[tuple[str, ...], int] = {}
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            at, line = (*path, str(key.value)), key.start_mark.line + 1
+            if at in lines:
+                message = f"'{key.value}' is written twice, first in line {lines[at]}"
+                place = f"{name}:{line}"
+                raise error("SC208", message, location=place, source_text=text[line - 1], hint="keep one of them")
+            lines[at] = line
+            visit(value, at)
+
+    visit(root, ())
+    return lines
+
+
+def _refuse_large(root: yaml.Node | None, name: str) -> None:
+    """Raise ShardcError (SC208) where anchors contain themselves, or stand for more than a plan has."""
+    sizes: dict[int, int] = {}  # of nodes, by id; 0 of those that are being counted
+
+    def size(node: yaml.Node | None) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if sizes.get(id(node)) == 0:
+            raise error("SC208", "an anchor contains itself", location=name, hint="write out what is meant")
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            parts = [part for value in node.value for part in (value if isinstance(value, tuple) else (value,))]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    if size(root) > LARGEST:
+        raise error("SC208", f"the plan has more than {LARGEST:,} values", location=name, hint="write fewer aliases")
+
+
+def _caller() -> str | None:
+    """The line of the user's code that called into this package."""
+    package, frame = str(Path(__file__).parents[1]), inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else None

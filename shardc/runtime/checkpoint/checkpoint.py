@@ -1,0 +1,342 @@
+"""Checkpoints: the state of a trainer on disk, in the format of `torch.distributed.checkpoint`, whole or not there.
+
+    trainer.save("out/step-1000", extra={"scheduler": scheduler.state_dict()})
+    extra = trainer.load("out/step-1000")            # on any mesh and plan, in a job or in simulation
+    model.load_state_dict(load_state_dict("out/step-1000"))
+
+A rank writes its own shards and reads its own; see `checkpoint_planners` for how, `checkpoint_folder` for why a crash
+never costs the checkpoint before. All ranks must call each of these; what fails on one of them fails on all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import DTYPE_NAMES, TensorType
+from shardc.runtime.checkpoint.folder import find, place_of, temporary
+from shardc.runtime.checkpoint.lock import FolderLock
+from shardc.runtime.checkpoint.manifest import MANIFEST, Manifest, Piece, Stored
+from shardc.runtime.checkpoint.planners import Held, LoadShards, Reader, SaveShards, Writer, names_of, writes
+from shardc.torch_compat import stored_at
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands: with the tensors, all that makes the next step what it would have been."""
+
+    step: int
+    seed: int
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Saving:
+    """A checkpoint that is being written, or has been."""
+
+    def __init__(self, path: Path, outcome: Future[None]) -> None:
+        self.path, self._outcome, self._reported = path, outcome, False
+
+    def wait(self) -> Path:
+        """Until it is on disk under its name; raises what went wrong."""
+        self._reported = True
+        self._outcome.result()
+        return self.path
+
+    @property
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    def settle(self) -> None:
+        """Wait, and raise what nobody was told yet."""
+        if not self._reported:
+            self.wait()
+        self._outcome.exception()
+
+
+class Checkpoints:
+    """One process's way to disk: which shards are its own, and whom it agrees with. Without a group it is alone.
+
+    The group is gloo's, and for checkpoints alone: while one is written in the background, steps go on. Where a job has
+    several copies of the mesh, which hold different tensors (a pipeline's stages), `ranks` says of each tensor which
+    ranks of the job answer for it, in the order of the mesh's; `own` is this one's number in the job, and `whole` the
+    job's mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        group: Any = None,
+        blame: Callable[[Exception], Exception] | None = None,
+        own: int | None = None,
+        ranks: Callable[[str], Sequence[int]] | None = None,
+        whole: Mesh | None = None,
+    ) -> None:
+        self.mesh, self.rank, self.group, self._blame = mesh, rank, group, blame
+        self.own = rank if own is None else own
+        self.ranks = ranks or (lambda _: range(mesh.world_size))
+        self._job = whole or mesh
+        self._pending: Saving | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._locks: dict[Path, FolderLock] = {}  # of the job's first rank
+
+    def reserve(self, path: str | Path) -> None:
+        """Take the folder for this job, until `close`. Raises ShardcError (SC551) on every rank if another has it."""
+        place = place_of(path)
+
+        def acquire() -> None:
+            if self.own == 0:
+                with suppress(OSError):  # where no lock can be written nothing can: the save says so
+                    self._locks.setdefault(place, FolderLock(place)).acquire()
+
+        self.agreed(acquire)
+
+    def save(
+        self, path: str | Path, held: Mapping[str, Held], position: Position, asynchronous: bool = False
+    ) -> Saving:
+        """Write a checkpoint, in place of the one at `path` if there is one."""
+        self.settle()
+        place = place_of(path)
+        self.reserve(place)
+        held = {name: self._own(one) for name, one in held.items()}
+        extra = _plain(position.extra)
+        stored = {name: Stored(one.role, one.aliases) for name, one in held.items()}
+        manifest = Manifest(position.step, position.seed, str(self._job), extra, stored)
+        outcome: Future[None] = Future()
+        if asynchronous:
+            self._thread = self._thread or ThreadPoolExecutor(1, "shardc-checkpoint")
+            outcome = self._thread.submit(self._write, place, self._snapshot(held), manifest, None)
+            self._pending = Saving(place, outcome)
+            return self._pending
+        self._write(place, held, manifest, self._blame)
+        outcome.set_result(None)
+        return Saving(place, outcome)
+
+    def load(self, path: str | Path, held: Mapping[str, Held], strict: bool = True) -> Position:
+        """Read a checkpoint into tensors that are there; they change only if all of it is in order on all ranks."""
+        self.settle()
+        place = place_of(path)
+        held = {name: self._own(one) for name, one in held.items()}
+
+        def opened() -> tuple[Path, Manifest, LoadShards, Reader]:
+            folder = find(place)
+            manifest = Manifest.read(folder)
+            metadata = manifest.index(folder)
+            reader = Reader(folder, metadata)
+            named = names_of(list(metadata.state_dict_metadata), held)
+            _check_fit(place, held, named, manifest, metadata, strict)
+            planner = LoadShards({own: held[name] for name, own in named.items()}, self.mesh, self.rank)
+            places: Any = metadata.storage_data
+            spots = [
+                (item.storage_index.fqn, stored_at(places[item.storage_index])) for item in planner.items(metadata)
+            ]
+            manifest.verify(folder, [Piece(*spot, f"'{fqn}'") for fqn, spot in spots])
+            return folder, manifest, planner, reader
+
+        folder, manifest, planner, reader = self.agreed(opened)
+        tensors = _tensors(held)
+        with _explained(f"the checkpoint {folder} could not be read", self._blame), _quietly():
+            dcp.load(
+                tensors, storage_reader=reader, planner=planner, process_group=self.group, no_dist=self.group is None
+            )
+        return Position(manifest.step, manifest.seed, manifest.extra)
+
+    def agreed(self, act: Callable[[], T]) -> T:
+        """Do something that can fail on some ranks only: then it fails on all, for the first one's reason."""
+        result: list[T] = []
+        failure: Exception | None = None
+        try:
+            result.append(act())
+        except Exception as one:
+            failure = one
+        failures: list[Exception | None] = [failure]
+        if self.group is not None:
+            failures = [None] * dist.get_world_size(self.group)
+            with _explained("a rank was lost", self._blame):
+                dist.all_gather_object(failures, failure, group=self.group)
+        first = failure or next((one for one in failures if one is not None), None)
+        if first is not None:
+            raise first
+        return result[0]
+
+    def settle(self) -> None:
+        """Wait for a save in the background."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
+
+    def close(self) -> None:
+        try:
+            self.settle()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            for lock in self._locks.values():
+                lock.release()
+            self._locks.clear()
+
+    def together(self, step: int, seconds: float = 10.0) -> bool:
+        """Have all ranks of the job made as many steps, and do all ask within so many seconds?"""
+        if self.group is None:
+            return True
+        try:
+            dist.monitored_barrier(self.group, timedelta(seconds=seconds))
+            steps: list[int] = [step] * dist.get_world_size(self.group)
+            dist.all_gather_object(steps, step, group=self.group)
+        except RuntimeError:
+            return False
+        return steps == [step] * len(steps)
+
+    def _own(self, held: Held) -> Held:
+        """Alone, a process holds every tensor whole, whatever the program would have its ranks hold."""
+        return held if self.group is not None else replace(held, type=held.type.replicated())
+
+    def _writes(self, name: str, held: Held) -> bool:
+        """Whether this rank writes its shard: nobody before it has the same."""
+        return (
+            held.tensor is not None
+            and self.ranks(name)[self.rank] == self.own
+            and writes(held.type, self.mesh, self.rank)
+        )
+
+    def _snapshot(self, held: Mapping[str, Held]) -> dict[str, Held]:
+        """Copies of what this rank writes, made before the next step changes it."""
+        return {
+            name: replace(one, tensor=one.tensor.detach().to("cpu", copy=True))
+            if one.tensor is not None and self._writes(name, one)
+            else one
+            for name, one in held.items()
+        }
+
+    def _write(
+        self, path: Path, held: Mapping[str, Held], manifest: Manifest, blame: Callable[[Exception], Exception] | None
+    ) -> None:
+        own = {name: one for name, one in held.items() if self._writes(name, one)}
+        planner, tensors = SaveShards(own, self.mesh, self.rank), _tensors(held)
+        with _explained(f"the checkpoint {path} could not be written", blame), _quietly():
+            try:
+                dcp.save(
+                    tensors, storage_writer=Writer(path, manifest), planner=planner,
+                    process_group=self.group, no_dist=self.group is None,
+                )  # fmt: skip
+            except BaseException:
+                if self.own == 0 and not (temporary(path, manifest.step) / MANIFEST).exists():  # half written
+                    shutil.rmtree(temporary(path, manifest.step), ignore_errors=True)
+                raise
+
+
+def load_state_dict(path: str | Path, roles: Sequence[str] = ("param", "buffer")) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, whole, under all the model's names; `roles` may ask for "state", the optimizer's."""
+    folder = find(place_of(path))
+    manifest = Manifest.read(folder)
+    stored = manifest.index(folder).state_dict_metadata
+    held: dict[str, Held] = {}
+    for name, one in manifest.tensors.items():
+        kind = stored.get(name)
+        if one.role in roles and isinstance(kind, TensorStorageMetadata):
+            tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
+            held[name] = Held(tensor, TensorType.of(tensor), one.role, one.aliases)
+    Checkpoints(Mesh(), 0).load(folder, held, strict=False)
+    found = {name: one.tensor for first, one in held.items() for name in (first, *one.aliases)}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _tensors(held: Mapping[str, Held]) -> dict[str, torch.Tensor]:
+    """By the same names on every rank, as torch would have it; of what a rank does not hold, nothing is asked."""
+    return {name: torch.empty(0) if one.tensor is None else one.tensor for name, one in held.items()}
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(dict(extra)))
+    except (TypeError, ValueError) as failure:
+        hint = "numbers, text, lists and mappings of them; turn tensors into lists"
+        raise error("SC408", f"`extra` is not plain data: {failure}", hint=hint) from None
+
+
+def _check_fit(
+    path: Path,
+    held: Mapping[str, Held],
+    named: Mapping[str, str],
+    manifest: Manifest,
+    metadata: Metadata,
+    strict: bool,
+) -> None:
+    """Raise SC406, with all that does not fit, unless every tensor can be read as it is."""
+    taken = set(named.values())
+    unused = [n for n, one in manifest.tensors.items() if taken.isdisjoint((n, *one.aliases))]
+    missing = [name for name in held if name not in named]
+    shapes: list[str] = []
+    dtypes: list[str] = []
+    for name, own in named.items():
+        kind, type = metadata.state_dict_metadata[own], held[name].type
+        assert isinstance(kind, TensorStorageMetadata)
+        if tuple(kind.size) != type.shape:
+            shapes.append(f"{name}: {list(kind.size)} in the checkpoint, {list(type.shape)} in the program")
+        if kind.properties.dtype != type.dtype:
+            saved = DTYPE_NAMES.get(kind.properties.dtype, str(kind.properties.dtype))
+            dtypes.append(f"{name}: {saved} in the checkpoint, {DTYPE_NAMES[type.dtype]} in the program")
+    found = [("another shape", shapes, None), ("another dtype", dtypes, "compile for the same precision")]
+    if strict:
+        lines = [f"{n} (did you mean '{near}'?)" if (near := suggest(n, unused)) else n for n in missing]
+        hint = lost = "load(strict=False) reads what there is, and leaves the rest as it was"
+        if missing and all(held[name].role == "state" for name in missing):
+            lost = "it was saved without an optimizer, or with another: load(strict=False) starts the optimizer afresh"
+        found += [("no values in it", lines, lost), ("no place in the program", unused, hint)]
+    problems = [
+        Diagnostic(
+            "SC406",
+            f"the checkpoint {path} does not fit: {len(lines)} tensor{'s have' if len(lines) > 1 else ' has'} {what}",
+            cause="\n".join(lines),
+            hint=hint,
+        )
+        for what, lines, hint in found
+        if lines
+    ]
+    if problems:
+        raise ShardcError(*problems)
+
+
+@contextmanager
+def _explained(what: str, blame: Callable[[Exception], Exception] | None) -> Generator[None]:
+    """What torch raises, as our errors: of an agreed failure its cause, of a lost rank whose fault it is."""
+    try:
+        yield
+    except CheckpointException as failure:
+        rank, (cause, _) = min(failure.failures.items())
+        if isinstance(cause, ShardcError) or not isinstance(cause, Exception):
+            raise cause from None
+        message = f"{what}: on rank {rank}, {type(cause).__name__}: {cause}"
+        raise error("SC408", message, hint="the checkpoint before, if there is one, is whole") from cause
+    except ShardcError:
+        raise
+    except Exception as failure:
+        if blame is not None:
+            raise blame(failure) from failure
+        raise error("SC408", f"{what}: {type(failure).__name__}: {failure}") from failure
+
+
+@contextmanager
+def _quietly() -> Generator[None]:
+    """Without torch's warning that there is no process group: in simulation there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,134 @@
+"""Weights as Hugging Face stores them: safetensors, with an index where they are more than one file.
+
+Tensors are gathered one at a time, on rank 0, which holds no more than one file of them. Tied names are left out, as
+`save_pretrained` leaves them: the model ties them again. This is no checkpoint: a crash may leave part of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.types import TensorType
+from shardc.runtime.checkpoint.checkpoint import Checkpoints
+from shardc.runtime.checkpoint.folder import sync
+from shardc.runtime.checkpoint.planners import Held, writes
+from shardc.runtime.checkpoint.weights import INDEX
+from shardc.runtime.execute.layout import assemble
+
+FILE_BYTES = 5 << 30
+
+
+def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_bytes: int = FILE_BYTES) -> None:
+    """Write the tensors as safetensors into the folder `path`; every rank must call it."""
+    place.settle()
+    save_file = place.agreed(_safetensors)
+    folder, first = Path(path), place.own == 0
+    files = _files({name: one.type for name, one in held.items()}, file_bytes)
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        if first:
+            with _written(folder, files):
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file(tensors, str(folder / f"{name}.tmp"), {"format": "pt"})
+                with (folder / f"{name}.tmp").open("rb+") as file:
+                    os.fsync(file.fileno())
+
+    for name, names in files.items():
+        tensors = {one: whole for one in names if (whole := gathered(place, one, held[one])) is not None}
+        place.agreed(lambda name=name, tensors=tensors: write(name, tensors))
+
+    def finish() -> None:
+        if first:
+            with _written(folder, files):
+                _put_in_place(folder, files, sum(one.type.numel() * one.type.dtype.itemsize for one in held.values()))
+
+    place.agreed(finish)
+
+
+@contextmanager
+def _written(folder: Path, files: Mapping[str, list[str]]) -> Generator[None]:
+    """What goes wrong with files as SC408, for instance a full disk, which does not stay full of what is half done."""
+    try:
+        yield
+    except ShardcError:
+        raise
+    except Exception as failure:  # safetensors has a class of its own for what the system refuses
+        for name in (*files, INDEX):
+            with suppress(OSError, ValueError):
+                (folder / f"{name}.tmp").unlink(missing_ok=True)
+        message = f"the weights could not be written to {folder}: {type(failure).__name__}: {failure}"
+        raise error(
+            "SC408", message, hint="weights that were there before are as they were, or were replaced"
+        ) from failure
+
+
+def gathered(place: Checkpoints, name: str, held: Held) -> torch.Tensor | None:
+    """The whole tensor on the job's rank 0, on the CPU; None on the others."""
+    local = None if held.tensor is None else held.tensor.detach().cpu().contiguous()
+    if place.group is None:
+        return local
+    ranks = place.ranks(name)
+    senders = {rank: i for i, rank in enumerate(ranks) if writes(held.type, place.mesh, i)}
+    if place.own != 0:
+        if place.own in senders:
+            assert local is not None
+            dist.send(local, 0, group=place.group)
+        return None
+    rows: dict[int, torch.Tensor] = {}
+    for rank, i in senders.items():
+        if rank == 0:
+            assert local is not None
+            rows[i] = local
+        else:
+            rows[i] = torch.empty(held.type.local_shape(place.mesh), dtype=held.type.dtype)
+            dist.recv(rows[i], rank, group=place.group)
+    return assemble(rows, held.type, place.mesh)
+
+
+def _files(types: Mapping[str, TensorType], limit: int) -> dict[str, list[str]]:
+    """Which tensors go into which file, in their order."""
+    bins: list[list[str]] = [[]]
+    filled = 0
+    for name, type in types.items():
+        size = type.numel() * type.dtype.itemsize
+        if bins[-1] and filled + size > limit:
+            bins.append([])
+            filled = 0
+        bins[-1].append(name)
+        filled += size
+    if len(bins) == 1:
+        return {"model.safetensors": bins[0]}
+    return {f"model-{i + 1:05d}-of-{len(bins):05d}.safetensors": names for i, names in enumerate(bins)}
+
+
+def _put_in_place(folder: Path, files: Mapping[str, list[str]], size: int) -> None:
+    """Replace what weights the folder has; a configuration or a tokenizer beside them stays."""
+    (folder / INDEX).unlink(missing_ok=True)
+    for name in files:
+        os.replace(folder / f"{name}.tmp", folder / name)
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in files:
+            old.unlink()
+    if len(files) > 1:
+        where = {one: name for name, names in files.items() for one in names}
+        data = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / f"{INDEX}.tmp").write_text(json.dumps(data, indent=2), encoding="utf-8")
+        os.replace(folder / f"{INDEX}.tmp", folder / INDEX)
+    sync(folder)
+
+
+def _safetensors() -> Callable[..., Any]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise error("SC408", "safetensors is not installed", hint="pip install safetensors") from None
+    return save_file

@@ -1,0 +1,138 @@
+"""A checkpoint's folder: what lies in it, how it replaces the one before, and how damage is found.
+
+    __0_0.distcp ...   the tensors, as torch.distributed.checkpoint writes them, a file a rank
+    .metadata          its index, also as it writes it
+    shardc.json        written last: step, seed, roles, the size of every file and the CRC of every piece of it
+
+A checkpoint is written to `NAME.tmp-STEP-JOB` beside it, brought to disk, and renamed. Where one lies already, that
+one is first moved to `NAME.tmp-replaced`, and removed at last. So at any moment the new one or the one before is whole,
+and `find` alone says which is the newest that is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardc.ir.diagnostic import ShardcError, did_you_mean, error
+from shardc.runtime.checkpoint.manifest import MANIFEST, METADATA, Manifest
+
+JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+
+
+def place_of(path: str | Path) -> Path:
+    """The absolute path of a checkpoint that the user named. Raises ShardcError (SC408) for what names no folder."""
+    try:
+        place = Path(path).absolute()
+        unfit = "holds a NUL byte" if "\0" in str(place) else None if place.name else "is the root of all files"
+    except TypeError:
+        place, unfit = None, f"is a {type(path).__name__}"
+    if place is None or unfit is not None:
+        raise error("SC408", f"the path {path!r} of a checkpoint {unfit}", hint="give the path of a folder: 'out/run'")
+    return place
+
+
+def find(path: Path) -> Path:
+    """The folder of the newest whole checkpoint that goes by `path`; every reader of one asks here.
+
+    It may lie beside `path`: a crash between the two renames of a save, or before them, leaves it there. Raises
+    ShardcError: SC407 where there is none, SC405 where what there is is no checkpoint of shardc's or is damaged.
+    """
+    damaged: ShardcError | None = None
+    for folder in _candidates(path):
+        try:
+            Manifest.read(folder)
+        except ShardcError as failure:
+            damaged = damaged or (failure if folder == path else None)
+        else:
+            return folder
+    if damaged is not None:
+        raise damaged
+    if path.is_dir() and any(path.iterdir()):
+        if (path / METADATA).is_file():
+            hint = "read another program's with torch.distributed.checkpoint, and pass the tensors to launch(state=...)"
+            raise error("SC405", f"the checkpoint {path} is not shardc's, or not whole: no {MANIFEST}", hint=hint)
+        inside = [one.name for one in path.iterdir() if (one / MANIFEST).is_file()]
+        hint = f"in it are the checkpoints {', '.join(sorted(inside))}" if inside else None
+        raise error("SC407", f"{path} is no checkpoint: it has no {MANIFEST}", hint=hint)
+    beside = [one.name for one in path.parent.iterdir() if (one / MANIFEST).is_file()] if path.parent.is_dir() else []
+    raise error(
+        "SC407", f"there is no checkpoint at {path}", hint=did_you_mean(path.name, beside, "checkpoints beside it")
+    )
+
+
+def present(path: Path) -> bool:
+    """Is there anything to go on from at `path`: a whole checkpoint, or something that `find` has to refuse?"""
+    return any(True for _ in _candidates(path)) or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
+
+
+def begin(path: Path, step: int) -> Path:
+    """An empty folder to write in. What crashed saves have left is tidied; what is no checkpoint is not touched."""
+    if path.exists() and not (path / METADATA).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        hint = "give the path of a folder of its own; one that is there already is replaced, if it is a checkpoint"
+        raise error("SC408", f"{path} exists, and is no checkpoint: it is not replaced", hint=hint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _recover(path)
+    for one in _begun(path):
+        shutil.rmtree(one)
+    folder = temporary(path, step)
+    folder.mkdir()
+    return folder
+
+
+def temporary(path: Path, step: int) -> Path:
+    """The folder that a save writes in: of one name on all ranks of a job, and of another in each job."""
+    job = ":".join(os.environ[name] for name in JOB if name in os.environ) or str(os.getpid())
+    return path.with_name(f"{path.name}.tmp-{step}-{zlib.crc32(job.encode()):08x}")
+
+
+def publish(folder: Path, path: Path) -> None:
+    """Let a folder that is complete take its place."""
+    sync(folder)
+    replaced = _replaced(path)
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)  # left where a save was killed after its renames
+        os.rename(path, replaced)
+    os.rename(folder, path)
+    sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Bring a folder's names to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    """Where a whole checkpoint may lie, the newest first: its manifest is written last, and the other two then move."""
+    return (folder for folder in (*_begun(path), path, _replaced(path)) if (folder / MANIFEST).is_file())
+
+
+def _begun(path: Path) -> list[Path]:
+    pattern = re.compile(re.escape(path.name) + r"\.tmp-\d+(-[0-9a-f]{8})?")
+    return [one for one in path.parent.iterdir() if pattern.fullmatch(one.name)] if path.parent.is_dir() else []
+
+
+def _recover(path: Path) -> None:
+    """Let the newest whole checkpoint have its name again, where a crash left it under another."""
+    try:
+        newest = find(path)
+    except ShardcError:
+        return
+    if newest == _replaced(path):
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(newest, path)
+    elif newest != path:
+        publish(newest, path)
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-replaced")

@@ -1,0 +1,79 @@
+"""Executes one rank's body, microbatch by microbatch: what a process of a job runs every step.
+
+The first microbatch initializes the sums, and later ones add to them in place. Calls that depend on the sums run once a
+step. `prepared_code` prepares the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardc.ir.graph import Graph, Port
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.context import RankContext, running
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.prepared_code import CodeLine, Routine
+
+
+class BodyExecutor:
+    """Runs a localized body as the rank of `context`. Inputs and outputs are this rank's shards, and never lie in the
+    arena."""
+
+    def __init__(
+        self, body: Graph, context: RankContext, rank: int, device: torch.device, arena: Arena | None = None
+    ) -> None:
+        self.body, self.context, self.arena = body, context, arena
+        self.routine = routine = Routine(body, context, rank, device, arena)
+        self.listing = listing = routine.listing
+        self._first_microbatch = routine.code(0, listing.repeated)  # of the first microbatch,
+        self._later_microbatches: list[CodeLine] = []  # of any other, which adds to the sums of the first,
+        self._once_per_step = routine.code(listing.repeated)  # and what runs once a step
+        for index, *rest in self._first_microbatch:
+            instruction = listing.instructions[index]
+            if instruction.node.target is ACCUMULATE:
+                into = instruction.yields[0][2]
+                rest = [torch.Tensor.add_, _sum_of(into, instruction.reads[0]), into, rest[-1]]
+            self._later_microbatches.append((index, *rest))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def run(
+        self,
+        held: Mapping[str, torch.Tensor],
+        feeds: Sequence[Mapping[str, torch.Tensor]],
+        monitor: Monitor | None = None,
+    ) -> dict[Port, torch.Tensor]:
+        """Run one step on the held tensors and each microbatch's feed, both by the names of inputs.
+
+        New parameters and state overwrite the held ones after their last read (`ir.in_place`). Model outputs of single
+        microbatches are returned stacked. Raises ShardcError naming the rank to blame when a collective fails.
+        """
+        listing, env, run = self.listing, self.routine.empty.copy(), self.routine.run
+        stacks: dict[int, list[torch.Tensor]] = {i: [] for i in listing.stacked}
+        if self.arena is not None:
+            self.arena.enter()
+        with running(self.context):
+            for k, feed in enumerate(feeds):
+                buffer_values = [(into, env[slot]) for slot, into in listing.buffer_slots] if k else []
+                for port, slot in zip(self.body.inputs, listing.inputs, strict=True):
+                    if port.name in feed:
+                        env[slot] = feed[port.name]
+                    elif not k:
+                        env[slot] = held[port.name]
+                for into, value in buffer_values:
+                    env[into] = value
+                run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor)
+                for i, stack in stacks.items():
+                    stack.append(env[listing.outputs[i]])
+            run(self._once_per_step, env, monitor)
+        for i, stack in stacks.items():
+            env[listing.outputs[i]] = torch.stack(stack)
+        return {port: env[slot] for port, slot in zip(self.body.outputs, listing.outputs, strict=True)}
+
+
+def _sum_of(total: int, term: int) -> Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]:
+    """Arguments that add slot `term` to slot `total` in place. `accumulate` copied the first term: no alias."""
+    return lambda env: ((env[total], env[term]), {})

@@ -1,0 +1,144 @@
+"""Detects indices out of range: in a batch before it runs, and at the call that fails during a step.
+
+Every rank gets the whole batch, so every rank finds the same bad token, reports the same error and stops before it has
+sent anything. `IndexCheck` evaluates on the CPU the part of the single-device graph that leads from the batch's
+integers to the ops that index with them: a shift of labels, a mask of padding. Indices that depend on weights exist
+only during the step; `out_of_range` names the call that fails on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError
+from shardc.ir.graph import Graph, info, op_name, operands, type_of
+from shardc.ir.index_operands import Positions, positions
+from shardc.ir.ops.check_index import check_index
+from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
+
+HINT = "was the data made for another vocabulary or table?"
+
+
+class IndexCheck:
+    """The part of a single-device graph that leads from a batch's integers to the ops that index with them."""
+
+    def __init__(self, reference: Graph) -> None:
+        listing = list_calls(reference, Numerics())
+        ports = zip(reference.inputs, reference.placeholders, listing.inputs, strict=True)
+        self._inputs = {slot: (port, type_of(n)) for port, n, slot in ports if port.role == "input" and _is_integer(n)}
+        self._size = listing.size
+        # By slot: the inputs that its value depends on.
+        input_names: dict[int, set[str]] = {slot: {port.name} for slot, (port, _) in self._inputs.items()}
+        computed: list[CallInstruction] = []
+        self._uses: list[tuple[CallInstruction, Positions, int, set[str]]] = []
+        for instruction in listing.instructions:
+            slots = dict(zip(operands(instruction.node), instruction.reads, strict=True))
+            for p in positions(instruction.node):
+                if input_names.get(slots[p.value]):
+                    self._uses.append((instruction, p, slots[p.value], input_names[slots[p.value]]))
+            if instruction.target is check_index or not all(slot in input_names for slot in instruction.reads):
+                continue
+            if all(_is_integer(value) for value, _, _ in instruction.yields):
+                computed.append(instruction)
+                names = set[str]().union(*(input_names[slot] for slot in instruction.reads))
+                input_names |= {slot: names for _, _, slot in instruction.yields}
+        self._code = _needed_for(computed, [slot for _, _, slot, _ in self._uses])
+
+    @torch.no_grad()
+    def __call__(self, feed: Mapping[str, torch.Tensor]) -> None:
+        """Raise ShardcError naming every use of an index of a microbatch that is out of range.
+
+        Tensors on a device are left to the device's own checks. Wrong shapes and dtypes are checked elsewhere.
+        """
+        env: list[torch.Tensor | None] = [None] * self._size
+        for slot, (port, type) in self._inputs.items():
+            value = feed.get(port.name)
+            if (
+                value is None
+                or value.device.type != "cpu"
+                or (tuple(value.shape), value.dtype) != (type.shape, type.dtype)
+            ):
+                return
+            env[slot] = value.detach()
+        for instruction in self._code:
+            args, kwargs = instruction.arguments(env)
+            try:
+                results = instruction.target(*args, **kwargs)
+            except (IndexError, RuntimeError):
+                break  # an index out of range: the uses below report it
+            for _, position, slot in instruction.yields:
+                env[slot] = results if position is None else results[position]
+        diagnostics: dict[tuple[int, int], Diagnostic] = {}
+        for instruction, p, slot, names in self._uses:
+            value = env[slot]
+            outside = None if value is None else p.first_outside(value)
+            if outside is not None and (slot, p.size) not in diagnostics:
+                diagnostics[slot, p.size] = _diagnostic(
+                    instruction.node, p, *self._describe_value(env, slot, p.value, outside, names)
+                )
+        if diagnostics:
+            raise ShardcError(*diagnostics.values())
+
+    def _describe_value(
+        self, env: Sequence[Any], slot: int, index: fx.Node, outside: tuple[int, list[int]], names: set[str]
+    ) -> tuple[str, str]:
+        """The error text and the tensor to name: the user's input, if the bad value came from one unchanged."""
+        bad, position = outside
+        inputs = {port.name: env[s] for s, (port, _) in self._inputs.items() if port.name in names}
+        bad_positions = {name: (x == bad).nonzero() for name, x in inputs.items()}
+        matching = [name for name, where in bad_positions.items() if len(where)]
+        if slot in self._inputs or len(matching) == 1:
+            name = self._inputs[slot][0].name if slot in self._inputs else matching[0]
+            return f"input '{name}' holds {bad} at {bad_positions[name][0].tolist()}", name
+        name = f"%{info(index).name}"
+        return f"{name}, computed from {' and '.join(sorted(names))}, holds {bad} at {position}", name
+
+
+def out_of_range(
+    instruction: CallInstruction, rank: int, operand_values: Sequence[torch.Tensor | None]
+) -> ShardcError | None:
+    """The error for a failed instruction, if one of its operands (`operand_values`) held an index out of range."""
+    operand = dict(zip(operands(instruction.node), operand_values, strict=True))
+    for p in positions(instruction.node):
+        value = operand[p.value]
+        if value is None or value.device.type != "cpu":  # after an assertion on a GPU nothing can be read from it
+            continue
+        outside = p.first_outside(value)
+        if outside is not None:
+            name = f"%{info(p.value).name}"
+            return ShardcError(_diagnostic(instruction.node, p, f"{name} holds {outside[0]} on rank {rank}", name))
+    return None
+
+
+def _diagnostic(node: fx.Node, p: Positions, what: str, name: str) -> Diagnostic:
+    node_info = info(node)
+    loss = node.target is check_index and p.ignored is not None
+    return Diagnostic(
+        "SC507",
+        f"{what}; the values there may be {p}",
+        location=node_info.source or None,
+        source_text=node_info.source_text or None,
+        fqn=node_info.fqn or None,
+        tensor=name,
+        op="cross entropy" if loss else op_name(node.target) if node.target is not check_index else None,
+        hint=HINT,
+    )
+
+
+def _is_integer(value: fx.Node) -> bool:
+    dtype = type_of(value).dtype
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def _needed_for(computed: Sequence[CallInstruction], wanted: Iterable[int]) -> tuple[CallInstruction, ...]:
+    """The instructions among `computed` that lead to the wanted slots."""
+    slots, needed = set(wanted), list[CallInstruction]()
+    for instruction in reversed(computed):
+        if any(slot in slots for _, _, slot in instruction.yields):
+            slots.update(instruction.reads)
+            needed.append(instruction)
+    return tuple(reversed(needed))

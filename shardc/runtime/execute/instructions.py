@@ -1,0 +1,236 @@
+"""A graph flattened for execution: one `CallInstruction` a call, values in numbered slots, freed after their last use.
+
+Interpreting an fx graph costs more than many of its ops, so the graph is traversed once. A `getitem` is folded into its
+producing call. Arguments become a template with the positions of the tensors. The graph is device-neutral; this module
+fills in the device, and another float dtype where the run asks for one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from kernels_triton.generated.op import FUSED
+from kernels_triton.ir import reference
+from kernels_triton.ir.text import parse
+from shardc.ir.graph import Graph, cited, info, op_name, operands, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import MADE, in_microbatch
+from shardc.ir.ops.context import Communicator, RankContext
+from shardc.ir.ops.kernels import KERNELS
+
+
+class SlotValues(Protocol):
+    """The value of each slot; None outside its lifetime."""
+
+    def __getitem__(self, slot: int, /) -> Any: ...
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The device of the tensors, and the dtype that replaces every floating one. None keeps dtypes as compiled.
+
+    Widening the whole graph is what makes an exact comparison possible where a library hard-codes float32.
+    """
+
+    device: torch.device = CPU
+    dtype: torch.dtype | None = None
+
+    def lift(self, dtype: torch.dtype) -> torch.dtype:
+        if self.dtype is None:
+            return dtype
+        if dtype.is_complex:
+            return torch.complex128 if self.dtype == torch.float64 else torch.complex64
+        return self.dtype if dtype.is_floating_point else dtype
+
+    def cast(self, value: Any) -> Any:
+        """A tensor in the run's dtype. None, which some ops yield in the place of a tensor, stays."""
+        return None if value is None else value.to(device=self.device, dtype=self.lift(value.dtype))
+
+
+@dataclass(frozen=True)
+class CallInstruction:
+    """One call. `arguments(env)` gives its args and kwargs.
+
+    `yields` lists, for each result in use, its value, its position (None for a call's only one) and its slot.
+    """
+
+    node: fx.Node
+    target: Callable[..., Any]
+    arguments: Callable[[SlotValues], tuple[Sequence[Any], dict[str, Any]]]
+    reads: tuple[int, ...]
+    yields: tuple[tuple[fx.Node, int | None, int], ...]
+    free: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return info(self.node).name
+
+    @property
+    def where(self) -> str:
+        """The instruction in an error's text: its name, and the user's line if it has one."""
+        return cited(self.node)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The instructions of a graph in order, and the slots of its inputs and outputs.
+
+    The first `repeated` of them run once a microbatch, the rest once a step. `buffer_slots` pairs the slot of a new
+    buffer with the input slot that gets it for the next microbatch. `stacked` lists the outputs (by index) that each
+    microbatch has of its own.
+    """
+
+    graph: Graph
+    size: int
+    inputs: tuple[int, ...]
+    instructions: tuple[CallInstruction, ...]
+    outputs: tuple[int, ...]
+    repeated: int
+    buffer_slots: tuple[tuple[int, int], ...]
+    stacked: tuple[int, ...]
+
+
+def list_calls(graph: Graph, numerics: Numerics) -> Listing:
+    """List a graph's calls. Outputs live to the end, and so do inputs where there are several microbatches."""
+    slots: dict[fx.Node, int] = {}
+    placeholders = graph.placeholders
+    for node in placeholders:
+        slots[node] = len(slots)
+    microbatch_nodes, many_microbatches = in_microbatch(graph), graph.microbatches > 1
+    calls = sorted(graph.calls(), key=lambda node: node not in microbatch_nodes)
+    repeated = sum(1 for node in calls if node in microbatch_nodes)
+    yields = [_yields(node) for node in calls]
+    for results in yields:
+        for value, _ in results:
+            slots[value] = len(slots)
+    outputs = tuple(slots[node] for node in graph.output_values)
+    last_use = dict.fromkeys((*outputs, *(range(len(placeholders)) if many_microbatches else ())), len(calls))
+    for index, node in enumerate(calls):
+        for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[index])]:
+            last_use[slot] = max(last_use.get(slot, 0), index)
+    freed_after: dict[int, list[int]] = {}
+    for slot, index in last_use.items():
+        freed_after.setdefault(index, []).append(slot)
+    instructions = tuple(
+        CallInstruction(
+            node,
+            _target(node, numerics),
+            _arguments(node, slots, numerics),
+            tuple(slots[v] for v in operands(node)),
+            tuple((value, position, slots[value]) for value, position in results),
+            tuple(freed_after.get(index, ())),
+        )
+        for index, (node, results) in enumerate(zip(calls, yields, strict=True))
+    )
+    inputs = tuple(slots[node] for node in placeholders)
+    input_of = graph.input_nodes()
+    microbatch_outputs = [
+        (i, port, slot)
+        for i, (port, node, slot) in enumerate(zip(graph.outputs, graph.output_values, outputs, strict=True))
+        if many_microbatches and port.role in MADE and node in microbatch_nodes
+    ]
+    buffer_slots = tuple(
+        (slot, slots[input_of[port.name]]) for _, port, slot in microbatch_outputs if port.role == "buffer"
+    )
+    stacked = tuple(i for i, port, _ in microbatch_outputs if port.role == "output")
+    return Listing(graph, len(slots), inputs, instructions, outputs, repeated, buffer_slots, stacked)
+
+
+def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:
+    """The context of a rank; an axis that was split into sub-axes keeps its coordinate under its own name."""
+    coordinate = mesh.coordinate(rank)
+    for name in mesh.names:
+        parent = mesh.parent(name)
+        while parent not in coordinate:
+            coordinate[parent] = mesh.index(rank, parent)
+            parent = mesh.parent(parent)
+    return RankContext(mesh, coordinate, comm)
+
+
+def _yields(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
+    if info(node).type is not None:
+        return [(node, None)]
+    return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
+
+
+def _arguments(
+    node: fx.Node, slots: dict[fx.Node, int], numerics: Numerics
+) -> Callable[[SlotValues], tuple[Sequence[Any], dict[str, Any]]]:
+    args = [_constant(arg, numerics) for arg in node.args]
+    kwargs = {name: _constant(arg, numerics) for name, arg in node.kwargs.items()}
+    _fill_in(node, args, kwargs, numerics)
+    positions = [(i, slots[arg]) for i, arg in enumerate(args) if isinstance(arg, fx.Node)]
+    nested = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and _has_node(arg)]
+    named = [(name, arg) for name, arg in kwargs.items() if isinstance(arg, fx.Node) or _has_node(arg)]
+
+    def plain(env: SlotValues) -> tuple[Sequence[Any], dict[str, Any]]:
+        filled = args.copy()
+        for i, slot in positions:
+            filled[i] = env[slot]
+        return filled, kwargs
+
+    def general(env: SlotValues) -> tuple[Sequence[Any], dict[str, Any]]:
+        filled, _ = plain(env)
+        for i, arg in nested:
+            filled[i] = fx.map_arg(arg, lambda n: env[slots[n]])  # type: ignore[index]
+        return filled, {**kwargs, **{name: fx.map_arg(arg, lambda n: env[slots[n]]) for name, arg in named}}  # type: ignore[index]
+
+    return general if nested or named else plain
+
+
+def _target(node: fx.Node, numerics: Numerics) -> Callable[..., Any]:
+    """The function that runs a call. In a lifted graph, ATen must compute floats from integers alone (`ids / 7`) in the
+    lifted dtype, as kernels do, and not in torch's default, float32."""
+    run = KERNELS.get(node.target, cast("Callable[..., Any]", node.target))
+    type, dtype = info(node).type, numerics.dtype
+    operand_dtypes = [type_of(value).dtype for value in operands(node)]
+    if (
+        node.target is FUSED
+        and dtype is not None
+        and not any(operand_dtype.is_floating_point for operand_dtype in operand_dtypes)
+    ):
+        return lambda inputs, line: reference.run(parse(line), inputs, stand_in=dtype)
+    is_aten = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and bool(operand_dtypes)
+    if dtype is None or not is_aten or type is None or not type.dtype.is_floating_point:
+        return run
+    if any(operand_dtype.is_floating_point or operand_dtype.is_complex for operand_dtype in operand_dtypes):
+        return run
+    is_where = op_name(node.target).partition(".")[0] == "where"  # by bools
+
+    def widened(arg: Any) -> Any:
+        return arg.to(dtype) if isinstance(arg, torch.Tensor) and not (is_where and arg.dtype == torch.bool) else arg
+
+    return lambda *args, **kwargs: run(*map(widened, args), **kwargs)
+
+
+def _has_node(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(_has_node(item) for item in cast("Sequence[Any]", arg))
+    return isinstance(arg, fx.Node)
+
+
+def _constant(arg: Any, numerics: Numerics) -> Any:
+    return numerics.lift(arg) if isinstance(arg, torch.dtype) else arg
+
+
+def _fill_in(node: fx.Node, args: list[Any], kwargs: dict[str, Any], numerics: Numerics) -> None:
+    """Name the device and the dtype that an op would otherwise take from torch's defaults."""
+    schema = getattr(node.target, "_schema", None)
+    names = {a.name for a in schema.arguments} if schema is not None else set[str]()
+    if "device" in names and ("device" in kwargs or not operands(node)):
+        kwargs["device"] = numerics.device
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    type = info(node).type
+    if "dtype" in names and not operands(node) and kwargs.get("dtype") is None and type is not None:
+        kwargs["dtype"] = numerics.lift(type.dtype)

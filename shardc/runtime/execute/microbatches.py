@@ -1,0 +1,103 @@
+"""Splits a step's batch into its microbatches: equal parts along dim 0, in order.
+
+    batch [8, 128] of a program of 4 microbatches        4 x [2, 128]
+
+Tensors that were not split when the program was compiled (a scalar, positions of [1, 128]) go to each microbatch whole.
+Random draws differ between microbatches: a microbatch's key is derived from the step's key and its index
+(`ir.ops.streams`).
+
+If losses are weighted by tokens, microbatch k also gets its share n_k / (n_0 + n_1 + ...), computed on the batch's
+device, so that no GPU synchronization is needed. A microbatch without counted tokens has share 0. But its mean would be
+0 / 0, and NaN times 0 is NaN. One of its tokens is therefore counted, and the share of 0 removes that token's loss. A
+step without any counted token then has a loss and gradients of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardc.ir.diagnostic import error
+from shardc.ir.graph import Graph, Tokens, type_of
+from shardc.ir.microbatch import GIVEN
+from shardc.ir.ops.streams import fold_in
+from shardc.ir.trees import flatten
+from shardc.torch_compat import unflatten
+
+Feed = dict[str, torch.Tensor]
+
+
+def feeds(graph: Graph, batch: Mapping[str, torch.Tensor]) -> list[Feed]:
+    """The inputs of each microbatch by port: its part of each split input, other inputs whole, and its own seed."""
+    count = graph.microbatches
+    microbatch_feeds: list[Feed] = [{} for _ in range(count)]
+    shares: list[torch.Tensor] = []
+    for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+        name = next((name for name in (port.name, *port.aliases) if name in batch), None)
+        if port.role == "share":
+            # Without the tokens there are no shares; another check reports the missing input.
+            for feed, share in zip(microbatch_feeds, shares, strict=False):
+                feed[port.name] = share
+        if name is None or port.role not in GIVEN:
+            continue
+        value, shape = batch[name], type_of(node).shape
+        for k, feed in enumerate(microbatch_feeds):
+            if port.role == "seed":
+                feed[port.name] = torch.full_like(value, fold_in(int(value), k))
+            elif count == 1 or tuple(value.shape) == shape:
+                feed[port.name] = value
+            else:
+                feed[port.name] = _part(port.name, value, shape, k, count)
+        if graph.tokens is not None and port.name == graph.tokens.input:
+            parts, shares = _token_shares([feed[port.name] for feed in microbatch_feeds], graph.tokens)
+            for feed, part in zip(microbatch_feeds, parts, strict=True):
+                feed[port.name] = part
+    return microbatch_feeds
+
+
+def _token_shares(parts: Sequence[torch.Tensor], tokens: Tokens) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Each microbatch's tokens, with one of them counted if none was, and its share."""
+    counts = [(part[..., tokens.shift :] != tokens.ignore).sum() for part in parts]
+    total = torch.stack(counts).sum().clamp(min=1)
+    fed: list[torch.Tensor] = []
+    for part, count in zip(parts, counts, strict=True):
+        first = part.new_zeros(part.shape, dtype=torch.bool)
+        first[(0,) * (part.dim() - 1) + (tokens.shift,)] = True
+        fed.append(part.masked_fill(first & (count == 0), 0 if tokens.ignore else 1))
+    return fed, [count.double() / total for count in counts]
+
+
+def _part(name: str, value: torch.Tensor, shape: tuple[int, ...], k: int, count: int) -> torch.Tensor:
+    whole = (count * shape[0], *shape[1:]) if shape else shape
+    if tuple(value.shape) != whole:
+        message = (
+            f"input '{name}' has shape {list(value.shape)}, the program was compiled for {list(whole)}: "
+            f"{count} microbatches of {list(shape)}"
+        )
+        hint = "pass tensors of the sample batch's shapes, or compile again with this batch"
+        raise error("SC501", message, tensor=name, hint=hint)
+    return value.narrow(0, k * shape[0], shape[0])
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """The microbatches of a batch as a model takes it: a tensor, a tuple or a dict.
+
+    Every tensor whose dim 0 is that of the first is split, the others go to each. Raises ShardcError (SC103) where
+    that size is no multiple of `count`.
+    """
+    if count == 1:
+        return [batch]
+    leaves, structure = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    size = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
+    if not size or size % count:
+        message = f"a batch of {size} cannot be split into {count} equal microbatches"
+        raise error("SC103", message, hint=f"give a batch whose dim 0 is a multiple of {count}, or fewer microbatches")
+
+    def part(leaf: Any, k: int) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != size:
+            return leaf
+        return leaf.narrow(0, k * (size // count), size // count)
+
+    return [unflatten([part(leaf, k) for leaf in leaves], structure) for k in range(count)]

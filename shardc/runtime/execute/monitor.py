@@ -1,0 +1,268 @@
+"""Finds the rank to blame for a failure: each rank publishes a heartbeat and its instruction in the job's store.
+
+A broken connection tells the survivors only that *some* rank is gone, and a timeout not even that. Worse, the first
+survivor to give up breaks the connections of the others. So each rank writes a record every `BEAT` seconds (its beat,
+its step and instruction, and the error that it died of, if it could report one). A rank whose collective fails reads
+all records:
+
+    silent, without an error of its own    it died: SC502, even where others failed of it first
+    an error of its own                    it failed: SC502, with that error
+    alive, at an earlier instruction       it is late or stuck: SC503
+
+torchrun also notices a dead rank, and ends the others with SIGTERM. They then report who died before they exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.runtime.execute.signal_wakeup import STOP, SignalWakeup
+
+BEAT = 0.5  # seconds
+SILENCE = 6 * BEAT  # without a new beat for so long, a rank counts as dead
+NO_OWN_ERROR = "without an error of its own"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last published state of a rank. `own_error` is the error that it failed of, unless a collective's."""
+
+    beat: int = -1
+    step: int = 0
+    counter: int = 0  # index of the instruction
+    failed: bool = False
+    own_error: str = ""
+    closed: bool = False  # it finished its work and closed its monitor
+    terminated: bool = False  # it got SIGTERM, and so did not fail by itself
+    blamed: int = -1  # the rank that it found dead, so that ranks that fail later need not detect it a second time
+
+
+def _explains_failure(record: Record) -> bool:
+    """Whether a rank's record explains the failure of another rank."""
+    return bool(record.own_error) or record.blamed >= 0
+
+
+class CounterNames(Protocol):
+    """The meaning of ranks' program counters."""
+
+    def name(self, rank: int, counter: int) -> str: ...
+
+    def waits(self, rank: int, counter: int) -> bool:
+        """Whether a rank at this counter is known to wait for another rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class SharedCounterNames:
+    """All ranks run the same instructions."""
+
+    names: Sequence[str]
+
+    def name(self, rank: int, counter: int) -> str:
+        return self.names[counter]
+
+    def waits(self, rank: int, counter: int) -> bool:
+        return False
+
+
+class Monitor:
+    """Beats in a thread of its own. The executor sets `counter`; `counter_names` says what the instructions are called.
+
+    `fatal` is for NCCL, whose collectives run asynchronously: when one hangs, nothing raises. The thread then also
+    reads the other records, and when another rank has died it prints the error and ends the process.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int, counter_names: CounterNames, fatal: bool = False) -> None:
+        self.rank, self.ranks, self.counter_names = rank, ranks, counter_names
+        self.step = self.counter = 0
+        self._store, self._beat = store, 0
+        self._lasting_fields: dict[str, Any] = {}  # fields that every later record repeats
+        self._fatal = fatal
+        self._reports_error = False  # the main thread will raise an error of its own
+        self._published_death: tuple[int, Record] | None = None  # the dead rank that another rank published
+        self._bell = SignalWakeup()
+        self._publish()
+        self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        self.step, self.counter = step, 0
+        self._publish()
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Publish that this rank has closed, or the failure that ends it."""
+        if failure is not None and not self._reports_error:
+            self.report_own_failure(f"{type(failure).__name__}: {failure}")
+        if self._reports_error:
+            return  # SIGTERM stays ours: torchrun's would come before the error is printed
+        if self._thread.is_alive():
+            self._bell.stop()
+            self._thread.join()
+            self._bell.close()
+        self._publish(closed=True)
+
+    def report_own_failure(self, why: str) -> None:
+        """Publish that this rank fails for a reason of its own, for the other ranks to report."""
+        self._reports_error = True
+        self._publish(failed=True, own_error=why)
+
+    def blame(self, failure: BaseException) -> ShardcError:
+        """The error for a collective that failed on this rank. It names the rank to blame and the instruction."""
+        before: dict[int, Record] = {}
+        records: dict[int, Record] = {}
+        deadline = time.monotonic() + SILENCE
+        self._reports_error = True
+        self._publish(failed=True)
+        try:
+            before = self._records()
+            # A dead rank is known only by its silence. The wait ends early if a rank reports an error of its own, or a
+            # rank that has already waited names the dead one.
+            while time.monotonic() < deadline and not any(
+                _explains_failure(record) for record in (records or before).values()
+            ):
+                time.sleep(BEAT)
+                records = self._records()
+        except Exception:
+            if self._published_death is not None:
+                return self._death_error(*self._published_death, NO_OWN_ERROR)
+            return self._death_error(0, None, "and with it the store of the job")
+        records = records or before
+        for rank, record in records.items():
+            if record.own_error:
+                return self._death_error(rank, record, f"of an error of its own: {record.own_error}")
+        if self._lasting_fields.get("terminated") and all(
+            record.terminated or record.failed for record in records.values()
+        ):
+            os._exit(128 + signal.SIGTERM)  # the job was ended, and a rank that went first broke the connection
+        blamed = {one.blamed for one in records.values() if one.blamed in records}
+        silent = [r for r, one in records.items() if one.beat == before[r].beat and not (one.failed or one.terminated)]
+        for rank in blamed or silent:
+            self._publish(blamed=rank)
+            self._publish_death(rank, records[rank])
+            return self._death_error(rank, records[rank], NO_OWN_ERROR)
+        others = {r: record for r, record in records.items() if not record.failed}
+        if others:
+            # A rank that waits for another is late because of it, so ranks that do not wait are blamed first.
+            rank = min(
+                others,
+                key=lambda r: (self.counter_names.waits(r, others[r].counter), others[r].step, others[r].counter),
+            )
+            return self._late_error(rank, others[rank], failure)
+        return error(
+            "SC502",
+            f"{self._current_instruction()} failed on every rank: {failure}",
+            hint="see the ranks' own messages",
+        )
+
+    def _current_instruction(self) -> str:
+        # On a GPU the host runs ahead of the collectives.
+        where = self.counter_names.name(self.rank, self.counter)
+        return f"{'or before ' if self._fatal else ''}instruction {where} of step {self.step}"
+
+    def _last_record_text(self, rank: int, record: Record) -> str:
+        where = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
+        often = f"ranks say so every {BEAT} seconds and at the start of a step"
+        return f"rank {rank} last said that it was at {where}; {often}"
+
+    def _death_error(self, rank: int, record: Record | None, how: str) -> ShardcError:
+        message = f"rank {rank} died, {how}; rank {self.rank} was waiting for it in {self._current_instruction()}"
+        where = self._last_record_text(rank, record) if record else None
+        hint = f"look for the last output of rank {rank}"
+        if not (record and record.own_error):
+            hint += ", or for the OOM killer"
+        if record and record.closed:
+            waiting_at = self._current_instruction()
+            message = f"rank {rank} closed its trainer, and rank {self.rank} was waiting for it in {waiting_at}"
+            hint = "every rank must take the same steps"
+        return error("SC502", message, cause=where, hint=hint)
+
+    def _late_error(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
+        message = f"rank {rank} did not come to {self._current_instruction()} in time; rank {self.rank} waited for it"
+        position = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
+        where = f"rank {rank} is alive, at {position}\n{failure}"
+        return error("SC503", message, cause=where, hint="if it is only slow, launch with a larger timeout")
+
+    def _records(self) -> dict[int, Record]:
+        keys = {rank: f"rank{rank}" for rank in range(self.ranks) if rank != self.rank}
+        return {
+            rank: Record(**json.loads(self._store.get(key))) if self._store.check([key]) else Record()
+            for rank, key in keys.items()
+        }
+
+    def _publish(self, **what: Any) -> None:
+        self._beat += 1
+        self._lasting_fields |= what
+        record = Record(self._beat, self.step, self.counter, **self._lasting_fields)
+        # The store may be gone, because the rank that hosts it is; then there is nobody to tell.
+        with contextlib.suppress(Exception):
+            self._store.set(f"rank{self.rank}", json.dumps(asdict(record)))
+
+    def _publish_death(self, rank: int, record: Record) -> None:
+        """Publish the dead rank under the key that all ranks read at every beat. Rank 0, which hosts the store, stays
+        until they have read it."""
+        with contextlib.suppress(Exception):
+            self._store.set("dead", json.dumps([rank, asdict(record)]))
+        if self.rank == 0:
+            time.sleep(3 * BEAT)
+
+    def _read_death(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._published_death is None and self._store.check(["dead"]):
+                rank, record = json.loads(self._store.get("dead"))
+                self._published_death = rank, Record(**record)
+
+    def _beat_loop(self) -> None:
+        last_beats: dict[int, tuple[int, float]] = {}
+        exit_deadline = float("inf")
+        while True:
+            rung = self._bell.wait(BEAT)
+            if STOP in rung:
+                return
+            terminated = signal.SIGTERM in rung
+            if terminated:
+                # Who is dead is known by a silence; a main thread that is finding out needs as long to say it.
+                exit_deadline = min(exit_deadline, time.monotonic() + 2 * SILENCE)
+            self._publish(**({"terminated": True} if terminated else {}))
+            self._read_death()
+            if self._fatal or exit_deadline < float("inf"):
+                self._check_ranks(last_beats, exit_deadline < float("inf"))
+            if time.monotonic() > exit_deadline:
+                os._exit(128 + signal.SIGTERM)
+
+    def _check_ranks(self, last_beats: dict[int, tuple[int, float]], terminated: bool) -> None:
+        try:
+            records = self._records()
+        except Exception:
+            self._exit_with(self._death_error(0, None, "and with it the store of the job"), terminated)
+            return
+        now = time.monotonic()
+        for rank, record in records.items():
+            if last_beats.get(rank, (None,))[0] != record.beat:
+                last_beats[rank] = record.beat, now
+            if record.own_error:
+                self._exit_with(
+                    self._death_error(rank, record, f"of an error of its own: {record.own_error}"), terminated
+                )
+            elif now - last_beats[rank][1] > SILENCE and not (record.closed or record.failed or record.terminated):
+                self._exit_with(self._death_error(rank, record, NO_OWN_ERROR), terminated)
+        if (
+            terminated
+            and not self._reports_error
+            and all(r.terminated or r.closed or r.failed for r in records.values())
+        ):
+            os._exit(128 + signal.SIGTERM)  # nobody died: the whole job was ended, or the others have said why
+
+    def _exit_with(self, failure: ShardcError, terminated: bool) -> None:
+        if not self._reports_error:
+            print(failure, file=sys.stderr, flush=True)
+            os._exit(128 + signal.SIGTERM if terminated else 1)

@@ -1,0 +1,66 @@
+"""The peers of a pipeline rank: the ranks with the same coordinates on the other axes, one for each stage coordinate.
+
+mesh pp=2, tp=2        rank (c=1, i=0) is rank 2; its peer at coordinate 0 is rank 0, that of (1, 1) is rank 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.partition.staged_program import Pipelined
+from shardc.schedule.instructions import COLLECTIVE, TRANSFER, CoordinateGroup
+
+
+@dataclass(frozen=True)
+class PeerGroups:
+    """`ranks` are the job's ranks by coordinate. `handle` gives the process group of some ranks, None for one rank."""
+
+    ranks: tuple[int, ...]
+    handle: Callable[[Sequence[int]], Any]
+    device: torch.device
+    limit: timedelta
+
+    def group(self, coordinates: Sequence[int]) -> Any:
+        return self.handle([self.ranks[c] for c in coordinates])
+
+    @property
+    def whole_group(self) -> Any:
+        return self.handle(self.ranks)
+
+    def connect(self, program: Pipelined, c: int) -> None:
+        """Make NCCL connect coordinate `c` with all its transfer peers. All ranks must call it.
+
+        All ranks of a group must make its first call, and the first transfer of a pair in a direction blocks both hosts
+        until they meet. Within a step that would be a wait that the proof does not model.
+        """
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.whole_group)
+        peers = sorted({i.peer for i in program.lists.ranks[c] if isinstance(i, TRANSFER)})
+        ops: list[dist.P2POp] = []
+        for peer in peers:
+            for act in (dist.isend, dist.irecv):
+                ops.append(
+                    dist.P2POp(act, torch.zeros(1, device=self.device), self.ranks[peer], group=self.whole_group)
+                )
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        torch.cuda.synchronize(self.device)
+
+
+def ranks_of_position(program: Pipelined, i: int) -> tuple[int, ...]:
+    """The ranks of the job that run as rank i of the body's mesh, by coordinate."""
+    return tuple(program.rank_of(c, i) for c in range(len(program.lists.ranks)))
+
+
+def groups_of(program: Pipelined) -> list[list[int]]:
+    """Every group along the pipeline's axis that a program needs, in an order that all ranks share."""
+    groups: dict[CoordinateGroup, None] = {tuple(range(len(program.lists.ranks))): None}
+    for instructions in program.lists.ranks:
+        groups |= dict.fromkeys(i.group for i in instructions if isinstance(i, COLLECTIVE))
+    inner = range(program.body.mesh.world_size)
+    return [[program.rank_of(c, i) for c in group] for group in groups for i in inner]

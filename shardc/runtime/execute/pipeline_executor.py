@@ -1,0 +1,335 @@
+"""Executes a rank's instruction list as prepared code: what a process of a pipelined job runs every step.
+
+    Forward 2 #5      runs the graph of stage 2's forward on microbatch 5's values, its feed, and the held tensors
+    Send, Recv        run beside compute (`transfers`)
+    ReduceGrads       for a sum of one stage: runs the stage's graph over the other axes; for a sum of several stages:
+                      begins an all-reduce, which the optimizer waits for
+    Gather            runs the graphs of its values on the held tensors
+    Optimizer         runs norm, its total over the pipeline, and update, in place
+    Free              frees values; those whose last reader is the preceding work are freed one by one while it runs
+
+Each graph is prepared once (`runtime.execute.prepared_code`). Its collectives begin early and are waited for late, as
+in a program without a pipeline. Each gradient is added to its sum in place, as soon as backward has made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.ir.graph import Port, type_of
+from shardc.ir.ops.context import RankContext, running
+from shardc.partition.program_counter import STRIDE, graphs_of
+from shardc.partition.stage_arena import arena_plans
+from shardc.partition.staged_program import Pipelined
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.microbatches import Feed
+from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.peer_groups import PeerGroups
+from shardc.runtime.execute.stage_code import GraphCode, StepState, add_terms_early
+from shardc.runtime.execute.step_epilogue import EpilogueCode, Outputs, blame_failures
+from shardc.runtime.execute.transfers import ChannelEnd, Clock, PendingReceive, TensorSpec, Transfers
+from shardc.schedule.instructions import (
+    COMPUTE,
+    TRANSFER,
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Optimizer,
+    ReduceGrads,
+    Send,
+    instruction_text,
+)
+from shardc.schedule.lists import split_batches
+from shardc.schedule.pipeline import StagePart, ValueKey
+
+Act = Callable[[StepState], None]
+RunEpilogue = Callable[[StepState, Optimizer, int], Outputs]
+
+
+class PipelineExecutor:
+    """Runs the list of coordinate `c` as the rank of `context`, a mesh of the other axes. Tensors are its shards."""
+
+    def __init__(self, program: Pipelined, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
+        self.program, self.c, self.context, self.rank, self.peers = program, c, context, rank, peers
+        self.transfers = Transfers(peers.whole_group, peers.device, peers.limit)
+        self.arena = Arena(arena_plans(program, c), peers.device)
+        self.epilogue = EpilogueCode(program.epilogues[c], context, rank, peers, self.arena)
+        self._run_epilogue: RunEpilogue = self.epilogue.run
+        self._parts: dict[int, _PartCode] = {}
+        self._gathers: dict[int, GraphCode] = {}
+        self._reduces: dict[str, list[GraphCode]] = {}  # by sum
+        self._outputs: Outputs = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._pending_reductions: dict[int, Any] = {}  # by place, what has begun
+        self._broadcasts = _output_broadcasts(program)
+        self._acts = self._prepare(program.lists.ranks[c])
+
+    @torch.no_grad()
+    def run(
+        self,
+        held: Mapping[str, torch.Tensor],
+        feeds: Sequence[Feed],
+        monitor: Monitor | None = None,
+        clock: Clock | None = None,
+        run_epilogue: RunEpilogue | None = None,
+    ) -> Outputs:
+        """Run one step. Returns the outputs that this rank has, and always the loss and the model's outputs.
+
+        If `run_epilogue` is given, it replaces the optimizer and its result is returned. Raises ShardcError naming the
+        rank to blame when communication fails.
+        """
+        state = StepState(held, feeds, monitor, clock)
+        self._run_epilogue, self._outputs, self._sums = run_epilogue or self.epilogue.run, {}, state.sums
+        self._pending_reductions.clear()
+        self.transfers.drop()
+        self.transfers.monitor, self.transfers.clock = monitor, clock
+        self.arena.enter()
+        with running(self.context):
+            for act in self._acts:
+                act(state)
+            self.transfers.drain()
+            if run_epilogue is None:
+                self._broadcast_outputs(monitor)
+                self._outputs |= {
+                    port: _step_output(port, by_microbatch) for port, by_microbatch in state.outputs.items()
+                }
+        outputs, self._outputs = self._outputs, {}  # the executor must not keep a step's tensors alive
+        return outputs
+
+    # ------------------------------------------------------------------ from instructions to acts
+    def _prepare(self, instructions: Sequence[Instruction]) -> list[Act]:
+        """The prepared acts of a list, in order."""
+        acts: list[Act] = []
+        types, tags = _value_specs(self.program), dict[tuple[type, int], int]()
+        where = self.context, self.rank, self.peers.device, self.arena
+        index = 0
+        for batch in split_batches(instructions):
+            i, counter = batch[0], index * STRIDE
+            if isinstance(i, TRANSFER):
+                acts.append(self._transfer(batch, index, types, tags))
+            elif isinstance(i, COMPUTE):
+                acts.append(self._work(i, counter, _freed_at(instructions, index + 1)))
+            elif isinstance(i, ReduceGrads):
+                graphs = graphs_of(self.program, self.c, i)
+                self._reduces[i.value] = [GraphCode(graph, *where) for graph in graphs]
+                acts.append(partial(self._reduce, i, counter))
+            elif isinstance(i, Gather):
+                acts.append(self._gather(i, counter))
+            elif isinstance(i, Free):
+                acts.append(partial(_free, [(name, i.microbatch) for name in i.values], counter))
+            else:
+                assert isinstance(i, Optimizer), i
+                acts.append(partial(self._optimize, i, counter))
+            index += len(batch)
+        return acts
+
+    def _work(self, i: Compute, counter: int, freed: frozenset[ValueKey]) -> Act:
+        (graph,) = graphs_of(self.program, self.c, i)
+        if id(graph) not in self._parts:
+            code = GraphCode(graph, self.context, self.rank, self.peers.device, self.arena)
+            self._parts[id(graph)] = _PartCode(code, self.program, self.program.lists.pipeline.part(i), self._add)
+        part = self._parts[id(graph)]
+        read = [self.program.lists.pipeline.value_key(name, i.microbatch) for name in part.reads]
+        consumed = [value for value in read if value in freed]
+        return partial(part.run, i.microbatch, consumed, counter, f" of {instruction_text(i)}")
+
+    def _gather(self, i: Gather, counter: int) -> Act:
+        """An act that runs the graphs of all values, with their calls numbered consecutively."""
+        gathers: list[tuple[str, GraphCode, int, list[int]]] = []
+        base = counter + 1
+        for name, graph in zip(i.values, graphs_of(self.program, self.c, i), strict=True):
+            if id(graph) not in self._gathers:
+                self._gathers[id(graph)] = GraphCode(graph, self.context, self.rank, self.peers.device, self.arena)
+            code = self._gathers[id(graph)]
+            slots = {port.name: slot for port, slot in code.outputs}
+            gathers.append((name, code, base, [slots[member] for member in self.program.members(name)]))
+            base += len(code.routine.names)
+        within = f" of {instruction_text(i)}"
+
+        def act(state: StepState) -> None:
+            state.begin(counter)
+            for name, code, base, slots in gathers:
+                env = code.environment(state, -1)
+                code.run(env, state, base, within)
+                state.values[name, None] = tuple(env[slot] for slot in slots)
+            state.end(counter)
+
+        return act
+
+    def _transfer(
+        self,
+        batch: Sequence[Instruction],
+        index: int,
+        types: Mapping[str, TensorSpec],
+        tags: dict[tuple[type, int], int],
+    ) -> Act:
+        """An act that posts a batch. Both ends number the tensors of a channel alike, in the order that is proved."""
+        sends: list[tuple[ChannelEnd, ValueKey]] = []
+        receives: list[tuple[ChannelEnd, ValueKey, list[TensorSpec]]] = []
+        for offset, i in enumerate(batch):
+            assert isinstance(i, TRANSFER)
+            names = self.program.members(i.value)
+            first = tags.get((type(i), i.peer), 0)
+            tags[type(i), i.peer] = first + len(names)
+            numbers = tuple(range(first, first + len(names)))
+            channel = ChannelEnd((index + offset) * STRIDE, self.peers.ranks[i.peer], numbers)
+            if isinstance(i, Send):
+                sends.append((channel, (i.value, i.microbatch)))
+            else:
+                receives.append((channel, (i.value, i.microbatch), [types[name] for name in names]))
+
+        def act(state: StepState) -> None:
+            leaving = [(channel, state.value(value)) for channel, value in sends]
+            arrivals = self.transfers.post(leaving, [(channel, shapes) for channel, _, shapes in receives])
+            state.values.update(zip((value for _, value, _ in receives), arrivals, strict=True))
+
+        return act
+
+    # ------------------------------------------------------------------ gradients, and the end of the step
+    def _add(self, name: str, term: torch.Tensor) -> None:
+        """Add a microbatch's term to a sum, which has its own memory. Sums over ranks are contiguous on all of them."""
+        before = self._sums.get(name)
+        if before is not None:
+            before.add_(term)
+        elif name in self.program.shared:
+            self._sums[name] = term.clone(memory_format=torch.contiguous_format)
+        else:
+            self._sums[name] = term.clone()
+
+    def _reduce(self, i: ReduceGrads, counter: int, state: StepState) -> None:
+        state.begin(counter)
+        shared = i.value in self.program.shared  # else nobody else has any
+        if shared and i.value not in state.sums:  # a weight that is only held here
+            type = self.program.shared[i.value]
+            shape = type.local_shape(self.program.body.mesh)
+            state.sums[i.value] = torch.zeros(shape, dtype=type.dtype, device=self.peers.device)
+        for code in self._reduces.get(i.value, ()):
+            env = code.environment(state, -1)
+            for slot, name in code.sums:
+                env[slot] = state.sums.pop(name)
+            code.run(env, state, counter + 1, f" of {instruction_text(i)}")
+            state.sums |= {port.name: env[slot] for port, slot in code.outputs}
+        if not shared or len(i.group) == 1:
+            state.end(counter)
+        else:
+            terms, group = state.sums[i.value], self.peers.group(i.group)
+
+            def begin() -> None:
+                self._pending_reductions[counter] = dist.all_reduce(terms, group=group, async_op=True)
+
+            blame_failures(begin, state.monitor, counter)
+
+    def _optimize(self, i: Optimizer, counter: int, state: StepState) -> None:
+        for reduction_counter, work in self._pending_reductions.items():
+            blame_failures(work.wait, state.monitor, reduction_counter)
+            state.end(reduction_counter)
+        self._pending_reductions.clear()
+        self._outputs = self._run_epilogue(state, i, counter)
+
+    def _broadcast_outputs(self, monitor: Monitor | None) -> None:
+        """Broadcast the outputs that only some stages make and all ranks must return."""
+        counter = len(self.program.lists.ranks[self.c]) * STRIDE
+        for port, source, spec in self._broadcasts:
+            if self.c == source:
+                self._outputs[port] = self._outputs[port].contiguous()
+            else:
+                self._outputs[port] = torch.empty(spec.shape, dtype=spec.dtype, device=self.peers.device)
+            tensor, origin = self._outputs[port], self.peers.ranks[source]
+            blame_failures(partial(dist.broadcast, tensor, src=origin, group=self.peers.whole_group), monitor, counter)
+
+
+class _PartCode:
+    """The code of a part of a stage, and the mapping between its ports and the values of the list."""
+
+    def __init__(
+        self,
+        code: GraphCode,
+        program: Pipelined,
+        part: StagePart,
+        add: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        members, self._value = program.members, program.lists.pipeline.value_key
+        self._code, self._add, self.reads = code, add, part.reads
+        where = {member: (name, k) for name in part.reads for k, member in enumerate(members(name))}
+        self._reads = [(slot, *where[name]) for slot, name in code.values]
+        slots = {port.name: slot for port, slot in code.outputs if port.role == "value"}
+        self._makes = [(name, [slots[member] for member in members(name)]) for name in part.makes]
+        self._microbatch_outputs = [(port, slot) for port, slot in code.outputs if port.role in ("buffer", "output")]
+        self._remaining_terms = add_terms_early(code, add)
+
+    def run(self, microbatch: int, consumed: Sequence[ValueKey], counter: int, within: str, state: StepState) -> None:
+        """Values that are `consumed` are read for the last time: only the code's slots hold them then."""
+        env = self._code.environment(state, microbatch)
+        for slot, name, k in self._reads:
+            env[slot] = state.value(self._value(name, microbatch))[k]
+        for value in consumed:
+            del state.values[value]
+        state.begin(counter)
+        self._code.run(env, state, counter + 1, within)
+        state.end(counter)
+        for name, slots in self._makes:
+            state.values[name, microbatch] = tuple(env[slot] for slot in slots)
+        for name, slot in self._remaining_terms:
+            self._add(name, env[slot])
+        for port, slot in self._microbatch_outputs:
+            by_microbatch = state.outputs.setdefault(port, {})
+            if port.role == "buffer":
+                state.buffers[port.name] = env[slot]
+                by_microbatch.clear()
+            by_microbatch[microbatch] = env[slot]
+
+
+def _step_output(port: Port, by_microbatch: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """A step's output from those of its microbatches: model outputs are stacked, buffers are those of the last one."""
+    is_stacked = port.role == "output" and len(by_microbatch) > 1
+    return (
+        torch.stack([by_microbatch[k] for k in sorted(by_microbatch)])
+        if is_stacked
+        else by_microbatch[max(by_microbatch)]
+    )
+
+
+def _free(values: Sequence[ValueKey], counter: int, state: StepState) -> None:
+    state.begin(counter)
+    for value in values:
+        tensors = state.values.pop(value, None)
+        if isinstance(tensors, PendingReceive):  # never read, but the receive still writes to its memory
+            tensors.wait()
+    state.end(counter)
+
+
+def _freed_at(instructions: Sequence[Instruction], index: int) -> frozenset[ValueKey]:
+    """The values that a run of Frees from `index` on frees."""
+    freed: set[ValueKey] = set()
+    while index < len(instructions) and isinstance(i := instructions[index], Free):
+        freed |= {(name, i.microbatch) for name in i.values}
+        index += 1
+    return frozenset(freed)
+
+
+def _value_specs(program: Pipelined) -> dict[str, TensorSpec]:
+    """The local shape and dtype of every value that passes between parts."""
+    mesh = program.body.mesh
+    specs: dict[str, TensorSpec] = {}
+    for stage in program.stages:
+        for graph in (stage.forward, stage.dgrad, stage.wgrad):
+            for port, value in zip(graph.outputs, graph.output_values, strict=True):
+                if port.role == "value":
+                    specs[port.name] = TensorSpec(type_of(value).local_shape(mesh), type_of(value).dtype)
+    return specs
+
+
+def _output_broadcasts(program: Pipelined) -> list[tuple[Port, int, TensorSpec]]:
+    """Outputs that only some coordinates make and all ranks must return: port, source coordinate, shape and dtype."""
+    mesh, broadcasts = program.body.mesh, list[tuple[Port, int, TensorSpec]]()
+    for port, value in zip(program.body.outputs, program.body.output_values, strict=True):
+        makers = [c for c, epilogue in enumerate(program.epilogues) if port in epilogue.update.outputs]
+        if port.role in ("loss", "output") and makers and len(makers) < len(program.epilogues):
+            broadcasts.append((port, makers[0], TensorSpec(type_of(value).local_shape(mesh), type_of(value).dtype)))
+    return broadcasts

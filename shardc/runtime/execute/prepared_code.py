@@ -1,0 +1,286 @@
+"""A graph as prepared code: a flat list of plain calls, which one rank runs every step.
+
+Preparation computes everything that is static: argument templates, slots, their last uses, offsets that depend on the
+rank alone, and where collectives begin and are waited for. A run is then one loop. An error in it names the
+instruction, the user's line and the rank. Executors keep the values of the slots and choose the order of runs:
+`body_executor` runs a whole step of microbatches, `pipeline_executor` the parts of an instruction list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+import shardc.ir.ops.fused_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what GPUs run)
+from shardc.ir.arena import views
+from shardc.ir.buckets import Piece, layout_of, pieces, reduced_in_place
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.graph import Graph
+from shardc.ir.in_place import INTO, Operand, Place, Write, writes
+from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
+from shardc.ir.ops.context import RankContext, running
+from shardc.ir.ops.local import axis_offset
+from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
+from shardc.runtime.execute.index_check import out_of_range
+from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
+from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.overlap import Action, begin, schedule_overlap
+
+Single = int  # the slot of a call's only result
+Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
+ArgumentBuilder = Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]
+NOTHING: dict[str, Any] = {}
+CodeLine = tuple[int, Callable[..., Any], Any, Single | Many, tuple[int, ...]]
+
+
+class Routine:
+    """A localized graph, as the rank of `context` runs it. `empty` is the initial content of its slots. It already
+    contains the tensors that are the same in every run, such as results that lie in an arena."""
+
+    def __init__(
+        self, graph: Graph, context: RankContext, rank: int, device: torch.device, arena: Arena | None = None
+    ) -> None:
+        self.graph, self.rank, self._arena = graph, rank, arena
+        self.listing = listing = list_calls(graph, Numerics(device))
+        self.names = [instruction.where for instruction in listing.instructions]
+        self.empty: list[Any] = [None] * listing.size
+        self._device = device
+        constant: set[int] = set()
+        for instruction in listing.instructions:
+            if instruction.target is axis_offset:
+                args, kwargs = instruction.arguments(self.empty)
+                into = _result_slots(instruction)
+                assert isinstance(into, int)
+                with running(context):
+                    self.empty[into] = axis_offset(*args, **kwargs).to(device)
+                constant.add(into)
+        self._write_of = {write.value: write for write in writes(graph)}
+        self._slots = dict(zip(graph.placeholders, listing.inputs, strict=True))
+        self._pieces = pieces(graph)
+        self._flats = {
+            pack.node: FlatBuffer(layout, pack.yields[0][2], pack.reads, self._pieces, device)
+            for pack in listing.instructions
+            if pack.node.target is PACK and (layout := layout_of(graph, pack.node)) is not None
+        }
+        self._fixed: dict[int, torch.Tensor] = {}  # by slot
+        self._viewed: set[fx.Node] = set()  # calls whose results are fixed views: they never run
+        if arena is not None:
+            self._bind_arena(arena)
+        self._never_freed = (
+            constant | {self._slots[write.over] for write in self._write_of.values()} | self._fixed.keys()
+        )
+
+    def _bind_arena(self, arena: Arena) -> None:
+        """Put the tensors of an arena, and the views of them, into their slots."""
+        tensors = arena.tensors(self.graph)
+        for instruction in self.listing.instructions:
+            self._fixed |= {slot: tensors[value] for value, _, slot in instruction.yields if value in tensors}
+            if reduced_in_place(instruction.node) and instruction.reads[0] in self._fixed:
+                self._fixed[instruction.yields[0][2]] = self._fixed[instruction.reads[0]]
+            if instruction.reads and self._fixed.keys() >= set(instruction.reads) and views(instruction.node):
+                args, kwargs = instruction.arguments(self._fixed)
+                result, into = instruction.target(*args, **kwargs), _result_slots(instruction)
+                results = {into: result} if isinstance(into, int) else {slot: result[at] for at, slot in into}
+                if all(arena.holds(x) for x in results.values()):
+                    self._fixed |= results
+                    self._viewed.add(instruction.node)
+        for slot, x in self._fixed.items():
+            self.empty[slot] = x
+
+    def code(self, first: int = 0, last: int | None = None) -> list[CodeLine]:
+        """The code of the instructions from `first` up to `last`. New parameters and state overwrite the held ones."""
+        listing, code = self.listing, list[CodeLine]()
+        for action in schedule_overlap(
+            listing.instructions, first, len(listing.instructions) if last is None else last
+        ):
+            free = tuple(slot for slot in action.free if slot not in self._never_freed)
+            instruction = listing.instructions[action.at]
+            if instruction.target is axis_offset or instruction.node in self._viewed:
+                continue
+            if (flat := self._flats.get(instruction.node)) is not None:
+                if flat.has_copies or not code:
+                    filled = flat.prepare_fill(self._fixed) or flat.fill
+                    code.append((action.at, filled, _all_slots, flat.slot, free))
+                else:  # all members were allocated in the flat tensor
+                    code[-1] = (*code[-1][:4], code[-1][4] + free)
+                continue
+            code.append(self._call_line(instruction, action, free))
+            if action.kind not in ("run", "wait"):
+                continue
+            over = [(self._write_of[v], p, slot) for v, p, slot in instruction.yields if v in self._write_of]
+            pieces = {p or 0: self._pieces[v] for v, p, _ in instruction.yields if v in self._pieces}
+            if instruction.node.target in INTO:
+                inside: dict[int, Place] = {
+                    p or 0: _held_place(self._slots[write.over]) for write, p, _ in over if write.op is not None
+                }
+                inside |= {p: self._member_place(piece) for p, piece in pieces.items()}
+                inside |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
+                code[-1] = self._write_in_place(code[-1], instruction, inside)
+            elif pieces:
+                code[-1] = _produce_at(code[-1], pieces[0].make, self._member_place(pieces[0]))
+            for value, _, slot in instruction.yields:
+                if value in self._write_of and (
+                    self._write_of[value].op is None or instruction.node.target not in INTO
+                ):
+                    code[-1:] = _write_over(
+                        code[-1], self._write_of[value], self._slots[self._write_of[value].over], slot
+                    )
+        return code
+
+    def _call_line(self, instruction: CallInstruction, action: Action, free: tuple[int, ...]) -> CodeLine:
+        index, call, arguments, into, free = _action_line(instruction, action, free, self._fixed)
+        if instruction.node.target is PACK:
+            pack = prepare_pack(self.graph, instruction.node, instruction.reads, self._fixed, self._device)
+            call, arguments = (call, arguments) if pack is None else (pack, _all_slots)
+        return index, call, arguments, into, free
+
+    def _member_place(self, piece: Piece) -> Place:
+        flat = self._flats[piece.layout.pack]
+        place = flat.member_view(piece.at)
+        return place(self.empty) if flat.slot in self._fixed else place
+
+    def _write_in_place(self, code: CodeLine, instruction: CallInstruction, over: dict[int, Place]) -> CodeLine:
+        """A call of several results, some of which are written to given places."""
+        index, _, arguments, into, free = code
+        op, places = instruction.node.target, tuple(over.items())
+        if op is UNPACK:
+            (flat,), used = instruction.reads, {p or 0 for _, p, _ in instruction.yields}
+            unpack = prepare_unpack(instruction.node, self._fixed.get(flat, flat), used, over, self._device)
+            if unpack is not None:
+                into = tuple((p or 0, slot) for _, p, slot in instruction.yields if slot not in self._fixed)
+                return index, unpack, _all_slots, into, free
+        if isinstance(into, tuple):
+            into = tuple((position, slot) for position, slot in into if slot not in self._fixed)
+        if (prepare := INTO[op].prepare) is not None:
+            (slots, line), _ = arguments(_SlotNumbers())
+            operands: list[Operand] = [s if (x := self._fixed.get(s)) is None else x for s in slots]
+            scratch = None if self._arena is None else self._arena.scratch
+            prepared = prepare(operands, line, over, self._device, scratch)
+            if prepared is not None:
+                return index, prepared, _all_slots, into, free
+        if not places:
+            return index, INTO[op].run, arguments, into, free
+
+        def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+            args, kwargs = arguments(env)
+            told = {p: place if isinstance(place, torch.Tensor) else place(env) for p, place in places}
+            return args, {**kwargs, "over": told}
+
+        return index, INTO[op].run, placed, into, free
+
+    def run(
+        self, code: Sequence[CodeLine], env: list[Any], monitor: Monitor | None, base: int = 0, within: str = ""
+    ) -> None:
+        """Run code on the values in `env`. `base` is the monitor's counter of its first instruction. `within` names in
+        an error the list's instruction that the code belongs to."""
+        index = 0
+        try:
+            for index, call, arguments, into, free in code:
+                if monitor is not None:
+                    monitor.counter = base + index
+                args, kwargs = arguments(env)
+                result = call(*args, **kwargs)
+                if type(into) is int:
+                    env[into] = result
+                else:
+                    for position, slot in into:  # type: ignore[union-attr]
+                        env[slot] = result[position]
+                for slot in free:
+                    env[slot] = None
+        except Exception as failure:
+            explained = self._explain(failure, index, monitor, env, within)
+            if explained is failure:
+                raise
+            raise explained from failure
+
+    def _explain(
+        self, failure: Exception, index: int, monitor: Monitor | None, env: Sequence[Any], within: str
+    ) -> Exception:
+        where = self.names[index] + within
+        failure.add_note(f"in instruction {where}, on rank {self.rank}")
+        if isinstance(failure, ShardcError):
+            return failure
+        instruction = self.listing.instructions[index]
+        if instruction.target in COLLECTIVES:
+            return failure if monitor is None else monitor.blame(failure)
+        index_error = out_of_range(instruction, self.rank, [env[slot] for slot in instruction.reads])
+        why = f"{type(failure).__name__}: {failure}" if index_error is None else str(index_error).partition("\n")[0]
+        if monitor is not None:
+            monitor.report_own_failure(f"{why} in instruction {where}")
+        return index_error or failure
+
+
+def _action_line(
+    instruction: CallInstruction, action: Action, free: tuple[int, ...], fixed: Mapping[int, torch.Tensor]
+) -> CodeLine:
+    steps, into = COLLECTIVES.get(instruction.target), _result_slots(instruction)
+    match action.kind:
+        case "run":
+            call = instruction.target if steps is None else partial(run_collective, steps)
+            return action.at, call, instruction.arguments, into, free
+        case "begin":
+            assert steps is not None
+            steps = all_reduce_over if reduced_in_place(instruction.node) else steps
+            return action.at, partial(begin, steps), instruction.arguments, into, free
+        case "wait":
+            assert isinstance(into, int)
+            return action.at, partial(_wait_into, fixed.get(into)), lambda env: ((env[into],), {}), into, free
+        case "free":
+            return action.at, partial(_wait_into, None), lambda env: ((tuple,), {}), (), free
+
+
+def _write_over(code: CodeLine, write: Write, over: int, slot: int) -> list[CodeLine]:
+    """A call whose result overwrites the tensor in slot `over`. Slot `slot` then holds the same tensor."""
+    index, _, arguments, into, free = code
+    if write.op is None:
+        return [code, (index, torch.Tensor.copy_, lambda env: ((env[over], env[slot]), {}), slot, ())]
+
+    def placed(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        args, kwargs = arguments(env)
+        return args, {**kwargs, "out": env[over]}
+
+    return [(index, write.op, placed, into, free)]
+
+
+def _produce_at(code: CodeLine, make: Callable[..., Any] | None, place: Place) -> CodeLine:
+    """A call of one result, which is written to a given place."""
+    index, _, arguments, into, free = code
+    assert make is not None
+
+    def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        args, kwargs = arguments(env)
+        return args, {**kwargs, "out": place if isinstance(place, torch.Tensor) else place(env)}
+
+    return index, make, placed, into, free
+
+
+class _SlotNumbers:
+    """Stands for an environment: each slot's value is its own number."""
+
+    def __getitem__(self, slot: int, /) -> int:
+        return slot
+
+
+def _all_slots(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    return (env,), NOTHING
+
+
+def _held_place(slot: int) -> Callable[[list[Any]], torch.Tensor]:
+    return lambda env: env[slot]
+
+
+def _wait_into(place: torch.Tensor | None, pending: Callable[[], Any]) -> Any:
+    """A collective's result, copied to `place` if its readers expect it there."""
+    result = pending()
+    return result if place is None or result.data_ptr() == place.data_ptr() else place.copy_(result)
+
+
+def _result_slots(instruction: CallInstruction) -> Single | Many:
+    results = instruction.yields
+    return results[0][2] if len(results) == 1 and results[0][1] is None else tuple((p or 0, s) for _, p, s in results)

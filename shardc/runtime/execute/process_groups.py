@@ -1,0 +1,198 @@
+"""The communicator of a real job: torch.distributed process groups, one for every set of axes that a program uses.
+
+torch orders the members of a group by rank, shardc along the given axes, major first. Where the two orders differ
+(`("tp", "dp")` on a mesh dp x tp), rows are reordered around the call. Results are fresh tensors, except that an
+all-reduce whose operand is not read again (`spent`) works in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.ir.graph import Graph
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.collectives import COLLECTIVES, Exchange
+from shardc.torch_compat import all_gather_single, reduce_scatter_single
+
+PendingResult = Callable[[], torch.Tensor]
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def axes_used(graph: Graph) -> list[tuple[str, ...]]:
+    """The sets of axes that the collectives of a graph run along, each in its first order, in program order."""
+    axes_by_set: dict[frozenset[str], tuple[str, ...]] = {}
+    for node in graph.calls():
+        if node.target in COLLECTIVES:
+            names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+            position = names.index("axes")
+            axes: Any = node.args[position] if position < len(node.args) else node.kwargs["axes"]
+            axes = graph.mesh.resolve(list(axes))
+            axes_by_set.setdefault(frozenset(axes), tuple(axes))
+    return list(axes_by_set.values())
+
+
+class ProcessGroupCommunicator:
+    """A `Communicator` over gloo or NCCL. It also has a group along all axes of the mesh, to gather whole tensors.
+
+    Creating a group is itself collective: every rank creates all groups in the same order, also groups without it. A
+    job may have several `copies` of the mesh; each lists the job's ranks in the order of the mesh's ranks. This rank is
+    `rank` of copy `own`. `also` lists further groups of the job's ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        axes: Iterable[Sequence[str]],
+        timeout: timedelta,
+        copies: Sequence[Sequence[int]] | None = None,
+        own: int = 0,
+        also: Iterable[Sequence[int]] = (),
+    ) -> None:
+        copies = [range(mesh.world_size)] if copies is None else copies
+        self.mesh, self.rank, self._job = mesh, rank, copies[own]
+        everyone = tuple(sorted(member for copy in copies for member in copy))
+        self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+        within = [ranks for names in (*axes, mesh.names) for ranks in mesh.groups(names)]
+        for wanted in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
+            members = tuple(sorted(wanted))
+            if len(members) > 1 and members not in self._groups:
+                self._groups[members] = dist.new_group(list(members), timeout=timeout)
+        self._members: dict[tuple[str, ...], _Members] = {}
+
+    def group(self, members: Sequence[int]) -> Any:
+        """The process group of some of the job's ranks, created at the start; None for a single rank."""
+        return self._groups[tuple(sorted(members))] if len(members) > 1 else None
+
+    def all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
+        return self._all_reduce(x, op, axes)()
+
+    def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        return self._all_gather(x, axes)()
+
+    def reduce_scatter(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
+        return self._reduce_scatter(x, op, axes)()
+
+    def all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        return self._all_to_all(x, axes)()
+
+    def permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> torch.Tensor:
+        return self._permute(x, axes, source)()
+
+    def begin(self, exchange: Exchange) -> PendingResult:
+        """Start an exchange. The returned function waits for it and returns its result.
+
+        On GPUs the caller's stream waits, not the caller. Until then the operand and the result stay allocated.
+        """
+        x, axes = exchange.x, exchange.axes
+        match exchange.kind:
+            case "all_reduce":
+                return self._all_reduce(x, exchange.op, axes, exchange.spent)
+            case "all_gather":
+                return self._all_gather(x, axes)
+            case "reduce_scatter":
+                return self._reduce_scatter(x, exchange.op, axes)
+            case "all_to_all":
+                return self._all_to_all(x, axes)
+            case "permute":
+                return self._permute(x, axes, exchange.source)
+
+    def _all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str], spent: bool = False) -> PendingResult:
+        members = self._members_of(axes)
+        result = x if spent else x.clone(memory_format=torch.contiguous_format)
+        if members.count == 1:
+            return lambda: result
+        work = dist.all_reduce(result, op=REDUCE_OPS[op], group=members.group, async_op=True)
+        return _pending_result(work, lambda: result)
+
+    def _all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> PendingResult:
+        members = self._members_of(axes)
+        if members.count == 1:
+            return lambda: x.unsqueeze(0).clone(memory_format=torch.contiguous_format)
+        rows = x.new_empty((members.count * math.prod(x.shape),))
+        row = x.contiguous().view(-1)
+        work = all_gather_single(rows, row, members.group, async_op=True)
+        return _pending_result(work, lambda: members.to_ours(rows.view(members.count, *x.shape)), row)
+
+    def _reduce_scatter(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> PendingResult:
+        members = self._members_of(axes)
+        if members.count == 1:
+            return lambda: x[0].clone(memory_format=torch.contiguous_format)
+        shape = x.shape[1:]
+        row = x.new_empty((math.prod(shape),))
+        rows = members.to_theirs(x).contiguous().view(-1)
+        work = reduce_scatter_single(row, rows, REDUCE_OPS[op], members.group, async_op=True)
+        return _pending_result(work, lambda: row.view(shape), rows)
+
+    def _all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> PendingResult:
+        members = self._members_of(axes)
+        if members.count == 1:
+            return lambda: x.clone(memory_format=torch.contiguous_format)
+        rows = members.to_theirs(x).contiguous()
+        received = torch.empty_like(rows)
+        work = dist.all_to_all_single(received, rows, group=members.group, async_op=True)
+        return _pending_result(work, lambda: members.to_ours(received), rows)
+
+    def _permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> PendingResult:
+        members = self._members_of(axes)
+        position = members.ranks.index(self._job[self.rank])
+        if source[position] == position:
+            received = x.clone(memory_format=torch.contiguous_format)
+        else:
+            received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x = x.contiguous()
+        transfers = [
+            dist.P2POp(dist.isend, x, members.ranks[target], group=members.group)
+            for target, origin in enumerate(source)
+            if origin == position and target != position
+        ]
+        if source[position] != position:
+            transfers.append(dist.P2POp(dist.irecv, received, members.ranks[source[position]], group=members.group))
+        works = dist.batch_isend_irecv(transfers) if transfers else []
+
+        def arrived(_held: torch.Tensor = x) -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return arrived
+
+    def _members_of(self, axes: Sequence[str]) -> _Members:
+        key = tuple(axes)
+        members = self._members.get(key)
+        if members is None:
+            ranks = [self._job[rank] for rank in self.mesh.group_of(self.rank, key)]
+            members = self._members[key] = _Members(ranks, self.group(ranks))
+        return members
+
+
+def _pending_result(work: Any, result: PendingResult, *operands: torch.Tensor) -> PendingResult:
+    """A function that waits and returns the result. It keeps `operands` alive, which are read until then."""
+
+    def arrived(_held: tuple[torch.Tensor, ...] = operands) -> torch.Tensor:
+        work.wait()
+        return result()
+
+    return arrived
+
+
+class _Members:
+    """One group: the job's ranks in shardc's order, torch's handle, and the row permutations between the two orders."""
+
+    def __init__(self, ranks: Sequence[int], group: Any) -> None:
+        self.ranks, self.group, self.count = tuple(ranks), group, len(ranks)
+        theirs = sorted(ranks)
+        self._ours = None if theirs == list(ranks) else [theirs.index(rank) for rank in ranks]
+        self._theirs = None if self._ours is None else [self.ranks.index(rank) for rank in theirs]
+
+    def to_ours(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._ours is None else rows[self._ours]
+
+    def to_theirs(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._theirs is None else rows[self._theirs]

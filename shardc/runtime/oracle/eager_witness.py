@@ -1,0 +1,202 @@
+"""What PyTorch itself finds: the user's own model, trained by autograd and the user's optimizer on one device.
+
+The independent witness: neither our tracer nor our passes had a hand in it. It is the model itself, with its hooks, and
+not a copy, which would lack them; tensors, Python's state and the generators of random numbers are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardc.frontend.python_state import Snapshot
+from shardc.runtime.execute.microbatches import split
+from shardc.runtime.oracle.lifted import Lifted, copied, copied_batch
+from shardc.runtime.oracle.verify import CHANGED
+from shardc.torch_compat import bare_optimizer
+
+Witness = dict[tuple[str, str], Tensor]  # (role, name) of an output -> its value; "changed" buffers once more
+
+
+class EagerTraining:
+    """Steps of plain PyTorch with a model that is lifted to `dtype` (in its own if that is None), on the CPU.
+
+    Of several `microbatches` the loss is the mean, or, where tokens are `counted` in them, the mean weighted by these;
+    they are run one after the other. What is `stored` of a parameter may have been rounded; it is
+    what the model then has. Gradients are clipped to `clip_grad_norm`, on their way to the optimizer or where they are
+    returned. A step with a gradient that is not finite is skipped if `check_finite`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        dtype: torch.dtype | None = torch.float64,
+        *,
+        microbatches: int = 1,
+        stored: Mapping[str, Tensor] | None = None,
+        counted: Callable[[Any], int] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        clip_grad_norm: float | None = None,
+        check_finite: bool = False,
+    ) -> None:
+        self.model, self.loss, self.dtype = model, loss, dtype
+        self.microbatches, self.stored, self.counted = microbatches, stored or {}, counted
+        self.optimizer, self.limit, self.check_finite = optimizer, clip_grad_norm, check_finite
+        self._state: dict[Tensor, dict[str, Any]] = {}
+        self._updates: list[Callable[[], Any]] = []
+
+    @contextmanager
+    def active(self) -> Generator[EagerTraining]:
+        """While this is entered, the model is lifted and steps are made; whatever they change is put back."""
+        before = Snapshot(self.model, self.loss)
+        with _same_random_numbers(), Lifted(self._tensors(before), self.dtype):
+            try:
+                self._begin()
+                yield self
+            finally:
+                before.restore()
+
+    def step(self, batch: Any, gradients: Mapping[str, Tensor] | None = None) -> Witness:
+        """The loss, the gradient of every parameter that gets one, every buffer after the step; what is updated.
+
+        The optimizer is given `gradients` where there are some, in the place of those found: Adam divides a gradient by
+        its own size, and what is rounding in one run would become an update of another sign.
+
+        Gradients are those of `.backward()`, which also reaches parameters that `autograd.grad` does not see (reentrant
+        checkpointing's). Buffers that the step left as they were are given too.
+        """
+        batch = copied_batch(dict(batch) if isinstance(batch, Mapping) else batch, self.dtype)
+        sums: dict[Tensor, Tensor] = {}
+        before = {name: b.detach().clone() for name, b in self._changeable()}
+        total = torch.zeros((), dtype=self.dtype or torch.float32)
+        parts = split(batch, self.microbatches)
+        counts = [1 if self.counted is None else self.counted(part) for part in parts]
+        for part, count in zip(parts, counts, strict=True):
+            # Summed here: torch adds in place to gradients that may be views of one another, and counts terms twice.
+            self._forget_gradients()
+            with torch.enable_grad():
+                value = self._loss_of(part)
+                if count:
+                    value = value * count / sum(counts)
+                    value.backward()
+                    total += value.detach()
+                else:  # a mean over no tokens is 0 / 0
+                    _backward_of_nothing(value, list(self.model.parameters()))
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    sums[p] = sums[p] + p.grad if p in sums else p.grad.clone()
+        for p in self.model.parameters():
+            p.grad = sums.get(p)
+        found: Witness = {("loss", "loss"): total}
+        params = dict(self.model.named_parameters())
+        if self.optimizer is None and self.limit is not None:  # these are returned clipped
+            found["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(list(params.values()), self.limit)
+        found |= {("grad", name): p.grad.clone() for name, p in params.items() if p.grad is not None}
+        if self.optimizer is not None:
+            found |= self._updated(params, gradients or {})
+        after = {name: b.detach().clone() for name, b in self._changeable()}
+        found |= {("buffer", name): after[name] for name, _ in self.model.named_buffers()}
+        return found | {(CHANGED, n): b for n, b in after.items() if n not in before or not _equal(b, before[n])}
+
+    def _changeable(self) -> Iterator[tuple[str, Tensor]]:
+        """What a step may change by itself: buffers, and parameters, of which an optimizer changes those it has."""
+        yield from self.model.named_buffers()
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        updated = {id(p) for group in groups for p in group["params"]}
+        yield from ((name, p) for name, p in self.model.named_parameters() if id(p) not in updated)
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _loss_of(self, part: Any) -> Tensor:
+        if isinstance(part, dict):
+            output = self.model(**part)
+        else:
+            output = self.model(*part) if isinstance(part, (tuple, list)) else self.model(part)
+        return self.loss(output, part) if self.loss is not None else _own_loss(output)
+
+    def _begin(self) -> None:
+        own = dict(self.model.named_parameters())
+        for name, value in self.stored.items():
+            if name in own:
+                own[name].data.copy_(value)
+        if self.optimizer is None:
+            return
+        for parameter, held in self.optimizer.state.items():
+            keys = [key for key, value in held.items() if isinstance(value, Tensor)]
+            values = (copied([held[key]], self.dtype if held[key].dim() else None)[0] for key in keys)
+            self._state[parameter] = {**held, **dict(zip(keys, values, strict=True))}
+        for group in self.optimizer.param_groups:
+            bare, update = bare_optimizer(self.optimizer, group, self._state)
+            self._state = cast("dict[Tensor, dict[str, Any]]", bare.state)
+            self._updates.append(update)
+
+    def _updated(self, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Witness:
+        """Clip, then step; the parameters and the optimizer's state afterwards, and the norm."""
+        assert self.optimizer is not None
+        found: Witness = {}
+        for name, value in gradients.items():
+            if name in params and params[name].grad is not None:
+                params[name].grad = value.to(params[name].dtype).clone()
+        given = [p for p in params.values() if p.grad is not None]
+        if self.limit is not None:
+            found["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(given, self.limit)
+        if not self.check_finite or all(bool(p.grad.isfinite().all()) for p in given if p.grad is not None):
+            for update in self._updates:
+                update()
+        found |= {("param", name): p.detach().clone() for name, p in params.items()}
+        for name, p in params.items():
+            state = self._state.get(p, {})
+            found |= {("state", f"{name}:{k}"): v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+        return found
+
+    def _tensors(self, before: Snapshot) -> Iterator[Tensor]:
+        """What a step may read or write: the model's own tensors, and those that it holds by the way."""
+        yield from chain(self.model.parameters(), self.model.buffers(), before.tensors())
+        if self.optimizer is not None:
+            yield from (p for group in self.optimizer.param_groups for p in group["params"])
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@contextmanager
+def _same_random_numbers() -> Generator[None]:
+    """Leave every generator of random numbers as it is found."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _backward_of_nothing(value: Tensor, params: Sequence[Tensor]) -> None:
+    """Leave gradients as they are, but for a 0 where a parameter had none."""
+    before = [None if p.grad is None else p.grad.clone() for p in params]
+    value.backward()
+    for p, grad in zip(params, before, strict=True):
+        if p.grad is not None:
+            p.grad = torch.zeros_like(p) if grad is None else grad
+
+
+def _own_loss(output: Any) -> Tensor:
+    """The loss that a model returns: alone, first, or as `loss`. Tracing has checked that there is one."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(output, (tuple, list)):
+        return next(item for item in output if isinstance(item, Tensor))
+    return cast(Any, output).loss

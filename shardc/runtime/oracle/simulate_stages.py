@@ -1,0 +1,356 @@
+"""All ranks of a pipelined step in one process: their instruction lists, in any order that they allow.
+
+On the pipeline's axis there is one list a coordinate; all ranks that share a coordinate run it in lock-step, on the
+mesh of the other axes (runtime/oracle/simulate.py). Between coordinates there is no clock: whoever can do something may
+be next, and `choose` says who. A batch of transfers is posted as a whole. Sends and receives meet, as in the machine
+that the proof is about; `buffered`, a send is done at once, and what it sent waits for its receive.
+
+What a list does wrong with values is an error here too: using one before it is there or after it was freed, making it
+twice, leaving it behind.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+
+import torch
+from torch import fx
+
+from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.microbatch import GIVEN
+from shardc.partition.program_counter import graphs_of
+from shardc.partition.staged_program import Pipelined
+from shardc.runtime.execute.instructions import Listing, Numerics, list_calls
+from shardc.runtime.execute.microbatches import Feed, feeds
+from shardc.runtime.oracle.simulate import PerRank, assembled, run_local, sharded, summed, supplied
+from shardc.schedule.instructions import (
+    COLLECTIVE,
+    COMPUTE,
+    TRANSFER,
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    PipelineCollective,
+    Recv,
+    ReduceGrads,
+    Send,
+    Transfer,
+    instruction_text,
+)
+from shardc.schedule.lists import split_batches
+from shardc.schedule.pipeline import PART_OF, ValueKey
+from shardc.schedule.prove import require_proved
+
+Choose = Callable[[int], int]  # which of so many moves comes next
+# A coordinate, a microbatch (-1 once a step), a value and its shards; an output of the step, as one coordinate has it.
+Observe = Callable[[int, int, fx.Node, Sequence[torch.Tensor]], None]
+Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]
+Held = dict[str, PerRank]  # by name: what each rank of the inner mesh has
+
+
+def first(_: int) -> int:
+    return 0
+
+
+@torch.no_grad()
+def simulate_stages(
+    program: Pipelined,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    fed: Sequence[Feed] | None = None,
+    dtype: torch.dtype | None = None,
+    choose: Choose = first,
+    buffered: bool = False,
+    observe: Observe | None = None,
+    returned: Returned | None = None,
+) -> dict[Port, torch.Tensor]:
+    """Run a program on global inputs by port name; the global outputs, as `runtime.oracle.simulate.simulate` gives
+    them.
+
+    `fed` is what each microbatch is fed; else the inputs hold whole batches, which are split. The lists are proved
+    first. `observe` sees each value as it is made, `returned` each output.
+    """
+    lists = program.lists
+    if lists.microbatches != program.body.microbatches:
+        message = f"lists of {lists.microbatches} microbatches cannot run a step of {program.body.microbatches}"
+        raise error("SC220", message, hint="build the lists with the program's number of microbatches")
+    require_proved(lists)
+    return _Machine(program, inputs, fed, Numerics(dtype=dtype), buffered, observe, returned).run(choose)
+
+
+class _Coordinate:
+    """Where the ranks of one coordinate on the pipeline's axis are in their list, and what they have."""
+
+    def __init__(self, listed: Sequence[Instruction]) -> None:
+        self.steps = split_batches(listed)
+        self.at = 0
+        self.posted: list[Transfer] = []  # of the present batch: what is not done
+        self.values: dict[ValueKey, Held] = {}
+        self.gone: set[ValueKey] = set()
+        self.sums: Held = {}
+        self.buffers: Held = {}
+        self.post()
+
+    def post(self) -> None:
+        batch = self.steps[self.at] if self.at < len(self.steps) else []
+        self.posted = [i for i in batch if isinstance(i, TRANSFER)]
+
+    def next(self) -> None:
+        self.at += 1
+        self.post()
+
+    @property
+    def present(self) -> Instruction | None:
+        """What it stands at; None at the end, and for transfers."""
+        return None if self.at >= len(self.steps) or self.posted else self.steps[self.at][0]
+
+
+class _Machine:
+    def __init__(
+        self,
+        program: Pipelined,
+        inputs: Mapping[str, torch.Tensor],
+        fed: Sequence[Feed] | None,
+        numerics: Numerics,
+        buffered: bool,
+        observe: Observe | None,
+        returned: Returned | None,
+    ) -> None:
+        self.observe, self.returned = observe, returned
+        self.program, self.lists, self.numerics, self.buffered = program, program.lists, numerics, buffered
+        self.body, self.mesh = program.body, program.body.mesh
+        ports = [(port, type_of(node)) for port, node in zip(self.body.inputs, self.body.placeholders, strict=True)]
+        self.types = {port.name: type for port, type in ports}
+        self.inputs: list[dict[str, torch.Tensor]] = []  # by microbatch
+        for feed in feeds(self.body, inputs) if fed is None else fed:
+            whole = supplied(ports, {**inputs, **feed}, any_float=numerics.dtype is not None)
+            self.inputs.append({port.name: value for (port, _), value in zip(ports, whole, strict=True)})
+        self.local: dict[tuple[str, int], PerRank] = {}
+        self.listings: dict[int, Listing] = {}
+        self.coordinates = [_Coordinate(listed) for listed in program.lists.ranks]
+        self.channels: dict[tuple[int, int], deque[tuple[ValueKey, Held]]] = defaultdict(deque)
+        self.outputs: dict[Port, dict[int, torch.Tensor]] = {}  # by microbatch; -1 for those of the step
+        self.made: dict[Port, PerRank] = {}  # of the step, to compare copies
+
+    # ------------------------------------------------------------------ moves
+    def run(self, choose: Choose) -> dict[Port, torch.Tensor]:
+        while moves := self._moves():
+            moves[choose(len(moves))]()
+        for rank, c in enumerate(self.coordinates):
+            if c.at < len(c.steps):
+                raise _wrong("SC523", "waits for ever", rank, c.steps[c.at][0])
+            if c.values:
+                raise _wrong("SC524", f"ends, and {_name(next(iter(c.values)))} was never freed", rank, None)
+        return {port: self._whole(port) for port in self.body.outputs}
+
+    def _moves(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        for rank, c in enumerate(self.coordinates):
+            i = c.present
+            if isinstance(i, COLLECTIVE):
+                group = i.group
+                if rank == group[0] and all(self.coordinates[other].present == i for other in group):
+                    found.append(lambda i=i: self._collective(i))
+            elif i is not None:
+                found.append(lambda rank=rank, i=i: self._work(rank, i))
+            elif c.posted:
+                found += self._transfers(rank, c)
+        return found
+
+    def _transfers(self, rank: int, c: _Coordinate) -> list[Callable[[], None]]:
+        """The first posted send to each peer, if it may go now; buffered, receives by themselves."""
+        found: list[Callable[[], None]] = []
+        seen: set[tuple[type, int]] = set()
+        for i in c.posted:
+            if (type(i), i.peer) in seen:
+                continue
+            seen.add((type(i), i.peer))
+            if isinstance(i, Send):
+                other = self._counterpart(rank, i)
+                if self.buffered:
+                    found.append(lambda i=i: self._send(rank, i))
+                elif other is not None:
+                    found.append(lambda i=i, other=other: self._meet(rank, i, other))
+            elif self.buffered and self.channels[i.peer, rank]:
+                found.append(lambda i=i: self._receive(rank, i))
+        return found
+
+    def _counterpart(self, rank: int, i: Send) -> Recv | None:
+        posted = self.coordinates[i.peer].posted
+        return next((r for r in posted if isinstance(r, Recv) and r.peer == rank), None)
+
+    def _send(self, rank: int, i: Send) -> None:
+        value = (i.value, i.microbatch)
+        self.channels[rank, i.peer].append((value, self._there(rank, value, i)))
+        self._done(rank, i)
+
+    def _meet(self, rank: int, i: Send, other: Recv) -> None:
+        self._send(rank, i)
+        self._receive(i.peer, other)
+
+    def _receive(self, rank: int, i: Recv) -> None:
+        value, held = self.channels[i.peer, rank].popleft()
+        if value != (i.value, i.microbatch):
+            raise _wrong("SC521", f"is sent {_name(value)}", rank, i)
+        self._put(rank, value, held, i)
+        self._done(rank, i)
+
+    def _done(self, rank: int, i: Transfer) -> None:
+        c = self.coordinates[rank]
+        c.posted.remove(i)
+        if not c.posted:
+            c.next()
+
+    def _work(self, rank: int, i: Instruction) -> None:
+        c = self.coordinates[rank]
+        if isinstance(i, Free):
+            for name in i.values:
+                self._there(rank, (name, i.microbatch), i)
+                del c.values[name, i.microbatch]
+                c.gone.add((name, i.microbatch))
+        elif isinstance(i, Gather):
+            self._gather(rank, i)
+        else:
+            assert isinstance(i, COMPUTE)
+            self._compute(rank, i)
+        c.next()
+
+    def _collective(self, i: PipelineCollective) -> None:
+        members = [self.coordinates[rank] for rank in i.group]
+        if isinstance(i, ReduceGrads):
+            if i.value in self.program.shared:  # else nobody else has any
+                terms = [c.sums.get(i.value) or self._zeros(i.value) for c in members]
+                total = reduce(summed, terms)
+                for c in members:
+                    c.sums[i.value] = total
+            for rank in i.group:
+                self._reduce(rank, i)
+        else:
+            self._finish(i.group)
+        for c in members:
+            c.next()
+
+    # ------------------------------------------------------------------ work
+    def _compute(self, rank: int, i: Compute) -> None:
+        c, at = self.coordinates[rank], i.microbatch
+        part, which = self.lists.pipeline.part(i), PART_OF[type(i)]
+        graph = self.program.stages[i.stage][which]
+        read: Held = {}
+        for name in part.reads:
+            read |= self._there(rank, self.lists.pipeline.value_key(name, at), i)
+        made: Held = {}
+        for port, values in self._run(graph, c, read, at).items():
+            if port.role == "value":
+                made[port.name] = values
+            elif port.role == "sum":
+                before = c.sums.get(port.name)
+                c.sums[port.name] = values if before is None else summed(before, values)
+            elif port.role == "buffer":
+                c.buffers[port.name] = values
+            if port.role in ("buffer", "output"):
+                self._output(port, values, graph, at)
+        for name in part.makes:
+            held = {member: made.pop(member) for member in self.program.members(name)}
+            self._put(rank, (name, at), held, i)
+        assert not made, f"{instruction_text(i)} makes {', '.join(made)}, which the pipeline does not know"
+
+    def _reduce(self, rank: int, i: ReduceGrads) -> None:
+        """Over the other axes: shards, it may be, take the place of what a stage has summed."""
+        c = self.coordinates[rank]
+        for graph in graphs_of(self.program, rank, i):
+            made = self._run(graph, c, {}, -1)
+            for port in graph.inputs:
+                c.sums.pop(port.name)
+            c.sums |= {port.name: values for port, values in made.items()}
+
+    def _gather(self, rank: int, i: Gather) -> None:
+        for name, graph in zip(i.values, graphs_of(self.program, rank, i), strict=True):
+            made = self._run(graph, self.coordinates[rank], {}, -1)
+            self._put(rank, (name, None), {port.name: values for port, values in made.items()}, i)
+
+    def _finish(self, group: Sequence[int]) -> None:
+        shares: dict[int, dict[Port, PerRank]] = {}
+        for rank in group:
+            shares[rank] = self._run(self.program.epilogues[rank].norm, self.coordinates[rank], {}, -1)
+        named = {rank: {port.name: values for port, values in found.items()} for rank, found in shares.items()}
+        names = self.program.epilogues[group[0]].totals
+        totals = {name: reduce(summed, (named[rank][name] for rank in group)) for name in names}
+        for rank in group:
+            graph = self.program.epilogues[rank].update
+            for port, values in self._run(graph, self.coordinates[rank], {**named[rank], **totals}, -1).items():
+                self._returned(port, values, graph, rank)
+
+    def _returned(self, port: Port, values: PerRank, graph: Graph, rank: int) -> None:
+        before = self.made.setdefault(port, values)
+        if any(not torch.equal(a, b) for a, b in zip(before, values, strict=True) if not a.isnan().any()):
+            message = f"the copies of {port.role} '{port.name}' differ between stages, on pipeline rank {rank}"
+            raise error("SC505", message, tensor=port.name)
+        self._output(port, values, graph, -1)
+
+    def _output(self, port: Port, values: PerRank, graph: Graph, at: int) -> None:
+        node = graph.output_values[graph.outputs.index(port)]
+        self.outputs.setdefault(port, {})[at] = assembled(values, node, self.mesh)
+        if self.returned is not None:
+            self.returned(port, node, values)
+
+    def _run(self, graph: Graph, c: _Coordinate, read: Held, at: int) -> dict[Port, PerRank]:
+        listing = self.listings.get(id(graph))
+        if listing is None:
+            self.listings[id(graph)] = listing = list_calls(graph, self.numerics)
+        given = [self._input(port, c, read, at) for port in graph.inputs]
+        watch = None if self.observe is None else partial(self.observe, self.coordinates.index(c), at)
+        return dict(zip(graph.outputs, run_local(listing, given, self.numerics, watch), strict=True))
+
+    def _input(self, port: Port, c: _Coordinate, read: Held, at: int) -> PerRank:
+        if port.role == "value":
+            return read[port.name]
+        if port.role == "sum":
+            return c.sums[port.name]
+        if port.role == "buffer" and port.name in c.buffers:
+            return c.buffers[port.name]
+        key = (port.name, at if port.role in GIVEN else 0)
+        if key not in self.local:
+            value = self.inputs[key[1]][port.name].detach()
+            self.local[key] = sharded(self.numerics.cast(value), self.types[port.name], self.mesh)
+        return self.local[key]
+
+    def _zeros(self, name: str) -> PerRank:
+        type = self.program.shared[name]
+        zero = torch.zeros(type.local_shape(self.mesh), dtype=self.numerics.lift(type.dtype))
+        return [zero] * self.mesh.world_size
+
+    # ------------------------------------------------------------------ values
+    def _there(self, rank: int, value: ValueKey, i: Instruction) -> Held:
+        c = self.coordinates[rank]
+        if value not in c.values:
+            when = "after it is freed" if value in c.gone else "before it is there"
+            raise _wrong("SC524", f"uses {_name(value)} {when}", rank, i)
+        return c.values[value]
+
+    def _put(self, rank: int, value: ValueKey, held: Held, i: Instruction) -> None:
+        values = self.coordinates[rank].values
+        if value in values:
+            raise _wrong("SC524", f"makes {_name(value)}, which is there already", rank, i)
+        values[value] = held
+
+    def _whole(self, port: Port) -> torch.Tensor:
+        found = self.outputs[port]
+        if -1 in found:
+            return found[-1]
+        if port.role == "output" and len(found) > 1:
+            return torch.stack([found[k] for k in range(len(found))])
+        return found[max(found)]
+
+
+def _name(value: ValueKey) -> str:
+    name, microbatch = value
+    return name if microbatch is None else f"{name}#{microbatch}"
+
+
+def _wrong(code: str, message: str, rank: int, i: Instruction | None) -> ShardcError:
+    said = f"{instruction_text(i)} {message}" if i is not None else f"the list {message}"
+    return error(code, said, location=f"pipeline rank {rank}")

@@ -1,0 +1,193 @@
+"""A program against the single device, and the single device against the model as eager PyTorch trains it.
+
+    step 1    the batch                the reference's parameters, state and buffers ...
+    step 2    another of its rows      ... are what everybody starts the second step from
+
+A second step is made where one leaves something to the next. Each is compared by `runtime.oracle.verify`. Where nothing
+is left, eager PyTorch makes the first step once more: what Python keeps (a counter, a list) would make another of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardc.frontend.model_changes import CompiledModel
+from shardc.frontend.precision import HALF
+from shardc.frontend.program_inputs import model_state
+from shardc.frontend.token_weights import counted
+from shardc.ir.graph import Graph, type_of
+from shardc.partition.staged_program import Pipelined
+from shardc.runtime.execute.batch import batch_inputs
+from shardc.runtime.oracle.eager_witness import EagerTraining, Witness
+from shardc.runtime.oracle.report import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, Report, worst_of
+from shardc.runtime.oracle.verify import beside_another, reference_step, verify
+from shardc.runtime.oracle.verify_stages import Stages
+from shardc.torch_compat import flatten, unflatten
+
+LEFT = ("param", "state", "buffer")  # what a step leaves to the next
+
+
+class CompiledStep(Protocol):
+    """What verification reads of a compiled program: its graphs, and the model and batch that it was compiled from."""
+
+    @property
+    def body(self) -> Graph: ...
+    @property
+    def reference(self) -> Graph: ...
+    @property
+    def pipelined(self) -> Pipelined | None: ...
+    @property
+    def plan(self) -> Mapping[str, Any]: ...
+    @property
+    def model(self) -> nn.Module | None: ...
+    @property
+    def sample(self) -> Any: ...
+    @property
+    def loss(self) -> Callable[[Any, Any], Tensor] | None: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def compiled(self) -> CompiledModel | None: ...
+    def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]: ...
+
+
+def verify_program(
+    program: CompiledStep, batch: Any, dtype: torch.dtype, params: Mapping[str, Tensor] | None, order: int | None
+) -> Report:
+    """Verify one step of `program`, or two where the first leaves something to the second; the worst of each output.
+
+    Of a sample on the meta device the values are drawn. A report that is not right ends it.
+    """
+    reference = program.reference
+    drawn = batch is None and _lies_on_meta(program.sample)
+    batch = program.sample if batch is None and not drawn else batch
+    names = [port.name for port in reference.inputs if port.role == "input"]
+    subject = program.body if program.pipelined is None else Stages(program.pipelined, order)
+    twice = any(port.role in LEFT for port in reference.outputs)
+    reports: list[Report] = []
+    left: dict[str, Tensor] = {}
+    with _Eager(program, batch, dtype, params is not None) as eager:
+        for part in (batch, other_rows(batch))[: 2 if twice else 1]:
+            inputs = {**program.inputs(part, params), **left}
+            if drawn and reports:
+                inputs |= other_rows({name: inputs[name] for name in names})
+            expected = reference_step(reference, inputs, dtype)
+            gradients = {port.name: value for port, value in expected.items() if port.role == "grad"}
+            found = eager.step(part, gradients)
+            reports.append(verify(subject, reference, inputs, dtype, found, eager.absent, eager.near, expected))
+            if not reports[-1].ok:
+                break
+            if not twice and found is not None and (again := eager.step(part, gradients)) is not None:
+                reports[-1] = beside_another(reports[-1], reference, inputs, dtype, expected, again)
+            left = {port.name: value for port, value in expected.items() if port.role in LEFT}
+    return worst_of(reports)
+
+
+def other_rows(batch: Any) -> Any:
+    """A batch of the same shapes and other gradients: the last row but one again, in the place of the last.
+
+    Rows are those of dim 0, of all tensors that have as many as the first. Each is one that the batch had: tokens lie
+    in their tables, probabilities add up to 1, what is sorted stays so.
+    """
+    leaves, structure = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    count = tensors[0].shape[0] if tensors else 0
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != count or leaf.layout != torch.strided:
+            return leaf
+        return leaf.detach()[torch.arange(count, device=leaf.device).clamp(max=count - 2)]
+
+    return unflatten([rows(leaf) for leaf in leaves], structure) if count > 1 else batch
+
+
+def _lies_on_meta(batch: Any) -> bool:
+    return batch is None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in flatten(batch)[0])
+
+
+class _Eager:
+    """The model in eager PyTorch, or why it cannot be asked (`absent`); how `near` the reference should come to it."""
+
+    def __init__(self, program: CompiledStep, batch: Any, dtype: torch.dtype, other_params: bool) -> None:
+        self.program, self.near, self._stack = program, EAGER_TOLERANCE, ExitStack()
+        self.training: EagerTraining | None = None
+        self.absent = _reason(program, batch, other_params)
+        if self.absent:
+            return
+        assert program.model is not None
+        own = {p.dtype for p in program.model.parameters()}
+        lifted = "precision" not in program.plan and own.isdisjoint(HALF)
+        if lifted and any(type_of(v).dtype in HALF for v in program.reference.values()):
+            self.near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
+        # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
+        self._kinds: list[torch.dtype | None] = [dtype, *([None] if own == {torch.float32} else [])]
+        self._stored = model_state(program.model, program.reference)
+
+    def __enter__(self) -> _Eager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        if self.program.compiled is not None:
+            self.program.compiled.put_back()
+
+    def step(self, batch: Any, gradients: Mapping[str, Tensor]) -> Witness | None:
+        """One step on `batch`, the optimizer's on `gradients`; None where the model cannot be asked."""
+        while not self.absent:
+            if started := self.training is None:
+                self.training = self._stack.enter_context(self._training(self._kinds[0]).active())
+            try:
+                return self.training.step(batch, gradients)
+            except Exception as failed:
+                self._stack.close()
+                self.training = None
+                kind = self._kinds.pop(0)
+                if started and self._kinds:
+                    self.near = max(self.near, EAGER_OWN)
+                    self._first = failed
+                    continue
+                problem = getattr(self, "_first", failed)
+                said = str(problem).strip().partition("\n")[0]
+                self.absent = f"the model does not run in {kind}: {type(problem).__name__}: {said}"
+        return None
+
+    def _training(self, dtype: torch.dtype | None) -> EagerTraining:
+        program = self.program
+        assert program.model is not None
+        return EagerTraining(
+            program.model,
+            program.loss,
+            dtype,
+            microbatches=program.reference.microbatches,
+            stored=self._stored,
+            counted=_counting(program),
+            optimizer=program.optimizer,
+            clip_grad_norm=program.plan.get("clip_grad_norm"),
+            check_finite=any(port.name == "finite" for port in program.reference.outputs),
+        )
+
+
+def _reason(program: CompiledStep, batch: Any, other_params: bool) -> str:
+    if program.model is None:
+        return "the program came from a file, without its model"
+    if batch is None:
+        return "the sample batch has no values"
+    if other_params or any(t.is_meta for t in (*program.model.parameters(), *program.model.buffers())):
+        return "the parameters are not the model's own"
+    if any(port.role == "seed" for port in program.reference.inputs):
+        return "the model draws random numbers, and torch draws others"
+    return ""
+
+
+def _counting(program: CompiledStep) -> Callable[[Any], int] | None:
+    """The tokens of a microbatch, for a loss that is weighted by them."""
+    tokens = program.reference.tokens
+    if tokens is None:
+        return None
+    names: Sequence[str] = [p.name for p in program.reference.inputs if p.role == "input"]
+    return lambda part: counted(batch_inputs(part, names)[tokens.input], tokens)

@@ -1,0 +1,333 @@
+"""Is the distributed program the single-device one? Run both, compare the loss, every gradient and all that is updated.
+
+Errors are relative (see `compare`), and allowed up to the tolerance or what rounding explains (see `rounding`), which
+is measured when one exceeds it. Ranks that should hold the same value and do not count as an error too. When something
+differs, both runs are repeated instruction by instruction: passes keep the names of values, so the first one that
+differs from its namesake on the single device is where the compiler went wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, producer, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import SCALE
+from shardc.runtime.execute.instructions import Numerics
+from shardc.runtime.execute.layout import assemble, replica_spread, shard
+from shardc.runtime.oracle.compare import SMALL_GRADIENT, floor_of, largest_gradient, magnitude, relative_error
+from shardc.runtime.oracle.report import EAGER_TOLERANCE, TOLERANCE, Mismatch, Report, Row, number
+from shardc.runtime.oracle.rounding import rounding
+from shardc.runtime.oracle.simulate import run_reference, simulate
+from shardc.torch_compat import version_of
+
+CHANGED = "changed"  # role of a buffer that a step of eager PyTorch changed
+ROUNDED = 1e3  # times its own rounding: what an update is not measured below
+OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
+
+Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]  # an output as ranks hold it
+
+
+class Subject(Protocol):
+    """What is compared with the single device: a body, or whatever else runs on a mesh and returns the same ports."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def ranks(self) -> int: ...
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
+    ) -> dict[Port, torch.Tensor]: ...
+    def first_mismatch(
+        self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
+    ) -> Mismatch | None: ...
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body that all ranks of its mesh run."""
+
+    body: Graph
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.body.mesh
+
+    @property
+    def ranks(self) -> int:
+        return self.body.mesh.world_size
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
+    ) -> dict[Port, torch.Tensor]:
+        consumed = Consumed(self.body)
+        ports: dict[fx.Node, list[Port]] = {}
+        for port, node in zip(self.body.outputs, self.body.output_values, strict=True):
+            ports.setdefault(node, []).append(port)
+
+        def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            for port in ports.get(node, ()):
+                returned(port, node, values)
+            consumed(node, values)
+
+        outputs = simulate(self.body, inputs, dtype=dtype, observe=watch)
+        return consumed.found(inputs) | outputs  # returned gradients are clipped, and consumed ones are not
+
+    def first_mismatch(
+        self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
+    ) -> Mismatch | None:
+        """Compare value by value, in the body's order, everything that has a namesake in the reference."""
+        namesakes = Namesakes.of(reference, inputs, dtype, floor, {info(node).name for node in self.body.values()})
+        found: list[Mismatch] = []
+        seen: dict[fx.Node, int] = {}
+
+        def compare(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            at = seen[node] = seen.get(node, -1) + 1
+            # Nothing after the first find matters.
+            if not found and (wrong := namesakes.differs(node, values, at, self.mesh)) is not None:
+                found.append(wrong)
+
+        simulate(self.body, inputs, dtype=dtype, observe=compare)
+        return found[0] if found else None
+
+
+class Consumed:
+    """The gradients that an update consumes, which are no outputs; an observer of a run.
+
+    Those of a loss that was scaled are divided by its scale. A body that fuses a gradient into a kernel has it no more.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes = set(graph.gradients.values())  # one may be the gradient of several parameters
+        self._values: dict[fx.Node, Sequence[torch.Tensor]] = {}
+
+    def __call__(self, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        if node in self._nodes:
+            self._values[node] = values  # of several microbatches the last: the sum
+
+    def found(self, inputs: Mapping[str, torch.Tensor]) -> dict[Port, torch.Tensor]:
+        scale = float(inputs[SCALE]) if SCALE in inputs else 1.0
+        ranks = {node: dict(enumerate(values)) for node, values in self._values.items()}
+        mesh, gradients = self._graph.mesh, self._graph.gradients.items()
+        return {
+            Port("grad", name): assemble(ranks[node], type_of(node), mesh) / scale
+            for name, node in gradients
+            if node in ranks
+        }
+
+
+def reference_step(
+    reference: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+    numerics: Numerics | None = None,
+) -> dict[Port, torch.Tensor]:
+    """What the single device returns, and the gradients that its update consumes."""
+    consumed = Consumed(reference)
+    found = run_reference(reference, inputs, dtype=dtype, numerics=numerics, observe=consumed)
+    return consumed.found(inputs) | found
+
+
+def verify(
+    subject: Graph | Subject,
+    reference: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.float64,
+    eager: Mapping[tuple[str, str], torch.Tensor] | None = None,
+    absent: str = "",
+    eager_tolerance: float = EAGER_TOLERANCE,
+    expected: Mapping[Port, torch.Tensor] | None = None,
+) -> Report:
+    """Compare all simulated ranks of a body, or of another subject, with `reference` on one device, in `dtype`.
+
+    Both are given the same global inputs, which neither may change.
+
+    `eager` gives what PyTorch itself finds, by (role, name) of the output, to compare the reference with in turn. A
+    gradient that only it finds is a failure, and so is a buffer of role "changed" that the program does not return.
+    `absent` says why it is not given, for the report to say. `expected` is what `reference_step` has found already.
+    """
+    subject = Body(subject) if isinstance(subject, Graph) else subject
+    spreads: dict[Port, float] = {}
+
+    def watch(port: Port, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        spreads[port] = replica_spread(dict(enumerate(values)), type_of(node), subject.mesh)
+
+    versions = {name: version_of(value) for name, value in inputs.items()}
+    expected = reference_step(reference, inputs, dtype) if expected is None else expected
+    found = subject.run(inputs, dtype, watch)
+    scales = _Scales(reference, inputs, expected, dtype)
+    rows: list[Row] = []
+    for port, want in expected.items():
+        returned = port in scales.returned
+        assert port in found or not returned, f"nobody returns {port.role} '{port.name}'"
+        floor = scales.floor(port)
+        error = 0.0
+        if port in found:
+            spread = spreads.get(port, 0.0) / max(magnitude(want), floor, sys.float_info.min)
+            error = max(relative_error(found[port], want, floor), spread)
+        checked = eager.get((port.role, port.name)) if eager else None
+        beside = None if checked is None else scales.eager_error(port, checked)
+        if port in found or beside is not None:
+            rows.append(Row(port.role, port.name, error, tuple(want.shape), beside))
+    written = [name for name, value in inputs.items() if version_of(value) != versions[name]]
+    rows += [Row("input", name, math.inf, tuple(inputs[name].shape)) for name in written]
+    rows += _lost(reference, rows, eager or {})
+    slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
+    tolerance = TOLERANCE[dtype] * slack
+    report = Report(tuple(rows), tolerance, dtype, subject.ranks, None, absent, eager_tolerance)
+    if not report.equal and dtype == torch.float64:
+        most = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
+        explained = tuple(replace(row, explained=most.get((row.role, row.name), 0.0)) for row in rows)
+        report = replace(report, rows=explained)
+    if report.equal:
+        return report
+    floor = SMALL_GRADIENT * scales.largest
+    return replace(report, first_mismatch=subject.first_mismatch(reference, inputs, dtype, floor))
+
+
+def beside_another(
+    report: Report,
+    reference: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    expected: Mapping[Port, torch.Tensor],
+    eager: Mapping[tuple[str, str], torch.Tensor],
+) -> Report:
+    """The report of a step, compared with another step of eager PyTorch too, which should do the same again."""
+    scales = _Scales(reference, inputs, expected, dtype)
+    ports = {(port.role, port.name): port for port in expected}
+    rows: list[Row] = []
+    for row in report.rows:
+        checked = eager.get((row.role, row.name))
+        if checked is not None:
+            beside = scales.eager_error(ports[row.role, row.name], checked)
+            row = replace(row, eager_error=max(row.eager_error or 0.0, beside, key=number))
+        rows.append(row)
+    return replace(report, rows=(*rows, *_lost(reference, rows, eager)))
+
+
+class _Scales:
+    """What the errors of each output are measured against."""
+
+    def __init__(
+        self,
+        reference: Graph,
+        inputs: Mapping[str, torch.Tensor],
+        expected: Mapping[Port, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self.returned = set(reference.outputs)
+        self._inputs, self._expected, self._dtype = inputs, expected, dtype
+        self.largest = largest_gradient({port: value for port, value in expected.items() if port in self.returned})
+        self._largest_of_all = largest_gradient(expected)
+
+    def floor(self, port: Port) -> float:
+        largest = self.largest if port in self.returned else self._largest_of_all
+        return floor_of(self._expected[port], largest, self._dtype)
+
+    def eager_error(self, port: Port, checked: torch.Tensor) -> float:
+        """How far the reference is from eager PyTorch: of a parameter, in what the step adds to it."""
+        want = self._expected[port]
+        lowest = torch.finfo(checked.dtype).eps if checked.is_floating_point() else 0.0
+        checked = checked.to(want.dtype).reshape(want.shape) if checked.numel() == want.numel() else checked
+        if checked.shape != want.shape:
+            return math.inf
+        if port.role != "param" or port.name not in self._inputs:
+            return relative_error(want, checked, self.floor(port))
+        before = self._inputs[port.name].to(want.dtype)
+        return relative_error(want - before, checked - before, ROUNDED * lowest * magnitude(before))
+
+
+def _lost(reference: Graph, rows: Sequence[Row], eager: Mapping[tuple[str, str], torch.Tensor]) -> list[Row]:
+    """What eager PyTorch changes and the program does not return."""
+    names = {name: port.name for port in reference.inputs for name in (port.name, *port.aliases)}
+    seen = {(row.role, row.name) for row in rows}
+    lost: list[Row] = []
+    for (role, name), value in eager.items():
+        gradient = role == "grad" and any(row.role == "grad" for row in rows) and magnitude(value) > 0
+        kind = "buffer" if role == CHANGED else role
+        if (gradient or role == CHANGED) and (kind, names.get(name, name)) not in seen:
+            lost.append(Row(kind, name, 0.0, tuple(value.shape), math.inf))
+    return lost
+
+
+@dataclass(frozen=True)
+class Namesakes:
+    """What the single device makes of each value, by name: those of each microbatch in turn."""
+
+    wanted: Mapping[str, Sequence[torch.Tensor]]
+    dtype: torch.dtype
+    floor: float  # what backward's errors are measured against at the least
+
+    @classmethod
+    def of(
+        cls,
+        reference: Graph,
+        inputs: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        floor: float,
+        names: Container[str],
+    ) -> Namesakes:
+        """Of the values that have these names."""
+        wanted: dict[str, list[torch.Tensor]] = {}
+
+        def record(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            if info(node).name in names:
+                wanted.setdefault(info(node).name, []).append(values[0])
+
+        run_reference(reference, inputs, dtype=dtype, observe=record)
+        return cls(wanted, dtype, floor)
+
+    def differs(self, node: fx.Node, values: Sequence[torch.Tensor], at: int, mesh: Mesh) -> Mismatch | None:
+        """How the ranks' values of microbatch `at` differ from their namesake; None if they do not, or there is none.
+
+        A namesake that a pass gave another shape is another value.
+        """
+        wants = self.wanted.get(info(node).name, ())
+        want = wants[at] if at < len(wants) else None
+        type = type_of(node)
+        if want is None or tuple(want.shape) != type.shape:
+            return None
+        shards = dict(enumerate(values))
+        scale = self.floor if info(node).phase == "bwd" else 0.0
+        gap = relative_error(assemble(shards, type, mesh), want, scale)
+        gap = max(gap, replica_spread(shards, type, mesh) / max(magnitude(want), scale, sys.float_info.min))
+        if gap <= TOLERANCE[self.dtype]:
+            return None
+        return _mismatch(node, info(node), gap, self._wrong_ranks(node, values, want, mesh, scale))
+
+    def _wrong_ranks(
+        self, node: fx.Node, values: Sequence[torch.Tensor], want: torch.Tensor, mesh: Mesh, floor: float
+    ) -> tuple[int, ...]:
+        """Ranks whose own shard is wrong; of a pending reduction no rank is right or wrong alone."""
+        type = type_of(node)
+        everyone = tuple(range(mesh.world_size))
+        if type.partial:
+            return everyone
+        scale = max(magnitude(want), floor)
+        wrong: list[int] = []
+        for rank in everyone:
+            # Put the rank's shard into the right tensor: padding then falls away by itself.
+            mixed = {r: shard(want, type, mesh, r) for r in everyone} | {rank: values[rank]}
+            replicas_gap = replica_spread(mixed, type, mesh)
+            gap = max(
+                relative_error(assemble(mixed, type, mesh), want, scale), replicas_gap / max(scale, sys.float_info.min)
+            )
+            if not gap <= TOLERANCE[self.dtype]:
+                wrong.append(rank)
+        return tuple(wrong)
+
+
+def _mismatch(node: fx.Node, found: ValueInfo, gap: float, ranks: tuple[int, ...]) -> Mismatch:
+    op = op_name(producer(node)[0].target) if node.op == "call_function" else "input"
+    return Mismatch(
+        found.name, op, str(found.type), gap, ranks, found.source, found.source_text, found.fqn, found.cause
+    )

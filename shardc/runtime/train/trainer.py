@@ -1,0 +1,392 @@
+"""`Trainer`: the steps of a program, on this rank of a running job, or on all ranks simulated in this process.
+
+    trainer = launch(program)            # torchrun --nproc-per-node 4 train.py, or plain python
+    for batch in batches:
+        result = trainer.step(batch)     # loss, gradients; updated buffers are kept
+        trainer.sgd(1e-3)
+
+In a job each rank holds its shards alone, from the moment they are loaded: parameters are read slice by slice, or made
+one at a time and cut. In simulation the tensors are whole, and the same calls give the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardc.ir.diagnostic import ShardcError, error, suggest
+from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import GIVEN
+from shardc.ir.ops.streams import step_key
+from shardc.ir.types import TensorType
+from shardc.ir.version import VERSION
+from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
+from shardc.runtime.checkpoint.export import export
+from shardc.runtime.checkpoint.planners import Held
+from shardc.runtime.checkpoint.weights import Init, Source, Weights, find, initial, source_of
+from shardc.runtime.execute.batch import Sample, batch_inputs
+from shardc.runtime.execute.index_check import IndexCheck
+from shardc.runtime.execute.microbatches import Feed, feeds
+from shardc.runtime.oracle.simulate import missing, supplied
+from shardc.runtime.train.engine import Engine, Engines, OneBody
+from shardc.runtime.train.loop import Metrics, Run, train
+from shardc.runtime.train.nonfinite import nonfinite
+from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
+from shardc.runtime.train.result import StepResult, Tensors
+
+STATE_ROLES = ("param", "buffer", "state")
+
+
+class Launchable(Protocol):
+    """What of a program a trainer needs."""
+
+    @property
+    def body(self) -> Graph: ...
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+class Trainer:
+    """Holds the state of a program and steps it; see `launch`."""
+
+    def __init__(
+        self,
+        body: Graph,
+        engine: Engine,
+        sources: list[Source],
+        init: Init | None,
+        seed: int,
+        rates: Callable[[], Tensors] = dict,
+        sample: Sample | None = None,
+        check: Callable[[Feed], None] | None = None,
+        raises: bool = False,
+        unchanged: Callable[[], None] = lambda: None,
+        check_every: int = EVERY,
+        optimizer: torch.optim.Optimizer | None = None,
+        on_meta: bool = False,
+    ) -> None:
+        self.optimizer = optimizer  # the program's own: its learning rates are those of each step
+        self._unchanged = unchanged  # raises where the model is not what was compiled
+        self._sample, self._check, self._raises = sample, check, raises
+        self._rates = rates
+        self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
+        self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
+        self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
+        kept = [(port, type) for port, type in self._inputs.values() if port.role in ("param", "buffer", "state")]
+        if init is None:
+            _all_supplied([port for port, _ in kept], sources, on_meta)
+        self._kept = {port.name: (port, type) for port, type in kept}
+        self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
+        self.state = {
+            n: self._loaded(port, type, sources, init) for n, (port, type) in self._kept.items() if engine.holds(n)
+        }
+        self._check_every, self._taken = check_every, 0  # steps since the state was loaded
+        self._compare_launched()
+        self._grads: Tensors | None = None  # of the last step, if one was made
+        self._finite: torch.Tensor | None = None
+        self._checkpoints: Checkpoints | None = None
+        self.run = Run()
+        self.intact = True  # no step was left halfway: its error may have come after it wrote over the state
+
+    def step(self, batch: Any) -> StepResult:
+        """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
+        self._unchanged()
+        self._grads = None  # let the last step's go before this one's are made
+        rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
+        held, fed = self.state | rates, self._feeds(batch)
+        if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
+            self._compare(held, fed)
+        self._taken += 1
+        self.intact = False
+        result = StepResult.of(self.body, self.engine.run(held, fed, self.steps))
+        if self._raises and result.finite is not None and not result.finite:
+            self.intact = True
+            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(held, fed))
+        self._grads = result.grads
+        self._finite = result.finite
+        for name, value in result.buffers.items():
+            new, old = self._as_input("buffer", name, value), self.state[name]
+            self.state[name] = new.clone() if result.finite is None else torch.where(result.finite, new, old)
+        for name, value in result.updates.items():
+            self.state[name] = self._as_input(self._inputs[name][0].role, name, value)
+        self.steps += 1
+        self.intact = True
+        return result
+
+    def train(self, batches: Iterable[Any], steps: int, **options: Any) -> Iterator[Metrics]:
+        """Steps with metrics, a progress line, checkpoints and resumption: see `runtime.train.loop.train` for the
+        options.
+        """
+        return train(self, batches, steps, **options)
+
+    def timeline(self, batch: Any) -> Any:
+        """Make a step with a clock on every instruction of a pipeline: its measured `schedule.timeline.Timeline`, of
+        all ranks, on every rank. All must call it. Raises ShardcError (SC510) where there is none: in simulation, and
+        without a pipeline."""
+        return self.engine.timed(lambda: self.step(batch))
+
+    @property
+    def leads(self) -> bool:
+        """The rank that speaks for all."""
+        return self.engine.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @torch.no_grad()
+    def sgd(self, lr: float) -> None:
+        """Plain gradient descent with the last step's gradients, in place on the held parameters.
+
+        None after a step that is skipped. Raises ShardcError (SC544) where there are no gradients: before the first
+        step, and where the program has an optimizer, which has updated already.
+        """
+        if not math.isfinite(lr):
+            raise error("SC553", f"sgd is given the step size {lr}", hint="give a finite number")
+        if self._updates:
+            message = "the program has an optimizer, which updates in each step: sgd would do nothing"
+            raise error("SC544", message, hint="leave sgd out, or compile without optimizer=")
+        if self._grads is None:
+            message = "there are no gradients to descend along: no step was made since the launch, or since load"
+            raise error("SC544", message, hint="call sgd after step")
+        if self._finite is not None and not self._finite:
+            return
+        for name, grad in self._grads.items():
+            self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
+
+    @property
+    def _updates(self) -> bool:
+        """Does a step end in an optimizer's update?"""
+        roles = {role for role, _ in self._outputs}
+        return "param" in roles and "grad" not in roles
+
+    def gather_grads(self) -> Tensors:
+        """The last step's gradients, whole; every rank must call it.
+
+        {} before the first step, or where nothing is trained. Raises ShardcError (SC544) where the program has an
+        optimizer: its gradients end in the update.
+        """
+        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
+        if self._updates:
+            message = "the program has an optimizer, so its gradients end in the update and are not returned"
+            hint = (
+                "compile without optimizer= to have gradients; step(batch).grad_norm is their norm under clip_grad_norm"
+            )
+            raise error("SC544", message, hint=hint)
+        if self._grads is None:
+            return {}
+        return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
+
+    def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
+        """Parameters and buffers, whole, under all their names; role "state" adds moments. Every rank must call it."""
+        if isinstance(roles, str) or not set(roles) <= set(STATE_ROLES):
+            message = f"state_dict knows the roles {', '.join(STATE_ROLES)}, not {roles!r}"
+            raise error("SC553", message, hint='write roles=("param", "buffer", "state")')
+        found: Tensors = {}
+        for name, (port, type) in self._kept.items():
+            if port.role not in roles or name.startswith("_constant."):
+                continue
+            held = self.state.get(name)
+            whole = self.engine.fetch(name, held, type)
+            # A copy, whatever the layout: the next step writes over what is held.
+            found |= dict.fromkeys((name, *port.aliases), whole.clone() if whole is held else whole)
+        return found
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        self._checkpoints = self._checkpoints or self.engine.checkpoints()
+        return self._checkpoints
+
+    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> Saving:
+        """Write a checkpoint of all state, with `extra` (plain data) beside it; every rank must call it.
+
+        It replaces the one at `path` when it is whole, not before. Asynchronous, it is written while training goes on:
+        `wait()` on what is returned, or the next save, raises what went wrong.
+        """
+        position = Position(self.steps, self.seed, extra or {})
+        return self.checkpoints.save(path, self._held(), position, asynchronous)
+
+    def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
+        position = self.checkpoints.load(path, self._held(), strict)
+        self.steps, self.seed, self._grads = position.step, position.seed, None
+        self.intact, self.run = True, Run()
+        self._taken = 0
+        return dict(position.extra)
+
+    def export_safetensors(self, path: str | Path) -> None:
+        """Write parameters and buffers as Hugging Face stores them, into a folder; every rank must call it."""
+        export(self.checkpoints, path, self._held("param", "buffer"))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that one rank holds, the padding of uneven shards included."""
+        types = (type for name, (port, type) in self._kept.items() if port.role == "param" and name in self.state)
+        return sum(type.local_bytes(self.body.mesh) for type in types)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Leave the job, when what is being saved is on disk; a trainer is also a context manager.
+
+        The other ranks hear of a failure, if that is why.
+        """
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        finally:
+            self.engine.close(failure)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: object, failure: BaseException | None, trace: object) -> None:
+        self.close(failure)
+
+    def _held(self, *roles: str) -> dict[str, Held]:
+        return {
+            name: Held(self.state.get(name), type, port.role, tuple(port.aliases))
+            for name, (port, type) in self._kept.items()
+            if not roles or port.role in roles
+        }
+
+    def _feeds(self, batch: Any) -> list[Feed]:
+        """The batch's tensors, checked, by microbatch, each with a key of its own for random numbers."""
+        ports = [port for port, _ in self._inputs.values() if port.role == "input"]
+        given: Tensors = batch_inputs(batch, [port.name for port in ports], self._sample)
+        for port, type in self._inputs.values():
+            if port.role == "seed":
+                given[port.name] = torch.full(type.shape, step_key(self.seed, self.steps), dtype=type.dtype)
+        placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
+        found = feeds(self.body, given)
+        for feed in found:
+            supplied(placed, {**given, **feed})
+            if self._check is not None:
+                self._check(feed)
+        return found
+
+    def _compare(self, held: Tensors, fed: Sequence[Feed]) -> None:
+        """What is held and fed is what the other ranks hold and feed, where they share it."""
+        if self.engine.peers is None:
+            return
+        ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
+        items = [Item(port.name, port.role, type, held.get(port.name)) for port, type in ports]
+        items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
+        # The whole batch: a rank reads a part of it, and takes the others' to be the rest of the same.
+        for feed in fed:
+            given = [(self._inputs[name][0], value) for name, value in feed.items()]
+            items += [Item(p.name, p.role, TensorType.plain(x.dtype, tuple(x.shape)), x) for p, x in given]
+        self.engine.peers.check(items, f"before step {self.steps}")
+
+    def _compare_launched(self) -> None:
+        """What training starts from is the same on all ranks: what they share, and the corners of each whole tensor."""
+        if self.engine.peers is None:
+            return
+        items = [Item(name, port.role, type, self.state.get(name)) for name, (port, type) in self._kept.items()]
+        for name, (port, type) in self._kept.items():
+            if type.axes:
+                items.append(Item(name, port.role, TensorType.plain(type.dtype, (0,)), self._corners.get(name)))
+        self.engine.peers.check(items, "at the launch", launching=True)
+
+    def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A gradient or buffer in the layout of the state that it belongs to."""
+        made, kept = self._outputs[role, name], self._inputs[name][1]
+        if made.dims == kept.dims and not made.partial:
+            return value
+        return self.engine.shards.hold(self.engine.shards.whole(value, made), kept)
+
+    def _loaded(self, port: Port, type: TensorType, sources: list[Source], init: Init | None) -> torch.Tensor:
+        read = find(sources, (port.name, *port.aliases))
+        if read is None:
+            assert init is not None, f"{port.name} was looked for already"
+            read = initial(init, port.name, type.shape, type.dtype).__getitem__
+        if type.axes and self.engine.peers is not None:
+            parts = [read(slices).reshape(-1).to(type.dtype) for slices in corners(type.shape)]
+            self._corners[port.name] = torch.cat(parts)
+        return self.engine.shards.load(read, type)
+
+
+def _all_supplied(ports: Sequence[Port], sources: Sequence[Source], on_meta: bool) -> None:
+    """Better to miss a tensor now than after an hour of loading others."""
+    lost = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
+    if not lost:
+        return
+    weights = [name for source in sources for name in source.names if ":" not in name]  # not the optimizer's state
+    guess = suggest(lost[0].name, weights)
+    hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
+    if on_meta and guess is None:
+        hint = f"the model lies on the meta device and has no values: {hint}; then trainer.load(...)"
+    raise ShardcError(missing(lost, f"did you mean '{guess}'?" if guess else hint))
+
+
+def launch(
+    program: Launchable,
+    *,
+    state: Weights | None = None,
+    init: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    seed: int | None = None,
+    timeout: float = 600.0,
+    device: str | None = None,
+    check_every: int = EVERY,
+    engines: Engines | None = None,
+) -> Trainer:
+    """The trainer of a program: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
+
+    Values come from `state` (a mapping, or a path of safetensors), then from the program's model unless it is on meta,
+    then from `init(name, shape, dtype)`, which is called one tensor at a time and must give the same on every rank. A
+    rank that is dead or stuck is an error that names it, at most `timeout` seconds later. `seed` is that of random ops,
+    by default the plan's. `engines` run the steps of a program that is more than its body.
+
+    The ranks of a job must run the same: versions, plan, program and seed are compared first (SC541; SC543 where a rank
+    does not come), then the values that they start from, and what they share of parameters, state, inputs and rates
+    before the first 3 steps and every `check_every`-th (SC542; 0 leaves the steps out).
+    """
+    engines = engines or OneBody(program.body)
+    seed = int(getattr(program, "plan", {}).get("seed", 0)) if seed is None else seed
+    start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
+    rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
+    model: nn.Module | None = getattr(program, "model", None)
+    sources = [source_of(state)] if state is not None else []
+    if model is not None:
+        own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        sources.append(source_of(dict(own)))
+    sources += [source_of(getattr(program, "constants", {})), source_of(start())]
+    sample: Sample | None = getattr(program, "plan", {}).get("batch")
+    reference: Graph | None = getattr(program, "reference", None)
+    check = None if reference is None else IndexCheck(reference)
+    raises = getattr(program, "plan", {}).get("nonfinite") == "raise"
+    unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
+    in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if in_job:
+        plan: Mapping[str, Any] = getattr(program, "plan", {})
+        engine = engines.job(timeout, device, _facts(plan, rates(), seed, check_every))
+    else:
+        engine = engines.simulation()
+    try:
+        return Trainer(
+            engines.body, engine, sources, init, seed, rates, sample, check, raises, unchanged, check_every,
+            getattr(program, "optimizer", None), model is not None and any(p.is_meta for p in model.parameters()),
+        )  # fmt: skip
+    except BaseException as failure:
+        engine.close(failure)
+        raise
+
+
+def _facts(plan: Mapping[str, Any], rates: Tensors, seed: int, check_every: int) -> dict[str, str]:
+    """What the ranks of a job must have in common, beside the program itself."""
+    wanted = {key: value for key, value in plan.items() if key not in ("text", "rates")}
+    return {
+        "version of shardc": VERSION,
+        "version of torch": torch.__version__,
+        "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "plan": "\n".join([str(plan.get("text", "")), *(f"{k}: {v}" for k, v in sorted(wanted.items()))]),
+        "learning rates": ", ".join(f"{name}={float(rate)!r}" for name, rate in rates.items()),
+        "random seed": str(seed),
+        "checks": str(check_every),
+    }

@@ -1,0 +1,82 @@
+"""The cost model of schedules: seconds of each part of each stage, the link between ranks, and a memory limit.
+
+Any unit of time works if all fields use the same one. In `Costs.unit(8)` every part of 8 stages takes 1, transfers take
+0, and memory is unlimited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shardc.ir.plain import listed
+from shardc.schedule.instructions import Backward, Compute, Dgrad, Forward, Gather
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Times for one microbatch. `backward` is the time of the unsplit backward, if it differs from dgrad + wgrad.
+
+    `activation` is the memory that a microbatch holds from its forward to the end of its backward: bytes, or any unit.
+    """
+
+    forward: float = 1.0
+    dgrad: float = 1.0
+    wgrad: float = 1.0
+    backward: float | None = None
+    activation: float = 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """`memory` limits the activations that a rank may hold at once. `crossing` is the bytes that a stage sends to the
+    next one; searches use it before a pipeline exists. `reduce` and `optimizer` are seconds of one instruction. A
+    Gather takes `gather` seconds and in addition the seconds that `gathers` lists for each of its values."""
+
+    stages: tuple[StageCost, ...]
+    latency: float = 0.0
+    bandwidth: float = math.inf  # bytes a second
+    crossing: int = 0  # bytes
+    gather: float = 0.0
+    gathers: Mapping[str, float] = field(default_factory=dict[str, float])
+    reduce: float = 0.0
+    optimizer: float = 0.0
+    memory: float = math.inf
+
+    @classmethod
+    def unit(cls, stages: int, memory: float = math.inf) -> Costs:
+        return cls((StageCost(),) * stages, memory=memory)
+
+    def work_seconds(self, work: Compute) -> float:
+        stage = self.stages[work.stage]
+        if isinstance(work, Forward):
+            return stage.forward
+        if isinstance(work, Dgrad):
+            return stage.dgrad
+        whole = stage.dgrad + stage.wgrad if stage.backward is None else stage.backward
+        return whole if isinstance(work, Backward) else stage.wgrad
+
+    def gather_seconds(self, work: Gather) -> float:
+        return self.gather + sum(self.gathers.get(name, 0.0) for name in work.values)
+
+    def transfer_seconds(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+    def to_plain(self) -> dict[str, Any]:
+        """Fields at their defaults are left out, because JSON has no infinity."""
+        plain, defaults = asdict(self), asdict(Costs(()))
+        return {key: value for key, value in plain.items() if key == "stages" or value != defaults[key]}
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Costs:
+        """ValueError, TypeError for what `to_plain` does not write."""
+        more: dict[str, Any] = {key: value for key, value in data.items() if key != "stages"}
+        stages = [dict(stage) for stage in listed(data["stages"])]
+        gathers: dict[str, Any] = more.get("gathers", {})
+        numbers = [*gathers.values(), *(value for key, value in more.items() if key != "gathers")]
+        numbers += [value for stage in stages for value in stage.values() if value is not None]
+        if any(isinstance(n, bool) or not isinstance(n, int | float) or n != n for n in numbers):
+            raise ValueError("a cost is no number")
+        return cls(tuple(StageCost(**stage) for stage in stages), **more)
