@@ -2,5 +2,3 @@
 
 May import `kernels_triton.codegen` and what that may. Newcomers start at `op.py`, then `launcher.py`.
 """
-
-import shardc.ir.ops.library  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first: shardc imports us

@@ -7,5 +7,3 @@ match      the template of a kernel
 op         the library ops: `shardc::layer_norm(inputs, kernel)`
 launcher   a template on a GPU; `run` says how each is launched
 """
-
-import shardc.ir.ops.library  # noqa: F401  # pyright: ignore[reportUnusedImport]  # first: shardc imports us

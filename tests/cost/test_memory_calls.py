@@ -47,7 +47,7 @@ def held_by_a_rank(body: Graph, monkeypatch: pytest.MonkeyPatch, *, placed: bool
     Of several microbatches, in the last. With results `placed` in an arena, that is there all along. -1 where a call
     is no code of its own: a pack whose members are made in it, a view that is there before.
     """
-    monkeypatch.setattr(prepared_code, "arranged", at_once)
+    monkeypatch.setattr(prepared_code, "schedule_overlap", at_once)
     device = torch.device("cpu")
     arena = Arena({body: planned(body)}, device) if placed else None
     executor = BodyExecutor(body, rank_context(body.mesh, 0, Late(body.mesh)), 0, device, arena)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def held_by_a_rank(body: Graph, monkeypatch: pytest.MonkeyPatch, *, placed: bool
             homes = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
             size = sum({h.data_ptr(): h.nbytes() for h in homes if h.data_ptr() not in stored}.values())
             if not callable(result) or isinstance(result, Tensor):
-                peaks[at] = max(size, peaks.get(at, 0)) if lines is not executor._again else size
+                peaks[at] = max(size, peaks.get(at, 0)) if lines is not executor._later_microbatches else size
             del result, homes, tensors
             for slot in free:
                 env[slot] = None

@@ -220,7 +220,7 @@ def test_an_access_is_of_the_pointer_its_address_is_computed_of() -> None:
 
 
 def test_odd_rows_are_compiled_and_judged_by_spills_alone() -> None:
-    odd = [one for one in quick(90) if one.odd_widths]
+    odd = [one for one in quick(90) if one.odd]
     assert {one.template for one in odd} == set(gate.ODD)
     line = gate.measure_job(next(one for one in odd if one.template == "add_layer_norm"), 90)
     assert line["accesses"]["16"] > 50

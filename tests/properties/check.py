@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardc.compiler import pass_pipeline
+from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
 from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import ShardcError
@@ -46,7 +46,8 @@ def compiled(reference: Graph, plan: Mapping[str, Mapping[str, str]], mesh: Mesh
         fresh = reference.copy()
         fresh.mesh = mesh
         try:
-            return pass_pipeline.distribute(fresh, bound, Options(verify=True))
+            options = Options(verify=True)
+            return driver.finish_body(driver.distribute(fresh, bound, options), options)
         except ShardcError as refused:
             codes += [d.code for d in refused.diagnostics]
             blamed = {d.tensor for d in refused.diagnostics}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import pass_pipeline
+from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
 from shardc.frontend.trace import trace
 from shardc.ir.graph import Graph, info, op_name
@@ -145,7 +145,7 @@ def made(name: str) -> Compiled:
     case = CASES[name]
     model, batch = case.program.model(), case.program.batch()
     traced = trace(model, batch)
-    reference = pass_pipeline.single_device(traced, case.mesh, Options())
+    reference = driver.single_device(traced, case.mesh, Options())
     body = compiled(reference, case.plan, case.mesh)
     assert not isinstance(body, Refused)
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}

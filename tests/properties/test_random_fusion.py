@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kernels_triton.match.op import KERNELS
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import pass_pipeline
+from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
 from shardc.cost.memory import memory
 from shardc.frontend.trace import trace
@@ -40,7 +40,7 @@ def test_a_fused_random_program_equals_the_single_device(
     note(f"{program}\nmesh {mesh}\nplan {plan}\nwidest {widest}\nfuse {asked}\nbucket {bucketed}")
     model, batch = program.model(), program.batch()
     traced = trace(model, batch)
-    reference = pass_pipeline.single_device(traced, mesh, Options())
+    reference = driver.single_device(traced, mesh, Options())
     body = compiled(reference, plan, mesh)
     if isinstance(body, Refused):
         assume(False)

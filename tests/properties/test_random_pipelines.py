@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
 
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import pass_pipeline
+from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
 from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
@@ -59,7 +59,7 @@ def test_a_random_pipeline_equals_the_single_device(
     note(f"{program}\nmesh {mesh}\nplan {plan}")
     model, micro = program.model(), program.batch()
     traced = trace(model, micro, microbatches=microbatches)
-    reference = pass_pipeline.single_device(traced, mesh, Options())
+    reference = driver.single_device(traced, mesh, Options())
     _in_layers(reference)
     accumulate(reference, microbatches, always=True)
     body = compiled(reference, plan, mesh)

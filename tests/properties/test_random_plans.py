@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import pass_pipeline
+from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
 from shardc.frontend.trace import trace
 from shardc.ir.graph import Graph, type_of
@@ -97,7 +97,7 @@ def prepared(name: str) -> Prepared:
         torch.manual_seed(0)
         model, batch = MODELS[name]()
     traced = trace(model, batch)
-    reference = pass_pipeline.single_device(traced, Mesh(), Options())
+    reference = driver.single_device(traced, Mesh(), Options())
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     ports = list(zip(reference.inputs, reference.placeholders, strict=True))
     shapes = {

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, assume, event, given, note, settings
 from hypothesis import strategies as st
 
 from shardc.api import complete_inputs, model_state
-from shardc.compiler import pass_pipeline
+from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
 from shardc.frontend.trace import trace
 from shardc.ir.mesh import Mesh
@@ -43,7 +43,7 @@ def test_a_random_program_equals_the_single_device(case: tuple[Program, Mesh, di
 def run(program: Program, mesh: Mesh, plan: dict[str, dict[str, str]]) -> None:
     model, batch = program.model(), program.batch()
     traced = trace(model, batch)
-    reference = pass_pipeline.single_device(traced, mesh, Options())
+    reference = driver.single_device(traced, mesh, Options())
     body = compiled(reference, plan, mesh)
     if isinstance(body, Refused):
         event(f"refused: {', '.join(sorted(set(body.codes)))}")
