@@ -141,7 +141,7 @@ OTHER_WAYS = [
 
 
 @pytest.mark.parametrize("build", OTHER_WAYS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_other_ways_to_a_parameter(build: type[nn.Module]) -> None:
     assert_trains_as_eager(build, DATA)
 

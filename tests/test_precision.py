@@ -204,6 +204,7 @@ def test_gradients_are_reduced_as_the_plan_says(name: str, zero: int) -> None:
     assert set(along(wide, "tp", "all_reduce", "bwd")) == {torch.bfloat16}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_what_is_gathered_is_the_cast(zero: int) -> None:
     """Half the bytes of a step in float32; under ZeRO 1 and 2 as often, and of no new parameter."""

@@ -23,6 +23,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0]).pow(2).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [

@@ -76,6 +76,7 @@ def test_a_step_in_pieces_is_the_step_in_one(microbatches: int, mesh: str) -> No
         assert any((mean[port] - value).abs().max() > 1e-4 for port, value in wanted.items() if port in mean)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stages", "schedule", "virtual", "mesh"),
     [(2, "1f1b", 1, "dp=2"), (4, "zb-v", 2, ""), (3, "zb-h1", 1, "dp=2"), (2, "gpipe", 1, "")],

@@ -124,6 +124,7 @@ def equal(body: Graph, steps: list[tuple[dict[str, torch.Tensor], dict[Any, torc
             assert gap < 1e-11, f"{port.role} {port.name} differs by {gap:.1e}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("model", ["gpt2", "llama", "resnet"])
 def test_the_single_device_is_eager_training(model: str, microbatches: int) -> None:

@@ -97,6 +97,7 @@ def compiled(plan: str, storage: dict[str, Any] | None = None, **arguments: int)
     return shardc.compile(model, batch, plan=wanted, loss=loss)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", CASES)
 def test_every_instruction_holds_what_the_report_says(plan: str) -> None:
     """Not only the peak, and not within 5 %: all of the timeline, to the byte."""

@@ -45,6 +45,7 @@ def widened(tensors: list[Tensor]) -> list[Tensor]:
     return [x.double() if x.is_floating_point() else x for x in tensors]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CORPUS)
 def test_corpus(name: str, interpreted: Interpreter) -> None:
     for number, (dtype, rows, cols) in enumerate(

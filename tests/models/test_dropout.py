@@ -54,6 +54,7 @@ def values(program: Program, names: set[str], distributed: bool, **inputs: Any) 
     return found
 
 
+@pytest.mark.sampled(2)
 @layouts
 @pytest.mark.parametrize(("batch", "heads"), [(8, 4), (3, 6)])
 def test_masks_are_the_same_for_every_layout(plan: str, mesh: str, batch: int, heads: int) -> None:

@@ -71,6 +71,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
 meshes = pytest.mark.parametrize("mesh", MESHES)
 
 
+@pytest.mark.sampled(2)
 @meshes
 def test_equal_to_one_device_and_to_eager(compiled: Compiled, mesh: str) -> None:
     report = compiled.programs[mesh].verify()

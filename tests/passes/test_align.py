@@ -128,6 +128,7 @@ def test_equal_to_the_single_device(name: str) -> None:
 WAYS = ["linear", "addmm", "matmul", "scaled"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("name", ["dp", "dp fused", "tp", "tp fused", "zero-3", "accumulate"])
 @pytest.mark.parametrize("how", WAYS)

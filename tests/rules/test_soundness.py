@@ -219,7 +219,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_wrong_rule_is_caught(name: str, wrong: _Wrong) -> None:
     op, notation, examples = WRONG[name]
     with pytest.raises((AssertionError, RuntimeError, RuleError, BaseExceptionGroup)):
@@ -240,7 +240,7 @@ WRONGLY_LINEAR = {
 
 
 @pytest.mark.parametrize("name", WRONGLY_LINEAR)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_a_wrong_claim_of_linearity_is_caught(name: str, wrong: _Wrong) -> None:
     op, notation, examples = WRONGLY_LINEAR[name]
     with pytest.raises((AssertionError, BaseExceptionGroup)):

@@ -88,6 +88,7 @@ def steps(executor: BodyExecutor, program: shardc.Program, count: int = 2) -> li
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_that_lives_is_written_over(case: str) -> None:
     """What is dead is filled with NaNs before each call, and results are bitwise those of separate tensors."""

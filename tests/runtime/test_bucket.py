@@ -182,6 +182,7 @@ def test_members_are_made_in_their_places(fuse: bool, monkeypatch: pytest.Monkey
     assert seen == ([len(copied)] if copied else [])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan",
     [{}, {"fuse": True}, {"storage": {"zero": 3, "axes": ["dp"]}}, {"linears": True, "precision": "bf16"}],

@@ -90,6 +90,7 @@ def crossing(staged: CutStep) -> dict[tuple[int, int], dict[str, int]]:
 RECOMPUTE = ["full", "selective", {"budget": 30000}, {"mode": "full", "collectives": True}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mode", "mesh"), [*((mode, "") for mode in ("none", *RECOMPUTE)), ("full", "dp=2"), ("selective", "tp=2")], ids=str
 )
