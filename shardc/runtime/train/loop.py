@@ -216,11 +216,12 @@ def check_scheduler(scheduler: Scheduler | None, optimizer: torch.optim.Optimize
     if scheduler is None:
         return
     name = type(scheduler).__name__
-    try:
-        inspect.signature(getattr(scheduler, "step", str)).bind()
-    except TypeError:
-        hint = "step it in the loop over train(...), with the metric: scheduler.step(metrics.loss)"
-        raise error("SC552", f"{name} wants a metric at each step, which train does not have", hint=hint) from None
+    if hasattr(scheduler, "step"):
+        try:
+            inspect.signature(scheduler.step).bind()
+        except TypeError:
+            hint = "step it in the loop over train(...), with the metric: scheduler.step(metrics.loss)"
+            raise error("SC552", f"{name} wants a metric at each step, which train does not have", hint=hint) from None
     if not hasattr(scheduler, "step") or getattr(scheduler, "optimizer", None) is not optimizer or optimizer is None:
         whose = "the program has none" if optimizer is None else "it is not that of the program"
         message = f"the scheduler, a {name}, would change nothing: its optimizer's rates are not used, {whose}"
