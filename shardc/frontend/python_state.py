@@ -27,6 +27,7 @@ from shardc.frontend.state_holders import ABSENT, CACHE, CONTAINERS, Cache, Hold
 from shardc.ir.diagnostic import error
 
 _OWN = ("_parameters", "_buffers", "_modules")  # what is in these goes by its own name alone
+_LEAVES = (bool, int, float, complex, str, bytes, type(None))  # which hold nothing
 _DEPTH = 4  # of containers and plain objects below a module
 
 
@@ -87,7 +88,7 @@ class Snapshot:
         by_class = {cls: held_by_class(cls) for cls in classes}
         functions = [function for _, some in by_class.values() for function in some]
         self._held = [_Held(Place("", cls.__name__), h, h.items()) for cls, (h, _) in by_class.items() if h is not None]
-        of_classes = [(h.place.attribute(str(key)), value) for h in self._held for key, value in h.items.items()]
+        of_classes = list(self._of_holders())
         self._held += [
             _Held(place, holder, holder.items())
             for place, value in _walked([*of_classes, *((Place(), root) for root in (*functions, *reversed(roots)))])
@@ -115,7 +116,13 @@ class Snapshot:
         return ((at.path, value) for at, value in self._values() if type(value).__name__ == "ndarray")
 
     def _values(self) -> Iterator[tuple[Place, Any]]:
-        return _walked([(h.place.attribute(str(key)), value) for h in self._held for key, value in h.items.items()])
+        return _walked(list(self._of_holders()))
+
+    def _of_holders(self) -> Iterator[tuple[Place, Any]]:
+        for held in self._held:
+            for key, value in held.items.items():
+                if type(value) not in _LEAVES:
+                    yield held.place.attribute(str(key)), value
 
     def clear_caches(self) -> None:
         """Empty the functions with `lru_cache` that remember more than they did."""
@@ -129,7 +136,10 @@ class Snapshot:
 
 
 def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place, Any]]:
-    """All that a value holds, itself first: through modules, containers, plain objects and functions."""
+    """All that a value holds, itself first: through modules, containers, plain objects and functions.
+
+    Numbers, strings and None that others hold are left out.
+    """
     return _walked([(place or Place(), root)])
 
 
@@ -146,7 +156,11 @@ def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
         deeper = isinstance(value, (tuple, partial))  # and not by going from an object to its class, or to a method
         todo += [(at.item(i) if deeper else at, part) for i, part in enumerate(inside(value))]
         for holder in holders_of(value):
-            todo += [(at.attribute(str(k)) if holder.named else at.item(k), v) for k, v in holder.items().items()]
+            todo += [
+                (at.attribute(str(key)) if holder.named else at.item(key), held)
+                for key, held in holder.items().items()
+                if type(held) not in _LEAVES  # most of what modules hold
+            ]
 
 
 def left_tensors(changes: Iterable[Change]) -> list[Tensor]:
