@@ -7,7 +7,7 @@ check_index(targets, 96, -100)          targets: 0 to 95, or -100
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,18 +63,22 @@ class Positions:
         return span if self.ignored is None else f"{span}, and {self.ignored}, which is ignored"
 
 
-def positions(node: fx.Node) -> Iterator[Positions]:
-    """The operands of a call that hold positions. Of a localized call, in what a rank holds."""
+def declared_shape(value: fx.Node) -> Sequence[int]:
+    return type_of(value).shape
+
+
+def positions(node: fx.Node, shape_of: Callable[[fx.Node], Sequence[int]] = declared_shape) -> Iterator[Positions]:
+    """The operands of a call that hold positions, in tensors of the shapes that `shape_of` gives."""
     target = node.target
     if target in _ALONG:
         args = given(node)
         index, table = (args[name] for name in _ALONG[target])
-        shape = type_of(table).shape
+        shape = shape_of(table)
         if shape:
             yield Positions(index, 0, shape[args.get("dim", 0)])
     elif target in _FROM_EITHER_END:
         args = given(node)
-        shape = type_of(args["self"]).shape
+        shape = shape_of(args["self"])
         for d, index in enumerate(args["indices"]):
             if index is not None and type_of(index).dtype not in (torch.bool, torch.uint8):  # those are masks
                 yield Positions(index, -shape[d], shape[d])

@@ -84,6 +84,10 @@ def _stage_faults(program: Pipelined, at: int) -> Iterator[Fault]:
             yield Fault(graph.name, f"it gives {sorted(_ports(graph, 'out', 'value'))}, and not the values of {name}")
         if _ports(graph, "in", *BETWEEN):
             yield Fault(graph.name, "it gathers what another graph makes")
+    whole, *halves = ({*_ports(bodies[which], "out", "sum")} for which in ("backward", "dgrad", "wgrad"))
+    if whole != set[str]().union(*halves):
+        differ = ", ".join(sorted(whole ^ set[str]().union(*halves)))
+        yield Fault(bodies.backward.name, f"{differ}: summed by one of backward and its halves alone")
     names: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")
     for which in names:
         graph, part = bodies[which], program.lists.pipeline.parts(at)[which]

@@ -17,6 +17,7 @@ and what is pending stays so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.sharding.lower_reshards import transposition
 from shardc.rules.notation import Dims, RuleError, fit
 from shardc.rules.projection import Projection, overlay
-from shardc.rules.registry import OpRule, find_rule, notation_of
+from shardc.rules.registry import MASKS, OpRule, find_rule, notation_of
 
 KERNELS: frozenset[Any] = frozenset((FUSED, *TEMPLATES.values()))
 SAME: frozenset[Any] = frozenset((ACCUMULATE,))
@@ -185,7 +186,8 @@ def _laid(
 
     def thawed(name: str, value: Any) -> Any:
         if isinstance(value, _Slot):
-            return Dims(name, shape(read[value.number]))
+            type = read[value.number]
+            return Dims(name, shape(type), boolean=type.dtype in MASKS)
         if isinstance(value, tuple):
             return [thawed(f"{name}{k}_", item) for k, item in enumerate(value)]
         return value
@@ -222,7 +224,7 @@ def _moved(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list
     axes: Axes = mesh.resolve(args["axes"])
     assert after is not None
     if is_flat(node):
-        return _flat_moved(node, before, after, axes)
+        return _flat_moved(node, before, after, mesh, axes)
     placement, pending = list(before.placement), dict(before.partial)
     if "atoms" in args and list(args["atoms"]) != list(before.local_atoms(mesh)):
         return [f"atoms are {list(before.local_atoms(mesh))}, not {args['atoms']}"]
@@ -263,7 +265,27 @@ def is_flat(node: fx.Node) -> bool:
     return any(operand.target is PACK for operand in operands(node))
 
 
-def _flat_moved(node: fx.Node, before: TensorType, after: TensorType, axes: Axes) -> list[str]:
+def _layout_fault(node: fx.Node, before: TensorType, after: TensorType, mesh: Mesh, axes: Axes) -> str | None:
+    """Of a collective that moves a flat tensor: its numbers say how a rank's elements lie, before and after."""
+    args = given(node)
+    if not {"atoms", "pos"} <= args.keys():
+        return None
+    atoms, pos, held = args["atoms"], args["pos"], math.prod(before.local_shape(mesh))
+    if math.prod(atoms) != held or not 0 <= pos < len(atoms):
+        return f"takes {held} elements as {atoms}, dim {pos}"
+    size, group = atoms[pos], mesh.size(axes)
+    moved = args["size"] if "size" in args else -(-size // group)
+    if "size" in args and not size * (group - 1) < moved <= size * group:
+        return f"gathers {group} times {size} as {moved}"
+    made = math.prod(atoms[:pos]) * moved * math.prod(atoms[pos + 1 :])
+    if math.prod(args["shape"]) != made or tuple(args["shape"]) != after.local_shape(mesh):
+        return f"yields {made} elements, in the shape {args['shape']}, and {after}"
+    return None
+
+
+def _flat_moved(node: fx.Node, before: TensorType, after: TensorType, mesh: Mesh, axes: Axes) -> list[str]:
+    if (wrong := _layout_fault(node, before, after, mesh, axes)) is not None:
+        return [wrong]
     pending = dict(before.partial)
     if "op" in given(node):
         lacking = [axis for axis in axes if pending.pop(axis, None) != given(node)["op"]]

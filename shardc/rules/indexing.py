@@ -68,15 +68,38 @@ def index(self: Dims, indices: Sequence[Dims | None]) -> Notation:
         example((2, 6, 5), [None, (4,)], (4, 5), True, ints={"indices": 6}),
         example((6, 6, 5), [(4, 1), (3,)], (), True, ints={"indices": 6}),
         example((6, 5), [(1,)], (5,), ints={"indices": 6}),
+        example((6, 5), [(6, 5)], (), bools=["indices"]),
+        example((4, 6, 5), [None, (6,)], (1,), True, bools=["indices"]),
     ],
 )
 def index_put(self: Dims, indices: Sequence[Dims | None], values: Dims, accumulate: bool = False) -> Notation:
+    if any(i is not None and i.boolean for i in indices):
+        return _put_where(self, indices, values)
     texts, result, at = _indexed(self, indices)
     aligned = result[len(result) - values.ndim :]
     value = _text([label if n != 1 else "1" for label, n in zip(aligned, values.shape, strict=True)])
     picked = [label for label in result if label not in self.labels]
     whole = " ".join([*at, *(p for p in picked if p != "1")])  # each shard would add to its own copy of self
     return Notation(f"{', '.join([str(self), *texts, value])} -> {self}", whole=whole)
+
+
+def _put_where(x: Dims, indices: Sequence[Dims | None], values: Dims) -> Notation:
+    """A mask lies on as many dims of x as it has. One value for every place is put shard by shard; of several, which
+    place takes which depends on all of the mask."""
+    labels: list[list[str]] = []
+    covered: list[str] = []
+    d = 0
+    for position, i in enumerate(indices):
+        spanned = i.ndim if i is not None and i.boolean else 1
+        if i is not None:
+            covered += x.labels[d : d + spanned]
+            labels.append(x.labels[d : d + spanned] if i.boolean else [f"i{position}_{k}" for k in range(i.ndim)])
+        d += spanned
+    alone = len(labels) == 1 and all(n == 1 for n in values.shape)
+    value = ["1" if n == 1 else f"v{k}" for k, n in enumerate(values.shape)]
+    whole = [] if alone else dict.fromkeys((*covered, *(label for some in labels for label in some), *value))
+    texts = ", ".join([str(x), *map(_text, labels), _text(value)])
+    return Notation(f"{texts} -> {x}", whole=" ".join(label for label in whole if label != "1"))
 
 
 # ------------------------------------------------------------------------------------------------ along one dim

@@ -68,12 +68,14 @@ class FactorRule:
 class Dims:
     """One tensor operand inside a rule function: prints as its dims, one factor each.
 
-    `f"{x} -> {x.swap(0, 1)}"` is the rule of a transpose. `x[d]` is the name of dim d.
+    `f"{x} -> {x.swap(0, 1)}"` is the rule of a transpose. `x[d]` is the name of dim d. `boolean`: as an index it picks
+    the places where it is true.
     """
 
-    def __init__(self, name: str, shape: Sequence[int], labels: Sequence[str] | None = None):
+    def __init__(self, name: str, shape: Sequence[int], labels: Sequence[str] | None = None, *, boolean: bool = False):
         self.name = name
         self.shape = tuple(shape)
+        self.boolean = boolean
         self.labels = list(labels) if labels is not None else [f"{name}{i}" for i in range(len(self.shape))]
 
     @property

@@ -58,6 +58,7 @@ class OpRule:
     exact: bool = True  # False: shards agree with the whole only up to rounding of a different algorithm
 
 
+MASKS = (torch.bool, torch.uint8)  # as indices they pick the places where they are true
 _RULES: dict[Any, OpRule] = {}
 _FITTED: dict[Any, FactorRule] = {}
 
@@ -127,7 +128,11 @@ def notation_of(entry: OpRule, arguments: dict[str, Any]) -> Notation:
 
 def bind(node: fx.Node) -> dict[str, Any]:
     """The call's arguments by schema name, defaults filled in, tensors as `Dims`."""
-    return bind_call(node.target, node.args, dict(node.kwargs), lambda name, v: Dims(name, type_of(v).shape))
+
+    def dims(name: str, value: fx.Node) -> Dims:
+        return Dims(name, type_of(value).shape, boolean=type_of(value).dtype in MASKS)
+
+    return bind_call(node.target, node.args, dict(node.kwargs), dims)
 
 
 def bind_call(

@@ -87,4 +87,4 @@ def nothing_done(*, reads: bool = True) -> Generator[None]:
         yield
     finally:
         _watches.pop()
-    assert done == []
+    assert not done, done

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.hostile.harness import Net, case
+from tests.hostile.harness import LAYOUTS, MICROBATCHES, Net, case
 
 
 @case()
@@ -103,7 +103,7 @@ class HookReadsAnotherParameter(Net):
         self.a.bias.register_hook(lambda g: g + 0.01 * self.b.bias)
 
 
-@case()
+@case(refused=dict.fromkeys(MICROBATCHES, "SC122"))
 class DecayAfterAccumulation(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class HookCounts(Net):
         self.a.weight.register_hook(counted)
 
 
-@case(refused="SC104")
+@case(refused=dict.fromkeys(LAYOUTS, "SC104") | dict.fromkeys(MICROBATCHES, "SC122"))
 class OptimizerInBackward(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
-from shardc.ir.index_operands import Positions, positions
+from shardc.ir.index_operands import Positions, declared_shape, positions
 from shardc.ir.ops.check_index import check_index
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 
@@ -103,7 +103,12 @@ def out_of_range(
 ) -> ShardcError | None:
     """The error for a failed instruction, if one of its operands (`operand_values`) held an index out of range."""
     operand = dict(zip(operands(instruction.node), operand_values, strict=True))
-    for p in positions(instruction.node):
+
+    def held_shape(value: fx.Node) -> Sequence[int]:  # a rank's rows of a table
+        tensor = operand[value]
+        return declared_shape(value) if tensor is None else tensor.shape
+
+    for p in positions(instruction.node, held_shape):
         value = operand[p.value]
         if value is None or value.device.type != "cpu":  # after an assertion on a GPU nothing can be read from it
             continue
