@@ -100,6 +100,30 @@ def test_refused_by_instruction(name: str) -> None:
     assert re.search(said, str(found)), str(found)
 
 
+FLAT: Mapping[str, tuple[int, Any]] = {"another size": (4, 0), "another dim": (3, 1), "other atoms": (2, [5])}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_refused_of_a_bucket(name: str) -> None:
+    at, value = FLAT[name]
+
+    def change(content: Content) -> None:
+        gathers = (n for n in content["body"]["nodes"] if n.get("call") == "shardc.all_gather")
+        next(n for n in gathers if "bucket" in n["name"])["args"][at] = value
+
+    assert refused("zero3", change).code == "SC410"
+
+
+def test_an_index_beyond_the_rows_of_a_rank_is_named() -> None:
+    """Which index a call reads is the program's; that it is none of a rank's rows shows when it runs."""
+    content, of = json.loads(base("tp").text)["content"], base("tp")
+    node(content["body"], "lt.Scalar")["args"][1] = 8  # the table's rows, and not those of a rank
+    with pytest.raises(ShardcError) as caught:
+        Program.from_json(forged(of.text, content)).simulate(of.batch, params=of.params)
+    assert caught.value.code == "SC507"
+    assert "the values there may be 0 to 3" in str(caught.value)
+
+
 def stage(change: Callable[[Content], Any]) -> Callable[[Content], Any]:
     return lambda content: change(content["pipelined"])
 
@@ -138,6 +162,7 @@ STAGES: Mapping[str, tuple[Callable[[Content], Any], str]] = {
         lambda p: node(p["finishes"][0]["update"], "lerp.Scalar").update(type="f64[4, 4]"),
         "SC410",
     ),
+    "a sum of one half of backward": (lambda p: p["stages"][0]["wgrad"]["outputs"][0].update(name="other"), "SC410"),
     "work beyond the lists": (lambda p: p["lists"].update(microbatches=60000), "SC410"),
     "no part for a stage": (lambda p: p["stages"][0].pop("dgrad"), "SC402"),
 }
