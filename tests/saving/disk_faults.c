@@ -1,7 +1,7 @@
 /* Loaded before libc (LD_PRELOAD): numbers the calls that change files below a folder, and lets one of them go wrong.
 
-   Native code is seen as Python is. What would escape, libc's own calls and mapped pages, shows in `disk_bytes`: the
-   bytes that were written by these calls are compared with what lies on disk. */
+   Native code is seen as Python is, but for a rename by safetensors, which asks the kernel itself. Writes that would
+   escape, libc's own and those to mapped pages, show in `disk_bytes`: it is compared with what lies on disk. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -189,6 +189,7 @@ ON_FD(fallocate64, (int fd, int how, off64_t offset, off64_t size), fd, how, off
     }
 ON_PATH(rename, 0, (const char *from, const char *to), AT_FDCWD, to, from, to)
 ON_PATH(renameat, 0, (int in, const char *from, int at, const char *to), at, to, in, from, at, to)
+ON_PATH(renameat2, 0, (int in, const char *from, int at, const char *to, unsigned flags), at, to, in, from, at, to, flags)
 ON_PATH(link, 0, (const char *from, const char *to), AT_FDCWD, to, from, to)
 ON_PATH(linkat, 0, (int in, const char *from, int at, const char *to, int flags), at, to, in, from, at, to, flags)
 ON_PATH(symlink, 0, (const char *from, const char *to), AT_FDCWD, to, from, to)

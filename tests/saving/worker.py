@@ -14,10 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardc
@@ -174,6 +176,49 @@ class Savings:
         copy.rename(self.work)
         self.gone_on_with(start, self.path, saved="saved" in result)
 
+    def export_calls(self) -> list[str]:
+        """The calls of `export_safetensors` over weights that are there, on a disk that is well."""
+        self.begin("nothing")
+
+        def export() -> dict[str, Any]:
+            self.reader.export_safetensors(self.work / "weights")
+            self.disk.arm(self.work, Fault.COUNT, 0)
+            self.first.export_safetensors(self.work / "weights")
+            return {"calls": self.disk.disarm()}
+
+        return forked(export)["calls"]
+
+    def export_harmed(self, fault: Fault, number: int) -> None:
+        """Weights are the old or the new ones, whatever happens; of a refused export nothing half written stays."""
+        self.begin("nothing")
+        folder = self.work / "weights"
+
+        def export() -> dict[str, Any]:
+            self.program.launch().export_safetensors(folder)
+            self.disk.arm(self.work, fault, number)
+            result: dict[str, Any] = {}
+            try:
+                self.first.export_safetensors(folder)
+            except ShardcError as refused:
+                result = {"code": refused.code, "message": str(refused)}
+            calls = self.disk.disarm()
+            return {**result, "harmed": len(calls) > number, "left": sorted(names(folder))}
+
+        result = forked(export)
+        if result:
+            assert "raised" not in result, result["raised"]
+            assert result["harmed"], result
+            if fault is not Fault.BROKEN:
+                assert result["left"] == ["model.safetensors"], result
+            assert ("code" in result) <= (result.get("code") == "SC408" and str(folder) in result["message"]), result
+        else:
+            assert fault in (Fault.KILL, Fault.HALF)
+        read = load_file(folder / "model.safetensors")
+        states = self.states[1:2] if result and "code" not in result else self.states[:2]
+        assert any(all(torch.equal(value, state[name]) for name, value in read.items()) for state in states)
+        self.reader.export_safetensors(folder)
+        assert names(folder) == {"model.safetensors"}, names(folder)
+
     def gone_on_with(self, start: str, path: Path, saved: bool) -> None:
         """All who read a checkpoint find the same whole one; the next job goes on from it, and leaves no rubbish."""
         step: int | None
@@ -204,8 +249,9 @@ def main() -> None:
     folder, stride, faults = Path(sys.argv[1]), int(sys.argv[2]), [Fault[name] for name in sys.argv[3:]]
     savings = Savings(folder)
     report: dict[str, Any] = {"calls": {}, "tried": 0, "wrong": []}
-    for start in START:
-        calls = report["calls"][start] = savings.calls(start)
+    harms = {start: partial(savings.harmed, start) for start in START} | {"export": savings.export_harmed}
+    for start, harm in harms.items():
+        calls = report["calls"][start] = savings.export_calls() if start == "export" else savings.calls(start)
         for fault in faults:
             offset = (int(fault) + len(start)) % stride
             for number, call in list(enumerate(calls))[offset::stride]:
@@ -213,7 +259,7 @@ def main() -> None:
                     continue
                 report["tried"] += 1
                 try:
-                    savings.harmed(start, fault, number)
+                    harm(fault, number)
                 except Exception as wrong:
                     what = "".join(traceback.format_exception(wrong)[-2:])[-1500:]
                     report["wrong"].append(f"{start}, {fault.name} at {number} ({call}): {what}")
