@@ -253,7 +253,7 @@ def main() -> None:
     for start, harm in harms.items():
         calls = report["calls"][start] = savings.export_calls() if start == "export" else savings.calls(start)
         for fault in faults:
-            offset = (int(fault) + len(start)) % stride
+            offset = (7 * int(fault) + 3 * len(start)) % stride
             for number, call in list(enumerate(calls))[offset::stride]:
                 if fault is Fault.HALF and not call.startswith(WRITES):
                     continue
