@@ -1,11 +1,13 @@
 """Ranks that are not alike: what one rank of `test_agreement.py` does.
 
-One pair of processes takes all faults in turn: the error is the same on both, so that the next launch meets again.
+One pair of processes takes all faults in turn (`agree`): the error is the same on both, so that the next launch meets
+again. Or a pair takes the one that is named, and ends as a user's script does, by the error.
 """
 
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,22 +48,31 @@ def job(
     seed: int = 0,
     plan: Mapping[str, object] | None = None,
     mesh: str = "dp=2",
+    adam: bool = False,
+    not_a_number: bool = False,
+    steps: int = 4,
     before: Callable[[Trainer, torch.optim.Optimizer, int], None] | None = None,
 ) -> list[float]:
-    """Losses of 4 steps."""
+    """Losses of some steps."""
     torch.manual_seed(weights)
     model = Model(act)
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum)
+    if not_a_number:
+        with torch.no_grad():
+            model.up.weight[0, 0] = float("nan")
+    params = model.parameters()
+    optimizer = torch.optim.Adam(params, lr) if adam else torch.optim.SGD(params, lr, momentum)
     batch = torch.randn(4, 8)
     wanted = {"clip_grad_norm": clip, "inputs": {"*": "dp"} if "dp" in mesh else {}, **(plan or {})}
     program = shardc.compile(model, batch, mesh=mesh, plan=wanted, optimizer=optimizer)
     losses: list[float] = []
     trainer = program.launch(seed=seed, timeout=30)
-    for step in range(4):
+    for step in range(steps):
         batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * data + step))
         if before is not None:
             before(trainer, optimizer, step)
         losses.append(float(trainer.step(batch).loss))
+    if sys.argv[1] != "agree":
+        trainer.close()
     return losses
 
 
@@ -72,6 +83,11 @@ def rate_later(trainer: Trainer, optimizer: torch.optim.Optimizer, step: int) ->
 def written(trainer: Trainer, optimizer: torch.optim.Optimizer, step: int) -> None:
     if ODD and step == 1:
         trainer.state["up.weight"][3] += 0.5
+
+
+def not_a_number(trainer: Trainer, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if ODD and step == 1:
+        trainer.state["up.weight"][3] = float("nan")
 
 
 def rounded(trainer: Trainer, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -110,13 +126,36 @@ CASES: dict[str, Callable[[], list[float]]] = {
     "weights_sharded": lambda: job(weights=int(ODD), plan=ZERO),
     "forward": lambda: job(act=torch.tanh if ODD else torch.relu),
     "written": lambda: job(before=written),
+    "kind": lambda: job(adam=ODD),
+    "nan": lambda: job(not_a_number=ODD),
+    "nan_later": lambda: job(before=not_a_number),
     "rounded": lambda: job(before=rounded),
     "moved": lambda: job(before=moved),
 }
 
 
+ALONE = {"twice": lambda: job(steps=8 if ODD else 4)}  # one rank trains again when the other has closed
+
+
+def by_itself(name: str, folder: Path) -> None:
+    """One fault, and the script's own end: by the error, which torch's threads must not hold up."""
+    started = time.monotonic()
+    said: dict[str, object] = {"error": None, "code": None}
+    try:
+        said["losses"] = {**CASES, **ALONE}[name]()
+    except shardc.ShardcError as failure:
+        said |= {"error": str(failure), "code": failure.code}
+        raise
+    finally:
+        said["seconds"] = time.monotonic() - started
+        (folder / f"{RANK}.json").write_text(json.dumps(said))
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[1] != "agree":
+        by_itself(sys.argv[1], Path(sys.argv[2]))
+        return
     dist.init_process_group("gloo")
     found: dict[str, dict[str, object]] = {}
     for name, run in CASES.items():

@@ -20,6 +20,9 @@ SAID = {
     "weights_sharded": "SC542 replicas-differ]: at the launch: rank 1 starts from other values than the other ranks",
     "forward": "SC541 ranks-differ]: rank 1 has another program than rank 0",
     "written": "SC542 replicas-differ]: before step 1: rank 1 holds other values than the other ranks",
+    "kind": "SC541 ranks-differ]: rank 1 has another program than rank 0",
+    "nan": "SC542 replicas-differ]: at the launch: rank 1 starts from other values than the other ranks",
+    "nan_later": "SC542 replicas-differ]: before step 1: rank 1 holds other values than the other ranks",
     "moved": "SC542 replicas-differ]: before step 1: rank 1 is at another step or random seed than the other ranks",
 }
 CAUSES = {
@@ -30,6 +33,9 @@ CAUSES = {
     "weights": "different: param up.weight, param up.bias, param down.weight and 1 more",
     "forward": "%tanh = tanh(%up.add)",
     "written": "different: param up.weight",
+    "kind": "exp_avg",
+    "nan": "different: param up.weight",
+    "nan_later": "different: param up.weight",
 }
 
 
@@ -52,3 +58,21 @@ def test_a_rank_that_differs_is_named_by_every_rank(tmp_path: Path) -> None:
     assert (
         "before step 1: rank 1 and the others differ in what they hold of up.weight" in first["rounded"]["warnings"][0]
     )
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("case", [*SAID, "twice"])
+def test_a_job_of_ranks_that_differ_ends_by_itself(case: str, tmp_path: Path) -> None:
+    """Each of the scripts ends by its error; `start` fails where one still runs."""
+    first, second = start(case, 2, tmp_path, limit=60, worker=WORKER)
+    assert first is not None
+    assert second is not None
+    if case == "twice":
+        assert first["error"] is None
+        assert second["code"] == "SC502"
+        assert "rank 0 closed its trainer, and rank 1 was waiting for it" in second["error"]
+        return
+    assert SAID[case] in first["error"]
+    assert first["code"] == second["code"] == SAID[case][:5]
+    if case != "moved":
+        assert first["error"] == second["error"]

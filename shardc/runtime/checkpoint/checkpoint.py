@@ -11,7 +11,6 @@ never costs the checkpoint before. All ranks must call each of these; what fails
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,9 +29,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import DTYPE_NAMES, TensorType
-from shardc.runtime.checkpoint.folder import find, place_of, temporary
+from shardc.runtime.checkpoint.folder import discard, find, place_of, temporary
 from shardc.runtime.checkpoint.lock import FolderLock
-from shardc.runtime.checkpoint.manifest import MANIFEST, Manifest, Piece, Stored
+from shardc.runtime.checkpoint.manifest import Manifest, Piece, Stored
 from shardc.runtime.checkpoint.planners import Held, LoadShards, Reader, SaveShards, Writer, names_of, writes
 from shardc.torch_compat import stored_at
 
@@ -238,8 +237,8 @@ class Checkpoints:
                     process_group=self.group, no_dist=self.group is None,
                 )  # fmt: skip
             except BaseException:
-                if self.own == 0 and not (temporary(path, manifest.step) / MANIFEST).exists():  # half written
-                    shutil.rmtree(temporary(path, manifest.step), ignore_errors=True)
+                if self.own == 0:
+                    discard(temporary(path, manifest.step))
                 raise
 
 

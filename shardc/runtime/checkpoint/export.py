@@ -1,13 +1,15 @@
 """Weights as Hugging Face stores them: safetensors, with an index where they are more than one file.
 
 Tensors are gathered one at a time, on rank 0, which holds no more than one file of them. Tied names are left out, as
-`save_pretrained` leaves them: the model ties them again. This is no checkpoint: a crash may leave part of the files.
+`save_pretrained` leaves them: the model ties them again. Files are written in the folder's `.weights.tmp`, and renamed
+when all are there. This is no checkpoint: a crash between two renames leaves files of both.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ from shardc.runtime.checkpoint.weights import INDEX
 from shardc.runtime.execute.layout import assemble
 
 FILE_BYTES = 5 << 30
+DRAFTS = ".weights.tmp"  # a folder, since safetensors writes under names of its own
 
 
 def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_bytes: int = FILE_BYTES) -> None:
@@ -34,37 +37,44 @@ def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_
     folder, first = Path(path), place.own == 0
     files = _files({name: one.type for name, one in held.items()}, file_bytes)
 
+    def begin() -> None:
+        if first:
+            with _written(folder):
+                if (folder / DRAFTS).exists():  # of an export that was killed
+                    shutil.rmtree(folder / DRAFTS)
+                (folder / DRAFTS).mkdir(parents=True)
+
     def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
         if first:
-            with _written(folder, files):
-                folder.mkdir(parents=True, exist_ok=True)
-                save_file(tensors, str(folder / f"{name}.tmp"), {"format": "pt"})
-                with (folder / f"{name}.tmp").open("rb+") as file:
+            with _written(folder):
+                draft = folder / DRAFTS / name
+                save_file(tensors, str(draft), {"format": "pt"})
+                with draft.open("rb+") as file:
                     os.fsync(file.fileno())
 
+    place.agreed(begin)
     for name, names in files.items():
         tensors = {one: whole for one in names if (whole := gathered(place, one, held[one])) is not None}
         place.agreed(lambda name=name, tensors=tensors: write(name, tensors))
 
     def finish() -> None:
         if first:
-            with _written(folder, files):
+            with _written(folder):
                 _put_in_place(folder, files, sum(one.type.numel() * one.type.dtype.itemsize for one in held.values()))
 
     place.agreed(finish)
 
 
 @contextmanager
-def _written(folder: Path, files: Mapping[str, list[str]]) -> Generator[None]:
+def _written(folder: Path) -> Generator[None]:
     """What goes wrong with files as SC408, for instance a full disk, which does not stay full of what is half done."""
     try:
         yield
     except ShardcError:
         raise
     except Exception as failure:  # safetensors has a class of its own for what the system refuses
-        for name in (*files, INDEX):
-            with suppress(OSError, ValueError):
-                (folder / f"{name}.tmp").unlink(missing_ok=True)
+        with suppress(ValueError):  # a path that holds a NUL byte
+            shutil.rmtree(folder / DRAFTS, ignore_errors=True)
         message = f"the weights could not be written to {folder}: {type(failure).__name__}: {failure}"
         raise error(
             "SC408", message, hint="weights that were there before are as they were, or were replaced"
@@ -114,15 +124,16 @@ def _put_in_place(folder: Path, files: Mapping[str, list[str]], size: int) -> No
     """Replace what weights the folder has; a configuration or a tokenizer beside them stays."""
     (folder / INDEX).unlink(missing_ok=True)
     for name in files:
-        os.replace(folder / f"{name}.tmp", folder / name)
+        os.replace(folder / DRAFTS / name, folder / name)
     for old in folder.glob("model*.safetensors"):
         if old.name not in files:
             old.unlink()
     if len(files) > 1:
         where = {one: name for name, names in files.items() for one in names}
         data = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / f"{INDEX}.tmp").write_text(json.dumps(data, indent=2), encoding="utf-8")
-        os.replace(folder / f"{INDEX}.tmp", folder / INDEX)
+        (folder / DRAFTS / INDEX).write_text(json.dumps(data, indent=2), encoding="utf-8")
+        os.replace(folder / DRAFTS / INDEX, folder / INDEX)
+    (folder / DRAFTS).rmdir()
     sync(folder)
 
 

@@ -47,7 +47,8 @@ def find(path: Path) -> Path:
         try:
             Manifest.read(folder)
         except ShardcError as failure:
-            damaged = damaged or (failure if folder == path else None)
+            # One that was begun and is not whole is only what a crash left of a save: it was never a checkpoint.
+            damaged = damaged or (failure if folder in (path, _replaced(path)) else None)
         else:
             return folder
     if damaged is not None:
@@ -67,12 +68,16 @@ def find(path: Path) -> Path:
 
 def present(path: Path) -> bool:
     """Is there anything to go on from at `path`: a whole checkpoint, or something that `find` has to refuse?"""
-    return any(True for _ in _candidates(path)) or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
+    try:
+        find(path)
+    except ShardcError as failure:
+        return failure.code != "SC407" or (path.exists() and not _is_empty(path))
+    return True
 
 
 def begin(path: Path, step: int) -> Path:
     """An empty folder to write in. What crashed saves have left is tidied; what is no checkpoint is not touched."""
-    if path.exists() and not (path / METADATA).is_file() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and not (path / METADATA).is_file() and not _is_empty(path):
         hint = "give the path of a folder of its own; one that is there already is replaced, if it is a checkpoint"
         raise error("SC408", f"{path} exists, and is no checkpoint: it is not replaced", hint=hint)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +93,14 @@ def temporary(path: Path, step: int) -> Path:
     """The folder that a save writes in: of one name on all ranks of a job, and of another in each job."""
     job = ":".join(os.environ[name] for name in JOB if name in os.environ) or str(os.getpid())
     return path.with_name(f"{path.name}.tmp-{step}-{zlib.crc32(job.encode()):08x}")
+
+
+def discard(folder: Path) -> None:
+    """Remove what a failed save has half written. What is whole stays, and is the newest that `find` knows."""
+    try:
+        Manifest.read(folder)
+    except ShardcError:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(folder: Path, path: Path) -> None:
@@ -109,6 +122,10 @@ def sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _candidates(path: Path) -> Iterator[Path]:

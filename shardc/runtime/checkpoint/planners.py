@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -227,7 +228,8 @@ class Writer(FileSystemWriter):
                 tied.append(replace(result, index=replace(result.index, fqn=alias)))
         super().finish(metadata, [*results, tied])
         size = (self._folder / METADATA).stat().st_size
-        with (self._folder / METADATA).open("rb") as file:
+        with (self._folder / METADATA).open("rb+") as file:
+            os.fsync(file.fileno())  # torch does so before the last of it is written
             rows[METADATA] = [[0, size, crc_of(file, 0, size)]]
         files = {one.name: one.stat().st_size for one in sorted(self._folder.iterdir())}
         replace(self._manifest, files=files, checks=rows).write(self._folder)

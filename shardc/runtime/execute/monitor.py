@@ -89,7 +89,9 @@ class Monitor:
         self._lasting_fields: dict[str, Any] = {}  # fields that every later record repeats
         self._fatal = fatal
         self._reports_error = False  # the main thread will raise an error of its own
-        self._published_death: tuple[int, Record] | None = None  # the dead rank that another rank published
+        self._published_death: tuple[int, Record] | None = (
+            None  # the dead rank that another published, or rank 0, closed
+        )
         self._bell = SignalWakeup()
         self._publish()
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
@@ -110,6 +112,8 @@ class Monitor:
             self._thread.join()
             self._bell.close()
         self._publish(closed=True)
+        if self.rank == 0:
+            self._stay_until_others_know()
 
     def report_own_failure(self, why: str) -> None:
         """Publish that this rank fails for a reason of its own, for the other ranks to report."""
@@ -133,9 +137,7 @@ class Monitor:
                 time.sleep(BEAT)
                 records = self._records()
         except Exception:
-            if self._published_death is not None:
-                return self._death_error(*self._published_death, NO_OWN_ERROR)
-            return self._death_error(0, None, "and with it the store of the job")
+            return self._lost_store_error()
         records = records or before
         for rank, record in records.items():
             if record.own_error:
@@ -186,6 +188,11 @@ class Monitor:
             hint = "every rank must take the same steps"
         return error("SC502", message, cause=where, hint=hint)
 
+    def _lost_store_error(self) -> ShardcError:
+        if self._published_death is not None:
+            return self._death_error(*self._published_death, NO_OWN_ERROR)
+        return self._death_error(0, None, "and with it the store of the job")
+
     def _late_error(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
         message = f"rank {rank} did not come to {self._current_instruction()} in time; rank {self.rank} waited for it"
         position = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
@@ -215,6 +222,18 @@ class Monitor:
         if self.rank == 0:
             time.sleep(3 * BEAT)
 
+    def _stay_until_others_know(self) -> None:
+        """Rank 0 takes the store along: one that still waits for it has the time to read that it closed, not died."""
+        deadline = time.monotonic() + 3 * BEAT
+        with contextlib.suppress(Exception):
+            while not all(one.closed or one.failed or one.terminated for one in self._records().values()):
+                if not self._store.check(["dead"]):
+                    closed = Record(self._beat, self.step, self.counter, closed=True)
+                    self._store.set("dead", json.dumps([0, asdict(closed)]))
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.02)
+
     def _read_death(self) -> None:
         with contextlib.suppress(Exception):
             if self._published_death is None and self._store.check(["dead"]):
@@ -243,7 +262,7 @@ class Monitor:
         try:
             records = self._records()
         except Exception:
-            self._exit_with(self._death_error(0, None, "and with it the store of the job"), terminated)
+            self._exit_with(self._lost_store_error(), terminated)
             return
         now = time.monotonic()
         for rank, record in records.items():
