@@ -255,7 +255,9 @@ class Program(data.Program):
 
     def memory(self) -> MemoryReport | PipelineMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
-        return memory(self.body, arena=True) if self.pipelined is None else pipeline_memory(self.pipelined)
+        return (
+            memory(self.body, arena=True, overlap=True) if self.pipelined is None else pipeline_memory(self.pipelined)
+        )
 
     def flops(self) -> Flops:
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""

@@ -7,6 +7,7 @@ collective of its own) is not counted, nor is the allocator's rounding.
     gradients        a parameter's, until the optimizer has used it; without one, to the end
     activations      made in forward and used in backward; the loss and other outputs
     communication    results of collectives, until they are used; parameters gathered for use
+    in flight        what collectives under way hold for themselves: packed copies of operands, what has yet to arrive
     temporaries      everything that forward, backward or the optimizer needs within itself alone
     arena            what the memory that was planned for results of kernels (`ir.arena`) holds beside those there now
 
@@ -16,18 +17,18 @@ New values of what is stored (casts and updates of parameters, new optimizer sta
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
 
+from shardc.ir.account import Account, account_of
 from shardc.ir.arena import Plan, planned
-from shardc.ir.buckets import with_buckets
 from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer, type_of
-from shardc.ir.liveness import Life, lives
-from shardc.ir.microbatch import in_microbatch
-from shardc.ir.storages import Storage, storages
+from shardc.ir.liveness import Life
+from shardc.ir.overlap_schedule import Action
+from shardc.ir.storages import Storage
 from shardc.ir.types import TensorType
 
 Category = Literal[
@@ -38,6 +39,7 @@ Category = Literal[
     "inputs",
     "activations",
     "communication",
+    "in flight",
     "temporaries",
     "arena",
 ]
@@ -49,6 +51,7 @@ CATEGORIES: tuple[Category, ...] = (
     "inputs",
     "activations",
     "communication",
+    "in flight",
     "temporaries",
     "arena",
 )
@@ -112,7 +115,8 @@ class MemoryReport:
     rows: tuple[Row, ...]
     peak_at: Moment | None  # None for a body without calls
     live: tuple[LiveValue, ...]
-    timeline: tuple[int, ...]  # bytes beyond what is stored, while each call runs
+    timeline: tuple[int, ...]  # bytes beyond what is stored, during each action
+    actions: tuple[Action, ...] = field(default=(), repr=False)  # of a body: runs of calls, begins, waits
 
     @property
     def peak(self) -> int:
@@ -172,6 +176,8 @@ def aligned(lines: Sequence[tuple[str, ...]], right: Sequence[int] | None = None
 
 
 def category_of(life: Life) -> Category:
+    if life.in_flight:
+        return "in flight"
     if life.returned is not None and life.returned in RETURNED:
         return RETURNED[life.returned]
     if life.weights:
@@ -183,18 +189,22 @@ def category_of(life: Life) -> Category:
     return "communication" if life.moved else "temporaries"
 
 
-def memory(body: Graph, *, arena: bool = False) -> MemoryReport:
-    """The report of a localized body, without its arena or (as a rank of a job runs it) with it."""
-    inside = in_microbatch(body)
-    calls = sorted(body.calls(), key=lambda node: node not in inside)  # as they run
-    found, made = lives(body, calls, inside, with_buckets(body, storages(body)))
-    held: list[tuple[Category, Storage]] = [(STORED.get(port.role, "inputs"), storage) for port, storage in found]
+def memory(body: Graph, *, arena: bool = False, overlap: bool = False) -> MemoryReport:
+    """The report of a localized body. As a rank of a job runs it: with its `arena`, its collectives `overlap`.
+
+    Without overlap, each collective is waited for where it begins, as a simulation does, and a moment is a call.
+    """
+    account = account_of(body, overlap=overlap)
+    made, actions = account.made, account.times.actions
+    held: list[tuple[Category, Storage]] = [
+        (STORED.get(port.role, "inputs"), storage) for port, storage in account.held
+    ]
     stored = nothing()
     for category, storage in held:
         stored[category] += storage.bytes
     categories: list[Category] = [category_of(life) for life in made]
     plan = planned(body) if arena else Plan(())
-    walk = Walk.over(made, categories, len(calls), plan.values, plan.bytes)
+    walk = Walk.over(made, categories, account.moments, plan.values, plan.bytes)
     rows = tuple(
         Row(rank, category, stored[category], walk.at_peak[category], walk.most[category])
         for rank in range(body.mesh.world_size)
@@ -204,13 +214,13 @@ def memory(body: Graph, *, arena: bool = False) -> MemoryReport:
     if walk.peak_at is not None:
         live += [live_value(made[i].storage, categories[i]) for i in walk.there(made)]
     live.sort(key=lambda one: -one.bytes)
-    moment = None if walk.peak_at is None else moment_of(walk.peak_at, calls[walk.peak_at])
-    return MemoryReport(rows, moment, tuple(live), walk.timeline)
+    moment = None if walk.peak_at is None else moment_of(account, walk.peak_at)
+    return MemoryReport(rows, moment, tuple(live), walk.timeline, actions)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What there is at each call of a body, and when that is most: in all, and of each category."""
+    """What there is at each action on a body, and when that is most: in all, and of each category."""
 
     timeline: tuple[int, ...]
     peak_at: int | None
@@ -222,11 +232,11 @@ class Walk:
         cls,
         made: Sequence[Life],
         categories: Sequence[Category],
-        calls: int,
+        moments: int,
         placed: Collection[fx.Node] = (),
         arena: int = 0,
     ) -> Walk:
-        """Lives in order of birth, and how many calls there are; what is `placed` is in the arena, which is there."""
+        """Lives in order of birth, and how many moments there are; what is `placed` is in the arena, which is there."""
         births = _Agenda(range(len(made)), [life.born for life in made])
         deaths = _Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
         now, most, at_peak = nothing(), nothing(), nothing()
@@ -234,7 +244,7 @@ class Walk:
         timeline: list[int] = []
         peak = 0
         peak_at: int | None = None
-        for at in range(calls):
+        for at in range(moments):
             for i in births.due(at):
                 size, category = made[i].storage.bytes, categories[i]
                 if made[i].storage.value in placed:
@@ -283,6 +293,8 @@ def live_value(storage: Storage, category: Category) -> LiveValue:
     return LiveValue(about.name, category, type_of(storage.value), call.fqn, call.source, storage.bytes)
 
 
-def moment_of(index: int, call: fx.Node) -> Moment:
+def moment_of(account: Account, moment: int) -> Moment:
+    call = account.call_at(moment)
     about = info(call)
+    index = account.times.actions[moment].at
     return Moment(index, about.name, op_name(call.target), about.phase, about.fqn, about.source)

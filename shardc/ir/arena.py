@@ -24,11 +24,11 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from shardc.ir.account import Account, account_of
 from shardc.ir.buckets import layout_of, pieces, with_buckets
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import INTO, writes
-from shardc.ir.liveness import Life, lives
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.schema import schema_of
@@ -76,16 +76,16 @@ def planned(body: Graph, most: int | None = None) -> Plan:
     candidates = _candidates(body, calls, of)
     if not candidates:
         return Plan(())
-    held, made = lives(body, calls, inside, of)
-    stored = sum(storage.bytes for _, storage in held)
-    whole = max(_timeline(made, set(), len(calls)), default=0)
+    account = account_of(body, overlap=True)
+    stored = sum(storage.bytes for _, storage in account.held)
+    whole = max(_timeline(account, set()), default=0)
     best = Plan(())
     for size in sorted({slot.bytes for slot in candidates}):
         plan = placed([slot for slot in candidates if slot.bytes <= size])
         if most is not None:
             fits = plan.bytes <= most
         else:
-            rest = max(_timeline(made, set(plan.values), len(calls)), default=0)
+            rest = max(_timeline(account, set(plan.values)), default=0)
             fits = SPARE * (plan.bytes + rest - whole) <= stored + whole
         best = plan if fits else best
     return best
@@ -192,15 +192,15 @@ def _freed(gaps: list[tuple[int, int]], offset: int, size: int, top: int) -> int
     return top
 
 
-def _timeline(made: Sequence[Life], without: set[fx.Node], calls: int) -> list[int]:
-    """Bytes beyond what is stored while each call runs."""
-    change = [0] * (calls + 2)
-    for life in made:
+def _timeline(account: Account, without: set[fx.Node]) -> list[int]:
+    """Bytes beyond what is stored during each action."""
+    change = [0] * (account.moments + 2)
+    for life in account.made:
         if life.storage.value not in without:
             change[life.born] += life.storage.bytes
             change[life.dies + 1] -= life.storage.bytes
     total, found = 0, list[int]()
-    for at in range(calls):
+    for at in range(account.moments):
         total += change[at]
         found.append(total)
     return found

@@ -18,6 +18,8 @@ from shardc.ir.in_place import writes
 from shardc.ir.microbatch import GIVEN, MADE
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.ops.local import axis_offset
+from shardc.ir.overlap_schedule import Times
 from shardc.ir.storages import Storage, yields
 
 ORDER: tuple[Phase, ...] = ("fwd", "bwd", "opt")
@@ -35,23 +37,26 @@ class Life:
     weights: bool  # made of parameters alone
     moved: bool  # by a collective
     returned: Role | None = None
+    in_flight: bool = False  # what a collective holds for itself
 
 
 def lives(
-    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node], of: dict[fx.Node, Storage]
+    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node], of: dict[fx.Node, Storage], times: Times | None = None
 ) -> tuple[list[tuple[Port, Storage]], list[Life]]:
     """The storages of inputs; and those that calls make, in order of birth.
 
     Of several microbatches it is the last: what all are fed is there, the sums so far, the outputs of those before, and
-    the buffers that it starts from.
+    the buffers that it starts from. With `times`, lives are counted in actions of a rank, which begins collectives
+    early and makes offsets once and for all; else in calls.
     """
+    end = len(calls) if times is None else times.end
     over = {write.value: write for write in writes(body, of)}
     made = pieces(body)  # in the flat tensor of a bucket
     several = body.microbatches > 1
     held: list[tuple[Port, Storage]] = []
     for port, node in zip(body.inputs, body.placeholders, strict=True):
-        times = body.microbatches if port.role in GIVEN else 1
-        held.append((port, replace(of[node], bytes=of[node].bytes * times)))
+        copies = body.microbatches if port.role in GIVEN else 1
+        held.append((port, replace(of[node], bytes=of[node].bytes * copies)))
     found: dict[Storage, Life] = {}
     earlier: list[Life] = []
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
@@ -61,7 +66,7 @@ def lives(
         for source in sources:
             life = found.get(of[source])
             if life is not None:
-                life.dies = at
+                life.dies = max(life.dies, at if times is None else times.read[at])
                 life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
         for value, _ in yields(call):
             if of_weights:
@@ -69,14 +74,16 @@ def lives(
             own = of[value].value is value or value in made
             if own and of[value] not in found and (value not in over or over[value].op is None):
                 moved = op_name(call.target) in KINDS or value in made or call.target in (PACK, UNPACK)
-                born = 0 if several and call.target is ACCUMULATE else at
-                found[of[value]] = Life(of[value], born, at, phase, phase, of_weights, moved)
+                now = at if times is None else times.made[at]
+                forever = times is not None and call.target is axis_offset
+                born = 0 if forever or (several and call.target is ACCUMULATE) else now
+                found[of[value]] = Life(of[value], born, end if forever else now, phase, phase, of_weights, moved)
     for port, value in zip(body.outputs, body.output_values, strict=True):
         life = found.get(of[value])
-        if life is not None and value in over:  # copied as soon as it is made
-            life.returned = port.role
+        if life is not None and value in over:  # copied as soon as it is made; what reads it reads the copy
+            life.dies, life.returned = life.born, port.role
         elif life is not None:
-            life.dies, life.returned = len(calls), life.returned or port.role
+            life.dies, life.returned = end, life.returned or port.role
             if several and port.role in MADE and value in inside:
                 before = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
                 earlier.append(replace(life, storage=replace(of[value], bytes=before), born=0))

@@ -44,6 +44,7 @@ class _Layout(NamedTuple):
     views: int | None
     shape: tuple[int, ...]
     strides: Strides
+    bytes: int  # of its storage
 
 
 class _Operand(NamedTuple):
@@ -62,6 +63,25 @@ def storages(body: Graph) -> dict[fx.Node, Storage]:
 def strides(body: Graph) -> dict[fx.Node, Strides]:
     """How every value of a localized body lies in memory, as far as torch can tell; else contiguous."""
     return {value: known.strides for value, known in _laid_out(body)[1].items()}
+
+
+def operand_layouts(body: Graph) -> dict[fx.Node, _Operand]:
+    """The shape, strides and dtype of every value, which `frozen` puts into arguments."""
+    return _laid_out(body)[1]
+
+
+def unread_bytes(body: Graph) -> dict[fx.Node, int]:
+    """Bytes of the results that a call of several makes in vain, as far as torch can tell: nothing reads them."""
+    known = operand_layouts(body)
+    found: dict[fx.Node, int] = {}
+    for node in body.calls():
+        if info(node).type is None:
+            used = {position for _, position in yields(node)}
+            layouts = enumerate(_layouts(node, known))
+            size = sum(x.bytes for at, x in layouts if at not in used and x is not None and x.views is None)
+            if size:
+                found[node] = size
+    return found
 
 
 def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Operand]]:
@@ -113,17 +133,17 @@ def _layouts(node: fx.Node, known: dict[fx.Node, _Operand]) -> Sequence[_Layout 
     """How each result of a call lies in memory; nothing where torch cannot tell, which then means contiguous."""
     if not node.all_input_nodes:
         return ()
-    args = tuple([_frozen(arg, known) for arg in node.args])
-    kwargs = tuple([(name, _frozen(arg, known)) for name, arg in node.kwargs.items()])
+    args = tuple([frozen(arg, known) for arg in node.args])
+    kwargs = tuple([(name, frozen(arg, known)) for name, arg in node.kwargs.items()])
     return _ask(node.target, args, kwargs)
 
 
-def _frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:
+def frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:
     """An argument as part of a key: values by their layout, lists as tuples."""
     if isinstance(arg, fx.Node):
         return known[arg]
     if isinstance(arg, (list, tuple)):
-        return tuple([_frozen(item, known) for item in cast("Sequence[Any]", arg)])
+        return tuple([frozen(item, known) for item in cast("Sequence[Any]", arg)])
     return META if isinstance(arg, torch.device) else arg
 
 
@@ -152,6 +172,6 @@ def _ask(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
             return None
         home = result.untyped_storage()
         views = next((i for i, other in enumerate(homes) if other is home), None)
-        return _Layout(views, tuple(result.shape), result.stride())
+        return _Layout(views, tuple(result.shape), result.stride(), home.nbytes())
 
     return tuple([layout(result) for result in (results if isinstance(results, (list, tuple)) else (results,))])

@@ -5,7 +5,8 @@
 
 Ranks store what their stages read (parameters and buffers, the optimizer's state of these, the inputs of the batch that
 come there) and get the rest as the list says: a value from the part that makes it, its Recv or its Gather, to its Free;
-a gradient from the first term of its sum to its last use in the update. Values that share memory count once. What is
+a gradient from the first term of its sum to its last use in the update. What was sent stays until the send is waited
+for. Values that share memory count once. What is
 freed right after a piece of work goes inside it, with its last use there, and a term of a sum as soon as it is added.
 
 A value is an activation where a backward of the same ranks reads it, communication if it only comes or goes, or
@@ -32,16 +33,17 @@ from shardc.cost.memory import (
     moment_of,
     nothing,
 )
-from shardc.ir.buckets import with_buckets
+from shardc.ir.account import Account, account_of
 from shardc.ir.graph import Graph, Port, info, operands, producer, type_of
-from shardc.ir.liveness import Life, lives
+from shardc.ir.liveness import Life
 from shardc.ir.microbatch import GIVEN
-from shardc.ir.storages import Storage, storages
+from shardc.ir.storages import Storage
 from shardc.partition.program_counter import graphs_of
 from shardc.partition.stage_arena import arena_plans
 from shardc.partition.staged_program import Pipelined
 from shardc.schedule.instructions import (
     COMPUTE,
+    TRANSFER,
     Compute,
     Forward,
     Free,
@@ -52,6 +54,7 @@ from shardc.schedule.instructions import (
     ReduceGrads,
     Send,
 )
+from shardc.schedule.lists import SENDS_IN_FLIGHT, split_batches
 from shardc.schedule.pipeline import PART_OF, PartName, ValueKey
 
 
@@ -71,30 +74,38 @@ class Body:
     """A graph of the ranks: its calls, and the memory of its values."""
 
     graph: Graph
-    calls: Sequence[fx.Node]
-    of: dict[fx.Node, Storage]
-    made: Sequence[Life]
-    last: Mapping[Storage, int]  # the call that reads it last
+    account: Account
+    last: Mapping[Storage, int]  # when it is read last
     placed: Collection[fx.Node]  # in the arena
 
     @classmethod
-    def of_graph(cls, graph: Graph, placed: Collection[fx.Node]) -> Body:
-        calls, of = list(graph.calls()), with_buckets(graph, storages(graph))
-        _, made = lives(graph, calls, set(graph.fx.nodes), of)
-        last = {of[value]: at for at, call in enumerate(calls) for value in operands(call)}
-        return cls(graph, calls, of, made, last, placed)
+    def of_graph(cls, graph: Graph, placed: Collection[fx.Node], overlap: bool) -> Body:
+        account = account_of(graph, overlap=overlap)
+        last: dict[Storage, int] = {}
+        for call, until in zip(account.calls, account.times.read, strict=True):
+            for value in operands(call):
+                last[account.of[value]] = max(last.get(account.of[value], 0), until)
+        return cls(graph, account, last, placed)
 
     @cached_property
     def returned(self) -> dict[Storage, list[Port]]:
         found: dict[Storage, list[Port]] = {}
         for port, value in zip(self.graph.outputs, self.graph.output_values, strict=True):
-            found.setdefault(self.of[value], []).append(port)
+            found.setdefault(self.account.of[value], []).append(port)
         return found
+
+    def added_at(self, port: Port) -> int:
+        """When a term is added to its sum."""
+        return self.account.added.get(self._outputs[port], self.account.moments)
+
+    @cached_property
+    def _outputs(self) -> dict[Port, fx.Node]:
+        return dict(zip(self.graph.outputs, self.graph.output_values, strict=True))
 
     @cached_property
     def inputs(self) -> dict[str, Storage]:
         pairs = zip(self.graph.inputs, self.graph.placeholders, strict=True)
-        return {port.name: self.of[node] for port, node in pairs if port.role in ("value", "sum")}
+        return {port.name: self.account.of[node] for port, node in pairs if port.role in ("value", "sum")}
 
     @cached_property
     def read(self) -> dict[fx.Node, str]:
@@ -111,7 +122,7 @@ class Run:
 
     @cached_property
     def walk(self) -> Walk:
-        return Walk.over(self.made, self.categories, len(self.body.calls), self.body.placed)
+        return Walk.over(self.made, self.categories, self.body.account.moments, self.body.placed)
 
 
 class Ranks:
@@ -125,6 +136,7 @@ class Ranks:
         self.values: dict[ValueKey, Lie] = {}
         self.sums: Lie = {}
         self.own: Lie = {}  # outputs, new buffers, and what the norm hands to the update
+        self.sending: list[list[Held | None]] = []  # what was sent, a batch each, until it is waited for
         self.now, self.most, self.at_peak = nothing(), nothing(), nothing()
         arenas = arena_plans(program, c) if early else {}  # a simulation has none
         self._placed = {graph: plan.values for graph, plan in arenas.items()}
@@ -135,10 +147,13 @@ class Ranks:
         self.timeline: list[int] = []
 
     def run(self) -> None:
-        for at, i in enumerate(self.listed):
-            self.timeline.append(0)
-            self._do(at, i)
-            self._look(at, None)
+        for batch in split_batches(self.listed):
+            if self.early and isinstance(batch[0], TRANSFER):
+                self._send([i for i in batch if isinstance(i, Send)])
+            for i in batch:
+                self.timeline.append(0)
+                self._do(len(self.timeline) - 1, i)
+                self._look(len(self.timeline) - 1, None)
 
     # ------------------------------------------------------------------ the list
     def _do(self, at: int, i: Instruction) -> None:
@@ -174,6 +189,15 @@ class Ranks:
             for table in (self.sums, self.own) if self.early else ():
                 self._forget({name: table.pop(name) for name in list(table) if name in read})
             self._run(at, finish.update, given, read if self.early else ())
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        """Values that leave stay until their batch is waited for, which is as late as a rank of a job may."""
+        while len(self.sending) >= SENDS_IN_FLIGHT:
+            for held in self.sending.pop(0):
+                self._drop(held)
+        if sends:
+            leaving = [self.values.get((i.value, i.microbatch), {}) for i in sends]
+            self.sending.append([self._take(held) for lie in leaving for held in lie.values()])
 
     def _compute(self, at: int, i: Compute) -> None:
         graph, part = self.program.stages[i.stage][PART_OF[type(i)]], self.pipeline.part(i)
@@ -239,17 +263,19 @@ class Ranks:
         for held in lost:
             homes = [storage for name, storage in body.inputs.items() if given.get(name) is held]
             leaves = any(home in body.returned for home in homes)
-            dies = len(body.calls) if leaves else max((body.last.get(home, 0) for home in homes), default=0)
+            end = body.account.moments  # also of what nothing reads: no call lets go of it
+            dies = end if leaves else max((body.last.get(home, end) for home in homes), default=end)
             storage = Storage(homes[0].value, held.value.bytes)
             found.append((Life(storage, 0, dies, "bwd", "bwd", False, False), held.value.category))
         return found
 
     def _made(self, body: Body) -> list[tuple[Life, Category]]:
         found: list[tuple[Life, Category]] = []
-        for life in body.made:
+        for life in body.account.made:
             ports = body.returned.get(life.storage, [])
             if self.early and ports and all(port.role == "sum" for port in ports):
-                life = replace(life, dies=max(life.born, body.last.get(life.storage, 0)))
+                added = max((body.added_at(port) for port in ports), default=0)
+                life = replace(life, dies=max(life.born, added, body.last.get(life.storage, 0)))
             # Only what leaves a part is an activation: masks and the like are made by each part that reads them.
             own: Category = "temporaries" if category_of(life) == "activations" else category_of(life)
             found.append((life, self._returned(ports[0]) if ports else own))
@@ -258,13 +284,12 @@ class Ranks:
     def _begun(self, body: Body, names: Collection[str]) -> list[tuple[Life, Category]]:
         """Sums that have their first term here, from when it is made on; a simulation keeps the term itself."""
         found: list[tuple[Life, Category]] = []
-        born = {life.storage: life.born for life in body.made}
         for storage, ports in body.returned.items() if self.early else ():
             for port in ports:
                 if port.name in names:
                     sum_ = Storage(storage.value, type_of(self._named[port.name]).local_bytes(self.mesh))
-                    start = born.get(storage, len(body.calls))
-                    found.append((Life(sum_, start, len(body.calls), "bwd", "bwd", False, False), "gradients"))
+                    start = body.added_at(port)
+                    found.append((Life(sum_, start, body.account.moments, "bwd", "bwd", False, False), "gradients"))
         return found
 
     # ------------------------------------------------------------------ bytes
@@ -278,10 +303,10 @@ class Ranks:
         if total <= self.peak:
             return
         self.peak, self.peak_at, self.moment, self.at_peak = total, at, None, dict(self.now)
-        tables = (*self.values.values(), self.sums, self.own)
-        self.live = [one.value for one in dict.fromkeys(h for lie in tables for h in lie.values() if h is not None)]
+        tables = (*(lie.values() for lie in (*self.values.values(), self.sums, self.own)), *self.sending)
+        self.live = [one.value for one in dict.fromkeys(held for some in tables for held in some if held is not None)]
         if run is not None and run.walk.peak_at is not None:
-            self.moment = moment_of(run.walk.peak_at, run.body.calls[run.walk.peak_at])
+            self.moment = moment_of(run.body.account, run.walk.peak_at)
             for category, size in run.walk.at_peak.items():
                 self.at_peak[category] += size
             for index in run.walk.there(run.made):
@@ -311,7 +336,7 @@ class Ranks:
     # ------------------------------------------------------------------ what is what
     def _body(self, graph: Graph) -> Body:
         if id(graph) not in self.bodies:
-            self.bodies[id(graph)] = Body.of_graph(graph, self._placed.get(graph, ()))
+            self.bodies[id(graph)] = Body.of_graph(graph, self._placed.get(graph, ()), self.early)
         return self.bodies[id(graph)]
 
     def _returned(self, port: Port) -> Category:

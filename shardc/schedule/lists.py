@@ -18,6 +18,8 @@ from shardc.schedule.instructions import (
 )
 from shardc.schedule.pipeline import Pipeline, pipeline_from_plain, pipeline_to_plain
 
+SENDS_IN_FLIGHT = 8  # the most batches whose sends a rank does not wait for
+
 
 def split_batches(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
     """The steps of a list: a run of adjacent transfers is one step, any other instruction is one by itself."""

@@ -102,7 +102,7 @@ def compiled(plan: str, storage: dict[str, Any] | None = None, **arguments: int)
 def test_every_instruction_holds_what_the_report_says(plan: str) -> None:
     """Not only the peak, and not within 5 %: all of the timeline, to the byte."""
     program = compiled(plan)
-    report = program.memory()
+    report = memory(program.body)
     real = measured(program.body)
     assert list(report.timeline) == real
     assert report.peak - report.stored == max(real)
@@ -114,7 +114,7 @@ def test_every_instruction_holds_what_the_report_says(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["gpt2", "gpt2_sp"])
 def test_uneven_shards(plan: str) -> None:
     program = compiled(plan, **UNEVEN)
-    assert max(program.memory().timeline) == pytest.approx(max(measured(program.body)), rel=0.01)
+    assert max(memory(program.body).timeline) == pytest.approx(max(measured(program.body)), rel=0.01)
 
 
 @pytest.mark.parametrize("plan", ["gpt2", "cnn"])
@@ -177,7 +177,7 @@ def adamw(storage: dict[str, Any]) -> MemoryReport:
     model, batch, _ = make("gpt2")
     wanted = shardc.Plan.load(PLANS / "gpt2.yaml").merge(shardc.Plan.from_dict({"storage": storage}))
     program = shardc.compile(model, batch, plan=wanted, optimizer=torch.optim.AdamW(model.parameters()))
-    report = program.memory()
+    report = memory(program.body)
     assert list(report.timeline) == measured(program.body)
     return report
 

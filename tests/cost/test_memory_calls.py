@@ -1,8 +1,7 @@
-"""The memory report against what a rank's own code holds at every call: buckets, ZeRO-2, fused kernels."""
+"""The memory report against what a rank's own code holds at every begin, wait and run of a call: to the byte."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,77 +10,31 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost.memory import memory
-from shardc.ir.arena import planned
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph
 from shardc.ir.ops.buckets import PACK
-from shardc.runtime.execute import prepared_code
-from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.body_executor import BodyExecutor
-from shardc.runtime.execute.instructions import CallInstruction, rank_context
-from shardc.runtime.execute.overlap import Action, _overlaps
-from tests.runtime.poison import Late
+from tests.cost.rank_meter import Key, held_by_a_rank
+from tests.models.zoo import PLANS, make
 
-ZERO_2 = {"storage": {"zero": 2, "axes": ["dp"]}}
-CASES: dict[str, dict[str, Any]] = {
-    "zero-2": {**ZERO_2, "bucket": True},
-    "zero-2 fuse": {**ZERO_2, "bucket": True, "fuse": True},
+ZERO: dict[int, dict[str, Any]] = {n: {"storage": {"zero": n, "axes": ["dp"]}} for n in (1, 2, 3)}
+SMALL: dict[str, dict[str, Any]] = {
+    "zero-2": {**ZERO[2], "bucket": True},
+    "zero-2 fuse": {**ZERO[2], "bucket": True, "fuse": True},
     "accumulate fuse": {"bucket": True, "fuse": True, "accumulate": 2},
+    "accumulate zero-3": {**ZERO[3], "bucket": True, "accumulate": 2},
 }
-
-
-def at_once(instructions: Sequence[CallInstruction], first: int, last: int) -> list[Action]:
-    """The order of the program: each collective is waited for where it begins."""
-    actions: list[Action] = []
-    for at in range(first, last):
-        one = instructions[at]
-        if _overlaps(one):
-            actions += [Action("begin", at), Action("wait", at, one.free)]
-        else:
-            actions.append(Action("run", at, one.free))
-    return actions
-
-
-def held_by_a_rank(body: Graph, monkeypatch: pytest.MonkeyPatch, *, placed: bool) -> list[int]:
-    """Bytes of the distinct storages that a rank's code holds beside its inputs, while each call runs.
-
-    Of several microbatches, in the last. With results `placed` in an arena, that is there all along. -1 where a call
-    is no code of its own: a pack whose members are made in it, a view that is there before.
-    """
-    monkeypatch.setattr(prepared_code, "schedule_overlap", at_once)
-    device = torch.device("cpu")
-    arena = Arena({body: planned(body)}, device) if placed else None
-    executor = BodyExecutor(body, rank_context(body.mesh, 0, Late(body.mesh)), 0, device, arena)  # type: ignore[arg-type]
-    routine = executor.routine
-    inputs = {
-        port.name: torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype)
-        for port, n in zip(body.inputs, body.placeholders, strict=True)
-    }
-    feeds = [{n: x.clone() for n, x in inputs.items()} for _ in range(body.microbatches)]
-    stored = {x.untyped_storage().data_ptr() for x in (*inputs.values(), *(x for f in feeds for x in f.values()))}
-    peaks: dict[int, int] = {}
-
-    def run(lines: Sequence[prepared_code.Code], env: list[Any], *_: Any) -> None:
-        for at, call, arguments, into, free in lines:
-            args, kwargs = arguments(env)
-            result = call(*args, **kwargs)
-            del args, kwargs
-            if type(into) is int:
-                env[into] = result
-            else:
-                for position, slot in into:  # type: ignore[union-attr]
-                    env[slot] = result[position]
-            tensors = [*env, *([] if arena is None else [arena.buffer])]
-            homes = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
-            size = sum({h.data_ptr(): h.nbytes() for h in homes if h.data_ptr() not in stored}.values())
-            if not callable(result) or isinstance(result, Tensor):
-                peaks[at] = max(size, peaks.get(at, 0)) if lines is not executor._later_microbatches else size
-            del result, homes, tensors
-            for slot in free:
-                env[slot] = None
-
-    monkeypatch.setattr(routine, "run", run)
-    executor.run(inputs, feeds)
-    return [peaks.get(at, -1) for at in range(len(routine.listing.instructions))]
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sequence parallel": ("gpt2_sp", "dp=1, tp=2", {}),
+    "gpt2 zero-2 fuse bucket": ("gpt2", "dp=2, tp=1", {**ZERO[2], "fuse": True, "bucket": True}),
+    "zero-1": ("gpt2", "dp=2, tp=1", ZERO[1]),
+    "zero-3": ("gpt2", "dp=2, tp=2", ZERO[3]),
+    "scaled": ("gpt2", "dp=2, tp=1", {**ZERO[2], "precision": {"compute": "fp16"}, "clip_grad_norm": 0.1}),
+    "bf16": ("gpt2", "dp=2, tp=1", {**ZERO[2], "precision": "bf16", "clip_grad_norm": 0.1, "bucket": True}),
+    "recompute full": ("gpt2", "dp=2, tp=2", {**ZERO[3], "recompute": "full"}),
+    "recompute selective": ("gpt2_sp", "dp=2, tp=2", {"recompute": "selective"}),
+    "zero-3 fuse bucket": ("gpt2", "dp=2, tp=1", {**ZERO[3], "fuse": True, "bucket": 20_000, "clip_grad_norm": 0.1}),
+    "llama fuse": ("llama_sp", "dp=2, tp=2", {"fuse": True}),
+    "t5": ("t5", "dp=2, tp=2", {"bucket": True}),
+}
 
 
 class Model(nn.Module):
@@ -93,18 +46,57 @@ class Model(nn.Module):
         return self.down(torch.relu(self.norm(self.up(x)))).square().mean()
 
 
-@pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_a_rank_holds_at_every_call_what_the_report_says(
-    case: str, placed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def small(plan: dict[str, Any]) -> Graph:
     torch.manual_seed(0)
     model = Model()
-    plan = {"mesh": "dp=2", "inputs": {"x": "dp, -"}, **CASES[case]}
     mine = torch.optim.AdamW(model.parameters())
-    body = shardc.compile(model, {"x": torch.randn(8, 8)}, plan=plan, optimizer=mine).body
+    plan = {"mesh": "dp=2", "inputs": {"x": "dp, -"}, **plan}
+    return shardc.compile(model, {"x": torch.randn(8, 8)}, plan=plan, optimizer=mine).body
+
+
+def modelled(case: str) -> Graph:
+    name, mesh, extra = MODELS[case]
+    torch.manual_seed(0)
+    model, batch, loss = make(name.removesuffix("_sp"), layers=2)
+    plan = shardc.Plan.load(PLANS / f"{name}.yaml").merge(shardc.Plan.from_dict(extra))
+    mine = torch.optim.AdamW(model.parameters())
+    return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=mine, loss=loss).body
+
+
+def check(body: Graph) -> None:
+    """With an arena and without: in the report's order, as much as it says, and the same peak."""
+    for placed in (False, True):
+        real = held_by_a_rank(body, placed=placed)
+        report = memory(body, arena=placed, overlap=True)
+        said: dict[Key, int] = {
+            (action.kind, action.at): size for action, size in zip(report.actions, report.timeline, strict=True)
+        }
+        assert list(real) == [key for key in said if key in real]
+        absent = {kind for kind, at in said if (kind, at) not in real}
+        assert absent <= {"run"}, "of calls that are views, or made before the step"
+        differ = [(key, said[key] - size) for key, size in real.items() if size != said[key]]
+        assert not differ, f"{len(differ)} of {len(real)}: {differ}"
+        assert max(real.values()) == max(report.timeline) == report.peak - report.stored
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_a_rank_holds_what_the_report_says(case: str) -> None:
+    body = small(SMALL[case])
     assert any(call.target is PACK for call in body.calls())
-    real = held_by_a_rank(body, monkeypatch, placed=placed)
-    said = memory(body, arena=placed).timeline
-    differ = [(at, said[at] - size) for at, size in enumerate(real) if size not in (-1, said[at])]
-    assert not differ, f"{len(differ)} of {len(real)}: {differ}"
+    check(body)
+
+
+@pytest.mark.sampled(11)
+@pytest.mark.parametrize("case", MODELS)
+def test_a_rank_of_a_model_holds_what_the_report_says(case: str) -> None:
+    check(modelled(case))
+
+
+def test_what_is_in_flight_counts() -> None:
+    """Gathers hold their results early, reductions what they read late, and both their buffers: more at the peak."""
+    body = small({"params": {"up.weight": "dp, -"}, "inputs": {"x": "-, dp"}})
+    check(body)
+    waiting, report = memory(body), memory(body, overlap=True)
+    assert max(report.timeline) > 1.2 * max(waiting.timeline)
+    assert waiting.row("in flight").most == 0 < report.row("in flight").most
+    assert sum(row.bytes for row in report.of_rank(0)) == report.peak == sum(one.bytes for one in report.live)

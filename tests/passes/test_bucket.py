@@ -9,6 +9,7 @@ import torch
 
 import shardc
 from examples.gpt2 import gpt2
+from shardc.cost.memory import memory
 from shardc.explain.collective import explain
 from shardc.ir.collectives import bucket_of, collectives, member, members
 from shardc.ir.diagnostic import ShardcError
@@ -75,13 +76,13 @@ def test_fewer_collectives_of_the_same_bytes(case: str) -> None:
     plan, before, large, small = CASES[case]
     plain = compiled(plan)
     # Kernels may hold as much as the body that they are made of, buckets and all.
-    allowed = (replanned(plain, fuse=False) if "fuse" in plan else plain).memory().peak
+    allowed = memory((replanned(plain, fuse=False) if "fuse" in plan else plain).body, arena=True).peak
     counts: list[int] = []
     for size in (SIZE, SMALL):
         program = replanned(plain, bucket=size)
         counts.append(len(program.collectives()))
         assert sent(program.body) == sent(plain.body)
-        assert program.memory().peak <= allowed + size
+        assert memory(program.body, arena=True).peak <= allowed + size
         assert all(one.payload_bytes <= size for one in program.collectives() if one.value.endswith(".bucket"))
     report = program.verify()
     assert report.ok, str(report)

@@ -23,8 +23,8 @@ from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import Exchange, all_gather
 from shardc.ir.ops.context import running
 from shardc.ir.ops.linear import LINEAR_WGRAD
+from shardc.ir.overlap_schedule import schedule_overlap
 from shardc.runtime.execute.instructions import rank_context
-from shardc.runtime.execute.overlap import schedule_overlap
 from shardc.runtime.execute.prepared_code import Routine
 from tests.replanned import replanned
 

@@ -8,8 +8,8 @@ import torch
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.ops.collectives import COLLECTIVES, all_gather, reduce_scatter
+from shardc.ir.overlap_schedule import AHEAD, IN_FLIGHT, Action, schedule_overlap
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
-from shardc.runtime.execute.overlap import AHEAD, IN_FLIGHT, Action, schedule_overlap
 
 STORAGE = {"none": {}, "zero-1": {"zero": 1, "axes": ["dp"]}, "zero-3": {"zero": 3, "axes": ["dp"]}}
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from shardc.ir.graph import type_of
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
 from shardc.partition.staged_program import Pipelined, pipelined
-from shardc.runtime.execute.instructions import rank_context
-from shardc.runtime.execute.microbatches import feeds
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.oracle import simulate_stages as simulate
-from shardc.runtime.oracle.simulate import sharded
 from shardc.runtime.oracle.simulate_stages import simulate_stages
-from shardc.schedule.instructions import COMPUTE, Gather, Optimizer
-from tests.cost.test_memory import Alone
-from tests.models.zoo import make
-from tests.stages.whole import SIZES, compiled, staged, step
+from shardc.schedule.instructions import COMPUTE, Gather
+from tests.stages.whole import compiled, staged, step
 
 
 class Meter:
@@ -161,82 +150,6 @@ def test_a_rank_that_forgets_while_it_works_holds_less() -> None:
     for a, b in zip(early.coordinates, late.coordinates, strict=True):
         assert all(x <= y for x, y in zip(a.report.timeline, b.report.timeline, strict=True))
         assert a.report.peak < b.report.peak
-
-
-class AtOnce(Alone):
-    """Its collectives are done as soon as they are begun."""
-
-    def begin(self, exchange: Any) -> Callable[[], Tensor]:
-        result = exchange.through(self)
-        return lambda: result
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the storages that ops make and that are still there, whoever holds them: the most in each period."""
-
-    def __init__(self, held: Sequence[Tensor], periods: int) -> None:
-        super().__init__()
-        self.given = {value.untyped_storage().data_ptr() for value in held}
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most, self.now = [0] * periods, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and (at := value.untyped_storage().data_ptr()) and at not in self.given:
-                self.alive[at] = (StorageWeakRef(value.untyped_storage()), value.untyped_storage().nbytes())
-        self.look()
-        return result
-
-    def look(self) -> None:
-        self.alive = {at: (ref, size) for at, (ref, size) in self.alive.items() if not ref.expired()}
-        self.most[self.now] = max(self.most[self.now], sum(size for _, size in self.alive.values()))
-
-    def during(self, act: Callable[[Any], None], period: int) -> Callable[[Any], None]:
-        def watched(state: Any) -> None:
-            self.now = period
-            self.look()
-            act(state)
-            self.look()
-
-        return watched
-
-
-@pytest.mark.parametrize(
-    ("model", "microbatches", "recompute", "mesh"),
-    [("gpt2", 4, "none", ""), ("llama", 3, "full", ""), ("gpt2", 4, "none", "dp=2")],
-)
-@pytest.mark.sampled(3)
-def test_a_rank_of_a_job_holds_what_the_report_says(model: str, microbatches: int, recompute: str, mesh: str) -> None:
-    """All stages on one rank, as a process runs its list, optimizer included: to the byte at the peak."""
-    module, batch, _ = make(model, **SIZES[model])
-    optimizer = torch.optim.AdamW(module.parameters())
-    plan: dict[str, Any] = {"recompute": recompute, "clip_grad_norm": 1.0}
-    if mesh:
-        plan |= {"storage": {"zero": 3, "axes": ["dp"]}, "inputs": dict.fromkeys(("input_ids", "labels"), "dp, -")}
-    compiled = step(module, batch, microbatches, mesh, None, optimizer, **plan)
-    program, inputs = pipelined(cut(compiled.body, 2), "zb-v", 2), compiled.inputs()
-    kept = {"param", "buffer", "state", "hyper"}
-    types = {name: type_of(node) for name, node in program.body.input_nodes().items()}
-
-    def local(name: str, value: Tensor) -> Tensor:
-        return sharded(value.detach(), types[name], program.body.mesh)[0].clone()
-
-    held = {p.name: local(p.name, inputs[p.name]) for p in program.body.inputs if p.role in kept}
-    fed = [{name: local(name, x) for name, x in feed.items()} for feed in feeds(program.body, inputs)]
-    alone: Any = SimpleNamespace(whole_group=None, device=torch.device("cpu"), limit=timedelta(1), ranks=[0])
-    executor = PipelineExecutor(program, 0, rank_context(program.body.mesh, 0, AtOnce(program.body.mesh)), 0, alone)
-    listed = program.lists.ranks[0]
-    meter = Allocations([*held.values(), *(value for feed in fed for value in feed.values())], len(listed))
-    assert len(executor._acts) == len(listed)  # pyright: ignore[reportPrivateUsage]
-    executor._acts = [meter.during(act, at) for at, act in enumerate(executor._acts)]  # pyright: ignore[reportPrivateUsage]
-    with meter:
-        executor.run(held, fed)
-    report = memory(program).coordinates[0].report
-    for real, said, i in zip(meter.most, report.timeline, listed, strict=True):
-        if isinstance(i, (*COMPUTE, Optimizer)):  # a first term is copied once its operands are gone, and not before
-            assert said == pytest.approx(real, rel=0.05), str(i)
-    assert max(report.timeline) == pytest.approx(max(meter.most), rel=1e-3)
 
 
 def test_rows_add_up() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.runtime.execute import transfers
-from shardc.runtime.execute.transfers import IN_FLIGHT, ChannelEnd, TensorSpec, Transfers
+from shardc.runtime.execute.transfers import ChannelEnd, TensorSpec, Transfers
+from shardc.schedule.lists import SENDS_IN_FLIGHT
 
 
 class Transport:
@@ -66,11 +67,11 @@ def test_a_receive_is_waited_for_where_it_is_used(monkeypatch: pytest.MonkeyPatc
 
 def test_so_many_sends_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, transport = made(monkeypatch)
-    for number in range(IN_FLIGHT + 3):
+    for number in range(SENDS_IN_FLIGHT + 3):
         under_way.post([(ChannelEnd(number, 1, (number,)), [torch.ones(2)])], [])
     assert transport.waited == ["send 0.0", "send 1.1", "send 2.2"]
     under_way.drain()
-    assert len(transport.waited) == IN_FLIGHT + 3
+    assert len(transport.waited) == SENDS_IN_FLIGHT + 3
 
 
 def test_a_batch_of_one_work(monkeypatch: pytest.MonkeyPatch) -> None:

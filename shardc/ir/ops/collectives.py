@@ -51,6 +51,20 @@ class Exchange:
                 return comm.permute(self.x, self.axes, self.source)
 
 
+def landing(exchange: Exchange, members: int) -> torch.Tensor:
+    """The tensor in which a rank of several gets what its group sends; of a spent operand, that one."""
+    x = exchange.x
+    match exchange.kind:
+        case "all_reduce":
+            return x if exchange.spent else x.clone(memory_format=torch.contiguous_format)
+        case "all_gather":
+            return x.new_empty((members, *x.shape))
+        case "reduce_scatter":
+            return x.new_empty(x.shape[1:])
+        case "all_to_all" | "permute":
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 Steps = Generator[Exchange, torch.Tensor, torch.Tensor]
 
 

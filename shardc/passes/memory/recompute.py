@@ -82,8 +82,7 @@ class Recompute(Pass):
         The choice itself is made with room for temporaries, which live beside them.
         """
         body.diagnostics = [d for d in body.diagnostics if d.code != "SC214"]
-        held = memory(body).row("activations").most
-        if self.mode == "budget" and held > self.budget:
+        if self.mode == "budget" and (held := memory(body, overlap=True).row("activations").most) > self.budget:
             body.diagnostics.append(self._too_much(held))
 
     def _tradeoff(self, forward: _Forward, segment: str) -> tuple[Tradeoff, list[fx.Node]]:

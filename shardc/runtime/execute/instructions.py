@@ -7,7 +7,6 @@ fills in the device, and another float dtype where the run asks for one.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -19,6 +18,7 @@ from torch._ops import OpOverload
 from kernels_triton.generated.op import FUSED
 from kernels_triton.ir import reference
 from kernels_triton.ir.text import parse
+from shardc.ir.call_slots import CallSlots, slotted_calls
 from shardc.ir.graph import Graph, cited, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import MADE, in_microbatch
@@ -58,18 +58,11 @@ class Numerics:
 
 
 @dataclass(frozen=True)
-class CallInstruction:
-    """One call. `arguments(env)` gives its args and kwargs.
+class CallInstruction(CallSlots):
+    """A call with what runs it. `arguments(env)` gives its args and kwargs."""
 
-    `yields` lists, for each result in use, its value, its position (None for a call's only one) and its slot.
-    """
-
-    node: fx.Node
     target: Callable[..., Any]
     arguments: Callable[[SlotValues], tuple[Sequence[Any], dict[str, Any]]]
-    reads: tuple[int, ...]
-    yields: tuple[tuple[fx.Node, int | None, int], ...]
-    free: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -102,42 +95,26 @@ class Listing:
 
 def list_calls(graph: Graph, numerics: Numerics) -> Listing:
     """List a graph's calls. Outputs live to the end, and so do inputs where there are several microbatches."""
-    slots: dict[fx.Node, int] = {}
-    placeholders = graph.placeholders
-    for node in placeholders:
-        slots[node] = len(slots)
-    microbatch_nodes, many_microbatches = in_microbatch(graph), graph.microbatches > 1
-    calls = sorted(graph.calls(), key=lambda node: node not in microbatch_nodes)
-    repeated = sum(1 for node in calls if node in microbatch_nodes)
-    yields = [_yields(node) for node in calls]
-    for results in yields:
-        for value, _ in results:
-            slots[value] = len(slots)
-    outputs = tuple(slots[node] for node in graph.output_values)
-    last_use = dict.fromkeys((*outputs, *(range(len(placeholders)) if many_microbatches else ())), len(calls))
-    for index, node in enumerate(calls):
-        for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[index])]:
-            last_use[slot] = max(last_use.get(slot, 0), index)
-    freed_after: dict[int, list[int]] = {}
-    for slot, index in last_use.items():
-        freed_after.setdefault(index, []).append(slot)
+    listed = slotted_calls(graph)
+    slots, repeated, placeholders = listed.slots, listed.repeated, graph.placeholders
     instructions = tuple(
         CallInstruction(
-            node,
-            _target(node, numerics),
-            _arguments(node, slots, numerics),
-            tuple(slots[v] for v in operands(node)),
-            tuple((value, position, slots[value]) for value, position in results),
-            tuple(freed_after.get(index, ())),
+            call.node,
+            call.reads,
+            call.yields,
+            call.free,
+            _target(call.node, numerics),
+            _arguments(call.node, slots, numerics),
         )
-        for index, (node, results) in enumerate(zip(calls, yields, strict=True))
+        for call in listed.calls
     )
+    outputs = tuple(slots[node] for node in graph.output_values)
     inputs = tuple(slots[node] for node in placeholders)
-    input_of = graph.input_nodes()
+    input_of, microbatch_nodes = graph.input_nodes(), in_microbatch(graph)
     microbatch_outputs = [
         (i, port, slot)
         for i, (port, node, slot) in enumerate(zip(graph.outputs, graph.output_values, outputs, strict=True))
-        if many_microbatches and port.role in MADE and node in microbatch_nodes
+        if graph.microbatches > 1 and port.role in MADE and node in microbatch_nodes
     ]
     buffer_slots = tuple(
         (slot, slots[input_of[port.name]]) for _, port, slot in microbatch_outputs if port.role == "buffer"
@@ -155,12 +132,6 @@ def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:
             coordinate[parent] = mesh.index(rank, parent)
             parent = mesh.parent(parent)
     return RankContext(mesh, coordinate, comm)
-
-
-def _yields(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
-    if info(node).type is not None:
-        return [(node, None)]
-    return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
 
 
 def _arguments(

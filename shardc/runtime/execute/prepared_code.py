@@ -25,12 +25,13 @@ from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import axis_offset
+from shardc.ir.overlap_schedule import Action, schedule_overlap
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
 from shardc.runtime.execute.index_check import out_of_range
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 from shardc.runtime.execute.monitor import Monitor
-from shardc.runtime.execute.overlap import Action, begin, schedule_overlap
+from shardc.runtime.execute.overlap import begin
 
 Single = int  # the slot of a call's only result
 Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
@@ -191,6 +192,7 @@ class Routine:
                 else:
                     for position, slot in into:  # type: ignore[union-attr]
                         env[slot] = result[position]
+                    result = None  # it may have results that nothing reads
                 for slot in free:
                     env[slot] = None
         except Exception as failure:
@@ -233,6 +235,8 @@ def _action_line(
             return action.at, partial(_wait_into, fixed.get(into)), lambda env: ((env[into],), {}), into, free
         case "free":
             return action.at, partial(_wait_into, None), lambda env: ((tuple,), {}), (), free
+        case "add":
+            raise AssertionError("`stage_code` puts additions behind the lines that make the terms")
 
 
 def _write_over(code: CodeLine, write: Write, over: int, slot: int) -> list[CodeLine]:

@@ -7,7 +7,6 @@ all-reduce whose operand is not read again (`spent`) works in place.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import COLLECTIVES, Exchange
+from shardc.ir.ops.collectives import COLLECTIVES, Exchange, landing
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
 PendingResult = Callable[[], torch.Tensor]
@@ -71,82 +70,75 @@ class ProcessGroupCommunicator:
         return self._groups[tuple(sorted(members))] if len(members) > 1 else None
 
     def all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
-        return self._all_reduce(x, op, axes)()
+        return self.begin(Exchange("all_reduce", x, tuple(axes), op))()
 
     def all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        return self._all_gather(x, axes)()
+        return self.begin(Exchange("all_gather", x, tuple(axes)))()
 
     def reduce_scatter(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
-        return self._reduce_scatter(x, op, axes)()
+        return self.begin(Exchange("reduce_scatter", x, tuple(axes), op))()
 
     def all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        return self._all_to_all(x, axes)()
+        return self.begin(Exchange("all_to_all", x, tuple(axes)))()
 
     def permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> torch.Tensor:
-        return self._permute(x, axes, source)()
+        return self.begin(Exchange("permute", x, tuple(axes), source=tuple(source)))()
 
     def begin(self, exchange: Exchange) -> PendingResult:
         """Start an exchange. The returned function waits for it and returns its result.
 
         On GPUs the caller's stream waits, not the caller. Until then the operand and the result stay allocated.
         """
-        x, axes = exchange.x, exchange.axes
+        members = self._members_of(exchange.axes)
         match exchange.kind:
             case "all_reduce":
-                return self._all_reduce(x, exchange.op, axes, exchange.spent)
+                return self._all_reduce(exchange, members)
             case "all_gather":
-                return self._all_gather(x, axes)
+                return self._all_gather(exchange, members)
             case "reduce_scatter":
-                return self._reduce_scatter(x, exchange.op, axes)
+                return self._reduce_scatter(exchange, members)
             case "all_to_all":
-                return self._all_to_all(x, axes)
+                return self._all_to_all(exchange, members)
             case "permute":
-                return self._permute(x, axes, exchange.source)
+                return self._permute(exchange, members)
 
-    def _all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str], spent: bool = False) -> PendingResult:
-        members = self._members_of(axes)
-        result = x if spent else x.clone(memory_format=torch.contiguous_format)
+    def _all_reduce(self, exchange: Exchange, members: _Members) -> PendingResult:
+        result = landing(exchange, members.count)
         if members.count == 1:
             return lambda: result
-        work = dist.all_reduce(result, op=REDUCE_OPS[op], group=members.group, async_op=True)
+        work = dist.all_reduce(result, op=REDUCE_OPS[exchange.op], group=members.group, async_op=True)
         return _pending_result(work, lambda: result)
 
-    def _all_gather(self, x: torch.Tensor, axes: Sequence[str]) -> PendingResult:
-        members = self._members_of(axes)
+    def _all_gather(self, exchange: Exchange, members: _Members) -> PendingResult:
+        x = exchange.x
         if members.count == 1:
             return lambda: x.unsqueeze(0).clone(memory_format=torch.contiguous_format)
-        rows = x.new_empty((members.count * math.prod(x.shape),))
-        row = x.contiguous().view(-1)
-        work = all_gather_single(rows, row, members.group, async_op=True)
-        return _pending_result(work, lambda: members.to_ours(rows.view(members.count, *x.shape)), row)
+        rows, row = landing(exchange, members.count), x.contiguous().view(-1)
+        work = all_gather_single(rows.view(-1), row, members.group, async_op=True)
+        return _pending_result(work, lambda: members.to_ours(rows), row)
 
-    def _reduce_scatter(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> PendingResult:
-        members = self._members_of(axes)
+    def _reduce_scatter(self, exchange: Exchange, members: _Members) -> PendingResult:
+        x = exchange.x
         if members.count == 1:
             return lambda: x[0].clone(memory_format=torch.contiguous_format)
-        shape = x.shape[1:]
-        row = x.new_empty((math.prod(shape),))
-        rows = members.to_theirs(x).contiguous().view(-1)
-        work = reduce_scatter_single(row, rows, REDUCE_OPS[op], members.group, async_op=True)
-        return _pending_result(work, lambda: row.view(shape), rows)
+        row, rows = landing(exchange, members.count), members.to_theirs(x).contiguous().view(-1)
+        work = reduce_scatter_single(row.view(-1), rows, REDUCE_OPS[exchange.op], members.group, async_op=True)
+        return _pending_result(work, lambda: row, rows)
 
-    def _all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> PendingResult:
-        members = self._members_of(axes)
+    def _all_to_all(self, exchange: Exchange, members: _Members) -> PendingResult:
+        x = exchange.x
         if members.count == 1:
             return lambda: x.clone(memory_format=torch.contiguous_format)
-        rows = members.to_theirs(x).contiguous()
-        received = torch.empty_like(rows)
+        received, rows = landing(exchange, members.count), members.to_theirs(x).contiguous()
         work = dist.all_to_all_single(received, rows, group=members.group, async_op=True)
         return _pending_result(work, lambda: members.to_ours(received), rows)
 
-    def _permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> PendingResult:
-        members = self._members_of(axes)
+    def _permute(self, exchange: Exchange, members: _Members) -> PendingResult:
+        x, source = exchange.x.contiguous(), exchange.source
+        received = landing(exchange, members.count)
         position = members.ranks.index(self._job[self.rank])
         if source[position] == position:
-            received = x.clone(memory_format=torch.contiguous_format)
-        else:
-            received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        x = x.contiguous()
+            received.copy_(x)
         transfers = [
             dist.P2POp(dist.isend, x, members.ranks[target], group=members.group)
             for target, origin in enumerate(source)

@@ -6,9 +6,10 @@
 
 Why this cannot deadlock if the lists are proved: the proof (prove.py) places all events of all ranks on one time line.
 Each batch is posted when its rank reaches it, and the rank waits at once for everything that it posted. This runtime
-waits later or not at all: for a receive at its first use, for a send when `IN_FLIGHT` batches are in flight or the step
-ends. Suppose that ranks are stuck, and take the one whose position on the time line is earliest. It waits for a
-transfer at its position or before, so its peer has not posted that one and is stuck even earlier: a contradiction.
+waits later or not at all: for a receive at its first use, for a send when `SENDS_IN_FLIGHT` batches are in flight or
+the step ends. Suppose that ranks are stuck, and take the one whose position on the time line is earliest. It waits
+for a transfer at its position or before, so its peer has not posted that one and is stuck even earlier: a
+contradiction.
 
 Over NCCL a batch is one group call on a stream of its own, where the batches of a rank run one after another in the
 order of the list. That stream is the machine of the proof. Compute waits for it by an event at the first read; the host
@@ -27,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from shardc.runtime.execute.monitor import Monitor
-
-IN_FLIGHT = 8  # the most batches whose sends are not waited for
+from shardc.schedule.lists import SENDS_IN_FLIGHT
 
 
 class Clock(Protocol):
@@ -148,7 +148,7 @@ class Transfers:
 
     def _retire_old_sends(self) -> None:
         while self._pending_sends and (
-            len(self._pending_sends) >= IN_FLIGHT or self._is_complete(self._pending_sends[0])
+            len(self._pending_sends) >= SENDS_IN_FLIGHT or self._is_complete(self._pending_sends[0])
         ):
             self._retire()
 

@@ -1,0 +1,78 @@
+"""The account of a graph: what there is of its storages at each action of a rank that runs it, from what to what.
+
+Without overlap each collective is waited for where it begins, as a simulation does, and an action is a call. With it,
+actions are those of a rank of a job (`ir.overlap_schedule`, by which its executors run): collectives begin early, hold
+their operands until they are waited for, and have buffers of their own (`ir.in_flight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.buckets import with_buckets
+from shardc.ir.call_slots import SlottedCalls, slotted_calls
+from shardc.ir.graph import Graph, Port, info
+from shardc.ir.in_flight import buffers_of
+from shardc.ir.liveness import Life, lives
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.overlap_schedule import Action, Times, schedule_of, times_of
+from shardc.ir.storages import Storage, storages, unread_bytes
+
+
+@dataclass(frozen=True)
+class Account:
+    """`held` is what the inputs lie in, there all along; `made`, in order of birth, counts in `times.actions`."""
+
+    calls: Sequence[fx.Node]
+    of: dict[fx.Node, Storage]
+    times: Times
+    held: Sequence[tuple[Port, Storage]]
+    made: Sequence[Life]
+    added: Mapping[fx.Node, int]  # term of a sum -> when it is added, if a call makes it
+
+    @property
+    def moments(self) -> int:
+        return len(self.times.actions)
+
+    def call_at(self, moment: int) -> fx.Node:
+        return self.calls[self.times.actions[moment].at]
+
+
+def account_of(graph: Graph, *, overlap: bool) -> Account:
+    """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made."""
+    inside, of = in_microbatch(graph), with_buckets(graph, storages(graph))
+    if not overlap:
+        calls = sorted(graph.calls(), key=lambda node: node not in inside)  # as they run
+        order = tuple(range(len(calls)))
+        held, made = lives(graph, calls, inside, of)
+        return Account(calls, of, Times(tuple(Action("run", at) for at in order), order, order, order), held, made, {})
+    listed = slotted_calls(graph)
+    calls = [call.node for call in listed.calls]
+    actions, added = _with_additions(graph, listed, schedule_of(listed))
+    times = times_of(actions, len(calls))
+    held, made = lives(graph, calls, inside, of, times)
+    made += buffers_of(graph, times, calls, made)
+    unread = unread_bytes(graph)
+    for call, now in zip(calls, times.made, strict=True):
+        if size := unread.get(call, 0):
+            phase = info(call).phase
+            made.append(Life(Storage(call, size), now, now, phase, phase, False, False))
+    return Account(calls, of, times, held, sorted(made, key=lambda life: life.born), added)
+
+
+def _with_additions(
+    graph: Graph, listed: SlottedCalls, actions: Sequence[Action]
+) -> tuple[list[Action], dict[fx.Node, int]]:
+    terms = {v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"}
+    found: list[Action] = []
+    added: dict[fx.Node, int] = {}
+    for action in actions:
+        found.append(action)
+        for value, _, _ in listed.calls[action.at].yields if action.kind in ("run", "wait") else ():
+            if value in terms:
+                added[value] = len(found)
+                found.append(Action("add", action.at))
+    return found, added

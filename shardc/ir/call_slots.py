@@ -1,0 +1,76 @@
+"""The calls of a graph in the order in which a rank runs them, their values in numbered slots.
+
+    %y = linear(%x, %w)      reads slots 0 and 1, fills slot 2, and frees 0: nothing reads %x after it
+
+Calls of single microbatches come first, those of the whole step after them. A `getitem` is part of the call whose
+result it picks. A slot is freed after the last call that reads it or fills it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import cast
+
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands
+from shardc.ir.microbatch import in_microbatch
+
+
+@dataclass(frozen=True)
+class CallSlots:
+    """A call. `yields` lists, for each result in use, its value, position (None for a call's only one) and slot."""
+
+    node: fx.Node
+    reads: tuple[int, ...]
+    yields: tuple[tuple[fx.Node, int | None, int], ...]
+    free: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SlottedCalls:
+    """The calls of a graph, the slot of each value, and how many of the calls run once a microbatch."""
+
+    calls: tuple[CallSlots, ...]
+    slots: dict[fx.Node, int]
+    repeated: int
+
+
+def slotted_calls(graph: Graph) -> SlottedCalls:
+    """Outputs live to the end, and so do inputs where there are several microbatches."""
+    slots: dict[fx.Node, int] = {}
+    placeholders = graph.placeholders
+    for node in placeholders:
+        slots[node] = len(slots)
+    inside = in_microbatch(graph)
+    nodes = sorted(graph.calls(), key=lambda node: node not in inside)
+    yields = [_yields(node) for node in nodes]
+    for results in yields:
+        for value, _ in results:
+            slots[value] = len(slots)
+    kept = [slots[node] for node in graph.output_values]
+    kept += range(len(placeholders)) if graph.microbatches > 1 else ()
+    last_use = dict.fromkeys(kept, len(nodes))
+    for index, node in enumerate(nodes):
+        for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[index])]:
+            last_use[slot] = max(last_use.get(slot, 0), index)
+    freed_after: dict[int, list[int]] = {}
+    for slot, index in last_use.items():
+        freed_after.setdefault(index, []).append(slot)
+    calls = tuple(
+        CallSlots(
+            node,
+            tuple(slots[v] for v in operands(node)),
+            tuple((value, position, slots[value]) for value, position in results),
+            tuple(freed_after.get(index, ())),
+        )
+        for index, (node, results) in enumerate(zip(nodes, yields, strict=True))
+    )
+    return SlottedCalls(calls, slots, sum(1 for node in nodes if node in inside))
+
+
+def _yields(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
+    if info(node).type is not None:
+        return [(node, None)]
+    return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]

@@ -1,0 +1,94 @@
+"""What a collective holds for itself while it is under way, beside its operand and its result.
+
+    %r = reduce_scatter(%g)      begin: a copy of %g in rows, one for each rank, where they do not lie so in %g
+                                 begin: the memory that this rank's row arrives in, which becomes %r
+    %w = all_gather(%s)          wait: where the chunks have to be put in order, %w is a copy of what arrived
+
+Its own code says so, run up to the meeting and on from there, without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import fx
+
+from shardc.ir.buckets import reduced_in_place
+from shardc.ir.graph import Graph
+from shardc.ir.liveness import Life
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, landing
+from shardc.ir.ops.context import Communicator, RankContext, running
+from shardc.ir.overlap_schedule import Times
+from shardc.ir.schema import given
+from shardc.ir.storages import META, Storage, frozen, operand_layouts
+
+
+class Buffers(NamedTuple):
+    """Bytes from begin to wait. `is_result`: what arrives is the result, and no copy of it."""
+
+    packed: int
+    arriving: int
+    is_result: bool
+
+
+def buffers_of(body: Graph, times: Times, calls: Sequence[fx.Node], made: Sequence[Life]) -> list[Life]:
+    """The lives of these buffers. A result that lies in one of them is born with it."""
+    layouts = operand_layouts(body)
+    life_of = {life.storage.value: life for life in made}
+    found: list[Life] = []
+    for at, call in enumerate(calls):
+        begun, arrived = times.begun[at], times.made[at]
+        if call.target not in COLLECTIVES or begun == arrived:
+            continue
+        args = tuple([frozen(arg, layouts) for arg in given(call).values()])
+        buffers = _buffers(call.target, args, body.mesh, reduced_in_place(call))
+        if buffers.is_result and call in life_of:
+            life_of[call].born = begun
+        for size in (buffers.packed, 0 if buffers.is_result else buffers.arriving):
+            if size:
+                own = Storage(call, size)
+                found.append(Life(own, begun, arrived, "fwd", "fwd", False, True, in_flight=True))
+    return found
+
+
+class _Nobody:
+    """A group that nothing is sent to."""
+
+    def __getattr__(self, kind: str) -> Any:
+        raise AssertionError(f"{kind}: a layout is asked for, and nothing is sent")
+
+
+@lru_cache(maxsize=65536)
+@torch.no_grad()
+def _buffers(target: Any, args: tuple[Any, ...], mesh: Mesh, spent: bool) -> Buffers:
+    layout, *rest = args
+    x = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=META)
+    steps = (all_reduce_over if spent else COLLECTIVES[target])(x, *[_thawed(arg) for arg in rest])
+    with running(RankContext(mesh, {}, cast(Communicator, _Nobody()))):
+        exchange = next(steps)
+        members = mesh.group_of(0, exchange.axes)
+        own = exchange.x.untyped_storage()
+        packed = 0 if own is x.untyped_storage() else own.nbytes()
+        if len(members) == 1 and exchange.kind not in ("all_reduce", "permute"):
+            return Buffers(packed, 0, False)
+        apart = list(members) != sorted(members)  # torch's order of the group is another
+        if apart and exchange.kind in ("reduce_scatter", "all_to_all"):
+            packed += own.nbytes()
+        arriving = landing(exchange, len(members))
+        chunks = arriving.clone() if apart and exchange.kind in ("all_gather", "all_to_all") else arriving
+        try:
+            steps.send(chunks)
+        except StopIteration as done:
+            result: torch.Tensor = done.value
+        else:
+            raise AssertionError("a collective meets its group once")
+    home = arriving.untyped_storage()
+    return Buffers(packed, 0 if home is own else home.nbytes(), result.untyped_storage() is home)
+
+
+def _thawed(arg: Any) -> Any:
+    return [_thawed(item) for item in cast("Sequence[Any]", arg)] if isinstance(arg, tuple) else arg

@@ -1,0 +1,119 @@
+"""When a rank begins its collectives and when it waits for them: the order in which it runs, frees and waits.
+
+    %w.gather = all_gather(%w)     ...     %y = linear(%x, %w.gather)
+       begin                    other calls           wait, run
+
+A reduction of gradients begins at its place in the program, and the optimizer waits for it. The result of a gather is
+read at once, so a gather is prefetched: it begins up to `AHEAD` collectives early. At most `IN_FLIGHT` are in flight,
+since each holds its operand and its result; before one more begins, the oldest is waited for.
+
+The order depends on the body alone, so it is the same on every rank. Executors run by it (`runtime.execute`), and the
+memory report counts by it (`cost.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from shardc.ir.call_slots import CallSlots, SlottedCalls
+from shardc.ir.ops.collectives import COLLECTIVES
+
+AHEAD = 8
+IN_FLIGHT = 8
+
+
+class Action(NamedTuple):
+    """An action on call `at`, which then frees the slots `free`. The result of "begin" is a `PendingResult`.
+
+    "add" is a pipeline's alone: a result of the call is added to the gradient that it is a term of.
+    """
+
+    kind: Literal["run", "begin", "wait", "free", "add"]
+    at: int
+    free: tuple[int, ...] = ()
+
+
+def schedule_overlap(calls: Sequence[CallSlots], first: int, last: int) -> list[Action]:
+    """The actions for the calls from `first` up to `last`, with begin and wait of collectives separated."""
+    producer_of = {slot: index for index in range(first, last) for _, _, slot in calls[index].yields}
+    begins: dict[int, list[int]] = {}
+    early_collectives: list[int] = []
+    for index in range(first, last):
+        if _overlaps(calls[index]):
+            ready = max((producer_of.get(slot, first - 1) + 1 for slot in calls[index].reads), default=first)
+            begins.setdefault(
+                max(ready, early_collectives[-AHEAD] if len(early_collectives) >= AHEAD else first), []
+            ).append(index)
+            early_collectives.append(index)
+    actions: list[Action] = []
+    under_way: dict[int, int] = {}  # the slot of a result that has not arrived -> its collective; oldest first
+
+    def wait(slot: int) -> None:
+        actions.append(Action("wait", under_way.pop(slot)))
+
+    def read(index: int) -> None:
+        for slot in calls[index].reads:
+            if slot in under_way:
+                wait(slot)
+
+    begun: set[int] = set()
+    for index in range(first, last):
+        for collective in begins.get(index, ()):
+            read(collective)
+            if len(under_way) == IN_FLIGHT:
+                wait(next(iter(under_way)))
+            begun.add(collective)
+            actions.append(Action("begin", collective, calls[collective].free if collective == index else ()))
+            under_way[_result(calls[collective])] = collective
+        if index not in begun:
+            read(index)
+            actions.append(Action("run", index, calls[index].free))
+        elif index not in begins.get(index, ()) and calls[index].free:
+            # It began early, but what it read may have been read by others since.
+            actions.append(Action("free", index, calls[index].free))
+    for slot in list(under_way):
+        wait(slot)
+    return actions
+
+
+def schedule_of(listed: SlottedCalls) -> list[Action]:
+    """The actions of a whole graph: those of a microbatch, and those of the step."""
+    calls = listed.calls
+    return [*schedule_overlap(calls, 0, listed.repeated), *schedule_overlap(calls, listed.repeated, len(calls))]
+
+
+@dataclass(frozen=True)
+class Times:
+    """When things happen, in numbers of actions, by call: it begins, its results are there, its operands are let go."""
+
+    actions: tuple[Action, ...]
+    begun: tuple[int, ...]
+    made: tuple[int, ...]
+    read: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return len(self.actions)
+
+
+def times_of(actions: Sequence[Action], calls: int) -> Times:
+    """A collective holds its operands until it is waited for, and their slots until its place in the program."""
+    begun, made, read = ([0] * calls for _ in range(3))
+    for now, action in enumerate(actions):
+        if action.kind != "add":
+            read[action.at] = now
+        if action.kind in ("run", "begin"):
+            begun[action.at] = now
+        if action.kind in ("run", "wait"):
+            made[action.at] = now
+    return Times(tuple(actions), tuple(begun), tuple(made), tuple(read))
+
+
+def _overlaps(call: CallSlots) -> bool:
+    return call.node.target in COLLECTIVES and len(call.yields) == 1 and _result(call) not in call.free
+
+
+def _result(call: CallSlots) -> int:
+    return call.yields[0][2]
