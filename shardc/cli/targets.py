@@ -209,8 +209,8 @@ def _refuse_size(key: str, size: object) -> None:
 def _refuse_positions(model: nn.Module, seq: int) -> None:
     """Raise ShardcError (SC105) for sequences that are longer than the model's table of positions."""
     for name, module in model.named_modules():
-        table = isinstance(module, nn.Embedding) and re.search(r"wpe$|embed_positions$|position_embeddings$", name)
-        if table and seq > (count := module.num_embeddings):
+        table = re.search(r"wpe$|embed_positions$|position_embeddings$", name)
+        if table and isinstance(module, nn.Embedding) and seq > (count := module.num_embeddings):
             message = f"'seq' is {seq:,}, and the model has positions for {count:,} ({name})"
             raise error("SC105", message, hint=f"write a seq of at most {count:,}, or set the model's own key for it")
 

@@ -219,7 +219,7 @@ def _check_numbers(batches: object, steps: object, every: object, checkpoint: ob
 
 def _warn_of_nothing(trainer: Steps, scheduler: Scheduler | None) -> None:
     """Warn (SC553) after a first step that changed no parameter, and after which the caller has done nothing either."""
-    hint = ""
+    hint = what = ""
     if not trainer.gradients_used and not trainer.updates:
         hint = "pass optimizer= to compile, or descend in the loop over train(...): trainer.sgd(lr)"
         what = "the program has no optimizer"
