@@ -49,6 +49,7 @@ from shardc.frontend.token_weights import bind_tokens
 from shardc.frontend.trace import trace
 from shardc.ir import program as data
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.streams import step_key
 from shardc.partition import rank_costs
@@ -60,6 +61,7 @@ from shardc.passes.communication.bucket import Bucket
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
+from shardc.passes.type_check import unknown_ops
 from shardc.plan.schema import TOTAL, Plan
 from shardc.runtime.execute.batch import batch_inputs, describe_sample
 from shardc.runtime.execute.index_check import IndexCheck
@@ -294,6 +296,22 @@ class Program(data.Program):
         if self.pipelined is None:
             return super().text()
         return "\n".join(self.pipelined.text(c) for c in range(len(self.pipelined.lists.ranks)))
+
+    def to_json(self) -> str:
+        """The program as text that `from_json` reads; raises ShardcError (SC301) for an op that it would refuse."""
+        for name, node in {**unknown_ops(self.body), **unknown_ops(self.reference)}.items():
+            about = info(node)
+            raise error(
+                "SC301",
+                f"a program that calls {name} cannot be read back: the op has no sharding rule",
+                location=about.source or None,
+                source_text=about.source_text or None,
+                fqn=about.fqn or None,
+                op=name,
+                hint=f"register one, here and where the file is loaded: shardc.rule(torch.ops.aten.{name}, ...); "
+                "or compute it by other ops",
+            )
+        return super().to_json()
 
     def to_plain(self) -> dict[str, Any]:
         more = {} if self.pipelined is None else {"pipelined": self.pipelined.to_plain()}

@@ -250,6 +250,26 @@ def decompositions(names: Iterable[str]) -> dict[OpOverload, Callable[..., Any]]
     return {op: how for op, how in table.items() if isinstance(op, OpOverload)}
 
 
+def like_ops(name: str) -> list[OpOverload]:
+    """`rand_like`, `randn_like`: the overload without a generator, and that with one, which younger torches have."""
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload) for overload in ("default", "generator") if overload in packet.overloads()]
+
+
+@contextmanager
+def seeding(instead: Callable[..., Any]) -> Generator[None]:
+    """Put `instead` in the place of torch's functions that set or read the seed of its generator."""
+    names = ("manual_seed", "seed", "initial_seed")
+    originals = {(module, name): getattr(module, name) for module in (torch, torch.random) for name in names}
+    for module, name in originals:
+        setattr(module, name, instead)
+    try:
+        yield
+    finally:
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
+
+
 # ------------------------------------------------------------------ dispatcher
 @contextmanager
 def override_aten(implementations: Mapping[str, Callable[..., Any]]) -> Generator[None]:

@@ -45,6 +45,37 @@ def test_a_factory_that_raises_is_shown_at_its_line(
     assert found.source_text == "return [][x]"
 
 
+SIZES = {
+    **dict.fromkeys(("seq=" + "1" + "0" * 12, "batch=1" + "0" * 30, "n_embd=1" + "0" * 10), r"no size(.|\n)*to 2,147"),
+    **dict.fromkeys(("seq=true", "batch=false", "n_layer=true"), "True|False"),
+    **dict.fromkeys(("seq=-1", "batch=0", "n_layer=-1", "n_layer=0", "batch=1e3", "seq=1.0"), "no size(.|\n)*from 1"),
+    **dict.fromkeys(
+        ("seq=NaN", "batch=Infinity", "seq=null", "seq=[4]", "seq=" + "9" * 5000), "no size(.|\n)*in digits"
+    ),
+    "n_layer=100000": r"no size(.|\n)*to 10,000",
+    "resid_pdrop=NaN": "resid_pdrop",
+    "batch=2147483647": r"larger than a command makes(.|\n)*at most 16,777,216",
+    "batch=2&batch=4": "twice",
+    "seq=65&n_positions=64": r"positions for 64 \(transformer.wpe\)(.|\n)*at most 64",
+}
+
+
+@pytest.mark.parametrize("query", SIZES, ids=lambda query: query[:20])
+def test_sizes_that_are_none(query: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ShardcError, match=SIZES[query]) as raised:
+        load(f"hf:gpt2?{query}")
+    assert raised.value.code == "SC105"
+    assert len(str(raised.value)) < 600
+
+
+def test_a_small_model_has_as_many_positions_as_it_is_given() -> None:
+    pytest.importorskip("transformers")
+    target = load("hf:gpt2?seq=128&batch=2")
+    assert isinstance(target, Target)
+    assert target.model.get_parameter("transformer.wpe.weight").shape[0] == 128
+
+
 @pytest.mark.parametrize("leaves", ["raise SystemExit(3)", "raise KeyboardInterrupt", "import sys; sys.exit('enough')"])
 @pytest.mark.parametrize("where", ["factory", "file"])
 def test_a_factory_that_leaves_the_process_is_an_error_like_any_other(leaves: str, where: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -55,7 +56,12 @@ SMALL: dict[str, int] = {
     "max_target_positions": 64,
     "embedding_size": 16,
 }
+SMALL_POSITIONS = ("max_position_embeddings", "max_target_positions")
 SMALL_STAGES = {"hidden_sizes": [32, 64], "depths": [1, 2]}  # of convolutional models, which have both
+
+MOST = 2**31 - 1  # of a size
+MOST_LAYERS = 10_000  # each of which is made, though without weights
+MOST_ELEMENTS = 2**28  # of a batch, which is made whole: 2 GiB of tokens
 
 
 @dataclass(frozen=True)
@@ -156,14 +162,21 @@ def _hugging_face(text: str, meta: bool) -> Target:
     except ImportError:
         raise error("SC105", f"'{text}' needs transformers", hint="pip install 'shardc[examples]'") from None
     name, _, query = text.removeprefix("hf:").partition("?")
-    options = dict(_option(item, text) for item in query.split("&") if item)
+    options: dict[str, Any] = {}
+    for key, value in (_option(item, text) for item in query.split("&") if item):
+        if key in options:
+            raise error("SC105", f"'{key}' is given twice in '{text}'", hint="write it once")
+        options[key] = value
     sizes = {key: options.pop(key, size) for key, size in (("batch", 8), ("seq", 16))}
     for key, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise error("SC105", f"'{key}' in '{text}' is {size!r}", hint="write a whole number of at least 1")
+        _refuse_size(key, size)
     batch, seq = sizes["batch"], sizes["seq"]
     try:
-        config = _config(transformers, name, options)
+        config = _config(transformers, name, options, seq)
+        for key in SMALL:
+            own, size = getattr(config, "attribute_map", {}).get(key, key), getattr(config, key, None)
+            if isinstance(size, int) and (size > 1 or own in options or key in options):
+                _refuse_size(own, size)
     except ShardcError:
         raise
     except Exception as problem:
@@ -178,7 +191,28 @@ def _hugging_face(text: str, meta: bool) -> Target:
     except Exception as problem:
         message = f"transformers cannot build '{text}': {type(problem).__name__}: {problem}"
         raise error("SC105", message, hint=_FACTORY) from problem
-    return Target(model, _sample(config, model.main_input_name, auto is transformers.AutoModelForMaskedLM, batch, seq))
+    kind, padded = model.main_input_name, auto is transformers.AutoModelForMaskedLM
+    if kind != "pixel_values":
+        _refuse_positions(model, seq)
+    return Target(model, _sample(config, kind, padded, batch, seq))
+
+
+def _refuse_size(key: str, size: object) -> None:
+    """Raise ShardcError (SC105) for what is no size of a model or a batch."""
+    most = MOST_LAYERS if "layers" in key or key == "n_layer" else MOST
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+        shown = repr(size) if len(repr(size)) < 30 else f"{repr(size)[:12]}..."
+        hint = f"write a whole number from 1 to {most:,}, in digits"
+        raise error("SC105", f"'{key}' is {shown}, which is no size", hint=hint)
+
+
+def _refuse_positions(model: nn.Module, seq: int) -> None:
+    """Raise ShardcError (SC105) for sequences that are longer than the model's table of positions."""
+    for name, module in model.named_modules():
+        table = re.search(r"wpe$|embed_positions$|position_embeddings$", name)
+        if table and isinstance(module, nn.Embedding) and seq > (count := module.num_embeddings):
+            message = f"'seq' is {seq:,}, and the model has positions for {count:,} ({name})"
+            raise error("SC105", message, hint=f"write a seq of at most {count:,}, or set the model's own key for it")
 
 
 def _option(item: str, text: str) -> tuple[str, Any]:
@@ -186,13 +220,18 @@ def _option(item: str, text: str) -> tuple[str, Any]:
     if not equals:
         raise error("SC105", f"'{item}' in '{text}' is no key=value", hint="write hf:gpt2?n_layer=4&batch=2")
     try:
-        return key, json.loads(value)
-    except ValueError:
+        return key, json.loads(value, parse_constant=_no_number)
+    except (ValueError, RecursionError):
         return key, value
 
 
-def _config(transformers: Any, name: str, options: dict[str, Any]) -> Any:
-    """The configuration of a model type, small where the user does not say, or that of a file."""
+def _no_number(word: str) -> Any:
+    """NaN and Infinity, which are no JSON, stay words."""
+    raise ValueError(word)
+
+
+def _config(transformers: Any, name: str, options: dict[str, Any], seq: int) -> Any:
+    """The configuration of a model type, small where the user does not say but for `seq` positions, or of a file."""
     if name.endswith(".json"):
         if not Path(name).is_file():
             raise error("SC105", f"there is no file {name}", hint="give the path of a model's config.json")
@@ -219,6 +258,7 @@ def _config(transformers: Any, name: str, options: dict[str, Any]) -> Any:
         small |= {own[k]: SMALL[k] for k in ("num_attention_heads",) if k in own}
     if all(isinstance(getattr(plain, key, None), list | tuple) for key in SMALL_STAGES):
         small |= SMALL_STAGES
+    small |= {own.get(k, k): max(SMALL[k], seq) for k in SMALL_POSITIONS if own.get(k, k) in small}
     quiet = {k: v for k, v in (("use_cache", False), ("num_labels", 10)) if hasattr(plain, k)}
     tokens = {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(plain, k)}
     tokens |= {"decoder_start_token_id": 0} if getattr(plain, "is_encoder_decoder", False) else {}
@@ -243,9 +283,18 @@ def _auto_class(transformers: Any, config: Any, text: str) -> Any:
 
 def _sample(config: Any, kind: str, padded: bool, batch: int, seq: int) -> dict[str, Tensor]:
     """A batch with labels; `kind` is the model's main input. Where no mask is causal, a `padded` batch has one."""
+    side, channels = getattr(config, "image_size", 32), getattr(config, "num_channels", 3)
     if kind == "pixel_values":
-        side = getattr(config, "image_size", 32)
-        pixels = torch.randn(batch, getattr(config, "num_channels", 3), side, side)
+        each = channels * side * side
+    else:
+        each = max(seq, config.num_mel_bins * 2 * config.max_source_positions if kind == "input_features" else 0)
+    if batch * each > MOST_ELEMENTS:
+        message = f"a batch of {batch:,} times {each:,} elements is larger than a command makes"
+        raise error(
+            "SC105", message, hint=f"write a batch of at most {max(1, MOST_ELEMENTS // each):,}, or a smaller seq"
+        )
+    if kind == "pixel_values":
+        pixels = torch.randn(batch, channels, side, side)
         return {kind: pixels, "labels": torch.randint(config.num_labels, (batch,))}
     tokens = torch.randint(1, config.vocab_size, (batch, seq))
     if kind == "input_features":  # two frames a position: the encoder halves them

@@ -29,6 +29,7 @@ def carried(
     model: nn.Module,
     before: Snapshot,
     first: fx.GraphModule,
+    origins: Origins,
     left: Mapping[int, fx.Node],
     again: Callable[[], fx.GraphModule],
 ) -> list[Diagnostic]:
@@ -38,8 +39,10 @@ def carried(
     The model is as the trace of `first` left it. `left`: the nodes that computed the tensors left behind, by the id of
     the tensor. `again` traces a second step.
     """
-    if names := _changed_in_place(model, first):
-        raise ShardcError(replace(_said(model, IN_PLACE, names), severity="error"))
+    if written := _changed_in_place(model, first):
+        said = _said(model, IN_PLACE, [*written])
+        where = {key: value for key, value in _place_of(next(iter(written.values())), origins).items() if value}
+        raise ShardcError(replace(said, severity="error", **where))
     changes = before.changes()
     if not changes:
         return []
@@ -71,9 +74,18 @@ def refuse_written_constants(gm: fx.GraphModule, origins: Origins) -> None:
     constants = _constants(gm)
     for node in gm.graph.nodes:
         if any(_base(written) in constants for written in torch_compat.written_by(node)):
-            origin = origins.of.get(node, Origin())
-            place = {"location": origin.source or None, "source_text": origin.source_text or None}
-            raise error("SC109", IN_PLACE.format("what lies outside of the model"), hint=HINT, **place)
+            raise error(
+                "SC109", IN_PLACE.format("what lies outside of the model"), hint=HINT, **_place_of(node, origins)
+            )
+
+
+def _place_of(node: fx.Node, origins: Origins) -> dict[str, str | None]:
+    origin = origins.of.get(node, Origin())
+    return {
+        "location": origin.source or None,
+        "source_text": origin.source_text or None,
+        "fqn": origin.fqn or None,
+    }
 
 
 def _names(changes: Iterable[Change]) -> list[str]:
@@ -143,11 +155,14 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _changed_in_place(model: nn.Module, gm: fx.GraphModule) -> list[str]:
-    """Attributes of the model that hold a plain tensor which the graph writes to."""
+def _changed_in_place(model: nn.Module, gm: fx.GraphModule) -> dict[str, fx.Node]:
+    """Attributes of the model that hold a plain tensor which the graph writes to, and the first node that does."""
     constants = _constants(gm)
-    bases = {_base(argument) for node in gm.graph.nodes for argument in torch_compat.written_by(node)}
-    written = {id(constants[base]) for base in bases if base in constants}
+    written: dict[int, fx.Node] = {}
+    for node in gm.graph.nodes:
+        for base in map(_base, torch_compat.written_by(node)):
+            if base in constants:
+                written.setdefault(id(constants[base]), node)
     if not written:
-        return []
-    return [at.path.partition("[")[0] for at, value in reachable(model) if id(value) in written]
+        return {}
+    return {at.path.partition("[")[0]: written[id(value)] for at, value in reachable(model) if id(value) in written}

@@ -45,6 +45,24 @@ def undifferentiated(op: OpOverload) -> ShardcError:
     return error("SC104", message, op=op_name(op), hint="report the model: each such op should have one")
 
 
+SEEDED = "draw from torch's generator as it is: every step draws anew, the same under every layout, by the plan's seed"
+# The op numbers of a trace, as seeds of torch's own generator: far from those that a user takes.
+_FIRST_NUMBER = 0x5EED << 40
+
+
+def _refused_seed(*_: Any, **__: Any) -> Any:
+    """In the place of what sets or reads the seed of torch's generator."""
+    message = "forward seeds torch's generator, or reads its seed, of which a program knows nothing"
+    raise error("SC111", message, hint=SEEDED)
+
+
+def _refuse_generator(generator: Any) -> None:
+    """Raise ShardcError (SC111) for a draw from another generator than torch's own."""
+    if generator is not None and generator is not torch.default_generator:
+        message = "forward draws from a generator of its own: a program would draw other numbers, anew in every step"
+        raise error("SC111", message, hint="leave out generator=; " + SEEDED)
+
+
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """aten.dropout, with nothing left of it where it does nothing."""
     return aten.native_dropout(x, p, train)[0] if train and p > 0.0 else x
@@ -64,18 +82,23 @@ class RandomOps:
 
     def __init__(self) -> None:
         self.seed: Tensor | None = None
+        self.count = 0  # numbers that were given out
 
     @contextmanager
     def numbered(self) -> Generator[None]:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
+        self.count = 0
+        with torch.random.fork_rng(devices=[]), torch_compat.seeding(_refused_seed):
+            torch.default_generator.manual_seed(_FIRST_NUMBER)
             yield
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """Float32 uniforms in [0, 1), one node; its op number is the next."""
         assert self.seed is not None, "random ops are traced under a seed"
-        op_id = torch.default_generator.initial_seed()
-        torch.default_generator.manual_seed(op_id + 1)
+        op_id = torch.default_generator.initial_seed() - _FIRST_NUMBER
+        if not 0 <= op_id <= self.count:
+            _refused_seed()
+        self.count = max(self.count, op_id + 1)
+        torch.default_generator.manual_seed(_FIRST_NUMBER + op_id + 1)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         offset = aten.full.default([], 0, dtype=torch.int64, device=torch.device("cpu"), pin_memory=False)
         return RANDOM_UNIFORM(self.seed, op_id, list(shape), strides, offset)
@@ -96,21 +119,27 @@ class RandomOps:
             return g * keep * scale
 
         def uniform_(x: Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> Tensor:
+            _refuse_generator(generator)
             return x.copy_(self.uniform(x.shape) * (high - low) + low)
 
         def normal_(x: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
+            _refuse_generator(generator)
             return x.copy_(self.normal(x.shape) * std + mean)
 
         def exponential_(x: Tensor, lambd: float = 1.0, generator: Any = None) -> Tensor:
+            _refuse_generator(generator)
             return x.copy_((1.0 - self.uniform(x.shape)).log() * (-1.0 / lambd))
 
         def bernoulli_(x: Tensor, p: Any = 0.5, generator: Any = None) -> Tensor:
+            _refuse_generator(generator)
             return x.copy_(self.uniform(x.shape) < p)
 
         def bernoulli_p(x: Tensor, p: Any, generator: Any = None) -> Tensor:
+            _refuse_generator(generator)
             return (self.uniform(x.shape) < p).to(x.dtype)
 
         def bernoulli(x: Tensor, generator: Any = None) -> Tensor:
+            _refuse_generator(generator)
             return (self.uniform(x.shape) < x).to(x.dtype)
 
         def less(x: Tensor, bound: float) -> Tensor:
@@ -119,13 +148,17 @@ class RandomOps:
             return torch.tensor(False) if drawn is not None and drawn.target is RANDOM_UNIFORM else NotImplemented
 
         def made(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
-            def make(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+            def make(
+                size: Sequence[int], *, dtype: torch.dtype | None = None, generator: Any = None, **_: Any
+            ) -> Tensor:
+                _refuse_generator(generator)
                 return draw(size).to(dtype or torch.get_default_dtype())
 
             return make
 
         def made_like(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
-            def make(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+            def make(x: Tensor, *, dtype: torch.dtype | None = None, generator: Any = None, **_: Any) -> Tensor:
+                _refuse_generator(generator)
                 return draw(x.shape).to(dtype or x.dtype)
 
             return make
@@ -141,8 +174,8 @@ class RandomOps:
             aten.bernoulli.p: bernoulli_p,
             aten.bernoulli.default: bernoulli,
             aten.lt.Scalar: less,
-            aten.rand.default: made(self.uniform),
-            aten.rand_like.default: made_like(self.uniform),
-            aten.randn.default: made(self.normal),
-            aten.randn_like.default: made_like(self.normal),
+            **dict.fromkeys((aten.rand.default, aten.rand.generator), made(self.uniform)),
+            **dict.fromkeys((aten.randn.default, aten.randn.generator), made(self.normal)),
+            **dict.fromkeys(torch_compat.like_ops("rand_like"), made_like(self.uniform)),
+            **dict.fromkeys(torch_compat.like_ops("randn_like"), made_like(self.normal)),
         }

@@ -11,6 +11,7 @@ update runs, is said by placements later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,12 +147,17 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The "hyper" inputs: each group's present learning rate, in float64 as Python's. Raises ShardcError (SC107) where
-    the optimizer was given a hook."""
+    it is not finite, or the optimizer was given a hook."""
     refuse_hooks(optimizer)
-    return {
+    rates = {
         f"lr.{i}": torch.as_tensor(group["lr"], dtype=torch.float64, device="cpu").detach().reshape(())
         for i, group in enumerate(optimizer.param_groups)
     }
+    for i, rate in enumerate(rates.values()):
+        if not torch_compat.is_fake(rate) and not math.isfinite(rate):
+            message = f"the learning rate of the optimizer's group {i} is {float(rate)}"
+            raise error("SC107", message, hint="give a finite number; a scheduler may divide by 0")
+    return rates
 
 
 def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:

@@ -153,24 +153,31 @@ def place_casts(graph: fx.Graph, params: Collection[fx.Node], gradients: Sequenc
 
 
 # What wants its floating operands to be of one dtype, though tracing on fakes does not notice when they are not.
-ALIKE = ("aten::mm", "aten::addmm", "shardc::linear", "shardc::sdpa", "aten::native_layer_norm")
+NORMS = ("aten::native_layer_norm", "aten::native_group_norm")
+ALIKE = (
+    *("aten::mm", "aten::addmm", "aten::convolution", "shardc::linear", "shardc::linear_dgrad", "shardc::linear_wgrad"),
+    *("shardc::sdpa", "shardc::grouped_mm", "aten::index_add", "aten::index_put", "aten::_cdist_forward", *NORMS),
+)
 
 
-def refuse_mixed(graph: fx.Graph) -> None:
-    """ShardcError (SC104) for a product of two dtypes, which would fail as late as when it is run."""
+def refuse_mixed(graph: fx.Graph, cast: bool) -> None:
+    """ShardcError (SC104) for a product of two dtypes, which would fail as late as when it is run. `cast` says that a
+    plan's precision has chosen dtypes; eager PyTorch normalizes halves by weights of float32, where nothing is cast."""
     for node in graph.nodes:
         if node.op != "call_function" or getattr(node.target, "_schema", None) is None:
             continue
         found = {n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)}
         found = {dtype for dtype in found if dtype.is_floating_point}
-        if node.target.name().partition(".")[0] in ALIKE and len(found) > 1:
+        name = node.target.name().partition(".")[0]
+        halves = name in NORMS and not cast and node.args[0].meta["val"].dtype in HALF
+        if name in ALIKE and len(found) > 1 and not halves:
             raise error(
                 "SC104",
                 f"{node.target.name()} is given tensors of {' and '.join(sorted(map(str, found)))}",
                 location=node.meta["source"] or None,
                 source_text=node.meta["source_text"] or None,
                 fqn=node.meta["fqn"] or None,
-                hint=KEEP_HINT,
+                hint=KEEP_HINT if cast else "cast one of them to the other's dtype: y.to(x.dtype)",
             )
 
 

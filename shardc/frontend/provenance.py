@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal
@@ -40,6 +40,19 @@ _LEAVE_OUT = "torch's own module asks for them: another of its options, or a mod
 _OF_TORCH = {
     "causal_comparison": "say is_causal=True or False (of a decoder tgt_is_causal): else torch looks into the mask",
     "num_batches_tracked": "give it a momentum, such as 0.1: under None torch divides by a count that is a tensor",
+}
+
+# What torch says of what cannot be traced, and what to do instead.
+_FORWARD_MODE = (
+    "forward-mode derivatives do not pass through here; take torch.autograd.functional.jvp, or "
+    "torch.autograd.grad with create_graph=True"
+)
+_INSTEAD = {
+    "context_fn": "leave _composable.checkpoint out: the plan's recompute, or torch.utils.checkpoint.checkpoint("
+    "module, x, use_reentrant=False) in forward",
+    "jvp function for custom autograd.Function": _FORWARD_MODE,
+    "forward AD": _FORWARD_MODE,
+    "forward mode AD": _FORWARD_MODE,
 }
 
 
@@ -168,6 +181,15 @@ class Origins:
             traceback = traceback.tb_next
         return found
 
+    def placed(self, refusal: ShardcError) -> ShardcError:
+        """A refusal at the line of forward that asked for what is refused, unless it names one, or a module, itself."""
+        first, *rest = refusal.diagnostics
+        source, text = self.where_raised(refusal.__traceback__)
+        if first.location or first.fqn or not source:
+            return refusal
+        where = replace(first, location=source, source_text=text or None, fqn=self.fqn or None)
+        return ShardcError(where, *rest)
+
     def diagnosed(self, problem: BaseException, cast: bool) -> ShardcError:
         """The model's error, at the line and in the module where it was raised; were the model's tensors `cast`?"""
         source, text = self.where_raised(problem.__traceback__)
@@ -193,6 +215,7 @@ class Origins:
             return error("SC101", message, **where, hint=hint)
         message = f"{type(problem).__name__}: {str(problem).strip() or 'no message'}"
         hint = "does the model run on this batch without shardc?"
+        hint = next((instead for said, instead in _INSTEAD.items() if said in message), hint)
         if cast and any(words in message for words in ("dtype", "scalar type", "should be the same")):
             hint = KEEP_HINT
         return error("SC104", message, **where, hint=hint)

@@ -78,10 +78,12 @@ class StandIns:
             yield
 
     def refuse_changed(self) -> None:
-        """Raise ShardcError (SC104) where a step has overwritten a parameter, replaced it, or changed what is trained.
+        """Raise ShardcError (SC104) where a step has overwritten a parameter, replaced it or made one more, or changed
+        what is trained.
 
         Called while the traced tensors are in place.
         """
+        self._refuse_new()
         held = {id(t) for m, kind, key, _ in self.entries if (t := torch_compat.held(m, kind, key)) is not None}
         for base in self._by_id.values():
             verb, hint = "", ""
@@ -100,6 +102,17 @@ class StandIns:
             if verb:
                 message = f"forward {verb} the parameter {base.name}"
                 raise about_tensor(self.model, "SC104", base.name, message, hint)
+
+    def _refuse_new(self) -> None:
+        known = {id(base.traced) for base in self._by_id.values()}
+        places = {(module, key) for module, _, key, _ in self.entries}
+        for prefix, module in self.model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in known and (module, key) not in places:
+                    name = f"{prefix}.{key}" if prefix else key
+                    message = f"forward makes a parameter, {name}, which was not there to be compiled or trained"
+                    hint = "make it in __init__, or run the model once on a batch before it is compiled"
+                    raise about_tensor(self.model, "SC104", name, message, hint)
 
     def _refuse_assigned(self, t: Tensor) -> None:
         """Raise ShardcError (SC104) for `t.data = ...`, unless `t` is the model's: of that `refuse_changed` speaks."""

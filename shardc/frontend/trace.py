@@ -70,7 +70,7 @@ def trace(
         gm, inputs, origins = step.record()
         step.before.clear_caches()
         own = frozenset(change.attribute for change in step.before.changes())
-        found = carried(model, step.before, gm, step.left, lambda: copy(step).record()[0])
+        found = carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
     finally:
         step.before.restore()
         drawn = generators.drawn()
@@ -158,8 +158,10 @@ class _Step:
                 stack.enter_context(self.casts.keeping())
             try:
                 gm = torch_compat.record(joint, inputs, self.mode, decompositions, origins.on_node)
-            except (ShardcError, KeyboardInterrupt):
+            except KeyboardInterrupt:
                 raise
+            except ShardcError as refusal:
+                raise origins.placed(refusal) from refusal.__cause__
             except BaseException as problem:  # also what asks to leave: sys.exit in forward
                 raise origins.diagnosed(problem, self.precision is not None) from problem
         return gm, inputs, origins
@@ -293,8 +295,7 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     output.args = (tuple(r.node for r in outputs),)
     place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
     _rewrite_meta(graph, inputs, origins)
-    if step.casts is not None:
-        refuse_mixed(graph)
+    refuse_mixed(graph, step.casts is not None)
     graph.lint()
 
     modules = _calls(graph, origins, replaced)

@@ -29,6 +29,11 @@ def refuse_unfit(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         if not p.numel():
             hint = "leave it out where its size is 0"
             raise error("SC112", f"parameter '{name}' of {list(p.shape)} has no elements", tensor=name, hint=hint)
+        if any(step == 0 and size > 1 for size, step in zip(p.shape, p.stride(), strict=True)):
+            message = f"parameter '{name}' of {list(p.shape)} is expanded: several of its elements are one in memory"
+            raise error(
+                "SC112", message, tensor=name, hint="give each its own memory, .clone(); or expand it in forward"
+            )
     for name, t in batch.items():
         if (kind := kind_of(t)) is not None:
             hint = (
@@ -82,6 +87,9 @@ def refuse_no_scalar(loss: object, output: object, function: object, model: nn.M
         raise error("SC102", message, hint=hint)
     if loss.dim() != 0:
         raise error("SC102", f"the loss is not a scalar to differentiate: it is {list(loss.shape)}", hint=hint)
+    if loss.is_complex():
+        message = f"the loss is not a scalar to differentiate: it is complex, {loss.dtype}".replace("torch.", "")
+        raise error("SC102", message, hint="take what of it is to be small: loss.real, or loss.abs()")
     if not loss.requires_grad:
         message = "the loss is not a scalar to differentiate: it is independent of every trainable parameter"
         hint = "is it made under no_grad or from what was detached, or are all that it depends on frozen?"

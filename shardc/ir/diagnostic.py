@@ -35,7 +35,9 @@ CODES: dict[str, Code] = {
     "SC108": Code("no-gradient", "a trainable parameter gets no gradient from the loss"),
     "SC109": Code("carried-state", "forward keeps a value in Python from step to step, which a compiled step cannot"),
     "SC110": Code("no-module", "what is to be compiled is no nn.Module"),
-    "SC111": Code("drawn-number", "forward draws numbers in Python, which a program has as they were while compiling"),
+    "SC111": Code(
+        "drawn-number", "forward draws numbers by Python, or by a seed of its own, which no program draws anew"
+    ),
     "SC112": Code("unfit-tensor", "a tensor of the model has no shape yet, no elements, or no plain memory"),
     "SC120": Code("frozen-state", "a tensor of the model would become a constant of the program"),
     "SC121": Code("shared-memory", "two tensors of the model lie in the same memory, and a step changes one of them"),

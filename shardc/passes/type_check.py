@@ -97,9 +97,22 @@ def single_faults(graph: Graph) -> list[Fault]:
     return [Fault(graph.name, f"on one device, {type_of(node)} cannot be", node) for node in placed]
 
 
+def unknown_ops(graph: Graph) -> dict[str, fx.Node]:
+    """The ops of which loading knows nothing, having no rule or meaning here, and the first call of each."""
+    unknown: dict[str, fx.Node] = {}
+    for node in graph.calls():
+        if not _known(node.target):
+            unknown.setdefault(op_name(node.target), node)
+    return unknown
+
+
+def _known(op: object) -> bool:
+    return find_rule(op) is not None or op in MEANT
+
+
 def _call_faults(node: fx.Node, mesh: Mesh) -> Iterator[str]:
     about = info(node)
-    if find_rule(node.target) is None and node.target not in MEANT:
+    if not _known(node.target):
         yield f"{op_name(node.target)} has no sharding rule here, so that nothing is known of what it means"
         return
     made: list[TensorType | None] = [about.type] if about.type is not None else [None] * len(about.results)

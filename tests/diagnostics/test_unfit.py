@@ -6,11 +6,14 @@ import sys
 import threading
 import time
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed._composable import checkpoint
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
@@ -43,6 +46,44 @@ class WritesOut(Net):
         h = self.a(x).detach().mean(0)
         torch.add(h, 1.0, out=ELSEWHERE)
         return (self.a(x) + ELSEWHERE).square().mean()
+
+
+class WritesInAMethod(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.written()
+        return super().forward(x)
+
+    def written(self) -> None:
+        ELSEWHERE.mul_(2)
+
+
+class Dual(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            pair: Any = forward_ad.unpack_dual(self.a(forward_ad.make_dual(x, torch.ones_like(x))))
+            return (pair.primal * pair.tangent).mean()
+
+
+class Complex(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(self.a(x).view(-1, 3, 2)).mean()
+
+
+class TwoDtypes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x) @ torch.ones(6, 6, dtype=torch.float64)).mean()
+
+
+class Seeds(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return (self.a(x) * torch.rand(6)).mean()
+
+
+def composable() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), Net())
+    checkpoint(model[1])
+    return model
 
 
 class Conditional(Net):
@@ -105,6 +146,20 @@ class WritesElsewhere(Net):
         return (h + ELSEWHERE).square().mean()
 
 
+class Inverts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        inverse: Any = torch.linalg.inv_ex(self.a(x)[:, :4] + 10 * torch.eye(4))
+        return inverse[0].square().mean()
+
+
+def test_a_program_that_could_not_be_read_back(tmp_path: Path) -> None:
+    program = compiled(Inverts())
+    for write in (lambda: program.save(tmp_path / "program.json"), program.to_json):
+        with pytest.raises(ShardcError, match=r"SC301(.|\n)*calls linalg_inv_ex(.|\n)*inv_ex\(self(.|\n)*shardc.rule"):
+            write()
+    assert not list(tmp_path.iterdir())
+
+
 def compiled(model: nn.Module, x: Tensor = X, **options: Any) -> shardc.Program:
     return shardc.compile(model, x, mesh="dp=2", plan={"inputs": {"x": "dp"}}, **options)
 
@@ -123,7 +178,11 @@ MODELS: dict[str, tuple[nn.Module, Tensor, str]] = {
         X,
         r"SC104(.|\n)*elsewhere.halved(.|\n)*another library(.|\n)*return halved",
     ),
-    "out": (WritesOut(), X, r"SC109(.|\n)*forward changes forward.ELSEWHERE in place(.|\n)*register_buffer"),
+    "out": (
+        WritesOut(),
+        X,
+        r"SC109(.|\n)*forward changes forward.ELSEWHERE in place(.|\n)*torch.add\(h(.|\n)*register_buffer",
+    ),
     "cond": (Conditional(), X, r"SC101(.|\n)*control flow(.|\n)*torch.cond(.|\n)*torch.where"),
     "leaves": (Leaves(), X, r"SC104(.|\n)*SystemExit: 3(.|\n)*sys.exit"),
     "all frozen": (Net().requires_grad_(False), X, r"SC102(.|\n)*all of them are frozen(.|\n)*requires_grad_\(True\)"),
@@ -135,8 +194,27 @@ MODELS: dict[str, tuple[nn.Module, Tensor, str]] = {
     "elsewhere": (
         WritesElsewhere(),
         X,
-        r"SC109(.|\n)*forward changes forward.ELSEWHERE in place(.|\n)*register_buffer",
+        r"SC109(.|\n)*forward changes forward.ELSEWHERE in place(.|\n)*\| ELSEWHERE.add_(.|\n)*register_buffer",
     ),
+    "elsewhere, by a method": (
+        WritesInAMethod(),
+        X,
+        r"SC109(.|\n)*test_unfit.py(.|\n)*\| ELSEWHERE.mul_\(2\)",
+    ),
+    "composable": (
+        composable(),
+        X,
+        r"SC104(.|\n)*leave _composable.checkpoint out(.|\n)*use_reentrant=False",
+    ),
+    "dual numbers": (Dual(), X, r"SC104(.|\n)*make_dual(.|\n)*take torch.autograd.functional.jvp"),
+    "expanded": (
+        Net(c=nn.Parameter(torch.ones(1, 6).expand(6, 6))),
+        X,
+        r"SC112(.|\n)*'c' of \[6, 6\] is expanded(.|\n)*clone",
+    ),
+    "complex": (Complex(), X, r"SC102(.|\n)*it is complex, complex64(.|\n)*loss.real"),
+    "two dtypes": (TwoDtypes(), X, r"SC104(.|\n)*aten::mm(.|\n)*float32 and torch.float64(.|\n)*y.to\(x.dtype\)"),
+    "seeds": (Seeds(), X, r"SC111(.|\n)*seeds torch's generator(.|\n)*\| torch.manual_seed\(3\)(.|\n)*plan's seed"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.nn import functional
 
 from tests.hostile.harness import Net, case
@@ -95,6 +95,46 @@ class FunctionalGradient(Net):
     def forward(self, x: Tensor) -> Tensor:
         slope = torch.func.grad(lambda v: self.b(self.a(v).tanh()).square().sum())(x)
         return (slope + x).square().mean()
+
+
+@case()
+class ForwardModeByFunctions(Net):
+    def between(self, h: Tensor) -> Tensor:
+        value, along = torch.func.jvp(lambda x: self.b(x).tanh(), (h,), (torch.ones_like(h),))
+        return value * along
+
+
+@case()
+class ForwardModeByTwoBackwards(Net):
+    def between(self, h: Tensor) -> Tensor:
+        found: Any = torch.autograd.functional.jvp(
+            lambda x: self.b(x).tanh(), h, torch.ones_like(h), create_graph=True, strict=True
+        )
+        return found[1]
+
+
+@case(refused="SC104")
+class DualNumbers(Net):
+    def between(self, h: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            pair: Any = forward_ad.unpack_dual(self.b(forward_ad.make_dual(h, torch.ones_like(h))))
+            return pair.primal * pair.tangent
+
+
+@case()
+class JacobianForward(Net):
+    def between(self, h: Tensor) -> Tensor:
+        rows: Any = torch.func.vmap(torch.func.jacfwd(lambda x: (x @ self.b.weight.t()).tanh()))(h)
+        return rows.sum(-1)
+
+
+@case(refused="SC104")
+class HessianOfARow(Net):
+    """Forward over reverse, which torch cannot do on fakes."""
+
+    def between(self, h: Tensor) -> Tensor:
+        rows: Any = torch.func.vmap(torch.func.hessian(lambda x: (x @ self.b.weight.t()).tanh().sum()))(h)
+        return rows.sum(-1)
 
 
 @case()

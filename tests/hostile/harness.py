@@ -50,6 +50,8 @@ class Case:
 
     `refused` is the code of the error under every layout, or under those it names; `warned`, that of a warning which
     says that steps are not eager's. A `random` module draws numbers: its steps are those of one rank, not eager's.
+    `loss` makes the loss function for a model, where that returns none; where halves are computed with, `tolerance` is
+    that of their rounding.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Case:
     random: bool = False
     shape: tuple[int, ...] = (4, 6)
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    loss: Callable[[nn.Module], Callable[[Any, Any], Any]] | None = None
+    tolerance: float = TOLERANCE
 
     def code(self, layout: str) -> str | None:
         return self.refused if isinstance(self.refused, str) or self.refused is None else self.refused.get(layout)
@@ -72,6 +76,17 @@ class Case:
             return self.build()
         finally:
             torch.set_default_dtype(before)
+
+    def loss_of(self, model: nn.Module, x: Tensor) -> Any:
+        """Of one batch, as a user's own loop takes it from what forward returns."""
+        output: Any = model(x)
+        if self.loss is not None:
+            return self.loss(model)(output, x)
+        while isinstance(output, tuple | list):
+            output = output[0]
+        if isinstance(output, Mapping):
+            return output["loss"]
+        return output if isinstance(output, Tensor) else output.loss
 
     def batches(self) -> list[Tensor]:
         draw = torch.Generator().manual_seed(7)
@@ -116,12 +131,12 @@ class Trace:
         self.values[f"loss {step}"] = loss.detach().clone()
         self.values |= {f"gradient {step} of {name}": g.detach().clone() for name, g in gradients.items()}
 
-    def differences(self, other: Trace) -> list[str]:
+    def differences(self, other: Trace, tolerance: float) -> list[str]:
         """A line for each value that is missing in one, or differs by more than the tolerance."""
         found = [f"{key}: only one has it" for key in self.values.keys() ^ other.values.keys()]
         for key in self.values.keys() & other.values.keys():
             mine, its = self.values[key], other.values[key]
-            if mine.shape != its.shape or not torch.allclose(mine, its, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            if mine.shape != its.shape or not torch.allclose(mine, its, rtol=tolerance, atol=tolerance, equal_nan=True):
                 found.append(f"{key}: {mine.flatten()[:3].tolist()}... is not {its.flatten()[:3].tolist()}...")
         return sorted(found)
 
@@ -134,20 +149,20 @@ def trained_eagerly(case: Case, optimizer: str, microbatches: int = 1) -> Trace:
     steps = make(model.parameters()) if make is not None else None
     for step, batch in enumerate(case.batches()):
         sums: dict[nn.Parameter, Tensor] = {}
-        total = torch.zeros((), dtype=torch.float64)
+        losses: list[Tensor] = []
         for part in batch.chunk(microbatches):
             model.zero_grad()
             with sdpa_kernel(SDPBackend.MATH):  # the others' kernels have no second derivatives
-                loss = model(part.clone()) / microbatches
+                loss = case.loss_of(model, part.clone()) / microbatches
                 loss.backward()
-            total += loss.detach()
+            losses.append(loss.detach())
             for p in model.parameters():
                 if p.grad is not None:
                     sums[p] = sums.get(p, 0) + p.grad.clone()
         for p in model.parameters():
             p.grad = sums.get(p)
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.requires_grad}
-        trace.of_step(step, total, gradients if steps is None else {})
+        trace.of_step(step, torch.stack(losses).sum(), gradients if steps is None else {})
         if steps is not None:
             steps.step()
     kept = dict(model.named_buffers(remove_duplicate=False)) | model.state_dict()  # also those that are not persistent
@@ -163,7 +178,8 @@ def compiled_on(case: Case, mesh: str, plan: dict[str, Any], optimizer: str) -> 
     model, data = case.model(), case.batches()
     make = case.optimizer or OPTIMIZERS[optimizer]
     made = make(model.parameters()) if make is not None else None
-    return shardc.compile(model, data[0].clone(), mesh=mesh, plan=plan, optimizer=made), data
+    loss = None if case.loss is None else case.loss(model)
+    return shardc.compile(model, data[0].clone(), mesh=mesh, plan=plan, optimizer=made, loss=loss), data
 
 
 def trained(program: shardc.Program, data: list[Tensor], optimizer: bool) -> Trace:
@@ -197,7 +213,7 @@ def outcome(case: Case, layout: str, optimizer: str) -> str:
             expected = trained(compiled_on(case, "dp=1", alone, optimizer)[0], data, stepped)
         else:
             expected = trained_eagerly(case, optimizer, MICROBATCHES.get(layout, 1))
-        wrong = found.differences(expected)
+        wrong = found.differences(expected, case.tolerance)
         report = program.verify()
     if wrong and report.ok:
         return "\n".join(["wrong, and verify does not find it:", *wrong])

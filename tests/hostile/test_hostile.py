@@ -7,10 +7,26 @@ from zlib import crc32
 
 import pytest
 
-from tests.hostile import aliasing, buffers, checkpointing, derivatives, hooks, modes, python_state, structure
+from tests.hostile import (
+    aliasing,
+    autocast,
+    buffers,
+    checkpointing,
+    derivatives,
+    hooks,
+    modes,
+    outputs,
+    parameters,
+    python_state,
+    randomness,
+    structure,
+)
 from tests.hostile.harness import CASES, LAYOUTS, OPTIMIZERS, outcome
 
-THEMES = (aliasing, buffers, checkpointing, derivatives, hooks, modes, python_state, structure)
+THEMES = (
+    *(aliasing, autocast, buffers, checkpointing, derivatives, hooks, modes),
+    *(outputs, parameters, python_state, randomness, structure),
+)
 EVERY = [two for two in product(OPTIMIZERS, LAYOUTS) if two != ("none", "zero1")]  # which cuts state alone
 
 
@@ -24,7 +40,7 @@ def checked(name: str, optimizer: str, layout: str) -> None:
     assert outcome(case, layout, optimizer) == (case.code(layout) or case.warned or "right")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_eager(name: str) -> None:
     checked(name, *drawn(name))

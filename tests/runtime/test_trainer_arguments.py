@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
@@ -149,3 +152,39 @@ def test_models_on_meta_and_their_weights(trainer: Trainer, tmp_path: Path) -> N
         refused("SC406", r"saved without an optimizer(.|\n)*load\(strict=False\)", lambda: other.load(tmp_path / "ck"))
         other.load(tmp_path / "ck", strict=False)
         assert torch.equal(other.state["weight"], trainer.state["weight"])
+
+
+def stepped(optimizer: Any = None, descends: bool = False, scheduled: bool = False) -> list[str]:
+    """The warnings of two steps of `train`."""
+    model = net()
+    steps = None if optimizer is None else optimizer(model.parameters())
+    trainer = compiled(model, optimizer=steps).launch()
+    scheduler = LambdaLR(steps, lambda _: 0.0) if scheduled else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in trainer.train([X, X], 2, progress=False, scheduler=scheduler):
+            if descends:
+                trainer.sgd(0.1)
+    return [str(w.message) for w in caught if "SC553" in str(w.message)]
+
+
+def test_steps_that_change_nothing_are_warned_of_once() -> None:
+    (said,) = stepped()
+    assert re.search(r"the program has no optimizer(.|\n)*optimizer= to compile", said)
+    (said,) = stepped(lambda params: torch.optim.SGD(params, lr=0.0))
+    assert re.search(r"every learning rate of the optimizer is 0(.|\n)*scheduler", said)
+    assert not stepped(descends=True)
+    assert not stepped(lambda params: torch.optim.SGD(params, lr=0.1))
+    assert not stepped(lambda params: torch.optim.SGD(params, lr=0.0), scheduled=True)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf")])
+def test_learning_rates_that_are_no_numbers(rate: float) -> None:
+    model = net()
+    refused(
+        "SC107", f"group 0 is {rate}", lambda: compiled(model, optimizer=torch.optim.SGD(model.parameters(), lr=rate))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = compiled(model, optimizer=optimizer).launch()
+    optimizer.param_groups[0]["lr"] = rate
+    refused("SC107", f"group 0 is {rate}", lambda: trainer.step(X))

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from shardc.ir.collectives import human_bytes
-from shardc.ir.diagnostic import error
+from shardc.ir.diagnostic import Diagnostic, error
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.checkpoint.folder import place_of, present
 from shardc.torch_compat import count_optimizer_step
@@ -58,7 +59,10 @@ class Steps(Protocol):
     """What of a trainer the loop needs."""
 
     steps: int
+    gradients_used: bool  # by the caller, since the launch
 
+    @property
+    def updates(self) -> bool: ...
     @property
     def leads(self) -> bool: ...
     @property
@@ -72,6 +76,7 @@ class Steps(Protocol):
     intact: bool  # no step was left halfway
 
     def step(self, batch: Any) -> Any: ...
+    def rates(self) -> Mapping[str, torch.Tensor]: ...
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None, asynchronous: bool) -> Any: ...
     def load(self, path: str | Path) -> dict[str, Any]: ...
 
@@ -190,6 +195,8 @@ def train(
                 if line is not None:
                     line.show(metrics)
                 yield metrics
+                if trainer.steps == begun + skipped + 1:
+                    _warn_of_nothing(trainer, scheduler)
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
                 if place is not None and trainer.intact and trainer.checkpoints.together(trainer.steps):
@@ -208,6 +215,20 @@ def _check_numbers(batches: object, steps: object, every: object, checkpoint: ob
         raise error("SC553", message, hint="give checkpoint=, the path of a folder, or leave every= out")
     if not isinstance(batches, Iterable):
         raise error("SC553", f"train is given a {type(batches).__name__} as batches", hint="give a list or a loader")
+
+
+def _warn_of_nothing(trainer: Steps, scheduler: Scheduler | None) -> None:
+    """Warn (SC553) after a first step that changed no parameter, and after which the caller has done nothing either."""
+    hint = what = ""
+    if not trainer.gradients_used and not trainer.updates:
+        hint = "pass optimizer= to compile, or descend in the loop over train(...): trainer.sgd(lr)"
+        what = "the program has no optimizer"
+    elif scheduler is None and trainer.updates and (rates := trainer.rates()) and not any(rates.values()):
+        hint = "set the optimizer's lr, or pass the scheduler that raises it: train(..., scheduler=...)"
+        what = "every learning rate of the optimizer is 0"
+    if hint:
+        said = Diagnostic("SC553", f"train makes steps that change no parameter: {what}", "warning", hint=hint)
+        warnings.warn(str(said), stacklevel=3)
 
 
 def check_scheduler(scheduler: Scheduler | None, optimizer: torch.optim.Optimizer | None) -> None:

@@ -76,7 +76,7 @@ class Trainer:
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
         self._sample, self._check, self._raises = sample, check, raises
-        self._rates = rates
+        self.rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
         self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
@@ -94,13 +94,14 @@ class Trainer:
         self._finite: torch.Tensor | None = None
         self._checkpoints: Checkpoints | None = None
         self.run = Run()
+        self.gradients_used = False  # by the caller: `sgd` or `gather_grads`
         self.intact = True  # no step was left halfway: its error may have come after it wrote over the state
 
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
-        rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self._rates().items()}
+        rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
         held, fed = self.state | rates, self._feeds(batch)
         if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
             self._compare(held, fed)
@@ -151,19 +152,20 @@ class Trainer:
         """
         if not math.isfinite(lr):
             raise error("SC553", f"sgd is given the step size {lr}", hint="give a finite number")
-        if self._updates:
+        if self.updates:
             message = "the program has an optimizer, which updates in each step: sgd would do nothing"
             raise error("SC544", message, hint="leave sgd out, or compile without optimizer=")
         if self._grads is None:
             message = "there are no gradients to descend along: no step was made since the launch, or since load"
             raise error("SC544", message, hint="call sgd after step")
+        self.gradients_used = True
         if self._finite is not None and not self._finite:
             return
         for name, grad in self._grads.items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
 
     @property
-    def _updates(self) -> bool:
+    def updates(self) -> bool:
         """Does a step end in an optimizer's update?"""
         roles = {role for role, _ in self._outputs}
         return "param" in roles and "grad" not in roles
@@ -175,7 +177,7 @@ class Trainer:
         optimizer: its gradients end in the update.
         """
         types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
-        if self._updates:
+        if self.updates:
             message = "the program has an optimizer, so its gradients end in the update and are not returned"
             hint = (
                 "compile without optimizer= to have gradients; step(batch).grad_norm is their norm under clip_grad_norm"
@@ -183,6 +185,7 @@ class Trainer:
             raise error("SC544", message, hint=hint)
         if self._grads is None:
             return {}
+        self.gradients_used = True
         return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
 
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
