@@ -120,7 +120,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_executor bucket_buffer index_check instructions layout measured_timeline
+            __init__ arena batch body_executor bucket_buffer failed_call index_check instructions layout
+            measured_timeline
             microbatches monitor overlap peer_groups pipeline_executor prepared_code process_groups
             signal_wakeup stage_code step_epilogue transfers
         """,

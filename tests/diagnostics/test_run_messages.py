@@ -10,9 +10,12 @@ import torch.distributed as dist
 import shardc
 from examples.mlp import mlp
 from shardc.ir.diagnostic import ShardcError
+from shardc.ir.mesh import Mesh
 from shardc.plan.schema import Plan
 from shardc.runtime.execute import monitor
 from shardc.runtime.execute.monitor import Monitor, SharedCounterNames
+from shardc.runtime.oracle.simulate import simulate
+from tests.handmade import Builder
 
 NAMES = ["%fc.mm (mlp.py:5)", "%act (mlp.py:6)", "%proj.all_reduce (mlp.py:8)"]
 
@@ -72,6 +75,13 @@ def nonfinite_step() -> None:
     trainer.step({"x": batch["x"] * float("inf")})
 
 
+def refusing_op() -> None:
+    b = Builder(Mesh(tp=2))
+    x = b.input("x", "f32[4@tp]", "input")
+    b.output("output", "y", b.call("h.0.view", "f32[5]", torch.ops.aten.view.default, x, [5]))
+    simulate(b.graph(), {"x": torch.ones(4)})
+
+
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "world_size": ("SC506", lambda: launched(8)),
     "missing_parameter": ("SC504", lambda: program(meta=True).launch()),
@@ -83,6 +93,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "rank_that_closed": ("SC502", lambda: blamed(rank1="left")),
     "rank_with_an_error": ("SC502", lambda: blamed(rank1="late", rank2="ValueError: no such file, in %act")),
     "nonfinite": ("SC509", lambda: nonfinite_step()),
+    "refusing_op": ("SC511", refusing_op),
     "late_rank": ("SC503", lambda: blamed(rank1="late")),
 }
 

@@ -167,7 +167,7 @@ class HalvesAmongDoubles(Net):
         return h * self.c
 
 
-@case()
+@case(optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))  # AdamW is no elementwise op of it
 class ComplexWeight(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -150,6 +150,7 @@ def test_a_failing_instruction_is_named() -> None:
     b = Builder(Mesh(tp=2))
     x = b.input("x", "f32[4@tp]", "input")
     b.output("output", "y", b.call("h.0.view", "f32[5]", aten.view.default, x, [5]))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ShardcError, match=r"%h.0.view, simulated: RuntimeError: shape '\[5\]' is invalid") as caught:
         simulate(b.graph(), {"x": torch.ones(4)})
-    assert any("%h.0.view (mlp.py:" in note for note in caught.value.__notes__)
+    assert caught.value.code == "SC511"
+    assert "mlp.py:" in str(caught.value)

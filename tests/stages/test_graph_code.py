@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc import ShardcError
 from shardc.ir.graph import Graph
 from shardc.partition.cut import cut
 from shardc.partition.staged_program import Pipelined, pipelined
@@ -95,9 +96,10 @@ def test_errors_name_the_stage_that_fails() -> None:
         env = one.environment(StepState(held, [{}], None), 0)
         for slot, _ in one.values:
             env[slot] = torch.ones(2, 6)
-        with pytest.raises(RuntimeError) as failed:
+        with pytest.raises(ShardcError) as failed:
             one.run(env, StepState(held, [{}], None), 0, "")
-        assert f"in instruction %h.{at}.0." in "".join(failed.value.__notes__)
+        assert failed.value.code == "SC511"
+        assert f"%h.{at}.0." in str(failed.value)
 
 
 def test_what_differs_in_more_than_names_is_not_shared() -> None:

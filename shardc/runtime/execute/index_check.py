@@ -1,4 +1,4 @@
-"""Detects indices out of range: in a batch before it runs, and at the call that fails during a step.
+"""Detects indices out of range in a batch, before it runs.
 
 Every rank gets the whole batch, so every rank finds the same bad token, reports the same error and stops before it has
 sent anything. `IndexCheck` evaluates on the CPU the part of the single-device graph that leads from the batch's
@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
-from shardc.ir.index_operands import Positions, declared_shape, positions
+from shardc.ir.index_operands import Positions, positions
 from shardc.ir.ops.check_index import check_index
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 
@@ -77,7 +77,7 @@ class IndexCheck:
             value = env[slot]
             outside = None if value is None else p.first_outside(value)
             if outside is not None and (slot, p.size) not in diagnostics:
-                diagnostics[slot, p.size] = _diagnostic(
+                diagnostics[slot, p.size] = index_diagnostic(
                     instruction.node, p, *self._describe_value(env, slot, p.value, outside, names)
                 )
         if diagnostics:
@@ -98,28 +98,7 @@ class IndexCheck:
         return f"{name}, computed from {' and '.join(sorted(names))}, holds {bad} at {position}", name
 
 
-def out_of_range(
-    instruction: CallInstruction, rank: int, operand_values: Sequence[torch.Tensor | None]
-) -> ShardcError | None:
-    """The error for a failed instruction, if one of its operands (`operand_values`) held an index out of range."""
-    operand = dict(zip(operands(instruction.node), operand_values, strict=True))
-
-    def held_shape(value: fx.Node) -> Sequence[int]:  # a rank's rows of a table
-        tensor = operand[value]
-        return declared_shape(value) if tensor is None else tensor.shape
-
-    for p in positions(instruction.node, held_shape):
-        value = operand[p.value]
-        if value is None or value.device.type != "cpu":  # after an assertion on a GPU nothing can be read from it
-            continue
-        outside = p.first_outside(value)
-        if outside is not None:
-            name = f"%{info(p.value).name}"
-            return ShardcError(_diagnostic(instruction.node, p, f"{name} holds {outside[0]} on rank {rank}", name))
-    return None
-
-
-def _diagnostic(node: fx.Node, p: Positions, what: str, name: str) -> Diagnostic:
+def index_diagnostic(node: fx.Node, p: Positions, what: str, name: str) -> Diagnostic:
     node_info = info(node)
     loss = node.target is check_index and p.ignored is not None
     return Diagnostic(

@@ -28,7 +28,7 @@ from shardc.ir.ops.local import axis_offset
 from shardc.ir.overlap_schedule import Action, schedule_overlap
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
-from shardc.runtime.execute.index_check import out_of_range
+from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.overlap import begin
@@ -215,7 +215,7 @@ class Routine:
         why = f"{type(failure).__name__}: {failure}" if index_error is None else str(index_error).partition("\n")[0]
         if monitor is not None:
             monitor.report_own_failure(f"{why} in instruction {where}")
-        return index_error or failure
+        return index_error or instruction_failed(instruction, failure, f"on rank {self.rank}{within}") or failure
 
 
 def _action_line(

@@ -25,7 +25,7 @@ from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import AXES_READ
 from shardc.ir.types import DTYPE_NAMES, TensorType
-from shardc.runtime.execute.index_check import out_of_range
+from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.instructions import CallInstruction, Listing, Numerics, list_calls, rank_context
 from shardc.runtime.execute.layout import REDUCE, assemble, shard
 from shardc.runtime.execute.microbatches import Feed, feeds
@@ -195,6 +195,8 @@ def _call(
                 held = [values[rank] if values else None for values in operands]
                 if (named := out_of_range(instruction, rank, held)) is not None:
                     raise named from failure
+            if (refused := instruction_failed(instruction, failure, "simulated")) is not None:
+                raise refused from failure
             raise
         for _, position, slot in instruction.yields:
             env[slot] = _pick(results, position, numerics)
