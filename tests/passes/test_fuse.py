@@ -131,7 +131,7 @@ def test_a_rank_runs_kernels_as_the_simulation_does() -> None:
     homes = {name: value.data_ptr() for name, value in held.items()}
     for _ in range(3):
         fed = trainer._feeds(program.sample)  # pyright: ignore[reportPrivateUsage]
-        rates = trainer._rates()  # pyright: ignore[reportPrivateUsage]
+        rates = trainer.rates()
         loss = trainer.step(program.sample).loss
         found = executor.run(held | rates, fed)
         assert torch.equal(next(v for p, v in found.items() if p.role == "loss"), loss)

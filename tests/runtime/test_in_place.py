@@ -53,7 +53,7 @@ def test_a_rank_trains_as_the_simulation_does(optimizer: str, plan: dict[str, An
     assert len(over) >= len([p for p in kept if p.role == "param"])
     for step in range(3):
         fed = trainer._feeds(program.sample)  # pyright: ignore[reportPrivateUsage]
-        rates = trainer._rates()  # pyright: ignore[reportPrivateUsage]
+        rates = trainer.rates()
         result = trainer.step(program.sample)
         found = executor.run(held | rates, fed)
         assert torch.equal(next(v for p, v in found.items() if p.role == "loss"), result.loss), step
