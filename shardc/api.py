@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from shardc.compiler.pass_pipeline import Options, Watch
 from shardc.compiler.pipelining import tensor_mesh
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
-from shardc.cost.flops import Flops, flops
+from shardc.cost.flops import Flops
 from shardc.cost.memory import MemoryReport, memory
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
@@ -54,7 +54,7 @@ from shardc.ir.ops.streams import step_key
 from shardc.partition import rank_costs
 from shardc.partition.memory import PipelineMemory
 from shardc.partition.memory import memory as pipeline_memory
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.fusion.fuse import Fuse
@@ -181,16 +181,15 @@ def compile(
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
-    body, staged = graphs.body, graphs.staged
     program = Program(
-        body=body,
+        body=graphs.body,
         reference=graphs.reference,
-        mesh=body.mesh if staged is None else staged.mesh,
-        diagnostics=tuple(body.diagnostics),
+        mesh=graphs.mesh,
+        diagnostics=tuple(graphs.body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
         constants=traced.constants,
         plan=record,
-        pipelined=staged,
+        pipelined=graphs.pipelined,
         model=model,
         sample=batch,
         loss=loss,
@@ -207,14 +206,14 @@ def compile(
 
 @dataclass(frozen=True)
 class Program(data.Program):
-    """A compiled step: the body that every rank runs, and the single-device graph that it must equal.
+    """A compiled step: what every rank runs, in stages, and the single-device graph that it must equal.
 
-    With a pipeline no rank runs the body: `pipelined` has what each does instead, and the body is what they add up to.
-    So `collectives()` are those of all stages along the other axes; `transfers()` are the pipeline's own.
-    Plain data apart from `model`, `sample` and `loss`, which a program that was loaded from a file lacks.
+    Without a pipeline there is one stage, the body, which all ranks run. With one no rank runs the body: it is what the
+    stages of `pipelined` add up to. So `collectives()` are those of all stages along the other axes; `transfers()` are
+    the pipeline's own. Plain data apart from `model`, `sample` and `loss`, which a program from a file lacks.
     """
 
-    pipelined: Pipelined | None = field(default=None, repr=False)
+    pipelined: StagedProgram | None = field(default=None, repr=False)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     sample: Any = field(default=None, compare=False, repr=False)
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
@@ -222,6 +221,11 @@ class Program(data.Program):
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     recompile: Callable[[], Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
+
+    @cached_property
+    def staged(self) -> StagedProgram:
+        """The stages, and the instruction lists of all ranks."""
+        return self.pipelined or one_stage(self.body)
 
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
         """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
@@ -259,39 +263,33 @@ class Program(data.Program):
 
     def flops(self) -> Flops:
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""
-        if self.pipelined is None:
-            return flops(self.body)
-        every = (rank_costs.rank_flops(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        every = (rank_costs.rank_flops(self.staged, c) for c in self.staged.coordinate_range)
         return max(every, key=lambda one: one.total)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""
-        if self.pipelined is None:
-            return super().parameter_bytes()
-        every = (rank_costs.parameter_bytes(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        every = (rank_costs.parameter_bytes(self.staged, c) for c in self.staged.coordinate_range)
         return super().parameter_bytes()._replace(per_rank=max(every))
 
     def prove(self) -> Proof:
         """That no timing whatever lets ranks wait for each other for ever, or do other work than the step's."""
-        return prove_body(self.body) if self.pipelined is None else prove(self.pipelined.lists)
+        return prove(self.staged.lists) if self.staged.axis else prove_body(self.body)
 
     def rank(self, number: int) -> Rank:
         """What one rank of the mesh runs: its list and graphs."""
-        return Rank.of(self.mesh, number, self.body, self.pipelined)
+        return Rank.of(number, self.staged)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """When each rank of the pipeline would do what; `costs` are those of the cut, in FLOPs, unless given."""
-        if self.pipelined is None:
+        if not self.staged.axis:
             hint = 'compile with a plan that has one, as in {"pipeline": {"microbatches": 8}}'
             raise error("SC220", "the program has no pipeline, so there is no timeline", hint=hint)
-        count = len(self.pipelined.stages)
-        return replay(self.pipelined.lists, self.pipelined.costs if costs is None else checked_costs(costs, count))
+        staged = self.staged
+        return replay(staged.lists, staged.costs if costs is None else checked_costs(costs, len(staged.stages)))
 
     def text(self) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages."""
-        if self.pipelined is None:
-            return super().text()
-        return "\n".join(self.pipelined.text(c) for c in range(len(self.pipelined.lists.ranks)))
+        return "\n".join(self.staged.text(c) for c in self.staged.coordinate_range)
 
     def to_plain(self) -> dict[str, Any]:
         more = {} if self.pipelined is None else {"pipelined": self.pipelined.to_plain()}
@@ -300,20 +298,20 @@ class Program(data.Program):
     @classmethod
     def fields_of(cls, content: dict[str, Any]) -> dict[str, Any]:
         found = super().fields_of(content)
-        return found | {key: Pipelined.from_plain(found[key]) for key in ("pipelined",) if key in found}
+        return found | {key: StagedProgram.from_plain(found[key]) for key in ("pipelined",) if key in found}
 
     def refuse_false(self) -> None:
         """Raise ShardcError with what is wrong with a program that was read, by instruction."""
-        refuse_false(self, self.pipelined)
+        refuse_false(self, self.staged)
 
     def transfers(self) -> list[ReportedTransfer]:
         """What the stages of a pipeline send each other of a microbatch; without one there is nothing."""
-        return [] if self.pipelined is None else report_transfers(self.pipelined, cause_of(self.plan))
+        return report_transfers(self.staged, cause_of(self.plan))
 
     def explain(self, value: str | int) -> Explained:
         """Why a collective or a transfer exists, and what would remove it: of `[*collectives(), *transfers()]`, that of
         this index or name. By its name also a kernel, and what became of a call under `fuse`."""
-        return explain_value(self, value, self.pipelined)
+        return explain_value(self, value, self.staged)
 
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""
@@ -366,18 +364,10 @@ class Program(data.Program):
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
         spent: dict[str, int] = {}
-        if self.pipelined is None:
-            for one in self.collectives():
-                for axis in {mesh.parent(a) if a not in mesh.names else a for a in one.axes}:  # all that it runs along
-                    spent[axis] = spent.get(axis, 0) + one.bytes_per_step
-            spent[TOTAL] = sum(one.bytes_per_step for one in self.collectives())
-        else:
-            for c in range(len(self.pipelined.lists.ranks)):  # the rank that sends most
-                sent = {
-                    **rank_costs.bytes_sent_by_axis(self.pipelined, c),
-                    TOTAL: rank_costs.total_bytes_sent(self.pipelined, c),
-                }
-                spent |= {axis: max(size, spent.get(axis, 0)) for axis, size in sent.items()}
+        for c in self.staged.coordinate_range:  # the rank that sends most
+            sent = rank_costs.bytes_sent_by_axis(self.staged, c, mesh)
+            sent[TOTAL] = rank_costs.total_bytes_sent(self.staged, c)
+            spent |= {axis: max(size, spent.get(axis, 0)) for axis, size in sent.items()}
         found: list[Diagnostic] = list(plan.over_budget(spent, mesh))
         if strict:
             found += [d for d in self.diagnostics if d.severity == "warning"]

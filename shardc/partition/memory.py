@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardc.cost.memory import CATEGORIES, Category, LiveValue, MemoryReport, Row, aligned
 from shardc.ir.collectives import human_bytes
 from shardc.partition.memory_walk import Ranks
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import instruction_text
 
 
@@ -92,7 +92,7 @@ class PipelineMemory:
         return "\n".join([head, "", *aligned(lines, right=(3, 4)), "", where, *moment, "", *most.report.table()])
 
 
-def memory(program: Pipelined, *, early: bool = True) -> PipelineMemory:
+def memory(program: StagedProgram, *, early: bool = True) -> PipelineMemory:
     """What each rank of a pipelined program holds, and when that is most.
 
     `early`: as a rank of a job runs it, which forgets values and adds gradients up while a piece of work runs; else
@@ -101,7 +101,7 @@ def memory(program: Pipelined, *, early: bool = True) -> PipelineMemory:
     return PipelineMemory(program.axis, tuple(_coordinate(program, c, early) for c in range(len(program.lists.ranks))))
 
 
-def _coordinate(program: Pipelined, c: int, early: bool) -> Coordinate:
+def _coordinate(program: StagedProgram, c: int, early: bool) -> Coordinate:
     ranks = tuple(sorted(program.rank_of(c, i) for i in range(program.body.mesh.world_size)))
     found = Ranks(program, c, early)
     found.run()

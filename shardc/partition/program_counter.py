@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardc.ir.graph import Graph, cited
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import (
     COLLECTIVE,
-    COMPUTE,
+    STAGE_WORK,
     TRANSFER,
     Gather,
     Instruction,
@@ -32,7 +32,7 @@ STRIDE = 1 << 20
 class PipelineCounterNames:
     """Names the counters of all ranks of a pipeline. After the end of its list a rank broadcasts the loss."""
 
-    program: Pipelined
+    program: StagedProgram
 
     def name(self, rank: int, counter: int) -> str:
         c, i = self.program.coordinates(rank)
@@ -54,11 +54,11 @@ class PipelineCounterNames:
         return index >= len(instructions) or (not call and isinstance(instructions[index], (*TRANSFER, *COLLECTIVE)))
 
 
-def graphs_of(program: Pipelined, c: int, instruction: Instruction) -> list[Graph]:
+def graphs_of(program: StagedProgram, c: int, instruction: Instruction) -> list[Graph]:
     """The graphs that an instruction runs on a coordinate of the pipeline's axis, in order."""
     if isinstance(instruction, Gather):
         return [program.stages[instruction.stage].gathers[name] for name in instruction.values]
-    if isinstance(instruction, COMPUTE):
+    if isinstance(instruction, STAGE_WORK):
         return [program.stages[instruction.stage][PART_OF[type(instruction)]]]
     if isinstance(instruction, ReduceGrads):
         stage, *others = program.lists.pipeline.accumulators[instruction.value]

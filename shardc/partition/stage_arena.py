@@ -10,10 +10,10 @@ from __future__ import annotations
 from shardc.ir.arena import SPARE, Plan, planned
 from shardc.ir.graph import Graph, type_of
 from shardc.partition.program_counter import graphs_of
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 
 
-def arena_plans(program: Pipelined, c: int) -> dict[Graph, Plan]:
+def arena_plans(program: StagedProgram, c: int) -> dict[Graph, Plan]:
     """The arena plan of each graph that a coordinate's ranks run."""
     graphs = dict.fromkeys(graph for i in program.lists.ranks[c] for graph in graphs_of(program, c, i))
     stored: dict[str, int] = {}

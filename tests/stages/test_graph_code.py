@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.graph import Graph
 from shardc.partition.cut import cut
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
@@ -40,11 +40,11 @@ class Alike(nn.Module):
 
 
 @cache
-def alike() -> tuple[shardc.Program, Pipelined]:
+def alike() -> tuple[shardc.Program, StagedProgram]:
     """Five stages of one rank."""
     torch.manual_seed(0)
     program = step(Alike(), (torch.randn(6, 6),), 3, "", lambda out, _: out.square().mean())
-    return program, pipelined(cut(program.body, split=["h.1", "h.2", "h.3", "last"]), "bfs", 5)
+    return program, scheduled(cut(program.body, split=["h.1", "h.2", "h.3", "last"]), "bfs", 5)
 
 
 def codes(graphs: list[Graph]) -> list[GraphCode]:
@@ -119,5 +119,5 @@ def test_what_writes_to_what_is_held_is_not_shared() -> None:
     model = Alike()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     program = step(model, (torch.randn(6, 6),), 3, "", lambda out, _: out.square().mean(), optimizer)
-    (finish,) = pipelined(cut(program.body, split=["h.2"]), "bfs", 2).epilogues
+    (finish,) = scheduled(cut(program.body, split=["h.2"]), "bfs", 2).epilogues
     assert graph_form(finish.update) is None

@@ -25,7 +25,7 @@ from shardc.ir.graph import Port, type_of
 from shardc.ir.ops.context import RankContext, running
 from shardc.partition.program_counter import STRIDE, graphs_of
 from shardc.partition.stage_arena import arena_plans
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import Monitor
@@ -55,7 +55,7 @@ RunEpilogue = Callable[[StepState, Optimizer, int], Outputs]
 class PipelineExecutor:
     """Runs the list of coordinate `c` as the rank of `context`, a mesh of the other axes. Tensors are its shards."""
 
-    def __init__(self, program: Pipelined, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
+    def __init__(self, program: StagedProgram, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
         self.program, self.c, self.context, self.rank, self.peers = program, c, context, rank, peers
         self.transfers = Transfers(peers.whole_group, peers.device, peers.limit)
         self.arena = Arena(arena_plans(program, c), peers.device)
@@ -250,7 +250,7 @@ class _PartCode:
     def __init__(
         self,
         code: GraphCode,
-        program: Pipelined,
+        program: StagedProgram,
         part: StagePart,
         add: Callable[[str, torch.Tensor], None],
     ) -> None:
@@ -313,7 +313,7 @@ def _freed_at(instructions: Sequence[Instruction], index: int) -> frozenset[Valu
     return frozenset(freed)
 
 
-def _value_specs(program: Pipelined) -> dict[str, TensorSpec]:
+def _value_specs(program: StagedProgram) -> dict[str, TensorSpec]:
     """The local shape and dtype of every value that passes between parts."""
     mesh = program.body.mesh
     specs: dict[str, TensorSpec] = {}
@@ -325,7 +325,7 @@ def _value_specs(program: Pipelined) -> dict[str, TensorSpec]:
     return specs
 
 
-def _output_broadcasts(program: Pipelined) -> list[tuple[Port, int, TensorSpec]]:
+def _output_broadcasts(program: StagedProgram) -> list[tuple[Port, int, TensorSpec]]:
     """Outputs that only some coordinates make and all ranks must return: port, source coordinate, shape and dtype."""
     mesh, broadcasts = program.body.mesh, list[tuple[Port, int, TensorSpec]]()
     for port, value in zip(program.body.outputs, program.body.output_values, strict=True):

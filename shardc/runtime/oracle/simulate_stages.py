@@ -22,7 +22,7 @@ from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.partition.program_counter import graphs_of
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.instructions import Listing, Numerics, list_calls
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import PerRank, assembled, run_local, sharded, summed, supplied
@@ -58,7 +58,7 @@ def first(_: int) -> int:
 
 @torch.no_grad()
 def simulate_stages(
-    program: Pipelined,
+    program: StagedProgram,
     inputs: Mapping[str, torch.Tensor],
     *,
     fed: Sequence[Feed] | None = None,
@@ -112,7 +112,7 @@ class _Coordinate:
 class _Machine:
     def __init__(
         self,
-        program: Pipelined,
+        program: StagedProgram,
         inputs: Mapping[str, torch.Tensor],
         fed: Sequence[Feed] | None,
         numerics: Numerics,

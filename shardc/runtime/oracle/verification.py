@@ -21,7 +21,7 @@ from shardc.frontend.precision import HALF
 from shardc.frontend.program_inputs import model_state
 from shardc.frontend.token_weights import counted
 from shardc.ir.graph import Graph, type_of
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.oracle.eager_witness import EagerTraining, Witness
 from shardc.runtime.oracle.report import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, Report, worst_of
@@ -40,7 +40,7 @@ class CompiledStep(Protocol):
     @property
     def reference(self) -> Graph: ...
     @property
-    def pipelined(self) -> Pipelined | None: ...
+    def pipelined(self) -> StagedProgram | None: ...
     @property
     def plan(self) -> Mapping[str, Any]: ...
     @property

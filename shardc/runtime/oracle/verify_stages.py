@@ -15,7 +15,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.mesh import Mesh
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.oracle.report import Mismatch
 from shardc.runtime.oracle.simulate_stages import Choose, first, simulate_stages
 from shardc.runtime.oracle.verify import Body, Consumed, Namesakes, Returned
@@ -30,7 +30,7 @@ def in_order(seed: int | None) -> Choose:
 class Stages:
     """All ranks of a pipelined program. `order` seeds the choice among the interleavings that its lists allow."""
 
-    program: Pipelined
+    program: StagedProgram
     order: int | None = None
 
     @property

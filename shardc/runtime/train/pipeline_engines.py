@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardc.ir.graph import Graph, Port
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.train.engine import Engine, Simulation
@@ -19,7 +19,7 @@ from shardc.runtime.train.pipeline_job import PipelineJob
 class PipelineEngines:
     """What `runtime.train.trainer.launch` makes a trainer's engine with."""
 
-    program: Pipelined
+    program: StagedProgram
 
     @property
     def body(self) -> Graph:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
 from shardc.partition.program_counter import PipelineCounterNames, graphs_of
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.measured_timeline import StepClock, gather_timeline, start_clock
@@ -39,7 +39,7 @@ class PipelineJob:
     """Joins the job on construction; tensors that it holds are this rank's shards, on its device."""
 
     def __init__(
-        self, program: Pipelined, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
+        self, program: StagedProgram, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
     ) -> None:
         prove(program.lists).check()
         self.program, self.body = program, program.body
@@ -132,7 +132,7 @@ class PipelineJob:
         self.member.leave()
 
 
-def _graphs_of(program: Pipelined, c: int) -> list[Graph]:
+def _graphs_of(program: StagedProgram, c: int) -> list[Graph]:
     """All that a coordinate's ranks run."""
     found: dict[int, Graph] = {}
     for instruction in program.lists.ranks[c]:
@@ -140,11 +140,11 @@ def _graphs_of(program: Pipelined, c: int) -> list[Graph]:
     return list(found.values())
 
 
-def _all_graphs(program: Pipelined) -> list[Graph]:
+def _all_graphs(program: StagedProgram) -> list[Graph]:
     return [graph for c in range(len(program.lists.ranks)) for graph in _graphs_of(program, c)]
 
 
-def _homes(program: Pipelined) -> dict[str, list[int]]:
+def _homes(program: StagedProgram) -> dict[str, list[int]]:
     """By parameter, buffer and state: the coordinates that hold it, where it is read. What is not read is kept too."""
     found: dict[str, list[int]] = {port.name: [] for port in program.body.inputs if port.role in KEPT}
     for c in range(len(program.lists.ranks)):
