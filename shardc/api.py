@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +38,6 @@ from shardc.compiler.pipelining import tensor_mesh
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
 from shardc.cost.flops import Flops
-from shardc.cost.memory import MemoryReport, memory
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
 from shardc.frontend.model_changes import CompiledModel, changed
@@ -52,8 +51,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.streams import step_key
 from shardc.partition import rank_costs
-from shardc.partition.memory import PipelineMemory
-from shardc.partition.memory import memory as pipeline_memory
+from shardc.partition.memory import ProgramMemory, memory
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.communication.bucket import Bucket
@@ -65,10 +63,8 @@ from shardc.runtime.execute.batch import batch_inputs, describe_sample
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import feeds, split
 from shardc.runtime.oracle.report import TOLERANCE, Report
-from shardc.runtime.oracle.simulate import simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.oracle.verification import verify_program
-from shardc.runtime.train.pipeline_engines import PipelineEngines
 from shardc.runtime.train.result import StepResult
 from shardc.runtime.train.trainer import Trainer
 from shardc.runtime.train.trainer import launch as launch_program
@@ -161,13 +157,13 @@ def compile(
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store), *whole_gradients(wanted)]
     notes += without_gradient(traced)
     graphs = compile_step(Task(traced, wanted, chosen, placed, bound, updates, tokens, notes), options)
-    record: dict[str, Any] = {
+    record: data.PlanRecord = {
         "text": wanted.dump(),
         "seed": wanted.seed,
         "batch": describe_sample(batch, Call(model, batch).paths, traced.written),
     }
     if wanted.pipeline is not None:
-        record["cut"] = wanted.pipeline.place("split", "stages")
+        record["cut"] = wanted.pipeline.place("split", "stages") or ""
     if precision is not None:
         record["precision"] = str(precision.compute)
     if updates is not None:
@@ -222,7 +218,7 @@ class Program(data.Program):
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     recompile: Callable[[], Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
 
-    @cached_property
+    @property
     def staged(self) -> StagedProgram:
         """The stages, and the instruction lists of all ranks."""
         return self.pipelined or one_stage(self.body)
@@ -231,9 +227,7 @@ class Program(data.Program):
         """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
         self.refuse_changed_model()
         inputs = self.inputs(batch, params)
-        if self.pipelined is not None:
-            return StepResult.of(self.body, simulate_stages(self.pipelined, inputs))
-        return StepResult.of(self.body, simulate(self.body, inputs))
+        return StepResult.of(self.body, simulate_stages(self.staged, inputs))
 
     def verify(
         self,
@@ -257,9 +251,9 @@ class Program(data.Program):
             raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
         return verify_program(self, batch, dtype, params, order)
 
-    def memory(self) -> MemoryReport | PipelineMemory:
+    def memory(self) -> ProgramMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
-        return memory(self.body, arena=True) if self.pipelined is None else pipeline_memory(self.pipelined)
+        return memory(self.staged)
 
     def flops(self) -> Flops:
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""
@@ -322,7 +316,7 @@ class Program(data.Program):
         if batch is None or (own_batch and any(value.is_meta for value in given.values())):
             given = drawn_batch(self.reference)
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
-        key = torch.tensor(step_key(int(self.plan.get("seed", 0)), 0))  # that of a run's first step
+        key = torch.tensor(step_key(self.plan.get("seed", 0), 0))  # that of a run's first step
         own |= {port.name: key for port in self.reference.inputs if port.role == "seed"}
         found = complete_inputs(self.reference, {**own, **state, **given}, seed=0)
         check = IndexCheck(self.reference)
@@ -353,8 +347,7 @@ class Program(data.Program):
             return self.recompile().launch(**options)
         if self.compiled is not None:
             self.compiled.accept_values()
-        engines = None if self.pipelined is None else PipelineEngines(self.pipelined)
-        return launch_program(self, engines=engines, **options)
+        return launch_program(self, **options)
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shardc.cost.flops import flops
 from shardc.partition import rank_costs
 from shardc.schedule.costs import Costs
 from shardc.schedule.instructions import Backward, Dgrad, Forward, Recv, ReduceGrads, RunBody, Send
+from shardc.schedule.prove import prove
 from tests.models.zoo import PLANS, make
 from tests.stages.whole import SIZES, only
 
@@ -265,6 +267,9 @@ def test_text_of_a_rank_without_a_pipeline_is_the_body() -> None:
     proof = program.prove()
     assert proof.ok
     assert "2 ranks run one body" in str(proof)
+    lists = program.staged.lists
+    assert prove(lists).ok
+    assert "the forward of stage 0 for microbatch 0 never runs" in str(prove(replace(lists, ranks=((),))))
 
 
 def test_flops_and_parameters_are_those_of_the_fullest_rank() -> None:

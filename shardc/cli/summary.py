@@ -33,7 +33,7 @@ def fusion(program: Program) -> list[str]:
     if "traffic" not in program.plan:
         return []
     if not any(node.target in KERNELS for node in program.body.calls()):
-        return [Plan.parse(program.plan["text"]).fuse.without_kernels]
+        return [Plan.parse(program.plan.get("text", "")).fuse.without_kernels]
     (before, unfused), (after, moved) = program.plan["traffic"]
     return [f"fused: {before} kernels are {after}, and move {human_bytes(moved)} instead of {human_bytes(unfused)}"]
 

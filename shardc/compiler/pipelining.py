@@ -68,8 +68,9 @@ def _cut(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh) -> StagedPro
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "schedule", "memory") for d in wrong.diagnostics)) from None
     held = max(peak_activations(made.lists.work(c), made.costs) for c in range(len(made.lists.ranks)))
-    if pipeline.memory is not None and held > pipeline.memory:
-        message = f"a rank holds {human_bytes(round(held))} of activations; the limit is {human_bytes(pipeline.memory)}"
+    if held > made.costs.memory:
+        limit = human_bytes(round(made.costs.memory))
+        message = f"a rank holds {human_bytes(round(held))} of activations; the limit is {limit}"
         over = Diagnostic("SC214", message, hint="write schedule: auto, more microbatches of fewer rows, or recompute")
         raise ShardcError(pipeline.located(over, "memory"))
     if plan.recompute.mode == "budget":

@@ -21,7 +21,7 @@ import torch
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.parse import parse as read
-from shardc.ir.program import SHOWN, Program, refuse_unsound
+from shardc.ir.program import SHOWN, PlanRecord, Program, refuse_unsound
 from shardc.partition.staged_check import bound_faults, stage_faults
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.type_check import Fault, single_faults, step_faults, type_faults
@@ -184,7 +184,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
 NEEDED = ("text", "seed", "batch")
 
 
-def refuse_record(record: Mapping[str, Any], reference: Graph) -> None:
+def refuse_record(record: PlanRecord, reference: Graph) -> None:
     """Raise ShardcError (SC402) for what `compile` does not write."""
     wrong = [
         f"'{key}' is not what compiling writes" for key in record if key not in RECORD or not RECORD[key](record[key])

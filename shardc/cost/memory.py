@@ -26,7 +26,7 @@ from shardc.ir.buckets import with_buckets
 from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer, type_of
 from shardc.ir.liveness import Life, lives
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import calls_as_run, in_microbatch
 from shardc.ir.storages import Storage, storages
 from shardc.ir.types import TensorType
 
@@ -186,7 +186,7 @@ def category_of(life: Life) -> Category:
 def memory(body: Graph, *, arena: bool = False) -> MemoryReport:
     """The report of a localized body, without its arena or (as a rank of a job runs it) with it."""
     inside = in_microbatch(body)
-    calls = sorted(body.calls(), key=lambda node: node not in inside)  # as they run
+    calls = calls_as_run(body)
     found, made = lives(body, calls, inside, with_buckets(body, storages(body)))
     held: list[tuple[Category, Storage]] = [(STORED.get(port.role, "inputs"), storage) for port, storage in found]
     stored = nothing()

@@ -16,7 +16,7 @@ from shardc.explain.collective import PHASES, SECONDS, Explanation, explain, fie
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.ir.graph import Graph, info, op_name
-from shardc.ir.program import Program
+from shardc.ir.program import PlanRecord, Program
 from shardc.partition import rank_costs, transfer_report
 from shardc.partition.balance import cut_bytes, named_starts, unit_costs
 from shardc.partition.cut import cut
@@ -87,10 +87,10 @@ class TransferExplanation:
         return "\n".join([*lines, *field_lines("tried", tried)])
 
 
-def cause_of(plan: Mapping[str, Any]) -> str:
+def cause_of(plan: PlanRecord) -> str:
     """The words of a program's plan that say where it is cut."""
     pipeline = Plan.parse(plan.get("text", "")).pipeline
-    place = f"   ({plan['cut']})" if plan.get("cut") else ""
+    place = f"   ({cut_at})" if (cut_at := plan.get("cut")) else ""
     if pipeline is not None and pipeline.split:
         return f"split: {', '.join(pipeline.split)}{place}"
     return f"no split: the cut is the most balanced one{place}"

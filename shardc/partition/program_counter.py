@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardc.ir.graph import Graph, cited
+from shardc.ir.microbatch import calls_as_run
 from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import (
     COLLECTIVE,
@@ -21,6 +22,7 @@ from shardc.schedule.instructions import (
     Instruction,
     Optimizer,
     ReduceGrads,
+    RunBody,
     instruction_text,
 )
 from shardc.schedule.pipeline import PART_OF
@@ -29,8 +31,8 @@ STRIDE = 1 << 20
 
 
 @dataclass(frozen=True)
-class PipelineCounterNames:
-    """Names the counters of all ranks of a pipeline. After the end of its list a rank broadcasts the loss."""
+class ListCounterNames:
+    """Names the counters of all ranks. After the end of its list a rank of a pipeline broadcasts the loss."""
 
     program: StagedProgram
 
@@ -43,10 +45,10 @@ class PipelineCounterNames:
         if isinstance(instruction, TRANSFER):
             words = instruction_text(instruction).partition(",")[0]
             return f"{words} (rank {self.program.rank_of(instruction.peer, i)})"
-        if not call:
-            return instruction_text(instruction)
-        names = [cited(node) for graph in graphs_of(self.program, c, instruction) for node in graph.calls()]
-        return f"{names[call - 1]} of {instruction_text(instruction)}"
+        names = [cited(node) for graph in graphs_of(self.program, c, instruction) for node in calls_as_run(graph)]
+        if isinstance(instruction, RunBody):  # the whole list: only its calls tell where a rank is
+            return names[max(call - 1, 0)]
+        return f"{names[call - 1]} of {instruction_text(instruction)}" if call else instruction_text(instruction)
 
     def waits(self, rank: int, counter: int) -> bool:
         instructions = self.program.lists.ranks[self.program.coordinates(rank)[0]]

@@ -16,7 +16,7 @@ from shardc.ir.graph import Graph, type_of
 from shardc.ir.ops.buckets import PACK
 from shardc.runtime.execute import prepared_code
 from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import CallInstruction, rank_context
 from shardc.runtime.execute.overlap import Action, _overlaps
 from tests.runtime.poison import Late
@@ -50,7 +50,7 @@ def held_by_a_rank(body: Graph, monkeypatch: pytest.MonkeyPatch, *, placed: bool
     monkeypatch.setattr(prepared_code, "schedule_overlap", at_once)
     device = torch.device("cpu")
     arena = Arena({body: planned(body)}, device) if placed else None
-    executor = BodyExecutor(body, rank_context(body.mesh, 0, Late(body.mesh)), 0, device, arena)  # type: ignore[arg-type]
+    executor = BodyCode(body, rank_context(body.mesh, 0, Late(body.mesh)), 0, device, arena)  # type: ignore[arg-type]
     routine = executor.routine
     inputs = {
         port.name: torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype)

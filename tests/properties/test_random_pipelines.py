@@ -25,7 +25,6 @@ from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.accumulate import accumulate
 from shardc.passes.fusion.fuse import fuse
 from shardc.runtime.oracle.verify import verify
-from shardc.runtime.oracle.verify_stages import Stages
 from tests.properties.check import Refused, compiled
 from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
@@ -79,7 +78,7 @@ def test_a_random_pipeline_equals_the_single_device(
     batch = {name: _several(value, microbatches) for name, value in micro.items()}
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     inputs = complete_inputs(reference, given, seed=3)
-    report = verify(Stages(made, order), reference, inputs)
+    report = verify(made, reference, inputs, order=order)
     assert report.equal, f"{report}\n\n{_text(made)}"
     read = StagedProgram.from_plain(made.to_plain())
     assert _text(read) == _text(made)

@@ -11,13 +11,13 @@ from torch import nn
 
 import shardc
 from shardc.partition.cut import cut
-from shardc.partition.program_counter import STRIDE, PipelineCounterNames
+from shardc.partition.program_counter import STRIDE, ListCounterNames
 from shardc.partition.staged_program import StagedProgram, scheduled
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.measured_timeline import CpuClock
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.schedule.instructions import COMPUTE, Backward, instruction_text
 from tests.stages.whole import step
@@ -58,10 +58,10 @@ def ready() -> Ready:
     return program, scheduled(cut(program.body, split=["second"]), "bfs", 2)
 
 
-def executor_of(program: StagedProgram) -> PipelineExecutor:
+def executor_of(program: StagedProgram) -> Executor:
     links = PeerGroups((0,), lambda _: None, torch.device("cpu"), timedelta(seconds=1))
     context = rank_context(program.body.mesh, 0, None)  # type: ignore[arg-type]
-    return PipelineExecutor(program, 0, context, 0, links)
+    return Executor(program, 0, context, 0, links)
 
 
 def given(program: shardc.Program) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -92,13 +92,13 @@ def test_gradients_are_added_in_place(
 ) -> None:
     program, lists = ready
     homes: dict[str, list[int]] = {}
-    add = PipelineExecutor._add
+    add = Executor._add
 
-    def noted(self: PipelineExecutor, name: str, term: torch.Tensor) -> None:
+    def noted(self: Executor, name: str, term: torch.Tensor) -> None:
         add(self, name, term)
         homes.setdefault(name, []).append(self._sums[name].data_ptr())
 
-    monkeypatch.setattr(PipelineExecutor, "_add", noted)
+    monkeypatch.setattr(Executor, "_add", noted)
     executor_of(lists).run(*given(program))
     assert all(len(found) in (COUNT, 2 * COUNT) for found in homes.values())
     assert any(len(found) == 2 * COUNT for found in homes.values()), "the tied weight's, of two stages"
@@ -135,7 +135,7 @@ def test_what_is_read_last_goes_while_the_work_runs(ready: Ready) -> None:
 
 def test_places_say_where_a_rank_is(ready: Ready) -> None:
     _, lists = ready
-    places, listed = PipelineCounterNames(lists), lists.lists.ranks[0]
+    places, listed = ListCounterNames(lists), lists.lists.ranks[0]
     for at, instruction in enumerate(listed):
         assert places.name(0, at * STRIDE) == instruction_text(instruction)
     at = next(k for k, i in enumerate(listed) if isinstance(i, Backward))

@@ -13,10 +13,10 @@ import shardc
 from shardc.ir.graph import Graph
 from shardc.partition.cut import cut
 from shardc.partition.staged_program import StagedProgram, scheduled
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.execute.stage_code import GraphCode, StepState, graph_form
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import make
@@ -72,7 +72,7 @@ def test_each_computes_with_its_own() -> None:
     program, lists = alike()
     links = PeerGroups((0,), lambda _: None, CPU, timedelta(seconds=1))
     context = rank_context(lists.body.mesh, 0, None)  # type: ignore[arg-type]
-    executor = PipelineExecutor(lists, 0, context, 0, links)
+    executor = Executor(lists, 0, context, 0, links)
     assert len({graph_form(stage.forward) for stage in lists.stages}) < len(lists.stages)
     inputs = program.inputs()
     held, fed = {name: x.clone() for name, x in inputs.items()}, feeds(program.body, inputs)

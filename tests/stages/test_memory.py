@@ -18,9 +18,9 @@ from shardc.ir.graph import type_of
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
 from shardc.partition.staged_program import StagedProgram, scheduled
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.microbatches import feeds
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.oracle import simulate_stages as simulate
 from shardc.runtime.oracle.simulate import sharded
 from shardc.runtime.oracle.simulate_stages import simulate_stages
@@ -225,7 +225,7 @@ def test_a_rank_of_a_job_holds_what_the_report_says(model: str, microbatches: in
     held = {p.name: local(p.name, inputs[p.name]) for p in program.body.inputs if p.role in kept}
     fed = [{name: local(name, x) for name, x in feed.items()} for feed in feeds(program.body, inputs)]
     alone: Any = SimpleNamespace(whole_group=None, device=torch.device("cpu"), limit=timedelta(1), ranks=[0])
-    executor = PipelineExecutor(program, 0, rank_context(program.body.mesh, 0, AtOnce(program.body.mesh)), 0, alone)
+    executor = Executor(program, 0, rank_context(program.body.mesh, 0, AtOnce(program.body.mesh)), 0, alone)
     listed = program.lists.ranks[0]
     meter = Allocations([*held.values(), *(value for feed in fed for value in feed.values())], len(listed))
     assert len(executor._acts) == len(listed)  # pyright: ignore[reportPrivateUsage]

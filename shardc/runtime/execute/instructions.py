@@ -21,7 +21,7 @@ from kernels_triton.ir import reference
 from kernels_triton.ir.text import parse
 from shardc.ir.graph import Graph, cited, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.microbatch import MADE, in_microbatch
+from shardc.ir.microbatch import MADE, calls_as_run, in_microbatch
 from shardc.ir.ops.context import Communicator, RankContext
 from shardc.ir.ops.kernels import KERNELS
 
@@ -107,7 +107,7 @@ def list_calls(graph: Graph, numerics: Numerics) -> Listing:
     for node in placeholders:
         slots[node] = len(slots)
     microbatch_nodes, many_microbatches = in_microbatch(graph), graph.microbatches > 1
-    calls = sorted(graph.calls(), key=lambda node: node not in microbatch_nodes)
+    calls = calls_as_run(graph)
     repeated = sum(1 for node in calls if node in microbatch_nodes)
     yields = [_yields(node) for node in calls]
     for results in yields:

@@ -37,8 +37,10 @@ class PeerGroups:
         """Make NCCL connect coordinate `c` with all its transfer peers. All ranks must call it.
 
         All ranks of a group must make its first call, and the first transfer of a pair in a direction blocks both hosts
-        until they meet. Within a step that would be a wait that the proof does not model.
+        until they meet. Within a step that would be a wait that the proof does not model. A rank alone has no peers.
         """
+        if len(self.ranks) == 1:
+            return
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.whole_group)
         peers = sorted({i.peer for i in program.lists.ranks[c] if isinstance(i, TRANSFER)})
         ops: list[dist.P2POp] = []
