@@ -45,9 +45,21 @@ class BodyCode:
         held: Mapping[str, torch.Tensor],
         feeds: Sequence[Mapping[str, torch.Tensor]],
         monitor: Monitor | None = None,
+    ) -> dict[Port, torch.Tensor]:
+        """Run one step by itself, without a list."""
+        if self.arena is not None:
+            self.arena.enter()
+        with running(self.context):
+            return self.step(held, feeds, monitor)
+
+    def step(
+        self,
+        held: Mapping[str, torch.Tensor],
+        feeds: Sequence[Mapping[str, torch.Tensor]],
+        monitor: Monitor | None = None,
         base: int = 0,
     ) -> dict[Port, torch.Tensor]:
-        """Run one step on the held tensors and each microbatch's feed, both by the names of inputs.
+        """One step on the held tensors and each microbatch's feed, both by the names of inputs.
 
         New parameters and state overwrite the held ones after their last read (`ir.in_place`). Model outputs of single
         microbatches are returned stacked. `base` is the monitor's counter of the first call. Raises ShardcError naming
@@ -55,22 +67,19 @@ class BodyCode:
         """
         listing, env, run = self.listing, self.routine.empty.copy(), self.routine.run
         stacks: dict[int, list[torch.Tensor]] = {i: [] for i in listing.stacked}
-        if self.arena is not None:
-            self.arena.enter()
-        with running(self.context):
-            for k, feed in enumerate(feeds):
-                buffer_values = [(into, env[slot]) for slot, into in listing.buffer_slots] if k else []
-                for port, slot in zip(self.body.inputs, listing.inputs, strict=True):
-                    if port.name in feed:
-                        env[slot] = feed[port.name]
-                    elif not k:
-                        env[slot] = held[port.name]
-                for into, value in buffer_values:
-                    env[into] = value
-                run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor, base)
-                for i, stack in stacks.items():
-                    stack.append(env[listing.outputs[i]])
-            run(self._once_per_step, env, monitor, base)
+        for k, feed in enumerate(feeds):
+            buffer_values = [(into, env[slot]) for slot, into in listing.buffer_slots] if k else []
+            for port, slot in zip(self.body.inputs, listing.inputs, strict=True):
+                if port.name in feed:
+                    env[slot] = feed[port.name]
+                elif not k:
+                    env[slot] = held[port.name]
+            for into, value in buffer_values:
+                env[into] = value
+            run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor, base)
+            for i, stack in stacks.items():
+                stack.append(env[listing.outputs[i]])
+        run(self._once_per_step, env, monitor, base)
         for i, stack in stacks.items():
             env[listing.outputs[i]] = torch.stack(stack)
         return {port: env[slot] for port, slot in zip(self.body.outputs, listing.outputs, strict=True)}

@@ -237,7 +237,7 @@ class Executor:
     def _run_body(self, body: BodyCode, counter: int, state: StepState) -> None:
         if self._probe is not None:
             body = BodyCode(self._probe, self.context, self.rank, self.peers.device)
-        self._outputs = body.run(state.held, state.feeds, state.monitor, counter + 1)
+        self._outputs = body.step(state.held, state.feeds, state.monitor, counter + 1)
 
     def _optimize(self, epilogue: EpilogueCode, i: Optimizer, counter: int, state: StepState) -> None:
         for reduction_counter, work in self._pending_reductions.items():
