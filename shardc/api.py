@@ -37,8 +37,7 @@ from shardc.compiler.pass_pipeline import Options, Watch
 from shardc.compiler.pipelining import tensor_mesh
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
-from shardc.cost.flops import Flops, flops
-from shardc.cost.memory import MemoryReport, memory
+from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
 from shardc.frontend.model_changes import CompiledModel, changed
@@ -53,9 +52,8 @@ from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.streams import step_key
 from shardc.partition import rank_costs
-from shardc.partition.memory import PipelineMemory
-from shardc.partition.memory import memory as pipeline_memory
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.memory import ProgramMemory, memory
+from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.fusion.fuse import Fuse
@@ -67,10 +65,8 @@ from shardc.runtime.execute.batch import batch_inputs, describe_sample
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import feeds, split
 from shardc.runtime.oracle.report import TOLERANCE, Report
-from shardc.runtime.oracle.simulate import simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.oracle.verification import verify_program
-from shardc.runtime.train.pipeline_engines import PipelineEngines
 from shardc.runtime.train.result import StepResult
 from shardc.runtime.train.trainer import Trainer
 from shardc.runtime.train.trainer import launch as launch_program
@@ -163,13 +159,13 @@ def compile(
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store), *whole_gradients(wanted)]
     notes += without_gradient(traced)
     graphs = compile_step(Task(traced, wanted, chosen, placed, bound, updates, tokens, notes), options)
-    record: dict[str, Any] = {
+    record: data.PlanRecord = {
         "text": wanted.dump(),
         "seed": wanted.seed,
         "batch": describe_sample(batch, Call(model, batch).paths, traced.written),
     }
     if wanted.pipeline is not None:
-        record["cut"] = wanted.pipeline.place("split", "stages")
+        record["cut"] = wanted.pipeline.place("split", "stages") or ""
     if precision is not None:
         record["precision"] = str(precision.compute)
     if updates is not None:
@@ -183,16 +179,15 @@ def compile(
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
-    body, staged = graphs.body, graphs.staged
     program = Program(
-        body=body,
+        body=graphs.body,
         reference=graphs.reference,
-        mesh=body.mesh if staged is None else staged.mesh,
-        diagnostics=tuple(body.diagnostics),
+        mesh=graphs.mesh,
+        diagnostics=tuple(graphs.body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
         constants=traced.constants,
         plan=record,
-        pipelined=staged,
+        pipelined=graphs.pipelined,
         model=model,
         sample=batch,
         loss=loss,
@@ -209,14 +204,14 @@ def compile(
 
 @dataclass(frozen=True)
 class Program(data.Program):
-    """A compiled step: the body that every rank runs, and the single-device graph that it must equal.
+    """A compiled step: what every rank runs, in stages, and the single-device graph that it must equal.
 
-    With a pipeline no rank runs the body: `pipelined` has what each does instead, and the body is what they add up to.
-    So `collectives()` are those of all stages along the other axes; `transfers()` are the pipeline's own.
-    Plain data apart from `model`, `sample` and `loss`, which a program that was loaded from a file lacks.
+    Without a pipeline there is one stage, the body, which all ranks run. With one no rank runs the body: it is what the
+    stages of `pipelined` add up to. So `collectives()` are those of all stages along the other axes; `transfers()` are
+    the pipeline's own. Plain data apart from `model`, `sample` and `loss`, which a program from a file lacks.
     """
 
-    pipelined: Pipelined | None = field(default=None, repr=False)
+    pipelined: StagedProgram | None = field(default=None, repr=False)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     sample: Any = field(default=None, compare=False, repr=False)
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
@@ -225,13 +220,16 @@ class Program(data.Program):
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     recompile: Callable[[], Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
 
+    @property
+    def staged(self) -> StagedProgram:
+        """The stages, and the instruction lists of all ranks."""
+        return self.pipelined or one_stage(self.body)
+
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
         """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
         self.refuse_changed_model()
         inputs = self.inputs(batch, params)
-        if self.pipelined is not None:
-            return StepResult.of(self.body, simulate_stages(self.pipelined, inputs))
-        return StepResult.of(self.body, simulate(self.body, inputs))
+        return StepResult.of(self.body, simulate_stages(self.staged, inputs))
 
     def verify(
         self,
@@ -255,47 +253,39 @@ class Program(data.Program):
             raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
         return verify_program(self, batch, dtype, params, order)
 
-    def memory(self) -> MemoryReport | PipelineMemory:
+    def memory(self) -> ProgramMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
-        return (
-            memory(self.body, arena=True, overlap=True) if self.pipelined is None else pipeline_memory(self.pipelined)
-        )
+        return memory(self.staged)
 
     def flops(self) -> Flops:
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""
-        if self.pipelined is None:
-            return flops(self.body)
-        every = (rank_costs.rank_flops(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        every = (rank_costs.rank_flops(self.staged, c) for c in self.staged.coordinate_range)
         return max(every, key=lambda one: one.total)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""
-        if self.pipelined is None:
-            return super().parameter_bytes()
-        every = (rank_costs.parameter_bytes(self.pipelined, c) for c in range(len(self.pipelined.lists.ranks)))
+        every = (rank_costs.parameter_bytes(self.staged, c) for c in self.staged.coordinate_range)
         return super().parameter_bytes()._replace(per_rank=max(every))
 
     def prove(self) -> Proof:
         """That no timing whatever lets ranks wait for each other for ever, or do other work than the step's."""
-        return prove_body(self.body) if self.pipelined is None else prove(self.pipelined.lists)
+        return prove(self.staged.lists) if self.staged.axis else prove_body(self.body)
 
     def rank(self, number: int) -> Rank:
         """What one rank of the mesh runs: its list and graphs."""
-        return Rank.of(self.mesh, number, self.body, self.pipelined)
+        return Rank.of(number, self.staged)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """When each rank of the pipeline would do what; `costs` are those of the cut, in FLOPs, unless given."""
-        if self.pipelined is None:
+        if not self.staged.axis:
             hint = 'compile with a plan that has one, as in {"pipeline": {"microbatches": 8}}'
             raise error("SC220", "the program has no pipeline, so there is no timeline", hint=hint)
-        count = len(self.pipelined.stages)
-        return replay(self.pipelined.lists, self.pipelined.costs if costs is None else checked_costs(costs, count))
+        staged = self.staged
+        return replay(staged.lists, staged.costs if costs is None else checked_costs(costs, len(staged.stages)))
 
     def text(self) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages."""
-        if self.pipelined is None:
-            return super().text()
-        return "\n".join(self.pipelined.text(c) for c in range(len(self.pipelined.lists.ranks)))
+        return "\n".join(self.staged.text(c) for c in self.staged.coordinate_range)
 
     def to_json(self) -> str:
         """The program as text that `from_json` reads; raises ShardcError (SC301) for an op that it would refuse."""
@@ -320,20 +310,20 @@ class Program(data.Program):
     @classmethod
     def fields_of(cls, content: dict[str, Any]) -> dict[str, Any]:
         found = super().fields_of(content)
-        return found | {key: Pipelined.from_plain(found[key]) for key in ("pipelined",) if key in found}
+        return found | {key: StagedProgram.from_plain(found[key]) for key in ("pipelined",) if key in found}
 
     def refuse_false(self) -> None:
         """Raise ShardcError with what is wrong with a program that was read, by instruction."""
-        refuse_false(self, self.pipelined)
+        refuse_false(self, self.staged)
 
     def transfers(self) -> list[ReportedTransfer]:
         """What the stages of a pipeline send each other of a microbatch; without one there is nothing."""
-        return [] if self.pipelined is None else report_transfers(self.pipelined, cause_of(self.plan))
+        return report_transfers(self.staged, cause_of(self.plan))
 
     def explain(self, value: str | int) -> Explained:
         """Why a collective or a transfer exists, and what would remove it: of `[*collectives(), *transfers()]`, that of
         this index or name. By its name also a kernel, and what became of a call under `fuse`."""
-        return explain_value(self, value, self.pipelined)
+        return explain_value(self, value, self.staged)
 
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""
@@ -344,7 +334,7 @@ class Program(data.Program):
         if batch is None or (own_batch and any(value.is_meta for value in given.values())):
             given = drawn_batch(self.reference)
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
-        key = torch.tensor(step_key(int(self.plan.get("seed", 0)), 0))  # that of a run's first step
+        key = torch.tensor(step_key(self.plan.get("seed", 0), 0))  # that of a run's first step
         own |= {port.name: key for port in self.reference.inputs if port.role == "seed"}
         found = complete_inputs(self.reference, {**own, **state, **given}, seed=0)
         check = IndexCheck(self.reference)
@@ -375,8 +365,7 @@ class Program(data.Program):
             return self.recompile().launch(**options)
         if self.compiled is not None:
             self.compiled.accept_values()
-        engines = None if self.pipelined is None else PipelineEngines(self.pipelined)
-        return launch_program(self, engines=engines, **options)
+        return launch_program(self, **options)
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""
@@ -386,18 +375,10 @@ class Program(data.Program):
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
         spent: dict[str, int] = {}
-        if self.pipelined is None:
-            for one in self.collectives():
-                for axis in {mesh.parent(a) if a not in mesh.names else a for a in one.axes}:  # all that it runs along
-                    spent[axis] = spent.get(axis, 0) + one.bytes_per_step
-            spent[TOTAL] = sum(one.bytes_per_step for one in self.collectives())
-        else:
-            for c in range(len(self.pipelined.lists.ranks)):  # the rank that sends most
-                sent = {
-                    **rank_costs.bytes_sent_by_axis(self.pipelined, c),
-                    TOTAL: rank_costs.total_bytes_sent(self.pipelined, c),
-                }
-                spent |= {axis: max(size, spent.get(axis, 0)) for axis, size in sent.items()}
+        for c in self.staged.coordinate_range:  # the rank that sends most
+            sent = rank_costs.bytes_sent_by_axis(self.staged, c, mesh)
+            sent[TOTAL] = rank_costs.total_bytes_sent(self.staged, c)
+            spent |= {axis: max(size, spent.get(axis, 0)) for axis, size in sent.items()}
         found: list[Diagnostic] = list(plan.over_budget(spent, mesh))
         if strict:
             found += [d for d in self.diagnostics if d.severity == "warning"]

@@ -120,22 +120,20 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_executor bucket_buffer failed_call index_check instructions layout
-            measured_timeline
-            microbatches monitor overlap peer_groups pipeline_executor prepared_code process_groups
+            __init__ arena batch body_code bucket_buffer executor failed_call index_check instructions layout
+            measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
             signal_wakeup stage_code step_epilogue transfers
         """,
     },
     {
         "shardc.runtime.oracle": """
             __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
-            verify_stages
         """,
         "shardc.runtime.checkpoint": "__init__ checkpoint export folder lock manifest planners weights",
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine job loop nonfinite pipeline_engines pipeline_job rank_session replicas
+            __init__ agreement engine job loop nonfinite rank_session replicas
             result trainer
         """,
     },

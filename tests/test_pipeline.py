@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from shardc import Mesh, Program, ShardcError
 from shardc.cost.flops import flops
 from shardc.partition import rank_costs
 from shardc.schedule.costs import Costs
-from shardc.schedule.instructions import Backward, Dgrad, Forward, Recv, ReduceGrads, Send
+from shardc.schedule.instructions import Backward, Dgrad, Forward, Recv, ReduceGrads, RunBody, Send
+from shardc.schedule.prove import prove
 from tests.models.zoo import PLANS, make
 from tests.stages.whole import SIZES, only
 
@@ -261,10 +263,13 @@ def test_text_of_a_rank_has_its_list_and_its_graphs() -> None:
 def test_text_of_a_rank_without_a_pipeline_is_the_body() -> None:
     program = shardc.compile(Net(), rows(), mesh="dp=2", plan={"inputs": {"x": "dp, -"}})
     assert program.rank(1).text() == "# rank 1 of 2: dp=1\n" + program.text()
-    assert program.rank(1).stages == program.rank(1).instructions == ()
+    assert (program.rank(1).stages, program.rank(1).instructions) == ((0,), (RunBody(0),))
     proof = program.prove()
     assert proof.ok
     assert "2 ranks run one body" in str(proof)
+    lists = program.staged.lists
+    assert prove(lists).ok
+    assert "the forward of stage 0 for microbatch 0 never runs" in str(prove(replace(lists, ranks=((),))))
 
 
 def test_flops_and_parameters_are_those_of_the_fullest_rank() -> None:
@@ -283,7 +288,7 @@ def test_the_shares_of_all_stages_add_up_to_the_body(schedule: str, sums: int) -
     assert pipelined is not None
     assert sum(rank_costs.rank_flops(pipelined, c).total for c in range(2)) == flops(program.body).total
     along = sum(one.bytes_per_step for one in program.collectives())
-    assert sum(rank_costs.bytes_sent_by_axis(pipelined, c)["tp"] for c in range(2)) == along
+    assert sum(rank_costs.bytes_sent_by_axis(pipelined, c, program.mesh)["tp"] for c in range(2)) == along
     sent = sum(i.bytes for listed in pipelined.lists.ranks for i in listed if isinstance(i, Send))
     tied = pipelined.lists.pipeline.bytes["d.transformer.wte.add.sum"]
     in_all = sum(rank_costs.total_bytes_sent(pipelined, c) for c in range(2))

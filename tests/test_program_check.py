@@ -13,6 +13,8 @@ import yaml
 
 import shardc
 from shardc import Program, ShardcError
+from shardc.compiler.program_check import RECORD
+from shardc.ir.program import PlanRecord
 from tests.models.zoo import MODELS, Model
 from tests.properties.file_mutants import forged
 from tests.properties.test_file_fuzz import base
@@ -207,3 +209,7 @@ def test_nothing_compiled_is_refused(model: Model, plan: str) -> None:
     program = shardc.compile(made, batch, plan=wanted, loss=loss, optimizer=optimizer)
     program.refuse_false()
     Program.from_json(program.to_json())
+
+
+def test_each_field_of_the_record_is_checked() -> None:
+    assert RECORD.keys() == PlanRecord.__annotations__.keys()

@@ -15,7 +15,7 @@ from shardc.ir.microbatch import SHARE
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.partition.cut import cut
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.accumulate import Accumulate
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.oracle.simulate import run_reference, simulate
@@ -84,9 +84,9 @@ def test_a_step_in_pieces_is_the_step_in_one(microbatches: int, mesh: str) -> No
 def test_pipelined(stages: int, schedule: str, virtual: int, mesh: str) -> None:
     model, batch = uneven()
     compiled = program(batch, 3, mesh, model, loss=TOKENS)
-    cutup = pipelined(cut(compiled.body, stages), schedule, virtual)
+    cutup = scheduled(cut(compiled.body, stages), schedule, virtual)
     agree(simulate_stages(cutup, compiled.inputs(), dtype=torch.float64), whole(batch, model))
-    read = Pipelined.from_plain(cutup.to_plain())
+    read = StagedProgram.from_plain(cutup.to_plain())
     agree(simulate_stages(read, compiled.inputs(), dtype=torch.float64), whole(batch, model))
 
 

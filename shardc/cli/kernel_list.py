@@ -15,7 +15,7 @@ from shardc.ir.collectives import human_bytes
 
 def kernel_list(program: Program) -> list[RenderableType]:
     """Every kernel, then the other calls that move something, those of one op and one reason in a row."""
-    found = fusions(program, program.pipelined)
+    found = fusions(program, program.staged)
     if not any(one.kernels for one in found):
         return [Text(asked_of(program).without_kernels), *([_others(found)] if found else [])]
     table = table_of("kernel", "runs", "calls", "phase", "moved", "before", "line", number=(2, 4, 5))

@@ -30,7 +30,7 @@ from shardc.cli.kernel_list import kernel_list
 from shardc.cli.kernel_sources import emit_triton
 from shardc.cli.local_launch import run_processes, state_of, step_inputs
 from shardc.cli.pipeline_summary import communication_list, graphs, pipeline_summary, rank_text
-from shardc.cli.summary import local_graph, rank_view, summary, uncounted
+from shardc.cli.summary import rank_view, summary, uncounted
 from shardc.cli.targets import Target, load
 from shardc.explain.fusion import asked_of
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
@@ -329,29 +329,26 @@ def _verify(program: Program, batch: Any, shown: Console) -> None:
 
 
 def _show_rank(program: Program, rank: int, module_filter: str | None) -> None:
-    here = program.rank(rank)
-    pipelined = program.pipelined
-    held = None if pipelined is None else pipelined.held(pipelined.coordinates(rank)[0])
-    for part in rank_view(program, rank, held, () if pipelined is None else (pipelined.axis,)):
+    staged = program.rank(rank).program
+    c, _ = staged.coordinates(rank)
+    for part in rank_view(program, rank, staged.held(c), (staged.axis,) if staged.axis else ()):
         _out().print(part)
-    keep = keep_only(module_filter)
-    text = print_graph(local_graph(here.body), keep=keep) if pipelined is None else rank_text(pipelined, rank, keep)
-    typer.echo(text, nl=False)
+    typer.echo(rank_text(staged, c, keep_only(module_filter)), nl=False)
 
 
 def _summary(program: Program) -> list[RenderableType]:
-    return summary(program) if program.pipelined is None else pipeline_summary(program)
+    return pipeline_summary(program) if program.staged.axis else summary(program)
 
 
 def _graphs(program: Program) -> list[Graph]:
     """What ranks run."""
-    return [program.body] if program.pipelined is None else list(graphs(program.pipelined))
+    return list(graphs(program.staged))
 
 
 def _text(program: Program, module_filter: str | None) -> str:
-    if program.pipelined is None or module_filter is None:
-        return program.text() if module_filter is None else print_graph(program.body, keep=keep_only(module_filter))
-    return "\n".join(print_graph(graph, keep=keep_only(module_filter)) for graph in graphs(program.pipelined))
+    if module_filter is None:
+        return program.text()
+    return "\n".join(print_graph(graph, keep=keep_only(module_filter)) for graph in _graphs(program))
 
 
 def _write(text: str, output: Path | None) -> None:

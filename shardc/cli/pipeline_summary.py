@@ -23,7 +23,7 @@ from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, info
 from shardc.ir.text import print_graph
 from shardc.partition import rank_costs
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import ReduceGrads, Send
 
 NAMED = 6  # modules of a stage
@@ -31,9 +31,7 @@ NAMED = 6  # modules of a stage
 
 def pipeline_summary(program: Program) -> list[RenderableType]:
     """What `summary` says of other programs, and the stages."""
-    pipelined = program.pipelined
-    assert pipelined is not None
-    lists = pipelined.lists
+    pipelined, lists = program.staged, program.staged.lists
     stages = (
         f"{len(pipelined.stages)} stages along {pipelined.axis}, {lists.schedule}, {lists.microbatches} microbatches"
     )
@@ -51,7 +49,7 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
     ]
 
 
-def stage_table(program: Pipelined, peaks: tuple[int, ...]) -> RenderableType:
+def stage_table(program: StagedProgram, peaks: tuple[int, ...]) -> RenderableType:
     """A row a stage: where it is, its modules, its share of the cost, and what it sends on of one microbatch."""
     costs = [one.forward + one.dgrad + one.wgrad for one in program.costs.stages]
     table = table_of(
@@ -80,7 +78,7 @@ def communication_list(program: Program) -> list[RenderableType]:
     return [*found, table] if transfers else found
 
 
-def modules(program: Pipelined, stage: int) -> str:
+def modules(program: StagedProgram, stage: int) -> str:
     """The layers and modules of a stage, in the order of its forward; neighbours as a range: `h.0-3, ln_f, lm_head`."""
     # What several stages run, such as a mask, names the first of them.
     before = {info(call).name for bodies in program.stages[:stage] for call in bodies.forward.calls()}
@@ -108,12 +106,12 @@ def _unit(fqn: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _parameters(program: Pipelined, stage: int) -> int:
+def _parameters(program: StagedProgram, stage: int) -> int:
     params = {port.name for port in program.body.inputs if port.role == "param"}
     return len(params & program.stages[stage].held)
 
 
-def _sent(program: Pipelined, c: int, stage: int) -> tuple[int, int]:
+def _sent(program: StagedProgram, c: int, stage: int) -> tuple[int, int]:
     """Bytes of one microbatch that a rank sends of what the stage's forward makes, and its backward."""
     part = program.lists.pipeline.stages[stage]
     sends = [i for i in program.lists.ranks[c] if isinstance(i, Send) and i.microbatch == 0]
@@ -121,7 +119,7 @@ def _sent(program: Pipelined, c: int, stage: int) -> tuple[int, int]:
     return forward, sum(i.bytes for i in sends if i.value in (*part.dgrad.makes, *part.wgrad.makes))
 
 
-def _communications(program: Pipelined, c: int) -> Iterator[Communication]:
+def _communications(program: StagedProgram, c: int) -> Iterator[Communication]:
     listed, pipeline = program.lists.ranks[c], program.lists.pipeline
     forward = {name for stage in pipeline.stages for name in stage.forward.makes}
     for i in listed:
@@ -135,17 +133,15 @@ def _communications(program: Pipelined, c: int) -> Iterator[Communication]:
 
 
 # ---------------------------------------------------------------------- one rank, and all graphs
-def rank_text(program: Pipelined, rank: int, keep: Callable[[Any], bool] | None) -> str:
-    """A rank's list, and its graphs with the shapes that it holds."""
-    c, _ = program.coordinates(rank)
+def rank_text(program: StagedProgram, c: int, keep: Callable[[Any], bool] | None) -> str:
+    """The list of a coordinate's ranks, and its graphs with the shapes that a rank holds."""
     graphs = [print_graph(local_graph(graph), keep=keep) for graph, _ in rank_costs.graph_runs(program, c)]
-    return "\n".join([program.lists.text(c), *graphs])
+    return "\n".join([*program.list_text(c), *graphs])
 
 
-def graphs(program: Pipelined) -> Iterator[Graph]:
+def graphs(program: StagedProgram) -> Iterator[Graph]:
     """Every graph that some rank runs, under a name of its own."""
-    for c in range(len(program.lists.ranks)):
-        for graph, _ in rank_costs.graph_runs(program, c):
-            copy = graph.copy()
-            copy.name = f"{graph.name}{c}" if graph.name in ("norm", "update") else graph.name
-            yield copy
+    for name, graph in rank_costs.graphs_by_name(program).items():
+        copy = graph.copy()
+        copy.name = name
+        yield copy

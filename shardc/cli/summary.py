@@ -33,7 +33,7 @@ def fusion(program: Program) -> list[str]:
     if "traffic" not in program.plan:
         return []
     if not any(node.target in KERNELS for node in program.body.calls()):
-        return [Plan.parse(program.plan["text"]).fuse.without_kernels]
+        return [Plan.parse(program.plan.get("text", "")).fuse.without_kernels]
     (before, unfused), (after, moved) = program.plan["traffic"]
     return [f"fused: {before} kernels are {after}, and move {human_bytes(moved)} instead of {human_bytes(unfused)}"]
 
@@ -98,12 +98,10 @@ def collective_list(found: Sequence[Collective]) -> RenderableType:
     return table
 
 
-def rank_view(
-    program: Program, rank: int, held: Container[str] | None = None, along: Sequence[str] = ()
-) -> list[RenderableType]:
+def rank_view(program: Program, rank: int, held: Container[str], along: Sequence[str]) -> list[RenderableType]:
     """A rank's coordinate, its groups along the axes that it communicates over, and its parameters' local shapes.
 
-    `held` are those that it has, if not all; it communicates over the axes `along` besides.
+    `held` are those that it has; it communicates over the axes `along` besides.
     """
     mesh = program.mesh
     place = ", ".join(f"{axis}={at}" for axis, at in mesh.coordinate(rank).items())
@@ -113,7 +111,7 @@ def rank_view(
         groups.add_row(".".join(axes), members, str(mesh.index(rank, axes)))
     shapes = table_of("parameter", "whole", "here", "bytes", number=(3,))
     for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
-        if port.role == "param" and (held is None or port.name in held):
+        if port.role == "param" and port.name in held:
             shapes.add_row(*_shape_row(port, type_of(value), program.body))
     return [Text(f"rank {rank} of {mesh.world_size}: {place}"), groups, shapes]
 

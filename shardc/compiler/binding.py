@@ -140,7 +140,7 @@ def whole_gradients(plan: Plan) -> list[Diagnostic]:
         return []
     message = f"'zero: {zero}' does not shard the gradients of a step of {count} microbatches"
     cause = "each rank adds them up whole, and they are reduced once, after the last microbatch"
-    less = "leave out accumulate" if plan.pipeline is None else "add stages: a rank has the gradients of its own alone"
+    less = "leave out accumulate" if plan.accumulate > 1 else "add stages: a rank has the gradients of its own alone"
     hint = f"to hold less, {less}" if zero == 3 else f"write zero: 1, which holds as much; to hold less, {less}"
     found = Diagnostic("SC216", message, "warning" if zero == 2 else "note", cause=cause, hint=hint)
     return [found if plan.pipeline is None else plan.pipeline.located(found, "microbatches")]

@@ -2,15 +2,14 @@
 
     reference   ingest, normalize, accumulate, append_updates          on one device: what a program must equal
     body        atomize ... localize, online_softmax                   one rank of the mesh without the pipeline's axis
-    stages      cut                                                    of a plan with a pipeline: graphs, lists, a proof
-    parts       align, bucket, fuse                                    the body, or each graph of each stage
+    stages      cut                                                    by a plan's pipeline, else one: graphs and lists
+    parts       align, bucket, fuse                                    each graph of each stage; of only one, the body
 
 Each pass is verified, and shown to `Options.watch`, whatever graph it runs on.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,20 +17,19 @@ from shardc.compiler.pass_pipeline import (
     Options,
     body_passes,
     cuts_of,
-    inspect,
     part_passes,
     refuse_empty,
     report_missing_rules,
     run,
 )
-from shardc.compiler.pipelining import Cut, pipeline_of
+from shardc.compiler.pipelining import stages_of
 from shardc.frontend.ingest import ingest
 from shardc.frontend.optimizer import AppendUpdates
 from shardc.frontend.trace import Traced
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Tokens
 from shardc.ir.mesh import Mesh
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
 from shardc.passes.fusion.analysis.traffic import Traffic, traffic
@@ -60,14 +58,15 @@ class Task:
 
 @dataclass(frozen=True)
 class CompiledGraphs:
-    """The graphs of a program: `staged` is what ranks run where the plan has a pipeline, and the body otherwise.
+    """The graphs of a program for the ranks of `mesh`. `pipelined` is what they run where a pipeline cuts the body.
 
     `traffic` is what moving data costs the body before and after fusion, where the body is fused.
     """
 
     reference: Graph
     body: Graph
-    staged: Pipelined | None
+    mesh: Mesh
+    pipelined: StagedProgram | None = None
     traffic: tuple[Traffic, Traffic] | None = None
 
 
@@ -82,18 +81,14 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
 
     body = distribute(reference, task.bound, options)
     check_excluded(body, plan.fuse.exclude)
-    start = time.perf_counter()
-    if plan.pipeline is not None:
-        _settle(body, options)
-        staged = pipeline_of(plan.pipeline, plan, body, task.mesh)
-        for graph in staged.graphs():
-            inspect(Cut(), graph, graph, time.perf_counter() - start, options)
-        staged = finish_stages(staged, part_passes(options), options)
-        body.diagnostics += [note for graph in staged.graphs() for note in graph.diagnostics]
-        return CompiledGraphs(reference, body, staged)
-    body = finish_body(body, options, fused=False)
-    fused = run(body, [options.fuse], options)
-    return CompiledGraphs(reference, fused, None, (traffic(body), traffic(fused)) if plan.fuse.enabled else None)
+    staged = stages_of(plan, body, task.mesh, options)
+    unfused = finish(staged, options, fused=False)
+    fused = unfused.transformed(lambda graph: run(graph, [options.fuse], options))
+    if staged.body is not body:  # which no rank runs
+        body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]
+        return CompiledGraphs(reference, body, fused.mesh, fused)
+    moved = (traffic(unfused.body), traffic(fused.body)) if plan.fuse.enabled else None
+    return CompiledGraphs(reference, fused.body, fused.mesh, traffic=moved)
 
 
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
@@ -112,22 +107,16 @@ def distribute(reference: Graph, bound: Sequence[Bound], options: Options, last:
     return run(reference.copy(), todo, options)
 
 
-def finish_body(body: Graph, options: Options, *, fused: bool = True) -> Graph:
-    """A body of a step without a pipeline, as ranks run it; or before it is `fused`."""
+def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:
+    """The same lists over graphs as ranks run them, or before they are `fused`: each pass goes through all of them."""
     *before_fusion, fuse = part_passes(options)
-    body = run(body, before_fusion, options)
-    _settle(body, options)
-    return run(body, [fuse], options) if fused else body
-
-
-def finish_stages(staged: Pipelined, todo: Sequence[Pass], options: Options) -> Pipelined:
-    """The same lists over graphs that each pass has gone through: one pass over all graphs, then the next."""
-    for one in todo:
+    for one in before_fusion:
         staged = staged.transformed(lambda graph, one=one: run(graph, [one], options))
-    return staged
+    if staged.body in staged.graphs():  # of a pipeline, the cut has judged what a step holds
+        options.recompute.settle(staged.body)
+    return staged.transformed(lambda graph: run(graph, [fuse], options)) if fused else staged
 
 
-def _settle(body: Graph, options: Options) -> None:
-    """A budget of recomputation is judged by what its step holds in the end."""
-    if options.recompute.mode == "budget":
-        options.recompute.settle(body)
+def finish_body(body: Graph, options: Options) -> Graph:
+    """A body of a step without a pipeline, as ranks run it."""
+    return finish(one_stage(body), options).body

@@ -6,15 +6,17 @@ shards a tensor may name the pipeline's axis, and a step's microbatches are its 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardc.compiler.pass_pipeline import Options, inspect
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
-from shardc.partition.staged_program import Pipelined, mesh_without_axis, pipelined
+from shardc.partition.staged_program import StagedProgram, mesh_without_axis, one_stage, scheduled
 from shardc.passes.base import Pass
 from shardc.plan.pipeline import Pipelining
 from shardc.plan.schema import Plan
@@ -35,11 +37,23 @@ def tensor_mesh(plan: Plan, mesh: Mesh) -> Mesh:
 
 @dataclass(frozen=True)
 class Cut(Pass):
-    """cut: what the pass list calls the step in which a body becomes the graphs of stages (`pipeline_of`)."""
+    """cut: what the pass list calls the step in which a body becomes the graphs of stages (`stages_of`)."""
 
 
-def pipeline_of(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh) -> Pipelined:
-    """The step in stages along an axis of the whole mesh; the localized body is kept.
+def stages_of(plan: Plan, body: Graph, mesh: Mesh, options: Options) -> StagedProgram:
+    """The step in stages, as the plan's pipeline cuts it along an axis of the whole mesh; without one, in one stage."""
+    if plan.pipeline is None:
+        return one_stage(body)
+    start = time.perf_counter()
+    options.recompute.settle(body)
+    staged = _cut(plan.pipeline, plan, body, mesh)
+    for graph in staged.graphs():
+        inspect(Cut(), graph, graph, time.perf_counter() - start, options)
+    return staged
+
+
+def _cut(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh) -> StagedProgram:
+    """The localized body is kept.
 
     What takes more memory than the plan allows is an error, or for recomputation a warning among the body's.
     """
@@ -50,12 +64,13 @@ def pipeline_of(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh) -> Pi
         raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
     try:
         memory = None if pipeline.memory is None else float(pipeline.memory)
-        made = pipelined(staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis)
+        made = scheduled(staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis)
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "schedule", "memory") for d in wrong.diagnostics)) from None
     held = max(peak_activations(made.lists.work(c), made.costs) for c in range(len(made.lists.ranks)))
-    if pipeline.memory is not None and held > pipeline.memory:
-        message = f"a rank holds {human_bytes(round(held))} of activations; the limit is {human_bytes(pipeline.memory)}"
+    if held > made.costs.memory:
+        limit = human_bytes(round(made.costs.memory))
+        message = f"a rank holds {human_bytes(round(held))} of activations; the limit is {limit}"
         over = Diagnostic("SC214", message, hint="write schedule: auto, more microbatches of fewer rows, or recompute")
         raise ShardcError(pipeline.located(over, "memory"))
     if plan.recompute.mode == "budget":

@@ -3,7 +3,7 @@
     structure    names, ports, schemas, counts                     ir.verify, SC402
     calls        ops with a meaning; dtypes, shapes, placements    passes.type_check, SC410
     step         the body takes and returns what the reference does, with nothing pending
-    pipeline     lists proved; parts, transfers and ends fit       stages.check, stages.prove
+    stages       lists proved; parts, transfers and ends fit       partition.staged_check, schedule.prove
     data         constants, and the record of what was asked for, are of the kinds that `compile` writes
 
 What a type cannot say is whether the body computes what the reference does, of the same types: `Program.verify` runs
@@ -21,9 +21,9 @@ import torch
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.parse import parse as read
-from shardc.ir.program import SHOWN, Program, refuse_unsound
-from shardc.partition.staged_check import bound_faults, pipeline_faults
-from shardc.partition.staged_program import Pipelined
+from shardc.ir.program import SHOWN, PlanRecord, Program, refuse_unsound
+from shardc.partition.staged_check import bound_faults, stage_faults
+from shardc.partition.staged_program import StagedProgram
 from shardc.passes.type_check import Fault, single_faults, step_faults, type_faults
 from shardc.plan.schema import Plan
 from shardc.plan.values import Nonfinite
@@ -32,34 +32,29 @@ from shardc.schedule.prove import prove
 HINT = "compile the program anew; what was saved says otherwise, so the file was changed since"
 
 
-def refuse_false(program: Program, pipelined: Pipelined | None) -> None:
+def refuse_false(program: Program, staged: StagedProgram) -> None:
     """Raise ShardcError with what is wrong with a program that was read: SC402, SC410, or the code of a proof."""
     body, reference = program.body, program.reference
-    every = {"body": body, "reference": reference}
-    if pipelined is not None:
-        _refuse(bound_faults(pipelined))
-        # By number too: the ends of all ranks have one name.
-        every |= {
-            f"pipeline's graph {i}, @{graph.name}": graph
-            for i, graph in enumerate((pipelined.body, *pipelined.graphs()))
-        }
+    _refuse(bound_faults(staged))
+    # By number too: the ends of all ranks have one name.
+    numbered = {f"pipeline's graph {i}, @{g.name}": g for i, g in enumerate((staged.body, *staged.graphs()))}
+    every = {"body": body, "reference": reference, **{name: g for name, g in numbered.items() if g is not body}}
     refuse_unsound(every)
     found: list[Fault] = []
     for graph in every.values():
         found += type_faults(graph)
         if len(found) >= SHOWN:
             break
-    found += single_faults(reference) + step_faults(reference) + step_faults(body) + list(_interface(body, reference))
-    if pipelined is not None:
-        found += step_faults(pipelined.body) + list(_interface(pipelined.body, reference))
-    found += list(_constants(reference, program.constants)) + list(_meshes(program, pipelined))
+    found += single_faults(reference) + step_faults(reference)
+    for whole in dict.fromkeys((body, staged.body)):
+        found += step_faults(whole) + list(_interface(whole, reference))
+    found += list(_constants(reference, program.constants)) + list(_meshes(program, staged))
     _refuse(found)
     refuse_record(program.plan, reference)
-    if pipelined is not None:
-        proof = prove(pipelined.lists)
-        if not proof.ok:
-            raise ShardcError(*proof.errors[:SHOWN])
-        _refuse(pipeline_faults(pipelined))
+    proof = prove(staged.lists)
+    if not proof.ok:
+        raise ShardcError(*proof.errors[:SHOWN])
+    _refuse(stage_faults(staged))
 
 
 def parse(text: str, filename: str = "<text>") -> Graph:
@@ -114,15 +109,14 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
         yield Fault(body.name, f"it returns {len(losses)} losses")
 
 
-def _meshes(program: Program, pipelined: Pipelined | None) -> Iterator[Fault]:
-    """The mesh of all ranks is the body's, or the pipeline's."""
-    whole = program.body.mesh if pipelined is None else pipelined.mesh
-    if program.mesh != whole:
-        yield Fault(program.body.name, f"the program's mesh is ({program.mesh}), and ({whole}) of what it runs")
+def _meshes(program: Program, staged: StagedProgram) -> Iterator[Fault]:
+    """The mesh of all ranks is that of the stages."""
+    if program.mesh != staged.mesh:
+        yield Fault(program.body.name, f"the program's mesh is ({program.mesh}), and ({staged.mesh}) of what it runs")
     if program.reference.mesh.world_size != program.body.mesh.world_size:
         yield Fault(program.reference.name, f"its mesh is ({program.reference.mesh}), the body's ({program.body.mesh})")
-    if pipelined is not None and pipelined.body.mesh != program.body.mesh:
-        yield Fault(pipelined.body.name, f"its mesh is ({pipelined.body.mesh}), the body's ({program.body.mesh})")
+    if staged.body.mesh != program.body.mesh:
+        yield Fault(staged.body.name, f"its mesh is ({staged.body.mesh}), the body's ({program.body.mesh})")
 
 
 def _constants(reference: Graph, constants: Mapping[str, torch.Tensor]) -> Iterator[Fault]:
@@ -190,7 +184,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
 NEEDED = ("text", "seed", "batch")
 
 
-def refuse_record(record: Mapping[str, Any], reference: Graph) -> None:
+def refuse_record(record: PlanRecord, reference: Graph) -> None:
     """Raise ShardcError (SC402) for what `compile` does not write."""
     wrong = [
         f"'{key}' is not what compiling writes" for key in record if key not in RECORD or not RECORD[key](record[key])

@@ -5,53 +5,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph
-from shardc.ir.mesh import Mesh
-from shardc.ir.text import print_graph
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import Instruction
 
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """A rank of the mesh. Without a pipeline it runs the body, as all do, and its list is empty."""
+    """A rank of the mesh, with the stages and instructions of its coordinate on the pipeline's axis."""
 
-    mesh: Mesh
     number: int
-    body: Graph
-    pipelined: Pipelined | None = None
+    program: StagedProgram
 
     @classmethod
-    def of(cls, mesh: Mesh, number: int, body: Graph, pipelined: Pipelined | None) -> Rank:
+    def of(cls, number: int, program: StagedProgram) -> Rank:
         """The rank of this number, if the mesh has it."""
+        mesh = program.mesh
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < mesh.world_size:  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"there is no rank {number!r}: the mesh ({mesh}) has ranks 0 to {mesh.world_size - 1}"
             raise error("SC210", message, hint="name a rank of the mesh")
-        return cls(mesh, number, body, pipelined)
+        return cls(number, program)
 
     @property
     def coordinate(self) -> dict[str, int]:
-        return self.mesh.coordinate(self.number)
+        return self.program.mesh.coordinate(self.number)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those of its pipeline that live here."""
-        return () if self.pipelined is None else self.pipelined.lists.stages_of(self._c(self.pipelined))
+        """The stages that live here."""
+        return self.program.lists.stages_of(self._c)
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        return () if self.pipelined is None else self.pipelined.lists.ranks[self._c(self.pipelined)]
+        return self.program.lists.ranks[self._c]
 
-    def _c(self, pipelined: Pipelined) -> int:
-        return pipelined.coordinates(self.number)[0]
+    @property
+    def _c(self) -> int:
+        return self.program.coordinates(self.number)[0]
 
     def text(self, *, comments: bool = True) -> str:
         """Its instruction list and the graphs that this runs; or the body."""
         place = ", ".join(f"{axis}={at}" for axis, at in self.coordinate.items())
-        head = f"# rank {self.number} of {self.mesh.world_size}: {place}\n"
-        if self.pipelined is None:
-            return head + print_graph(self.body, comments=comments)
-        return head + self.pipelined.text(self._c(self.pipelined), comments=comments)
+        head = f"# rank {self.number} of {self.program.mesh.world_size}: {place}\n"
+        return head + self.program.text(self._c, comments=comments)
 
     def __str__(self) -> str:
         return self.text()

@@ -17,9 +17,9 @@ from torch import fx
 
 from kernels_triton.match.match import match_template as template_of
 from kernels_triton.match.op import KERNELS, OPS, kernel_of
-from shardc.compiler.driver import distribute, finish_body, finish_stages
-from shardc.compiler.pipelining import pipeline_of
-from shardc.explain.collective import PHASES, Explanation, bound_of, explain, field_lines, options_of
+from shardc.compiler.driver import distribute, finish
+from shardc.compiler.pipelining import stages_of
+from shardc.explain.collective import PHASES, Explanation, bound_of, field_lines, options_of
 from shardc.explain.transfer import TransferExplanation, explain_step
 from shardc.explain.unfused import NotFused, not_fused
 from shardc.ir.collectives import KINDS, human_bytes
@@ -27,8 +27,8 @@ from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands, results, type_of
 from shardc.ir.program import Program
 from shardc.ir.text import print_graph
-from shardc.partition import rank_costs
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.rank_costs import graphs_by_name
+from shardc.partition.staged_program import StagedProgram
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.fusion.analysis.traffic import PRODUCTS, bytes_by_call
 from shardc.passes.fusion.clustering.clustering import Clustering
@@ -143,15 +143,15 @@ class Fusion:
 Explained = Explanation | TransferExplanation | KernelExplanation | CallExplanation
 
 
-def explain_value(program: Program, value: str | int, pipelined: Pipelined | None = None) -> Explained:
+def explain_value(program: Program, value: str | int, staged: StagedProgram) -> Explained:
     """Explain a collective or a transfer, by its index or name; else a kernel, or what became of a call."""
     try:
-        return explain(program, value) if pipelined is None else explain_step(program, pipelined, value)
+        return explain_step(program, staged, value)
     except ShardcError as unknown:
         if unknown.code != "SC106" or str(value).lstrip("-").isdecimal():
             raise
         name = str(value).removeprefix("%")
-        made = fusions(program, pipelined)
+        made = fusions(program, staged)
         found = explain_kernel(made, name)
         if found is None and made:
             message = f"'{name}' is no collective, kernel or call of the program"
@@ -174,16 +174,13 @@ def explain_kernel(made: list[Fusion], name: str) -> KernelExplanation | CallExp
     return every[0][1] if every else None
 
 
-def fusions(program: Program, pipelined: Pipelined | None = None) -> list[Fusion]:
+def fusions(program: Program, staged: StagedProgram) -> list[Fusion]:
     """What fusion did to each graph of a program; an empty list if the plan does not fuse."""
     asked = Plan.parse(program.plan.get("text", ""))
     if not asked.fuse.enabled:
         return []
-    if pipelined is None or asked.pipeline is None:
-        return [_fusion("", unfused(program, asked), program.body, asked.fuse)]
-    staged = pipeline_of(asked.pipeline, asked, program.body.copy(), program.mesh)
-    before = _graphs(finish_stages(staged, [Align(asked.align), Bucket(asked.bucket.size)], options_of(program)))
-    return [_fusion(name, before[name], after, asked.fuse) for name, after in _graphs(pipelined).items()]
+    before, after = graphs_by_name(unfused(program, asked)), graphs_by_name(staged)
+    return [_fusion(name if len(after) > 1 else "", before[name], after[name], asked.fuse) for name in after]
 
 
 def asked_of(program: Program) -> Fusing:
@@ -191,24 +188,16 @@ def asked_of(program: Program) -> Fusing:
     return Plan.parse(program.plan.get("text", "")).fuse
 
 
-def unfused(program: Program, plan: Plan) -> Graph:
-    """The body before fusion."""
+def unfused(program: Program, plan: Plan) -> StagedProgram:
+    """The stages before fusion."""
     options = replace(
         options_of(program),
         recompute=Recompute(**plan.recompute.model_dump()),
         align=Align(plan.align),
         bucket=Bucket(plan.bucket.size),
     )
-    return finish_body(distribute(program.reference, bound_of(program), options), options, fused=False)
-
-
-def _graphs(program: Pipelined) -> dict[str, Graph]:
-    """All graphs that some rank runs, by name. Each rank has its own graphs of the step's end."""
-    found: dict[str, Graph] = {}
-    for c in range(len(program.lists.ranks)):
-        for graph, _ in rank_costs.graph_runs(program, c):
-            found[f"{graph.name}{c}" if graph.name in ("norm", "update") else graph.name] = graph
-    return found
+    body = distribute(program.reference, bound_of(program), options)
+    return finish(stages_of(plan, body, program.mesh, options), options, fused=False)
 
 
 class _FusionWatcher:

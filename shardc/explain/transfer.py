@@ -16,11 +16,11 @@ from shardc.explain.collective import PHASES, SECONDS, Explanation, explain, fie
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.ir.graph import Graph, info, op_name
-from shardc.ir.program import Program
+from shardc.ir.program import PlanRecord, Program
 from shardc.partition import rank_costs, transfer_report
 from shardc.partition.balance import cut_bytes, named_starts, unit_costs
 from shardc.partition.cut import cut
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.partition.step_analysis import StepAnalysis
 from shardc.partition.transfer_report import ReportedTransfer
 from shardc.plan.schema import Plan
@@ -87,18 +87,20 @@ class TransferExplanation:
         return "\n".join([*lines, *field_lines("tried", tried)])
 
 
-def cause_of(plan: Mapping[str, Any]) -> str:
+def cause_of(plan: PlanRecord) -> str:
     """The words of a program's plan that say where it is cut."""
     pipeline = Plan.parse(plan.get("text", "")).pipeline
-    place = f"   ({plan['cut']})" if plan.get("cut") else ""
+    place = f"   ({cut_at})" if (cut_at := plan.get("cut")) else ""
     if pipeline is not None and pipeline.split:
         return f"split: {', '.join(pipeline.split)}{place}"
     return f"no split: the cut is the most balanced one{place}"
 
 
-def explain_step(program: Program, pipelined: Pipelined, value: str | int) -> Explanation | TransferExplanation:
+def explain_step(program: Program, staged: StagedProgram, value: str | int) -> Explanation | TransferExplanation:
     """Explain a collective along the other axes or a transfer, by its name or its number: transfers come last."""
-    known, collectives = transfer_report.report_transfers(pipelined, cause_of(program.plan)), program.collectives()
+    known, collectives = transfer_report.report_transfers(staged, cause_of(program.plan)), program.collectives()
+    if not known:
+        return explain(program, value)
     name = str(value).removeprefix("%")
     if name.isdecimal():
         at = int(name) - len(collectives)
@@ -114,14 +116,14 @@ def explain_step(program: Program, pipelined: Pipelined, value: str | int) -> Ex
             message = f"'{name}' is no collective or transfer of the program"
             raise error("SC106", message, hint=did_you_mean(name, names, "collectives and transfers"))
     if wanted is not None:
-        return _explained(program, pipelined, wanted)
+        return _explained(program, staged, wanted)
     found = explain(program, value)
-    where = rank_costs.stages_with_value(pipelined, found.collective.value)
+    where = rank_costs.stages_with_value(staged, found.collective.value)
     said = ", ".join(map(str, where)) or "the end of the step"
     return replace(found, stages=f"{said}; what changes would send and save is of all stages together")
 
 
-def _explained(program: Program, pipelined: Pipelined, wanted: ReportedTransfer) -> TransferExplanation:
+def _explained(program: Program, pipelined: StagedProgram, wanted: ReportedTransfer) -> TransferExplanation:
     about = info(program.body.by_name(wanted.value))
     home = transfer_report.stage_coordinates(pipelined)
     reader = next(_readers(pipelined, wanted), None)
@@ -140,7 +142,7 @@ def _explained(program: Program, pipelined: Pipelined, wanted: ReportedTransfer)
     )
 
 
-def _readers(pipelined: Pipelined, wanted: ReportedTransfer) -> Iterator[Any]:
+def _readers(pipelined: StagedProgram, wanted: ReportedTransfer) -> Iterator[Any]:
     """Calls of the target that read the value, forward first."""
     stage = pipelined.stages[wanted.target]
     for graph in (stage.forward, stage.backward):
@@ -161,7 +163,7 @@ class _Search:
     now: int
 
     @classmethod
-    def of(cls, program: Program, pipelined: Pipelined) -> _Search:
+    def of(cls, program: Program, pipelined: StagedProgram) -> _Search:
         analysis = StepAnalysis(program.body)
         starts = _starts(analysis, pipelined)
         now = transfer_report.crossing_bytes(pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined))
@@ -206,7 +208,7 @@ class _Search:
         return max(sum(self.costs[a:b]) for a, b in zip(starts, ends, strict=True))
 
 
-def _starts(analysis: StepAnalysis, pipelined: Pipelined) -> tuple[int, ...]:
+def _starts(analysis: StepAnalysis, pipelined: StagedProgram) -> tuple[int, ...]:
     """The first unit of each stage: where its calls are. Of what became a kernel only some still have their names."""
     stages = enumerate(pipelined.stages)
     made = ((at, value) for at, stage in stages for value in stage.forward.fx.nodes if value.op == "call_function")

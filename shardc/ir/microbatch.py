@@ -44,6 +44,12 @@ def in_microbatch(graph: Graph) -> set[fx.Node]:
     return _reached([*sums, *own], lambda node: node.all_input_nodes)
 
 
+def calls_as_run(graph: Graph) -> list[fx.Node]:
+    """The calls that run once a microbatch, and then those that run once a step."""
+    inside = in_microbatch(graph)
+    return sorted(graph.calls(), key=lambda node: node not in inside)
+
+
 def crossing(graph: Graph) -> list[str]:
     """Values of a single microbatch that a call reads which runs once a step: a line each."""
     if graph.microbatches == 1:

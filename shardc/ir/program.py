@@ -18,11 +18,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 
 import torch
 
@@ -53,6 +53,25 @@ VERSION = 3
 AnnotationLine = tuple[str, str, str, str]  # kind, name or pattern, placement text, origin ("plan.yaml:9" or "")
 
 
+class PlanRecord(TypedDict, total=False):
+    """What a program knows of its plan, and of what else it was compiled with: plain data, which its file has as it is.
+
+    A program that `compile` made has the first three; the others where they say something.
+    """
+
+    text: str  # the plan, as YAML
+    seed: int
+    batch: Mapping[str, Any]  # of `runtime.execute.batch.describe_sample`
+    cut: str  # where the plan says how its pipeline is cut: "plan.yaml:9"
+    precision: str
+    fills: Mapping[str, float]  # the optimizer's state before the first step, by name
+    nonfinite: str | None
+    clip_grad_norm: float | None
+    optimizer: str
+    rates: Mapping[str, float]  # each parameter group's learning rate
+    traffic: Sequence[Sequence[int]]  # kernels and bytes that move data, before and after fusion
+
+
 class ParameterBytes(NamedTuple):
     per_rank: int
     whole: int  # of the model
@@ -68,7 +87,7 @@ class Program:
     diagnostics: tuple[Diagnostic, ...] = ()
     annotations: tuple[AnnotationLine, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # by their input port's name
-    plan: Mapping[str, Any] = field(default_factory=dict[str, Any])  # plain data: what the user asked for
+    plan: PlanRecord = field(default_factory=PlanRecord)
 
     saved: ClassVar[tuple[str, ...]] = (
         *("body", "reference", "mesh", "diagnostics", "annotations", "constants", "plan"),

@@ -14,7 +14,7 @@ does not read it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -35,26 +35,56 @@ from shardc.partition.step_epilogue import EpilogueCut, StepEpilogue
 from shardc.schedule.costs import Costs, StageCost
 from shardc.schedule.pipeline import PARTS, PartName, Pipeline, Stage, StagePart
 
+GRAPHS: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")  # of a stage of a pipeline
+
 
 @dataclass(frozen=True)
 class StageBodies:
     """The graphs of a stage's parts, of its gathers by name, and of the reduction of its gradients over other axes.
-    `backward` is dgrad and wgrad in one graph, in the order of the body."""
 
-    forward: Graph
-    backward: Graph
-    dgrad: Graph
-    wgrad: Graph
+    The parts are forward, backward, dgrad and wgrad: backward is dgrad and wgrad in one graph, in the order of the
+    body. The only stage of a step without a pipeline has one part, the body."""
+
+    parts: Mapping[PartName, Graph]
     gathers: Mapping[str, Graph] = field(default_factory=dict[str, Graph])
     reduce: Graph | None = None
 
     def __getitem__(self, part: PartName) -> Graph:
-        return getattr(self, part)
+        return self.parts[part]
+
+    @property
+    def forward(self) -> Graph:
+        return self.parts["forward"]
+
+    @property
+    def backward(self) -> Graph:
+        return self.parts["backward"]
+
+    @property
+    def dgrad(self) -> Graph:
+        return self.parts["dgrad"]
+
+    @property
+    def wgrad(self) -> Graph:
+        return self.parts["wgrad"]
+
+    def graphs(self) -> Iterator[Graph]:
+        yield from self.parts.values()
+        yield from self.gathers.values()
+        if self.reduce is not None:
+            yield self.reduce
+
+    def transformed(self, change: Callable[[Graph], Graph]) -> StageBodies:
+        return StageBodies(
+            {name: change(graph) for name, graph in self.parts.items()},
+            {name: change(graph) for name, graph in self.gathers.items()},
+            None if self.reduce is None else change(self.reduce),
+        )
 
     @cached_property
     def held(self) -> frozenset[str]:
         """The parameters and buffers that the stage reads."""
-        graphs = (self.forward, self.backward, *self.gathers.values())
+        graphs = (*self.parts.values(), *self.gathers.values())
         return frozenset(p.name for graph in graphs for p in graph.inputs if p.role in ("param", "buffer"))
 
 
@@ -171,12 +201,12 @@ def _stage_bodies(parts: StageParts, stage: int) -> StageBodies:
     leaving = [
         v for part in backward_parts for v in parts.makes(part) if any(s != stage for s, _ in parts.readers[part, v])
     ]
-    backward = _graph(parts, f"backward{stage}", parts.backward[stage], leaving, backward_parts)
+    graphs["backward"] = _graph(parts, f"backward{stage}", parts.backward[stage], leaving, backward_parts)
     gathers = {
         name: _graph(parts, name, parts.calls[stage, name], parts.makes((stage, name)), [])
         for name in parts.gathers[stage]
     }
-    return StageBodies(graphs["forward"], backward, graphs["dgrad"], graphs["wgrad"], gathers)
+    return StageBodies({name: graphs[name] for name in GRAPHS}, gathers)
 
 
 def _graph(

@@ -1,4 +1,4 @@
-"""What the ranks of a pipelined program hold over a step: a report a coordinate of the pipeline's axis.
+"""What the ranks of a program hold over a step: a report a coordinate of the pipeline's axis; without one, the body's.
 
     pp  ranks  stages   stored   at the peak  which is at instruction
     0   0, 1   0      38.2 KiB     133.9 KiB  19: Backward 0 #1, %d.wte.embedding_dense_backward
@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardc.cost.memory import CATEGORIES, Category, LiveValue, MemoryReport, Row, aligned
+from shardc.cost.memory import CATEGORIES, Category, LiveValue, MemoryReport, Moment, Row, aligned
+from shardc.cost.memory import memory as memory_of_body
 from shardc.ir.collectives import human_bytes
 from shardc.partition.memory_walk import Ranks
-from shardc.partition.staged_program import Pipelined
-from shardc.schedule.instructions import instruction_text
+from shardc.partition.staged_program import StagedProgram
+from shardc.schedule.instructions import RunBody, instruction_text
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Coordinate:
 
 
 @dataclass(frozen=True)
-class PipelineMemory:
-    """A report a coordinate. What asks for no rank is of the one that holds most."""
+class ProgramMemory:
+    """A report a coordinate. What asks for no rank is of the one that holds most. `axis` is "" without a pipeline."""
 
     axis: str
     coordinates: tuple[Coordinate, ...]
@@ -72,6 +73,21 @@ class PipelineMemory:
         rank = self.fullest.ranks[0] if rank is None else rank
         return next(row for row in self.of_rank(rank) if row.category == category)
 
+    @property
+    def live(self) -> tuple[LiveValue, ...]:
+        """All that is held at the peak, largest first."""
+        return self.fullest.report.live
+
+    @property
+    def peak_at(self) -> Moment | None:
+        """The call at the peak, if a call is."""
+        return self.fullest.report.peak_at
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        """Bytes beyond what is stored: while each instruction runs, of a pipeline; else while each call does."""
+        return self.fullest.report.timeline
+
     def top(self, count: int = 10) -> tuple[LiveValue, ...]:
         """The largest values at the peak."""
         return self.fullest.report.top(count)
@@ -82,6 +98,8 @@ class PipelineMemory:
 
     def __str__(self) -> str:
         most = self.fullest
+        if not self.axis:
+            return str(most.report)
         lines = [(self.axis, "ranks", "stages", "stored", "at the peak", "which is at instruction")]
         for one in self.coordinates:
             sizes = human_bytes(one.report.stored), human_bytes(one.report.peak)
@@ -92,17 +110,21 @@ class PipelineMemory:
         return "\n".join([head, "", *aligned(lines, right=(3, 4)), "", where, *moment, "", *most.report.table()])
 
 
-def memory(program: Pipelined, *, early: bool = True) -> PipelineMemory:
-    """What each rank of a pipelined program holds, and when that is most.
+def memory(program: StagedProgram, *, early: bool = True) -> ProgramMemory:
+    """What each rank of a program holds, and when that is most.
 
     `early`: as a rank of a job runs it, which forgets values and adds gradients up while a piece of work runs; else
     after it, as the simulation does.
     """
-    return PipelineMemory(program.axis, tuple(_coordinate(program, c, early) for c in range(len(program.lists.ranks))))
+    return ProgramMemory(program.axis, tuple(_coordinate(program, c, early) for c in range(len(program.lists.ranks))))
 
 
-def _coordinate(program: Pipelined, c: int, early: bool) -> Coordinate:
+def _coordinate(program: StagedProgram, c: int, early: bool) -> Coordinate:
     ranks = tuple(sorted(program.rank_of(c, i) for i in range(program.body.mesh.world_size)))
+    first = program.lists.ranks[c][0]
+    if isinstance(first, RunBody):
+        report = memory_of_body(program.body, arena=early, overlap=early)
+        return Coordinate(c, ranks, program.lists.stages_of(c), 0, instruction_text(first), report)
     found = Ranks(program, c, early)
     found.run()
     stored, kept = found.stored()

@@ -40,7 +40,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.storages import Storage
 from shardc.partition.program_counter import graphs_of
 from shardc.partition.stage_arena import arena_plans
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import (
     COMPUTE,
     TRANSFER,
@@ -128,7 +128,7 @@ class Run:
 class Ranks:
     """Where a coordinate's ranks are in their list, what they hold beyond what is stored, and the most so far."""
 
-    def __init__(self, program: Pipelined, c: int, early: bool) -> None:
+    def __init__(self, program: StagedProgram, c: int, early: bool) -> None:
         self.program, self.c, self.early = program, c, early
         self.mesh, self.pipeline, self.listed = program.body.mesh, program.lists.pipeline, program.lists.ranks[c]
         self.bodies: dict[int, Body] = {}

@@ -12,15 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardc.ir.graph import Graph, cited
-from shardc.partition.staged_program import Pipelined
+from shardc.ir.microbatch import calls_as_run
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import (
     COLLECTIVE,
-    COMPUTE,
+    STAGE_WORK,
     TRANSFER,
     Gather,
     Instruction,
     Optimizer,
     ReduceGrads,
+    RunBody,
     instruction_text,
 )
 from shardc.schedule.pipeline import PART_OF
@@ -29,10 +31,10 @@ STRIDE = 1 << 20
 
 
 @dataclass(frozen=True)
-class PipelineCounterNames:
-    """Names the counters of all ranks of a pipeline. After the end of its list a rank broadcasts the loss."""
+class ListCounterNames:
+    """Names the counters of all ranks. After the end of its list a rank of a pipeline broadcasts the loss."""
 
-    program: Pipelined
+    program: StagedProgram
 
     def name(self, rank: int, counter: int) -> str:
         c, i = self.program.coordinates(rank)
@@ -43,10 +45,10 @@ class PipelineCounterNames:
         if isinstance(instruction, TRANSFER):
             words = instruction_text(instruction).partition(",")[0]
             return f"{words} (rank {self.program.rank_of(instruction.peer, i)})"
-        if not call:
-            return instruction_text(instruction)
-        names = [cited(node) for graph in graphs_of(self.program, c, instruction) for node in graph.calls()]
-        return f"{names[call - 1]} of {instruction_text(instruction)}"
+        names = [cited(node) for graph in graphs_of(self.program, c, instruction) for node in calls_as_run(graph)]
+        if isinstance(instruction, RunBody):  # the whole list: only its calls tell where a rank is
+            return names[max(call - 1, 0)]
+        return f"{names[call - 1]} of {instruction_text(instruction)}" if call else instruction_text(instruction)
 
     def waits(self, rank: int, counter: int) -> bool:
         instructions = self.program.lists.ranks[self.program.coordinates(rank)[0]]
@@ -54,11 +56,11 @@ class PipelineCounterNames:
         return index >= len(instructions) or (not call and isinstance(instructions[index], (*TRANSFER, *COLLECTIVE)))
 
 
-def graphs_of(program: Pipelined, c: int, instruction: Instruction) -> list[Graph]:
+def graphs_of(program: StagedProgram, c: int, instruction: Instruction) -> list[Graph]:
     """The graphs that an instruction runs on a coordinate of the pipeline's axis, in order."""
     if isinstance(instruction, Gather):
         return [program.stages[instruction.stage].gathers[name] for name in instruction.values]
-    if isinstance(instruction, COMPUTE):
+    if isinstance(instruction, STAGE_WORK):
         return [program.stages[instruction.stage][PART_OF[type(instruction)]]]
     if isinstance(instruction, ReduceGrads):
         stage, *others = program.lists.pipeline.accumulators[instruction.value]

@@ -15,15 +15,16 @@ from dataclasses import replace
 from shardc.cost.flops import Flops, flops
 from shardc.ir.collectives import Collective, collectives
 from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.mesh import Mesh
 from shardc.partition.program_counter import graphs_of
-from shardc.partition.staged_program import Pipelined
-from shardc.schedule.instructions import Gather, Instruction, Optimizer, ReduceGrads, Send
+from shardc.partition.staged_program import StagedProgram
+from shardc.schedule.instructions import STAGE_WORK, Gather, Instruction, Optimizer, ReduceGrads, Send
 from shardc.schedule.pipeline import PART_OF
 
 
-def graph_runs(program: Pipelined, c: int) -> Iterator[tuple[Graph, int]]:
+def graph_runs(program: StagedProgram, c: int) -> Iterator[tuple[Graph, int]]:
     """The graphs that a coordinate's ranks run, and how often in a step."""
-    work_counts = Counter((work.stage, type(work)) for work in program.lists.work(c))
+    work_counts = Counter((i.stage, type(i)) for i in program.lists.ranks[c] if isinstance(i, STAGE_WORK))
     for (stage, kind), count in work_counts.items():
         yield program.stages[stage][PART_OF[kind]], count
     gather_counts = Counter(
@@ -33,21 +34,29 @@ def graph_runs(program: Pipelined, c: int) -> Iterator[tuple[Graph, int]]:
         yield program.stages[stage].gathers[name], count
     reductions = [i for i in program.lists.ranks[c] if isinstance(i, ReduceGrads)]
     yield from ((graph, 1) for i in reductions for graph in graphs_of(program, c, i))
-    epilogue = program.epilogues[c]
-    if program.lists.pipeline.updates:
+    for epilogue in program.epilogues[c : c + 1]:
         yield from [(epilogue.norm, 1), (epilogue.update, 1)] if epilogue.totals else [(epilogue.update, 1)]
 
 
-def rank_flops(program: Pipelined, c: int) -> Flops:
+def graphs_by_name(program: StagedProgram) -> dict[str, Graph]:
+    """All graphs that some rank runs, by a name of their own. Each coordinate has its own graphs of the step's end."""
+    graphs: dict[str, Graph] = {}
+    for c in program.coordinate_range:
+        for graph, _ in graph_runs(program, c):
+            graphs[f"{graph.name}{c}" if graph.name in ("norm", "update") else graph.name] = graph
+    return graphs
+
+
+def rank_flops(program: StagedProgram, c: int) -> Flops:
     """The FLOPs of a rank at this coordinate."""
     return sum_flops((flops(graph), times) for graph, times in graph_runs(program, c))
 
 
-def stages_with_value(program: Pipelined, name: str) -> list[int]:
+def stages_with_value(program: StagedProgram, name: str) -> list[int]:
     """The stages that make the body's value of this name, or made it before backward's gathers were merged into
     forward's."""
     gathers = [set(_names(stage.gathers.values())) for stage in program.stages]
-    parts = [set(_names(s for s in (one.forward, one.backward, one.reduce) if s is not None)) for one in program.stages]
+    parts = [set(_names(s for s in (*one.parts.values(), one.reduce) if s is not None)) for one in program.stages]
     stages = [at for at, names in enumerate(zip(gathers, parts, strict=True)) if any(name in some for some in names)]
     merged = re.sub(r"_\d+$", "", name)
     return stages or [at for at, names in enumerate(gathers) if merged in names]
@@ -66,30 +75,32 @@ def sum_flops(parts: Iterable[tuple[Flops, int]]) -> Flops:
     return Flops(tuple((phase, op, count) for (phase, op), count in counts.items()))  # type: ignore[misc]
 
 
-def rank_collectives(program: Pipelined, c: int) -> list[Collective]:
+def rank_collectives(program: StagedProgram, c: int) -> list[Collective]:
     """The collectives of a rank along the other axes."""
-    return [replace(collective, times=n) for graph, n in graph_runs(program, c) for collective in collectives(graph)]
+    return [replace(one, times=n * one.times) for graph, n in graph_runs(program, c) for one in collectives(graph)]
 
 
-def bytes_sent_by_axis(program: Pipelined, c: int) -> dict[str, int]:
-    """Bytes that a rank sends in a step, by axis. A collective along several axes counts for each of them."""
+def bytes_sent_by_axis(program: StagedProgram, c: int, mesh: Mesh) -> dict[str, int]:
+    """Bytes that a rank sends in a step, by axis of the user's mesh. A collective along several counts for each."""
     bytes_by_axis: Counter[str] = Counter()
     for collective in rank_collectives(program, c):
-        for axis in {program.mesh.parent(axis) for axis in collective.axes}:
+        for axis in {axis if axis in mesh.names else mesh.parent(axis) for axis in collective.axes}:
             bytes_by_axis[axis] += collective.bytes_per_step
-    transferred = sum(i.bytes for i in program.lists.ranks[c] if isinstance(i, Send))
-    bytes_by_axis[program.axis] = transferred + sum(stage_sum_bytes(program, c, i) for i in program.lists.ranks[c])
+    bytes_by_axis[program.axis] += _bytes_between_stages(program, c)
     return dict(bytes_by_axis)
 
 
-def total_bytes_sent(program: Pipelined, c: int) -> int:
+def total_bytes_sent(program: StagedProgram, c: int) -> int:
     """Bytes that a rank sends in a step, each counted once."""
-    return bytes_sent_by_axis(program, c)[program.axis] + sum(
-        collective.bytes_per_step for collective in rank_collectives(program, c)
-    )
+    return _bytes_between_stages(program, c) + sum(one.bytes_per_step for one in rank_collectives(program, c))
 
 
-def parameter_bytes(program: Pipelined, c: int) -> int:
+def _bytes_between_stages(program: StagedProgram, c: int) -> int:
+    transferred = sum(i.bytes for i in program.lists.ranks[c] if isinstance(i, Send))
+    return transferred + sum(stage_sum_bytes(program, c, i) for i in program.lists.ranks[c])
+
+
+def parameter_bytes(program: StagedProgram, c: int) -> int:
     """Bytes of the parameter shards that a rank stores, with the padding of uneven shards."""
     held, body = program.held(c), program.body
     ports = zip(body.inputs, body.placeholders, strict=True)
@@ -97,7 +108,7 @@ def parameter_bytes(program: Pipelined, c: int) -> int:
     return sum(type.local_bytes(body.mesh) for type in types)
 
 
-def stage_sum_bytes(program: Pipelined, c: int, i: Instruction) -> int:
+def stage_sum_bytes(program: StagedProgram, c: int, i: Instruction) -> int:
     """Bytes sent by sums over stages: gradients of tied weights, and terms of the gradients' norm."""
     if isinstance(i, ReduceGrads):
         return _all_reduce(i.bytes, len(i.group)) if i.value in program.shared else 0

@@ -1,4 +1,4 @@
-"""A pipelined program against itself: its lists are proved, and its graphs are what the lists take them for.
+"""A program in stages against itself: its lists are proved, and its graphs are what the lists take them for.
 
     stage 0 forward     makes   x1            f32[4@dp, 8]
     Send x1#2 -> 1, 128 B                     of its bytes
@@ -18,18 +18,18 @@ from torch import fx
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.types import TensorType
 from shardc.partition.program_counter import graphs_of
-from shardc.partition.staged_program import GRAPHS, Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.passes.type_check import Fault
-from shardc.schedule.instructions import COMPUTE, TRANSFER, ReduceGrads
-from shardc.schedule.pipeline import PartName
+from shardc.schedule.instructions import COMPUTE, TRANSFER, ReduceGrads, RunBody
 
 BETWEEN = ("value", "sum")  # roles of what passes between graphs
 
 
-def bound_faults(program: Pipelined) -> list[Fault]:
+def bound_faults(program: StagedProgram) -> list[Fault]:
     """Counts that lists of their length cannot have: what comes after is linear in lists and graphs."""
     lists = program.lists
-    work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed)
+    whole = sum(isinstance(i, RunBody) for listed in lists.ranks for i in listed) * 2 * lists.microbatches
+    work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed) + whole
     stages = len(lists.pipeline.stages)
     if stages * lists.microbatches * 2 > work:
         message = (
@@ -42,7 +42,7 @@ def bound_faults(program: Pipelined) -> list[Fault]:
     return []
 
 
-def pipeline_faults(program: Pipelined) -> list[Fault]:
+def stage_faults(program: StagedProgram) -> list[Fault]:
     """Everything in which graphs, lists and body disagree. Types of single calls, and proofs, are elsewhere."""
     body = program.body
     found: list[Fault] = []
@@ -56,7 +56,7 @@ def pipeline_faults(program: Pipelined) -> list[Fault]:
             Fault(body.name, f"its mesh is ({body.mesh}), the job's but for '{program.axis}' ({program.inner})")
         )
     for stage in range(len(program.stages)):
-        found += _stage_faults(program, stage)
+        found += _part_faults(program, stage)
     found += _type_faults(program)
     found += _byte_faults(program)
     for rank in range(len(program.epilogues)):
@@ -69,8 +69,8 @@ def _ports(graph: Graph, side: str, *roles: str) -> dict[str, fx.Node]:
     return {p.name: v for p, v in zip(ports, values, strict=True) if p.role in roles}
 
 
-def _stage_faults(program: Pipelined, at: int) -> Iterator[Fault]:
-    """What the pipeline says that a part reads and makes is what its graph takes and gives."""
+def _part_faults(program: StagedProgram, at: int) -> Iterator[Fault]:
+    """What the pipeline says that a part reads and makes is what its graph takes and gives. A body is a whole step."""
     stage, bodies = program.lists.pipeline.stages[at], program.stages[at]
     if set(stage.gathers) != set(bodies.gathers) or not set(stage.kept) <= set(stage.gathers):
         yield Fault(
@@ -84,13 +84,13 @@ def _stage_faults(program: Pipelined, at: int) -> Iterator[Fault]:
             yield Fault(graph.name, f"it gives {sorted(_ports(graph, 'out', 'value'))}, and not the values of {name}")
         if _ports(graph, "in", *BETWEEN):
             yield Fault(graph.name, "it gathers what another graph makes")
-    whole, *halves = ({*_ports(bodies[which], "out", "sum")} for which in ("backward", "dgrad", "wgrad"))
-    if whole != set[str]().union(*halves):
-        differ = ", ".join(sorted(whole ^ set[str]().union(*halves)))
-        yield Fault(bodies.backward.name, f"{differ}: summed by one of backward and its halves alone")
-    names: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")
-    for which in names:
-        graph, part = bodies[which], program.lists.pipeline.parts(at)[which]
+    described = program.lists.pipeline.parts(at)
+    if len(halves := [bodies.parts[half] for half in ("dgrad", "wgrad") if half in bodies.parts]) == 2:
+        whole = {*_ports(bodies.parts["backward"], "out", "sum")}
+        if differ := whole ^ {name for half in halves for name in _ports(half, "out", "sum")}:
+            listed = ", ".join(sorted(differ))
+            yield Fault(bodies.parts["backward"].name, f"{listed}: summed by one of backward and its halves alone")
+    for graph, part in ((graph, described[name]) for name, graph in bodies.parts.items() if name in described):
         reads = {member for name in part.reads for member in program.members(name)}
         makes = [member for name in part.makes for member in program.members(name)]
         if lacking := {*_ports(graph, "in", "value")} - reads:
@@ -112,7 +112,7 @@ def _stage_faults(program: Pipelined, at: int) -> Iterator[Fault]:
             yield Fault(graph.name, f"it does not give {', '.join(sorted(lacking))}, as the pipeline says")
 
 
-def _type_faults(program: Pipelined) -> Iterator[Fault]:
+def _type_faults(program: StagedProgram) -> Iterator[Fault]:
     """One type for each value and sum, wherever it is made or read; inputs of the step are the body's."""
     own = {
         (p.role, p.name): (p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)
@@ -137,13 +137,13 @@ def _type_faults(program: Pipelined) -> Iterator[Fault]:
                 yield Fault(graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no input of the step", value)
 
 
-def _byte_faults(program: Pipelined) -> Iterator[Fault]:
+def _byte_faults(program: StagedProgram) -> Iterator[Fault]:
     """A transfer is of as many bytes as its value has, of a name that stands for one value."""
     made = {
         name: type_of(value)
         for stage in program.stages
-        for part in GRAPHS
-        for name, value in _ports(stage[part], "out", "value").items()
+        for graph in stage.parts.values()
+        for name, value in _ports(graph, "out", "value").items()
     }
     for rank, listed in enumerate(program.lists.ranks):
         for at, i in enumerate(listed):
@@ -155,13 +155,13 @@ def _byte_faults(program: Pipelined) -> Iterator[Fault]:
                 yield Fault(program.body.name, f"{where}: {i} moves {size} bytes")
 
 
-def _finish_faults(program: Pipelined, rank: int) -> Iterator[Fault]:
+def _finish_faults(program: StagedProgram, rank: int) -> Iterator[Fault]:
     """What the end of a step reads is there: sums of its rank's stages, those that are shared, what the norm gives."""
     finish = program.epilogues[rank]
     sums: set[str] = set()
     for stage in program.lists.stages_of(rank):
-        for part in GRAPHS:
-            sums |= {*_ports(program.stages[stage][part], "out", "sum")}
+        for graph in program.stages[stage].parts.values():
+            sums |= {*_ports(graph, "out", "sum")}
     for i in program.lists.ranks[rank]:
         if isinstance(i, ReduceGrads):
             sums |= {i.value} & {*program.shared}
@@ -180,13 +180,13 @@ def _finish_faults(program: Pipelined, rank: int) -> Iterator[Fault]:
         yield Fault(finish.norm.name, f"rank {rank}: its totals are other ones than rank 0's")
 
 
-def _returned_faults(program: Pipelined) -> Iterator[Fault]:
+def _returned_faults(program: StagedProgram) -> Iterator[Fault]:
     """Every output of the step is some rank's, of the body's type; no rank returns another."""
     body = program.body
     wanted = {(p.role, p.name): (p, type_of(v)) for p, v in zip(body.outputs, body.output_values, strict=True)}
     seen: set[tuple[str, str]] = set()
     running = [
-        *((stage[part], ("output", "buffer")) for stage in program.stages for part in GRAPHS),
+        *((g, None if g is body else ("output", "buffer")) for stage in program.stages for g in stage.parts.values()),
         *((finish.update, None) for finish in program.epilogues),
     ]
     for graph, roles in running:

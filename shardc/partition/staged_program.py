@@ -1,15 +1,18 @@
-"""A pipelined step as plain data: the graphs and instruction lists of all ranks, without the analysis that cut them.
+"""A step as plain data: the graphs of its stages, and the instruction lists of all ranks.
 
     lists       by coordinate on the pipeline's axis: its proved instruction list
     stages      the graphs of each stage's parts, of its gathers, and of the reduction of its gradients
     epilogues   by coordinate: the epilogue of the step, for the stages of that coordinate
-    body        the whole step, which no rank runs: it defines the ports, and the results must equal its results
+    body        the whole step: it defines the ports, and the results must equal its results
 
     mesh, axis  all ranks of the job, and the pipeline's axis, whose coordinates the lists are for
     costs       the costs that the schedule used: those of the cut, in FLOPs, unless others were given
 
-It round-trips through JSON. The other axes of the mesh are the body's axes: rank (c, i) runs list c as rank i of the
-body's mesh. The pipeline's axis may stand anywhere in the order of the whole mesh's axes.
+The other axes of the mesh are the body's axes: rank (c, i) runs list c as rank i of the body's mesh. The pipeline's
+axis may stand anywhere in the order of the whole mesh's axes. Such a program round-trips through JSON.
+
+A step without a pipeline has one stage and one list, `RunBody 0`: all ranks run the body, at coordinate 0 of an axis
+without a name (`one_stage`). Of a pipeline no rank runs the body.
 """
 
 from __future__ import annotations
@@ -32,20 +35,20 @@ from shardc.ir.plain import (
 )
 from shardc.ir.text import print_graph
 from shardc.ir.types import TensorType
-from shardc.partition.cut import CutStep, StageBodies
+from shardc.partition.cut import GRAPHS, CutStep, StageBodies
 from shardc.partition.step_epilogue import StepEpilogue
 from shardc.schedule.build import build
 from shardc.schedule.costs import Costs
+from shardc.schedule.instructions import Dgrad, RunBody
 from shardc.schedule.lists import RankLists
-from shardc.schedule.pipeline import PartName
+from shardc.schedule.pipeline import Pipeline, Stage, StagePart
 
 # What a file calls the fields; the epilogues have kept their first name there.
 SAVED = ("body", "lists", "stages", "finishes", "bundles", "shared", "mesh", "axis", "costs")
-GRAPHS: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
-class Pipelined:
+class StagedProgram:
     """`bundles` lists the values of each name. `shared` gives the types of the sums that several stages have."""
 
     body: Graph
@@ -59,12 +62,18 @@ class Pipelined:
     costs: Costs
 
     def __post_init__(self) -> None:
-        size, inner = self.mesh.size(self.axis), self.body.mesh.world_size
+        size, inner = self.mesh.size(self.axis) if self.axis else 1, self.body.mesh.world_size
         wanted = len(self.lists.pipeline.stages)
         assert len(self.stages) == wanted, f"graphs of {len(self.stages)} stages, of {wanted}"
-        assert len(self.epilogues) == size, f"{len(self.epilogues)} ends of a step for axis '{self.axis}' of {size}"
+        ends = size if self.lists.pipeline.updates else 0
+        assert len(self.epilogues) == ends, f"{len(self.epilogues)} ends of a step for axis '{self.axis}' of {size}"
         assert size == len(self.lists.ranks), f"{len(self.lists.ranks)} lists for axis '{self.axis}' of {size}"
         assert size * inner == self.mesh.world_size, f"mesh ({self.mesh}) is not {size} times ({self.body.mesh})"
+
+    @property
+    def coordinate_range(self) -> range:
+        """The coordinates on the pipeline's axis: a list each."""
+        return range(len(self.lists.ranks))
 
     @property
     def inner(self) -> Mesh:
@@ -74,7 +83,7 @@ class Pipelined:
     def coordinates(self, rank: int) -> tuple[int, int]:
         """A rank's coordinate on the pipeline's axis, and its rank in the body's mesh."""
         coordinate = self.mesh.coordinate(rank)
-        c = coordinate.pop(self.axis)
+        c = coordinate.pop(self.axis, 0)
         return c, self.inner.rank(coordinate)
 
     def rank_of(self, c: int, i: int) -> int:
@@ -92,50 +101,42 @@ class Pipelined:
     def graphs(self) -> Iterator[Graph]:
         """Every graph of every stage, and the end of each coordinate's step."""
         for stage in self.stages:
-            yield from (stage[name] for name in GRAPHS)
-            yield from stage.gathers.values()
-            if stage.reduce is not None:
-                yield stage.reduce
+            yield from stage.graphs()
         for epilogue in self.epilogues:
             yield from (epilogue.norm, epilogue.update)
 
-    def transformed(self, change: Callable[[Graph], Graph]) -> Pipelined:
+    def transformed(self, change: Callable[[Graph], Graph]) -> StagedProgram:
         """The same lists over changed graphs, each of which is changed by itself."""
-        stages = tuple(
-            StageBodies(
-                **{name: change(stage[name]) for name in GRAPHS},
-                gathers={name: change(graph) for name, graph in stage.gathers.items()},
-                reduce=None if stage.reduce is None else change(stage.reduce),
-            )
-            for stage in self.stages
+        changed = {graph: change(graph) for graph in dict.fromkeys(self.graphs())}
+        epilogues = (replace(e, norm=changed[e.norm], update=changed[e.update]) for e in self.epilogues)
+        return replace(
+            self,
+            body=changed.get(self.body, self.body),  # where it is what ranks run
+            stages=tuple(stage.transformed(changed.__getitem__) for stage in self.stages),
+            epilogues=tuple(epilogues),
         )
-        epilogues = tuple(
-            replace(epilogue, norm=change(epilogue.norm), update=change(epilogue.update)) for epilogue in self.epilogues
-        )
-        return replace(self, stages=stages, epilogues=epilogues)
 
     def text(self, rank: int, *, comments: bool = True) -> str:
         """A coordinate's list, followed by every graph that it runs."""
-        parts = [self.lists.text(rank)]
-        split = any(type(work).__name__ == "Dgrad" for work in self.lists.work(rank))
-        for stage in self.lists.stages_of(rank):
-            names: tuple[PartName, ...] = ("forward", "dgrad", "wgrad") if split else ("forward", "backward")
-            graphs = [*self.stages[stage].gathers.values(), *(self.stages[stage][name] for name in names)]
-            graphs += [one for one in (self.stages[stage].reduce,) if one is not None]
-            parts += [print_graph(graph, comments=comments) for graph in graphs]
-        epilogue = self.epilogues[rank]
-        parts += [
-            print_graph(graph, comments=comments)
-            for graph in ((epilogue.norm,) if epilogue.totals else ()) + (epilogue.update,)
-        ]
-        return "\n".join(parts)
+        graphs: list[Graph] = []
+        unused = {"backward"} if any(isinstance(i, Dgrad) for i in self.lists.ranks[rank]) else {"dgrad", "wgrad"}
+        for stage in (self.stages[number] for number in self.lists.stages_of(rank)):
+            graphs += [*stage.gathers.values(), *(graph for name, graph in stage.parts.items() if name not in unused)]
+            graphs += [] if stage.reduce is None else [stage.reduce]
+        for epilogue in self.epilogues[rank : rank + 1]:
+            graphs += [epilogue.norm, epilogue.update] if epilogue.totals else [epilogue.update]
+        return "\n".join([*self.list_text(rank), *(print_graph(graph, comments=comments) for graph in graphs)])
+
+    def list_text(self, rank: int) -> list[str]:
+        """A coordinate's list, to be printed in front of its graphs: nothing where it is to run the body."""
+        return [self.lists.text(rank)] if self.axis else []
 
     def to_plain(self) -> dict[str, Any]:
         return {
             "body": graph_to_plain(self.body),
             "lists": self.lists.to_plain(),
             "stages": [
-                {name: graph_to_plain(bodies[name]) for name in GRAPHS}
+                {name: graph_to_plain(graph) for name, graph in bodies.parts.items()}
                 | {"gathers": {name: graph_to_plain(graph) for name, graph in bodies.gathers.items()}}
                 | {"reduce": None if bodies.reduce is None else graph_to_plain(bodies.reduce)}
                 for bodies in self.stages
@@ -152,7 +153,7 @@ class Pipelined:
         }
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Pipelined:
+    def from_plain(cls, data: Mapping[str, Any]) -> StagedProgram:
         """Raises ShardcError, ValueError, KeyError or AssertionError for what `to_plain` does not write."""
         fields_known(data, SAVED)
         return cls(
@@ -171,7 +172,7 @@ class Pipelined:
 def _stage(data: Mapping[str, Any]) -> StageBodies:
     fields_known(data, (*GRAPHS, "gathers", "reduce"))
     return StageBodies(
-        **{name: graph_from_plain(data[name]) for name in GRAPHS},
+        {name: graph_from_plain(data[name]) for name in GRAPHS},
         gathers={name: graph_from_plain(graph) for name, graph in data["gathers"].items()},
         reduce=None if data["reduce"] is None else graph_from_plain(data["reduce"]),
     )
@@ -182,12 +183,20 @@ def _epilogue(data: Mapping[str, Any]) -> StepEpilogue:
     return StepEpilogue(graph_from_plain(data["norm"]), graph_from_plain(data["update"]), texts_of(data["totals"]))
 
 
+def one_stage(body: Graph) -> StagedProgram:
+    """A step without a pipeline: one stage, and one list for all ranks."""
+    nothing = StagePart()
+    pipeline = Pipeline((Stage(nothing, nothing, nothing),), updates=False)
+    lists = RankLists(pipeline, body.microbatches, ((RunBody(0),),))
+    return StagedProgram(body, lists, (StageBodies({"body": body}),), (), {}, {}, body.mesh, "", Costs(()))
+
+
 def mesh_without_axis(mesh: Mesh, axis: str) -> Mesh:
     """The mesh of the other axes."""
     return Mesh((name, size) for name, size in mesh.axes if name != axis)
 
 
-def pipelined(
+def scheduled(
     staged: CutStep,
     schedule: str,
     virtual: int = 1,
@@ -195,7 +204,7 @@ def pipelined(
     memory: float | None = None,
     mesh: Mesh | None = None,
     axis: str = "pp",
-) -> Pipelined:
+) -> StagedProgram:
     """A cut step with the proved lists of a schedule. `costs` default to those of the cut, in FLOPs.
 
     `mesh` is the mesh of all ranks. By default its axes are the pipeline's axis and then the axes of the body.
@@ -204,7 +213,7 @@ def pipelined(
     if memory is not None:
         costs = replace(costs, memory=memory)
     lists = build(staged.pipeline, schedule, staged.body.microbatches, virtual, costs)
-    return Pipelined(
+    return StagedProgram(
         staged.body,
         lists,
         staged.stages,

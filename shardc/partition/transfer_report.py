@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardc.ir.graph import Phase, info
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import Send
 from shardc.schedule.pipeline import Pipeline
 
@@ -44,7 +44,7 @@ class ReportedTransfer:
         return range(min(self.origin, self.target) + 1, max(self.origin, self.target) + 1)
 
 
-def report_transfers(program: Pipelined, cause: str = "") -> list[ReportedTransfer]:
+def report_transfers(program: StagedProgram, cause: str = "") -> list[ReportedTransfer]:
     """Every transfer of a microbatch, in the order of the lists."""
     lists, nodes = program.lists, {info(node).name: node for node in program.body.fx.nodes if node.op != "output"}
     report: list[ReportedTransfer] = []
@@ -70,7 +70,7 @@ def stage_reads(pipeline: Pipeline, stage: int) -> set[str]:
     return {name for part in (parts.forward, parts.dgrad, parts.wgrad) for name in part.reads}
 
 
-def stage_coordinates(program: Pipelined) -> dict[int, int]:
+def stage_coordinates(program: StagedProgram) -> dict[int, int]:
     """The coordinate of each stage."""
     return {stage: c for c in range(len(program.lists.ranks)) for stage in program.lists.stages_of(c)}
 

@@ -1,4 +1,4 @@
-"""The instruction set of a pipeline rank: ten instructions, as plain values.
+"""The instruction set of a rank: ten instructions of a pipeline, as plain values, and that of a step without one.
 
     Forward   2 #5         run stage 2's forward on microbatch 5
     Backward  2 #5         run its whole backward; or, in two parts:
@@ -10,6 +10,7 @@
     ReduceGrads grads2     sum accumulated gradients over the ranks of `group`
     Optimizer              update the rank's parameters; the ranks of `group` first sum the gradients' norm
     Free      x2, kept2 #5 free values of microbatch 5
+    RunBody   0            run the whole step of the only stage: all microbatches, reductions and the update
 
 **Adjacent Sends and Recvs are one batch**: they are posted together and none of them waits for another. Opposite sends
 are therefore safe if no other instruction separates them. All other instructions run in list order. Peers and group
@@ -123,14 +124,25 @@ class Free:
         return f"{'Free':<11} {', '.join(self.values)}{suffix}"
 
 
+@dataclass(frozen=True, slots=True)
+class RunBody:
+    """The list of a step without a pipeline. No file has it: its list follows from the body."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{'RunBody':<11} {self.stage}"
+
+
 Compute = Forward | Backward | Dgrad | Wgrad
 Transfer = Send | Recv
 PipelineCollective = ReduceGrads | Optimizer  # over ranks of the pipeline's axis
-Instruction = Compute | Transfer | PipelineCollective | Gather | Free
+Instruction = Compute | Transfer | PipelineCollective | Gather | Free | RunBody
 # Tuples for isinstance: checking against a union is slow in loops.
 COMPUTE: tuple[type[Compute], ...] = get_args(Compute)
 TRANSFER: tuple[type[Transfer], ...] = get_args(Transfer)
 COLLECTIVE: tuple[type[PipelineCollective], ...] = get_args(PipelineCollective)
+STAGE_WORK = (*COMPUTE, RunBody)
 BY_NAME: dict[str, type[Instruction]] = {
     kind.__name__: kind for kind in (*COMPUTE, *TRANSFER, *COLLECTIVE, Gather, Free)
 }

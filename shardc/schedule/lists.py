@@ -1,4 +1,4 @@
-"""The instruction lists of all ranks of a pipeline: the form that is run, proved, drawn and saved."""
+"""The instruction lists of all ranks: the form that is run, proved, drawn and saved."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shardc.ir.microbatch import checked_count
 from shardc.ir.plain import listed, text_of
 from shardc.schedule.instructions import (
     COMPUTE,
+    STAGE_WORK,
     TRANSFER,
     Compute,
     Instruction,
@@ -37,7 +38,10 @@ def split_batches(instructions: Iterable[Instruction]) -> list[list[Instruction]
 
 @dataclass(frozen=True)
 class RankLists:
-    """One list for each coordinate on the pipeline's axis. `schedule` names the schedule that ordered the work."""
+    """One list for each coordinate on the pipeline's axis. `schedule` names the schedule that ordered the work.
+
+    Without a pipeline there is one list for all ranks, of one instruction.
+    """
 
     pipeline: Pipeline
     microbatches: int
@@ -46,7 +50,7 @@ class RankLists:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank runs. The rank holds their parameters."""
-        return tuple(sorted({work.stage for work in self.work(rank)}))
+        return tuple(sorted({i.stage for i in self.ranks[rank] if isinstance(i, STAGE_WORK)}))
 
     def work(self, rank: int) -> list[Compute]:
         return [i for i in self.ranks[rank] if isinstance(i, COMPUTE)]

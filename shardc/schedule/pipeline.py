@@ -35,15 +35,22 @@ from shardc.schedule.instructions import (
     Gather,
     Instruction,
     Recv,
+    RunBody,
     Send,
     Wgrad,
 )
 
 Names = tuple[str, ...]
 ValueKey = tuple[str, int | None]  # a name and its microbatch; None for gathered parameters
-PartName = Literal["forward", "backward", "dgrad", "wgrad"]
+PartName = Literal["forward", "backward", "dgrad", "wgrad", "body"]
 PARTS: tuple[PartName, ...] = ("forward", "dgrad", "wgrad")
-PART_OF: dict[type[Compute], PartName] = {Forward: "forward", Backward: "backward", Dgrad: "dgrad", Wgrad: "wgrad"}
+PART_OF: dict[type[Compute | RunBody], PartName] = {
+    Forward: "forward",
+    Backward: "backward",
+    Dgrad: "dgrad",
+    Wgrad: "wgrad",
+    RunBody: "body",  # of a step in one stage, the only one
+}
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from shardc.ir.verify import violations
 from shardc.schedule.instructions import (
     COLLECTIVE,
     COMPUTE,
+    STAGE_WORK,
     TRANSFER,
     Backward,
     Compute,
@@ -42,6 +43,7 @@ from shardc.schedule.instructions import (
     Instruction,
     Optimizer,
     ReduceGrads,
+    RunBody,
     Wgrad,
     instruction_text,
 )
@@ -189,7 +191,9 @@ def _work(lists: RankLists) -> Iterator[Diagnostic]:
             last_forward[i.stage] = i.microbatch
         if isinstance(i, COMPUTE):
             run_counts[type(i), i.stage, i.microbatch] += 1
-        if isinstance(i, (*COMPUTE, Gather)) and rank_of.setdefault(i.stage, rank) != rank:
+        elif isinstance(i, RunBody):
+            run_counts.update((kind, i.stage, j) for kind in (Forward, Backward) for j in range(lists.microbatches))
+        if isinstance(i, (*STAGE_WORK, Gather)) and rank_of.setdefault(i.stage, rank) != rank:
             yield _diagnostic_at(
                 "SC525", f"{instruction_text(i)}: that stage lives on rank {rank_of[i.stage]}", rank, position
             )

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, type_of
 from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.overlap import begin
 from shardc.runtime.execute.prepared_code import CodeLine, _wait_into
@@ -121,7 +121,7 @@ def held_by_a_rank(body: Graph, *, placed: bool) -> dict[Key, int]:
     with fake_job(0, body.mesh.world_size), meter:
         comm = ProcessGroupCommunicator(body.mesh, 0, axes_used(body), timedelta(seconds=9))
         arena = Arena({body: planned(body)}, CPU) if placed else None
-        executor = BodyExecutor(body, rank_context(body.mesh, 0, comm), 0, CPU, arena)
+        executor = BodyCode(body, rank_context(body.mesh, 0, comm), 0, CPU, arena)
         first = note if body.microbatches == 1 else pass_over
         executor._first_microbatch = metered(executor._first_microbatch, meter, first)
         executor._later_microbatches = metered(executor._later_microbatches, meter, note)

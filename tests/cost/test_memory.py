@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.cost.memory import CATEGORIES, MemoryReport, memory
+from shardc.cost.memory import CATEGORIES, memory
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.in_place import writes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES, run_collective
 from shardc.ir.ops.context import running
+from shardc.partition.memory import ProgramMemory
 from shardc.runtime.execute.instructions import Numerics, list_calls, rank_context
 from shardc.runtime.execute.layout import load_shard
 from tests.models.zoo import PLANS, make
@@ -173,7 +174,7 @@ def test_optimizer_state_is_stored_in_shards() -> None:
     assert half.row("gradients").most < whole.row("gradients").most
 
 
-def adamw(storage: dict[str, Any]) -> MemoryReport:
+def adamw(storage: dict[str, Any]) -> ProgramMemory:
     model, batch, _ = make("gpt2")
     wanted = shardc.Plan.load(PLANS / "gpt2.yaml").merge(shardc.Plan.from_dict({"storage": storage}))
     program = shardc.compile(model, batch, plan=wanted, optimizer=torch.optim.AdamW(model.parameters()))

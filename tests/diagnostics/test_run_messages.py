@@ -13,11 +13,19 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.plan.schema import Plan
 from shardc.runtime.execute import monitor
-from shardc.runtime.execute.monitor import Monitor, SharedCounterNames
+from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.oracle.simulate import simulate
 from tests.handmade import Builder
 
 NAMES = ["%fc.mm (mlp.py:5)", "%act (mlp.py:6)", "%proj.all_reduce (mlp.py:8)"]
+
+
+class Named:
+    def name(self, rank: int, counter: int) -> str:
+        return NAMES[counter]
+
+    def waits(self, rank: int, counter: int) -> bool:
+        return False
 
 
 def program(meta: bool = False) -> shardc.Program:
@@ -37,8 +45,8 @@ def launched(world: int) -> object:
 def watching(rank: int, others: dict[int, str]) -> Iterator[Monitor]:
     """Rank `rank`'s monitor, stopped at the all-reduce; of the other ranks, whether they beat on, or what they say."""
     store = dist.HashStore()
-    own = Monitor(store, rank, len(others) + 1, SharedCounterNames(NAMES))
-    rest = {other: Monitor(store, other, len(others) + 1, SharedCounterNames(NAMES)) for other in others}
+    own = Monitor(store, rank, len(others) + 1, Named())
+    rest = {other: Monitor(store, other, len(others) + 1, Named()) for other in others}
     try:
         for other, how in others.items():
             rest[other].begin(7)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.program import Program
+from shardc.partition.staged_program import one_stage
 from shardc.runtime.checkpoint.planners import Writer, chunks_of
 from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import Mesh, mlp, mlp_inputs
@@ -26,7 +27,7 @@ def trainer_of(folder: Path, plan: str) -> Trainer:
     """A trainer of a program that the test has compiled; what it begins with does not matter, a checkpoint does."""
     program = Program.load(folder / f"{plan}.json")
     rates = {"lr.0": torch.tensor(1e-3, dtype=torch.float64)}
-    made = SimpleNamespace(body=program.body, mesh=program.mesh, learning_rates=lambda: rates)
+    made = SimpleNamespace(staged=one_stage(program.body), learning_rates=lambda: rates)
     return launch(made, init=lambda _, shape, dtype: torch.zeros(shape, dtype=dtype), timeout=60.0)
 
 
@@ -93,7 +94,7 @@ def move(folder: Path) -> dict[str, Any]:
 def dies(folder: Path) -> dict[str, Any]:
     """The last rank is killed while it writes its second checkpoint; the others say so."""
     body = mlp(mesh=Mesh(dp=1, tp=2))
-    trainer = launch(SimpleNamespace(body=body, mesh=body.mesh, constants=mlp_inputs()), timeout=8.0)
+    trainer = launch(SimpleNamespace(staged=one_stage(body), constants=mlp_inputs()), timeout=8.0)
     trainer.save(folder / "ck")
     trainer.step({"x": mlp_inputs()["x"]})
     trainer.sgd(1e-3)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.mesh import Mesh
+from shardc.partition.staged_program import one_stage
 from shardc.plan.schema import Plan
 from shardc.runtime.checkpoint.checkpoint import load_state_dict
 from shardc.runtime.checkpoint.manifest import Manifest
@@ -82,7 +83,7 @@ def test_a_rank_that_dies_while_it_writes_is_named(tmp_path: Path) -> None:
     assert "rank 1 died" in survivor["error"]
     assert survivor["seconds"] < 8.0
     body = mlp(mesh=Mesh(dp=1, tp=2))
-    with launch(SimpleNamespace(body=body, mesh=body.mesh, constants=mlp_inputs())) as trainer:
+    with launch(SimpleNamespace(staged=one_stage(body), constants=mlp_inputs())) as trainer:
         trainer.load(tmp_path / "ck")
         assert trainer.steps == 0
         assert torch.equal(trainer.state["w1"], mlp_inputs()["w1"])

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardc.ir.diagnostic import ShardcError
+from shardc.partition.staged_program import one_stage
 from shardc.runtime.train.trainer import launch
 from tests.distributed.ranks import start
 from tests.handmade import mlp, mlp_inputs
@@ -26,7 +27,7 @@ def test_training_equals_the_simulation(tmp_path: Path) -> None:
     found = start("train", 4, tmp_path)
     body = mlp(batch=3, width=13)
     losses = []
-    with launch(SimpleNamespace(body=body, mesh=body.mesh), state=inputs) as trainer:
+    with launch(SimpleNamespace(staged=one_stage(body)), state=inputs) as trainer:
         for _ in range(4):
             losses.append(float(trainer.step({"x": inputs["x"]}).loss))
             trainer.sgd(1e-3)
@@ -84,5 +85,5 @@ def test_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ShardcError, match="the job has 2 ranks, the program's mesh") as caught:
-        launch(SimpleNamespace(body=body, mesh=body.mesh), state=mlp_inputs())
+        launch(SimpleNamespace(staged=one_stage(body)), state=mlp_inputs())
     assert caught.value.code == "SC506"

@@ -19,7 +19,8 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.partition.staged_program import one_stage
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.layout import shard
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
@@ -61,7 +62,7 @@ def collectives() -> dict[str, object]:
     for name, (graph, shape) in cases().items():
         mesh = graph.mesh
         comm = ProcessGroupCommunicator(mesh, RANK, axes_used(graph), timedelta(seconds=60))
-        executor = BodyExecutor(graph, rank_context(mesh, RANK, comm), RANK, torch.device("cpu"))
+        executor = BodyCode(graph, rank_context(mesh, RANK, comm), RANK, torch.device("cpu"))
         x = torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
         (y,) = executor.run({}, [{graph.inputs[0].name: shard(x, type_of(graph.placeholders[0]), mesh, RANK)}]).values()
         seen: list[torch.Tensor] = []
@@ -83,7 +84,7 @@ def train() -> dict[str, object]:
     folder = Path(sys.argv[2])
     body = mlp(batch=3, width=13)
     inputs = mlp_inputs(batch=3, width=13)
-    program = SimpleNamespace(body=body, mesh=body.mesh, model=None, constants={"steps": inputs["steps"]})
+    program = SimpleNamespace(staged=one_stage(body), model=None, constants={"steps": inputs["steps"]})
     made: list[str] = []
 
     def init(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -110,11 +111,11 @@ def trainer_that_breaks(how: str) -> Trainer:
     """A trainer after its first step; on the last rank the second one ends in its middle."""
     world = int(os.environ["WORLD_SIZE"])
     body = mlp(mesh=Mesh(dp=world // 2, tp=2))
-    program = SimpleNamespace(body=body, mesh=body.mesh, model=None, constants=mlp_inputs())
+    program = SimpleNamespace(staged=one_stage(body), model=None, constants=mlp_inputs())
     trainer = launch(program, timeout=LIMIT)
     trainer.step({"x": mlp_inputs()["x"]})
     if world - 1 == RANK:
-        code = trainer.engine.executor._first_microbatch
+        code = trainer.engine.executor.body._first_microbatch
         at, _, *rest = code[1]
 
         def fail(*_: object) -> None:

@@ -9,7 +9,7 @@ from examples.gpt2 import gpt2
 from kernels_triton.generated.prepared_call import PreparedKernelCall
 from shardc.ir.arena import planned
 from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_a_step_in_an_arena_is_one_without() -> None:
     found: list[list[float]] = []
     for arena in (None, Arena({program.body: plan}, device)):
         context = rank_context(program.mesh, 0, None)  # type: ignore[arg-type]
-        executor = BodyExecutor(program.body, context, 0, device, arena)
+        executor = BodyCode(program.body, context, 0, device, arena)
         held: dict[str, Tensor] = {name: x.to(device) for name, x in program.inputs().items()}
         losses: list[float] = []
         for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):

@@ -16,7 +16,7 @@ import shardc
 from kernels_triton.generated.op import FUSED
 from shardc.ir.graph import Graph
 from shardc.passes.fusion.fuse import fuse
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from tests.models.zoo import make
 
@@ -28,7 +28,7 @@ MODELS = ("gpt2", "llama", "bert", "t5", "vit")
 def run(body: Graph, program: shardc.Program) -> dict[str, Tensor]:
     """The outputs of one step of one rank on the GPU, by role and name."""
     device = torch.device("cuda", torch.cuda.current_device())
-    executor = BodyExecutor(body, rank_context(program.mesh, 0, None), 0, device)  # type: ignore[arg-type]
+    executor = BodyCode(body, rank_context(program.mesh, 0, None), 0, device)  # type: ignore[arg-type]
     inputs = {name: value.to(device).contiguous() for name, value in program.inputs().items()}
     fed = {port.name: inputs[port.name].clone() for port in body.inputs}
     return {f"{port.role} {port.name}": value.double().cpu() for port, value in executor.run(fed, [fed]).items()}

@@ -20,7 +20,7 @@ from kernels_triton.ir.text import text
 from kernels_triton.launch import fast_launch, launch
 from kernels_triton.launch.launch import H200
 from shardc.ir.in_place import INTO
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 
 BF16 = torch.bfloat16
@@ -195,7 +195,7 @@ def test_a_launched_program_calls_what_is_prepared(monkeypatch: pytest.MonkeyPat
     )
 
     def step() -> dict[str, Tensor]:
-        executor = BodyExecutor(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+        executor = BodyCode(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
         held = {name: value.clone() for name, value in program.inputs().items()}
         return {f"{port.role} {port.name}": y for port, y in executor.run(held, [held]).items()}
 

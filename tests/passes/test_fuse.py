@@ -24,7 +24,7 @@ from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
 from shardc.passes.fusion.analysis.traffic import PRODUCTS, traffic
 from shardc.passes.fusion.fuse import fuse
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.oracle.verify import verify
 from tests.models.zoo import PLANS, make
@@ -126,7 +126,7 @@ def test_parameters_and_state_are_updated_in_place_by_few_kernels() -> None:
 def test_a_rank_runs_kernels_as_the_simulation_does() -> None:
     program = block(fuse=True, mesh="dp=1")
     trainer = program.launch()
-    executor = BodyExecutor(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    executor = BodyCode(program.body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
     held = {name: value.clone().contiguous() for name, value in trainer.state.items()}
     homes = {name: value.data_ptr() for name, value in held.items()}
     for _ in range(3):

@@ -21,11 +21,10 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, update
 from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.accumulate import accumulate
 from shardc.passes.fusion.fuse import fuse
 from shardc.runtime.oracle.verify import verify
-from shardc.runtime.oracle.verify_stages import Stages
 from tests.properties.check import Refused, compiled
 from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
@@ -67,7 +66,7 @@ def test_a_random_pipeline_equals_the_single_device(
     assert not isinstance(body, Refused)
     virtual = SCHEDULES[schedule]
     try:
-        made = pipelined(cut(body, ranks * virtual), schedule, virtual)
+        made = scheduled(cut(body, ranks * virtual), schedule, virtual)
     except ShardcError as refused:
         if refused.code != "SC221":
             raise
@@ -79,9 +78,9 @@ def test_a_random_pipeline_equals_the_single_device(
     batch = {name: _several(value, microbatches) for name, value in micro.items()}
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     inputs = complete_inputs(reference, given, seed=3)
-    report = verify(Stages(made, order), reference, inputs)
+    report = verify(made, reference, inputs, order=order)
     assert report.equal, f"{report}\n\n{_text(made)}"
-    read = Pipelined.from_plain(made.to_plain())
+    read = StagedProgram.from_plain(made.to_plain())
     assert _text(read) == _text(made)
 
 
@@ -96,5 +95,5 @@ def _several(value: torch.Tensor, microbatches: int) -> torch.Tensor:
     return torch.cat([value.roll(k, 0) for k in range(microbatches)]) if value.dim() else value
 
 
-def _text(program: Pipelined) -> str:
+def _text(program: StagedProgram) -> str:
     return "\n".join(program.text(c) for c in range(len(program.lists.ranks)))

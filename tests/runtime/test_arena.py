@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
-from shardc.cost.memory import MemoryReport, memory
+from shardc.cost.memory import memory
 from shardc.ir.arena import LINE, SPARE, Plan, Slot, placed, planned
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.storages import storages
 from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.layout import shard
 from shardc.runtime.execute.microbatches import feeds
@@ -52,12 +52,12 @@ def program_of(case: str) -> shardc.Program:
     return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=mine, loss=loss)
 
 
-def executor_of(body: Graph, plan: Plan | None = None) -> BodyExecutor:
+def executor_of(body: Graph, plan: Plan | None = None) -> BodyCode:
     context = rank_context(body.mesh, 0, Late(body.mesh))  # type: ignore[arg-type]
-    return BodyExecutor(body, context, 0, CPU, None if plan is None else Arena({body: plan}, CPU))
+    return BodyCode(body, context, 0, CPU, None if plan is None else Arena({body: plan}, CPU))
 
 
-def poisoned_executor(body: Graph, plan: Plan) -> BodyExecutor:
+def poisoned_executor(body: Graph, plan: Plan) -> BodyCode:
     executor = executor_of(body, plan)
     assert executor.arena is not None
     for part in ("_first_microbatch", "_later_microbatches", "_once_per_step"):
@@ -70,7 +70,7 @@ def everything(body: Graph) -> Plan:
     return planned(body, 1 << 40)
 
 
-def steps(executor: BodyExecutor, program: shardc.Program, count: int = 2) -> list[Tensor]:
+def steps(executor: BodyCode, program: shardc.Program, count: int = 2) -> list[Tensor]:
     """Everything that a rank makes in some steps, each from what the one before left."""
     types = {name: type_of(node) for name, node in program.body.input_nodes().items()}
     whole = program.inputs()
@@ -118,7 +118,6 @@ def test_a_slot_that_is_too_short_is_found() -> None:
 def test_the_peak_stays_where_it_was(case: str) -> None:
     program = program_of(case)
     plain, found = memory(program.body, overlap=True), program.memory()
-    assert isinstance(found, MemoryReport)
     assert SPARE * found.peak <= (SPARE + 1) * plain.peak
     plan = planned(program.body)
     assert found.row("arena").most == plan.bytes > 0

@@ -24,7 +24,7 @@ from shardc.ir.graph import Graph, type_of
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.runtime.execute import bucket_buffer
 from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.prepared_code import Routine
 from tests.runtime.test_bucket import Alone, body_of
@@ -137,7 +137,7 @@ def test_a_step_is_the_same_to_the_bit(case: str, arena: bool, gpu: GPU, monkeyp
             port.name: torch.rand(type_of(n).local_shape(body.mesh)).to(type_of(n).dtype)
             for port, n in zip(body.inputs, body.placeholders, strict=True)
         }
-        one = BodyExecutor(body, context, 0, CPU, Arena({body: planned(body)}, CPU) if arena else None)
+        one = BodyCode(body, context, 0, CPU, Arena({body: planned(body)}, CPU) if arena else None)
         found: list[dict[str, Tensor]] = []
         for _ in range(3):
             before = (gpu.slow, gpu.fast)

@@ -25,6 +25,7 @@ from examples.gpt2 import gpt2
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Atom, TensorType
+from shardc.partition.staged_program import one_stage
 from shardc.plan.schema import Plan
 from shardc.runtime.checkpoint import planners
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, load_state_dict
@@ -40,7 +41,7 @@ PARAMS = {"**.wte.weight": "tp, -", "**.attn.c_attn.weight": "-, 3*tp", "**.mlp.
 
 def small(width: int = 12) -> Trainer:
     body, inputs = mlp(width=width), mlp_inputs(width=width)
-    return launch(SimpleNamespace(body=body, mesh=body.mesh, constants=inputs), seed=3)
+    return launch(SimpleNamespace(staged=one_stage(body), constants=inputs), seed=3)
 
 
 def stepped(trainer: Trainer, steps: int) -> list[float]:
@@ -123,7 +124,7 @@ def test_safetensors_out_and_in(
         read = type(network).from_pretrained(tmp_path / "hf").state_dict()
         assert same(read, want)
     with launch(
-        SimpleNamespace(body=trainer.body, mesh=None, model=None, optimizer_state=lambda: trainer.state),
+        SimpleNamespace(staged=one_stage(trainer.body), model=None, optimizer_state=lambda: trainer.state),
         state=tmp_path / "hf",
     ) as again:
         assert same(again.state, trainer.state)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.graph import info
 from shardc.ir.in_place import writes
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 
 OPTIMIZERS: dict[str, Any] = {
@@ -45,7 +45,7 @@ def test_a_rank_trains_as_the_simulation_does(optimizer: str, plan: dict[str, An
     program = compiled(optimizer, **plan)
     trainer = program.launch()
     body, mesh = program.body, program.mesh
-    executor = BodyExecutor(body, rank_context(mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    executor = BodyCode(body, rank_context(mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
     held = {name: value.clone().contiguous() for name, value in trainer.state.items()}
     homes = {name: value.data_ptr() for name, value in held.items()}
     over = {info(write.value).name: write for write in writes(body)}

@@ -14,7 +14,7 @@ from shardc.api import Program
 from shardc.cli.local_launch import run_processes
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.layout import shard
@@ -167,7 +167,7 @@ def test_a_rank_tells_the_others_which_index_it_failed_of() -> None:
     held = {"table": torch.zeros(3, 2)}
     for rank in range(4):
         own = Telling()
-        executor = BodyExecutor(graph, rank_context(graph.mesh, rank, None), rank, torch.device("cpu"))  # type: ignore[arg-type]
+        executor = BodyCode(graph, rank_context(graph.mesh, rank, None), rank, torch.device("cpu"))  # type: ignore[arg-type]
         feed = {"at": shard(torch.tensor([0, 1, 2, 7]), b.type("i64[4@dp]"), graph.mesh, rank)}
         if rank < 2:
             assert executor.run(held, [feed], own)  # type: ignore[arg-type]

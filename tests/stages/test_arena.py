@@ -15,15 +15,15 @@ from shardc.partition import memory_walk
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
 from shardc.partition.stage_arena import arena_plans
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.communication.bucket import bucket
 from shardc.passes.fusion.fuse import fuse
-from shardc.runtime.execute import pipeline_executor
+from shardc.runtime.execute import executor
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.layout import shard
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.execute.stage_code import GraphCode
 from tests.models.zoo import make
 from tests.runtime.poison import Late, poisoned
@@ -38,25 +38,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def ready(request: pytest.FixtureRequest) -> tuple[shardc.Program, Pipelined]:
+def ready(request: pytest.FixtureRequest) -> tuple[shardc.Program, StagedProgram]:
     """Two stages of one rank."""
     mesh, plan = VARIANTS[request.param]
     torch.manual_seed(0)
     model, batch, loss = make("gpt2", batch=2 * COUNT, seq=8, layers=2, vocab=32, width=32)
     mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
     program = step(model, batch, COUNT, mesh, loss, mine, **plan)
-    staged = pipelined(cut(program.body, 2), "bfs", 2)
+    staged = scheduled(cut(program.body, 2), "bfs", 2)
     packed = staged.transformed(partial(bucket, size=20_000)) if mesh else staged
     return program, packed.transformed(fuse)
 
 
-def executor_of(program: Pipelined) -> PipelineExecutor:
+def executor_of(program: StagedProgram) -> Executor:
     mesh = program.body.mesh
     links = PeerGroups((0,), lambda _: None, torch.device("cpu"), timedelta(seconds=1))
-    return PipelineExecutor(program, 0, rank_context(mesh, 0, Late(mesh)), 0, links)  # type: ignore[arg-type]
+    return Executor(program, 0, rank_context(mesh, 0, Late(mesh)), 0, links)  # type: ignore[arg-type]
 
 
-def steps(found: PipelineExecutor, program: shardc.Program) -> list[Tensor]:
+def steps(found: Executor, program: shardc.Program) -> list[Tensor]:
     types = {name: type_of(node) for name, node in program.body.input_nodes().items()}
     whole = program.inputs()
     fed = [{n: shard(x, types[n], program.mesh, 0) for n, x in one.items()} for one in feeds(program.body, whole)]
@@ -71,21 +71,21 @@ def steps(found: PipelineExecutor, program: shardc.Program) -> list[Tensor]:
     return made
 
 
-def codes(found: PipelineExecutor) -> list[GraphCode]:
+def codes(found: Executor) -> list[GraphCode]:
     parts = [part._code for part in found._parts.values()]
     ends = [found.epilogue._norm, found.epilogue._update]
     return [*parts, *found._gathers.values(), *(one for some in found._reduces.values() for one in some), *ends]
 
 
 def test_nothing_that_lives_is_written_over(
-    ready: tuple[shardc.Program, Pipelined], monkeypatch: pytest.MonkeyPatch
+    ready: tuple[shardc.Program, StagedProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is dead is filled with NaNs before each call of each graph, of every microbatch."""
     program, lists = ready
-    monkeypatch.setattr(pipeline_executor, "arena_plans", lambda *where: dict.fromkeys(arena_plans(*where), Plan(())))
+    monkeypatch.setattr(executor, "arena_plans", lambda *where: dict.fromkeys(arena_plans(*where), Plan(())))
     expected = steps(executor_of(lists), program)
     monkeypatch.setattr(
-        pipeline_executor,
+        executor,
         "arena_plans",
         lambda *where: {graph: planned(graph, 1 << 40) for graph in arena_plans(*where)},
     )
@@ -97,7 +97,7 @@ def test_nothing_that_lives_is_written_over(
     assert all(torch.equal(x, y) for x, y in zip(steps(found, program), expected, strict=True))
 
 
-def test_the_report_counts_it(ready: tuple[shardc.Program, Pipelined], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_counts_it(ready: tuple[shardc.Program, StagedProgram], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for all graphs of a rank, and not in what a simulation holds."""
     _, lists = ready
     size = max(plan.bytes for plan in arena_plans(lists, 0).values())

@@ -17,7 +17,7 @@ from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
 from shardc.partition.cut import CutStep, cut
-from shardc.partition.staged_program import pipelined
+from shardc.partition.staged_program import scheduled
 from shardc.partition.step_analysis import StepAnalysis
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from shardc.schedule.build import build
@@ -129,7 +129,7 @@ def test_recomputation_sends_nothing(model: str, split: list[str], sizes: dict[s
         again = sum(info(call).name.startswith("r.") for stage in found.stages for call in stage.backward.calls())
         assert again or mode == RECOMPUTE[2]
         for schedule in ("1f1b", "zb-h1"):
-            agree(pipelined(found, schedule), inputs, expected, seed=len(schedule))
+            agree(scheduled(found, schedule), inputs, expected, seed=len(schedule))
 
 
 def test_recomputation_holds_less() -> None:
@@ -176,7 +176,7 @@ def test_text_of_a_stage(golden: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     program = step(model, torch.randn(4, 4), 2, loss=lambda y, _: (y * y).mean())
-    found = pipelined(cut(program.body, 2), "zb-h1")
+    found = scheduled(cut(program.body, 2), "zb-h1")
     golden("stages.txt", "\n".join(found.text(rank, comments=False) for rank in range(2)))
 
 
@@ -226,7 +226,7 @@ def test_skips_masks_and_shared_parameters(microbatches: int, stages: int, sched
     inputs = program.inputs()
     found = cut(program.body, stages)
     expected = run_reference(program.reference, inputs, dtype=torch.float64)
-    agree(pipelined(found, schedule, virtual), inputs, expected, seed=stages)
+    agree(scheduled(found, schedule, virtual), inputs, expected, seed=stages)
     assert stages < 6 or max(len(group) for group in found.sum_stages.values()) > 2  # `scale`, in most stages
     assert not any("arange" in name or "lt" in name for name in sent(found))  # each stage makes its own mask
 
@@ -271,7 +271,7 @@ def test_shared_layers_random_draws_frozen_weights(optimizer: str | None, recomp
     inputs = program.inputs()
     expected = run_reference(program.reference, inputs, dtype=torch.float64)
     for stages, schedule in ((2, "1f1b"), (3, "zb-h1"), (5, "gpipe")):
-        agree(pipelined(cut(program.body, stages), schedule), inputs, expected, seed=stages)
+        agree(scheduled(cut(program.body, stages), schedule), inputs, expected, seed=stages)
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -306,19 +306,19 @@ def test_a_changing_buffer_lives_in_one_stage() -> None:
     program = step(Shares(), torch.randn(4, 4), 2, loss=lambda y, _: (y * y).mean())
     inputs = program.inputs()
     expected = run_reference(program.reference, inputs, dtype=torch.float64)
-    agree(pipelined(cut(program.body, split=["last"]), "1f1b"), inputs, expected)
+    agree(scheduled(cut(program.body, split=["last"]), "1f1b"), inputs, expected)
 
 
 def test_lists_of_another_number_of_microbatches() -> None:
     found = staged("gpt2", "alone", 3, 2)
     lists = build(found.pipeline, "1f1b", 2)
-    program = pipelined(found, "1f1b")
+    program = scheduled(found, "1f1b")
     with pytest.raises(ShardcError, match="2 microbatches cannot run a step of 3"):
         agree(replace(program, lists=lists), *compiled("gpt2", "alone", 3)[1:])
 
 
 def test_use_after_free_is_refused() -> None:
-    program = pipelined(staged("gpt2", "alone", 3, 2), "1f1b")
+    program = scheduled(staged("gpt2", "alone", 3, 2), "1f1b")
     first = list(program.lists.ranks[0])
     at = next(at for at, i in enumerate(first) if isinstance(i, Free))
     first.insert(at - 1, first.pop(at))  # before the send of what it frees

@@ -15,7 +15,7 @@ import shardc
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
-from shardc.partition.staged_program import pipelined
+from shardc.partition.staged_program import scheduled
 from shardc.runtime.execute.layout import assemble
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
@@ -90,7 +90,7 @@ def test_pipelined(stages: int | None, split: tuple[str, ...], mesh: str, recomp
     for schedule, virtual in SCHEDULES:
         if len(staged.stages) % virtual or (virtual == 2 and len(staged.stages) < 4):
             continue
-        pipeline = pipelined(staged, schedule, virtual)
+        pipeline = scheduled(staged, schedule, virtual)
         seen: dict[tuple[str, int], int] = defaultdict(int)
 
         def watch(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from tests.stages.whole import PRODUCT, SCHEDULES, Case, agree, check, compiled, programmed
 
 FUZZ = settings.default is not None and settings.default.max_examples > 1000
@@ -63,7 +63,7 @@ def test_in_any_order(what: tuple[str, str, int], ranks: int, schedule: str, see
 def test_a_program_from_a_file_runs_the_same() -> None:
     case = Case("t5", "tp2", 3, 2, "zb-v")
     program = programmed(case)
-    read = Pipelined.from_plain(json.loads(json.dumps(program.to_plain())))
+    read = StagedProgram.from_plain(json.loads(json.dumps(program.to_plain())))
     assert [read.text(rank) for rank in range(2)] == [program.text(rank) for rank in range(2)]
     _, inputs, expected = compiled(*case[:3])
     agree(read, inputs, expected)

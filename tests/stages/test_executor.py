@@ -11,13 +11,13 @@ from torch import nn
 
 import shardc
 from shardc.partition.cut import cut
-from shardc.partition.program_counter import STRIDE, PipelineCounterNames
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.program_counter import STRIDE, ListCounterNames
+from shardc.partition.staged_program import StagedProgram, scheduled
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.measured_timeline import CpuClock
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.schedule.instructions import COMPUTE, Backward, instruction_text
 from tests.stages.whole import step
@@ -38,8 +38,11 @@ class Model(nn.Module):
         return self.late(self.second(self.first(self.early(x)).tanh()))
 
 
+Ready = tuple[shardc.Program, StagedProgram]
+
+
 @pytest.fixture(scope="module")
-def ready() -> tuple[shardc.Program, Pipelined]:
+def ready() -> Ready:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -52,13 +55,13 @@ def ready() -> tuple[shardc.Program, Pipelined]:
         optimizer,
         clip_grad_norm=0.1,
     )
-    return program, pipelined(cut(program.body, split=["second"]), "bfs", 2)
+    return program, scheduled(cut(program.body, split=["second"]), "bfs", 2)
 
 
-def executor_of(program: Pipelined) -> PipelineExecutor:
+def executor_of(program: StagedProgram) -> Executor:
     links = PeerGroups((0,), lambda _: None, torch.device("cpu"), timedelta(seconds=1))
     context = rank_context(program.body.mesh, 0, None)  # type: ignore[arg-type]
-    return PipelineExecutor(program, 0, context, 0, links)
+    return Executor(program, 0, context, 0, links)
 
 
 def given(program: shardc.Program) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -66,7 +69,7 @@ def given(program: shardc.Program) -> tuple[dict[str, torch.Tensor], list[Any]]:
     return {name: x.clone() for name, x in inputs.items()}, feeds(program.body, inputs)
 
 
-def test_it_computes_what_the_simulation_does(ready: tuple[shardc.Program, Pipelined]) -> None:
+def test_it_computes_what_the_simulation_does(ready: Ready) -> None:
     program, lists = ready
     executor = executor_of(lists)
     held, fed = given(program)
@@ -84,23 +87,25 @@ def test_it_computes_what_the_simulation_does(ready: tuple[shardc.Program, Pipel
                 held[port.name] = value
 
 
-def test_gradients_are_added_in_place(ready: tuple[shardc.Program, Pipelined], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_added_in_place(
+    ready: tuple[shardc.Program, StagedProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, lists = ready
     homes: dict[str, list[int]] = {}
-    add = PipelineExecutor._add
+    add = Executor._add
 
-    def noted(self: PipelineExecutor, name: str, term: torch.Tensor) -> None:
+    def noted(self: Executor, name: str, term: torch.Tensor) -> None:
         add(self, name, term)
         homes.setdefault(name, []).append(self._sums[name].data_ptr())
 
-    monkeypatch.setattr(PipelineExecutor, "_add", noted)
+    monkeypatch.setattr(Executor, "_add", noted)
     executor_of(lists).run(*given(program))
     assert all(len(found) in (COUNT, 2 * COUNT) for found in homes.values())
     assert any(len(found) == 2 * COUNT for found in homes.values()), "the tied weight's, of two stages"
     assert all(len(set(found)) == 1 for found in homes.values())
 
 
-def test_what_is_read_last_goes_while_the_work_runs(ready: tuple[shardc.Program, Pipelined]) -> None:
+def test_what_is_read_last_goes_while_the_work_runs(ready: Ready) -> None:
     """Once a backward has read a tensor for the last time nothing holds it, though its Free comes after the work."""
     program, lists = ready
     executor = executor_of(lists)
@@ -128,9 +133,9 @@ def test_what_is_read_last_goes_while_the_work_runs(ready: tuple[shardc.Program,
     assert all(len(refs) > 2 for refs in alive)
 
 
-def test_places_say_where_a_rank_is(ready: tuple[shardc.Program, Pipelined]) -> None:
+def test_places_say_where_a_rank_is(ready: Ready) -> None:
     _, lists = ready
-    places, listed = PipelineCounterNames(lists), lists.lists.ranks[0]
+    places, listed = ListCounterNames(lists), lists.lists.ranks[0]
     for at, instruction in enumerate(listed):
         assert places.name(0, at * STRIDE) == instruction_text(instruction)
     at = next(k for k, i in enumerate(listed) if isinstance(i, Backward))
@@ -140,7 +145,7 @@ def test_places_say_where_a_rank_is(ready: tuple[shardc.Program, Pipelined]) -> 
     assert places.waits(0, len(listed) * STRIDE)
 
 
-def test_a_call_that_fails_is_named(ready: tuple[shardc.Program, Pipelined]) -> None:
+def test_a_call_that_fails_is_named(ready: Ready) -> None:
     program, lists = ready
     executor = executor_of(lists)
     part = executor._parts[id(lists.stages[1].forward)]
@@ -157,7 +162,9 @@ def test_a_call_that_fails_is_named(ready: tuple[shardc.Program, Pipelined]) -> 
     assert "(" in note, "the user's line"
 
 
-def test_every_instruction_is_timed(ready: tuple[shardc.Program, Pipelined], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_is_timed(
+    ready: tuple[shardc.Program, StagedProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, lists = ready
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     clock = CpuClock()

@@ -19,9 +19,9 @@ from shardc.ir.graph import info
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.partition import rank_costs
-from shardc.partition.cut import CutStep, cut
+from shardc.partition.cut import GRAPHS, CutStep, cut
 from shardc.partition.memory import memory
-from shardc.partition.staged_program import GRAPHS, Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.communication.bucket import bucket
 from shardc.passes.fusion.fuse import fuse
 from shardc.runtime.oracle.simulate import run_reference
@@ -70,16 +70,16 @@ def unlayered(microbatches: int) -> tuple[shardc.Program, dict[str, Tensor], Any
 
 
 @cache
-def gpt2(microbatches: int, stages: int, schedule: str) -> Pipelined:
-    return pipelined(staged("gpt2", "zero3", microbatches, stages), schedule, SCHEDULES[schedule])
+def gpt2(microbatches: int, stages: int, schedule: str) -> StagedProgram:
+    return scheduled(staged("gpt2", "zero3", microbatches, stages), schedule, SCHEDULES[schedule])
 
 
-def gathers(program: Pipelined) -> Counter[int]:
+def gathers(program: StagedProgram) -> Counter[int]:
     """By stage, how often a step gathers it."""
     return Counter(i.stage for listed in program.lists.ranks for i in listed if isinstance(i, Gather))
 
 
-def gathered(program: Pipelined) -> list[int]:
+def gathered(program: StagedProgram) -> list[int]:
     """By coordinate, the bytes that a rank sends in a step to gather parameters."""
     found = [rank_costs.rank_collectives(program, c) for c in range(len(program.lists.ranks))]
     return [sum(one.bytes_per_step for one in some if one.kind == "all_gather") for some in found]
@@ -91,7 +91,7 @@ def gathered(program: Pipelined) -> list[int]:
 def test_equals_the_single_device(ranks: int, schedule: str) -> None:
     program, inputs, expected = unlayered(3)
     virtual = SCHEDULES[schedule]
-    agree(pipelined(cut(program.body, ranks * virtual), schedule, virtual), inputs, expected, seed=ranks)
+    agree(scheduled(cut(program.body, ranks * virtual), schedule, virtual), inputs, expected, seed=ranks)
     _, inputs, expected = compiled("gpt2", "zero3", 3)
     agree(gpt2(3, ranks * virtual, schedule), inputs, expected, seed=ranks)
 
@@ -101,7 +101,7 @@ def test_recomputation(plan: dict[str, Any]) -> None:
     program = sharded(3, **plan)
     inputs = program.inputs()
     expected = run_reference(program.reference, inputs, dtype=torch.float64)
-    found = pipelined(cut(program.body, 4), "bfs", 2)
+    found = scheduled(cut(program.body, 4), "bfs", 2)
     agree(found, inputs, expected)
     assert max(gathers(found).values()) == 2
 
@@ -109,7 +109,7 @@ def test_recomputation(plan: dict[str, Any]) -> None:
 def test_buckets_and_kernels() -> None:
     """What is gathered together travels together; values, lists and bytes are the same."""
     program, inputs, expected = unlayered(3)
-    plain = pipelined(cut(program.body, 4), "bfs", 2)
+    plain = scheduled(cut(program.body, 4), "bfs", 2)
     packed = plain.transformed(partial(bucket, size=2**20))
     assert count(packed) < count(plain)
     for found in (packed, plain.transformed(fuse), packed.transformed(fuse)):
@@ -117,7 +117,7 @@ def test_buckets_and_kernels() -> None:
         agree(found, inputs, expected)
 
 
-def count(program: Pipelined) -> int:
+def count(program: StagedProgram) -> int:
     """The all-gathers that stages' gathers are."""
     graphs = [graph for stage in program.stages for graph in stage.gathers.values()]
     return sum(one.kind == "all_gather" for graph in graphs for one in collectives(graph))
@@ -175,7 +175,7 @@ def test_each_parameter_is_sent_once_a_visit() -> None:
         assert gathered(program)[c] == expected
 
 
-def _local_bytes(program: Pipelined, node: Any) -> int:
+def _local_bytes(program: StagedProgram, node: Any) -> int:
     type = info(node).type
     assert type is not None
     return type.local_bytes(program.body.mesh)
@@ -205,7 +205,7 @@ def test_forward_alone_is_freed_before_backward() -> None:
 
 def test_kept_for_backward() -> None:
     """`regather: false` keeps what forward gathered while other stages run: traffic for memory."""
-    several = {value: pipelined(cut(sharded(3, **_regather(value)).body, 4), "bfs", 2) for value in (True, False)}
+    several = {value: scheduled(cut(sharded(3, **_regather(value)).body, 4), "bfs", 2) for value in (True, False)}
     assert max(gathers(several[True]).values()) == 2
     assert max(gathers(several[False]).values()) == 1
     assert sum(gathered(several[False])) < sum(gathered(several[True]))
@@ -223,7 +223,7 @@ def test_master_copies() -> None:
     """Casts of sharded master copies are made before they are gathered, and gathered once a step."""
     for zero in (1, 3):
         program = sharded(3, precision="bf16", storage={"zero": zero, "axes": ["dp"]})
-        found = pipelined(cut(program.body, 4), "bfs", 2)
+        found = scheduled(cut(program.body, 4), "bfs", 2)
         kinds = {info(v).type.dtype for s in found.stages for g in s.gathers.values() for v in g.output_values}  # pyright: ignore[reportOptionalMemberAccess]
         assert kinds == {torch.bfloat16}
         assert max(gathers(found).values()) == (1 if zero == 1 else 2)
@@ -233,7 +233,7 @@ def test_master_copies() -> None:
 
 def test_without_storage_nothing_is_gathered() -> None:
     for variant in ("alone", "tp2", "zero1"):
-        program = pipelined(staged("gpt2", variant, 1 if variant == "tp2" else 3, 4), "1f1b")
+        program = scheduled(staged("gpt2", variant, 1 if variant == "tp2" else 3, 4), "1f1b")
         assert not gathers(program)
         assert not any(stage.gathers for stage in program.stages)
 
@@ -289,7 +289,7 @@ def test_the_timeline_waits_for_gathers() -> None:
 
 def test_files_and_text() -> None:
     program = gpt2(3, 4, "bfs")
-    read = Pipelined.from_plain(json.loads(json.dumps(program.to_plain())))
+    read = StagedProgram.from_plain(json.loads(json.dumps(program.to_plain())))
     assert read.lists == program.lists
     assert read.costs == program.costs
     for c in range(2):

@@ -13,11 +13,11 @@ import shardc
 from shardc import ShardcError
 from shardc.ir.graph import Graph
 from shardc.partition.cut import cut
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.execute.stage_code import GraphCode, StepState, graph_form
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import make
@@ -41,11 +41,11 @@ class Alike(nn.Module):
 
 
 @cache
-def alike() -> tuple[shardc.Program, Pipelined]:
+def alike() -> tuple[shardc.Program, StagedProgram]:
     """Five stages of one rank."""
     torch.manual_seed(0)
     program = step(Alike(), (torch.randn(6, 6),), 3, "", lambda out, _: out.square().mean())
-    return program, pipelined(cut(program.body, split=["h.1", "h.2", "h.3", "last"]), "bfs", 5)
+    return program, scheduled(cut(program.body, split=["h.1", "h.2", "h.3", "last"]), "bfs", 5)
 
 
 def codes(graphs: list[Graph]) -> list[GraphCode]:
@@ -73,7 +73,7 @@ def test_each_computes_with_its_own() -> None:
     program, lists = alike()
     links = PeerGroups((0,), lambda _: None, CPU, timedelta(seconds=1))
     context = rank_context(lists.body.mesh, 0, None)  # type: ignore[arg-type]
-    executor = PipelineExecutor(lists, 0, context, 0, links)
+    executor = Executor(lists, 0, context, 0, links)
     assert len({graph_form(stage.forward) for stage in lists.stages}) < len(lists.stages)
     inputs = program.inputs()
     held, fed = {name: x.clone() for name, x in inputs.items()}, feeds(program.body, inputs)
@@ -121,5 +121,5 @@ def test_what_writes_to_what_is_held_is_not_shared() -> None:
     model = Alike()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     program = step(model, (torch.randn(6, 6),), 3, "", lambda out, _: out.square().mean(), optimizer)
-    (finish,) = pipelined(cut(program.body, split=["h.2"]), "bfs", 2).epilogues
+    (finish,) = scheduled(cut(program.body, split=["h.2"]), "bfs", 2).epilogues
     assert graph_form(finish.update) is None

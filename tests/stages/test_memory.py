@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.runtime.oracle import simulate_stages as simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.schedule.instructions import COMPUTE, Gather
@@ -23,12 +23,12 @@ class Meter:
     """Bytes of the distinct storages that the first rank of each coordinate holds, by instruction: the most while it
     runs. Storages that calls make are known by weak references; those between calls by who holds them."""
 
-    def __init__(self, program: Pipelined) -> None:
+    def __init__(self, program: StagedProgram) -> None:
         self.found = [[0] * len(listed) for listed in program.lists.ranks]
         self.made: list[dict[int, tuple[StorageWeakRef, int]]] = [{} for _ in program.lists.ranks]
         self.machine: Any = None
 
-    def run(self, program: Pipelined, inputs: Any, patch: pytest.MonkeyPatch) -> None:
+    def run(self, program: StagedProgram, inputs: Any, patch: pytest.MonkeyPatch) -> None:
         meter = self
 
         class Machine(simulate._Machine):  # pyright: ignore[reportPrivateUsage]
@@ -106,7 +106,7 @@ def test_every_instruction_holds_what_the_report_says(
     virtual: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program = pipelined(staged(model, variant, microbatches, ranks * virtual), schedule, virtual)
+    program = scheduled(staged(model, variant, microbatches, ranks * virtual), schedule, virtual)
     meter = Meter(program)
     meter.run(program, compiled(model, variant, microbatches)[1], monkeypatch)
     report = memory(program, early=False)
@@ -123,7 +123,7 @@ def test_every_instruction_holds_what_the_report_says(
 
 def test_buffers_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation keeps every buffer that a microbatch leaves, until the end; a rank keeps the last."""
-    program = pipelined(staged("resnet", "alone", 8, 3), "1f1b")
+    program = scheduled(staged("resnet", "alone", 8, 3), "1f1b")
     meter = Meter(program)
     meter.run(program, compiled("resnet", "alone", 8)[1], monkeypatch)
     for one in memory(program, early=False).coordinates:
@@ -135,7 +135,7 @@ def test_1f1b_holds_as_many_microbatches_as_there_are_ranks_left() -> None:
     """Rank r of p holds the activations of p - r microbatches, however many there are; under GPipe it holds all."""
     for microbatches in (3, 8):
         cutup = staged("gpt2", "alone", microbatches, 4)
-        some, every = (memory(pipelined(cutup, schedule)) for schedule in ("1f1b", "gpipe"))
+        some, every = (memory(scheduled(cutup, schedule)) for schedule in ("1f1b", "gpipe"))
         for rank in range(4):
             few, all_of_them = (found.row("activations", rank).most for found in (some, every))
             each, arrives = all_of_them // microbatches, 24 // microbatches * 4 * 16 * 4
@@ -145,7 +145,7 @@ def test_1f1b_holds_as_many_microbatches_as_there_are_ranks_left() -> None:
 
 def test_a_rank_that_forgets_while_it_works_holds_less() -> None:
     """Values and terms of sums go one by one: never more than after the work, and less at the peak."""
-    program = pipelined(staged("gpt2", "alone", 8, 3), "1f1b")
+    program = scheduled(staged("gpt2", "alone", 8, 3), "1f1b")
     early, late = memory(program), memory(program, early=False)
     for a, b in zip(early.coordinates, late.coordinates, strict=True):
         assert all(x <= y for x, y in zip(a.report.timeline, b.report.timeline, strict=True))
@@ -153,7 +153,7 @@ def test_a_rank_that_forgets_while_it_works_holds_less() -> None:
 
 
 def test_rows_add_up() -> None:
-    program = pipelined(staged("gpt2", "zero1", 8, 4), "1f1b")
+    program = scheduled(staged("gpt2", "zero1", 8, 4), "1f1b")
     found = memory(program)
     assert {row.rank for row in found.rows} == set(range(8))
     assert all(found.of_rank(2 * c) != found.of_rank(2 * (c - 1)) for c in range(1, 4))
@@ -177,5 +177,5 @@ def test_text(golden: Callable[[str, str], None]) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.Adam(model.parameters())
     program = step(model, torch.randn(8, 4), 4, "dp=2", lambda y, _: (y * y).mean(), optimizer, inputs={"input": "dp"})
-    found = memory(pipelined(cut(program.body, 2), "1f1b"))
+    found = memory(scheduled(cut(program.body, 2), "1f1b"))
     golden("memory.txt", f"{found}\n\n{found.listing(4)}\n")

@@ -17,13 +17,13 @@ from torch import Tensor
 from shardc.ir.graph import type_of
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.communication.bucket import bucket
 from shardc.passes.fusion.fuse import fuse
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.execute.peer_groups import PeerGroups, ranks_of_position
-from shardc.runtime.execute.pipeline_executor import PipelineExecutor
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
 from shardc.runtime.oracle.simulate import sharded
 from shardc.schedule.lists import split_batches
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, int, int, str, str, dict[str, Any]]] = {
 }
 
 
-def staged(case: str) -> tuple[Pipelined, dict[str, Tensor], list[Feed]]:
+def staged(case: str) -> tuple[StagedProgram, dict[str, Tensor], list[Feed]]:
     """A pipeline, what its ranks hold, and what each microbatch gets: of their shards, the first."""
     name, microbatches, stages, schedule, mesh, extra = CASES[case]
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def staged(case: str) -> tuple[Pipelined, dict[str, Tensor], list[Feed]]:
     plan = {"clip_grad_norm": 1.0, **{key: value for key, value in extra.items() if key != "fuse"}}
     compiled = step(model, batch, microbatches, mesh, None, mine, **plan)
     virtual = 2 if schedule in ("bfs", "zb-v") else 1
-    program, inputs = pipelined(cut(compiled.body, stages * virtual), schedule, virtual), compiled.inputs()
+    program, inputs = scheduled(cut(compiled.body, stages * virtual), schedule, virtual), compiled.inputs()
     if "fuse" in extra:
         program = program.transformed(partial(bucket, size=20_000)).transformed(fuse)
     types = {name: type_of(node) for name, node in program.body.input_nodes().items()}
@@ -66,7 +66,7 @@ def staged(case: str) -> tuple[Pipelined, dict[str, Tensor], list[Feed]]:
     return program, held, [{n: local(n, x) for n, x in feed.items()} for feed in feeds(program.body, inputs)]
 
 
-def held_by_a_rank(program: Pipelined, c: int, held: dict[str, Tensor], fed: list[Feed]) -> list[int]:
+def held_by_a_rank(program: StagedProgram, c: int, held: dict[str, Tensor], fed: list[Feed]) -> list[int]:
     """Bytes beside what is stored: the most during each instruction, or each batch of transfers."""
     listed, mesh = program.lists.ranks[c], program.body.mesh
     steps = split_batches(listed)
@@ -89,7 +89,7 @@ def held_by_a_rank(program: Pipelined, c: int, held: dict[str, Tensor], fed: lis
         peers = [[program.rank_of(k, 0) for k in group] for group in groups(program)]
         comm = ProcessGroupCommunicator(mesh, 0, axes.values(), timedelta(seconds=9), copies, c, peers)
         links = PeerGroups(ranks_of_position(program, 0), comm.group, torch.device("cpu"), timedelta(seconds=9))
-        executor = PipelineExecutor(program, c, rank_context(mesh, 0, comm), rank, links)
+        executor = Executor(program, c, rank_context(mesh, 0, comm), rank, links)
         for code in codes(executor):
             code.code = metered(code.code, meter, note)
         acts = executor._acts
@@ -106,7 +106,7 @@ def held_by_a_rank(program: Pipelined, c: int, held: dict[str, Tensor], fed: lis
     return most
 
 
-def groups(program: Pipelined) -> list[tuple[int, ...]]:
+def groups(program: StagedProgram) -> list[tuple[int, ...]]:
     everyone = tuple(range(len(program.lists.ranks)))
     found = {i.group for listed in program.lists.ranks for i in listed if hasattr(i, "group")}
     return [everyone, *(tuple(group) for group in found)]

@@ -9,7 +9,7 @@ from torch import nn
 import shardc
 from shardc import Mesh
 from shardc.partition.cut import CutStep, cut
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from tests.stages.whole import step
 
 
@@ -25,7 +25,7 @@ def staged() -> CutStep:
 
 @pytest.mark.parametrize("order", ["pp=2,dp=2,tp=2", "dp=2,pp=2,tp=2", "dp=2,tp=2,pp=2"])
 def test_the_axis_may_stand_anywhere(staged: CutStep, order: str) -> None:
-    program = pipelined(staged, "1f1b", mesh=Mesh.parse(order))
+    program = scheduled(staged, "1f1b", mesh=Mesh.parse(order))
     for rank in range(8):
         at = program.mesh.coordinate(rank)
         c, i = program.coordinates(rank)
@@ -36,14 +36,14 @@ def test_the_axis_may_stand_anywhere(staged: CutStep, order: str) -> None:
 
 
 def test_first_unless_said(staged: CutStep) -> None:
-    program = pipelined(staged, "gpipe", axis="stage")
+    program = scheduled(staged, "gpipe", axis="stage")
     assert str(program.mesh) == "stage=2, dp=2, tp=2"
     assert program.coordinates(5) == (1, 1)
 
 
 def test_a_file_keeps_it(staged: CutStep) -> None:
-    program = pipelined(staged, "1f1b", mesh=Mesh(dp=2, pipe=2, tp=2), axis="pipe")
-    read = Pipelined.from_plain(json.loads(json.dumps(program.to_plain())))
+    program = scheduled(staged, "1f1b", mesh=Mesh(dp=2, pipe=2, tp=2), axis="pipe")
+    read = StagedProgram.from_plain(json.loads(json.dumps(program.to_plain())))
     assert (read.mesh, read.axis) == (program.mesh, "pipe")
     assert read.costs == program.costs == staged.costs
     assert [read.coordinates(rank) for rank in range(8)] == [program.coordinates(rank) for rank in range(8)]
@@ -51,12 +51,12 @@ def test_a_file_keeps_it(staged: CutStep) -> None:
 
 def test_a_mesh_of_another_size_is_none(staged: CutStep) -> None:
     with pytest.raises(AssertionError, match="axis 'pp' of 4"):
-        pipelined(staged, "1f1b", mesh=Mesh(pp=4, dp=2, tp=2))
+        scheduled(staged, "1f1b", mesh=Mesh(pp=4, dp=2, tp=2))
 
 
 @pytest.mark.parametrize("part", ["stages", "finishes"])
 def test_a_file_without_one_of_its_graphs_is_none(staged: CutStep, part: str) -> None:
-    data = json.loads(json.dumps(pipelined(staged, "1f1b").to_plain()))
+    data = json.loads(json.dumps(scheduled(staged, "1f1b").to_plain()))
     data[part].pop()
     with pytest.raises(AssertionError, match="of 2"):
-        Pipelined.from_plain(data)
+        StagedProgram.from_plain(data)

@@ -11,16 +11,16 @@ from shardc.ir.collectives import collectives
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
 from shardc.partition.program_counter import graphs_of
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.runtime.oracle.simulate import run_reference
 from shardc.schedule.instructions import COMPUTE, ReduceGrads
 from tests.stages.test_gathers import sharded
 from tests.stages.whole import agree, staged
 
 
-def reducing(zero: int, schedule: str = "bfs", virtual: int = 2, **plan: Any) -> tuple[Pipelined, Any]:
+def reducing(zero: int, schedule: str = "bfs", virtual: int = 2, **plan: Any) -> tuple[StagedProgram, Any]:
     program = sharded(3, storage={"zero": zero, "axes": ["dp"]}, **plan)
-    return pipelined(cut(program.body, 2 * virtual), schedule, virtual), program
+    return scheduled(cut(program.body, 2 * virtual), schedule, virtual), program
 
 
 @pytest.mark.sampled(2)
@@ -59,7 +59,7 @@ def test_breadth_first_holds_whole_gradients_of_one_stage() -> None:
 
 def test_the_list_says_when() -> None:
     """Right after the last work that adds to a stage's sums, however late the step's end is."""
-    program = pipelined(staged("gpt2", "zero3", 3, 4), "bfs", 2)
+    program = scheduled(staged("gpt2", "zero3", 3, 4), "bfs", 2)
     for listed in program.lists.ranks:
         for at, i in enumerate(listed):
             if isinstance(i, ReduceGrads) and i.value.startswith("grads"):

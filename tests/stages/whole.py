@@ -15,7 +15,7 @@ from torch import Tensor
 import shardc
 from shardc.compiler import driver
 from shardc.partition.cut import CutStep, cut
-from shardc.partition.staged_program import Pipelined, pipelined
+from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.accumulate import Accumulate
 from shardc.runtime.oracle.simulate import run_reference
 from shardc.runtime.oracle.simulate_stages import simulate_stages
@@ -114,9 +114,9 @@ def staged(model: str, variant: str, microbatches: int, stages: int) -> CutStep:
 
 
 @cache
-def programmed(case: Case) -> Pipelined:
+def programmed(case: Case) -> StagedProgram:
     virtual = SCHEDULES[case.schedule]
-    return pipelined(staged(case.model, case.variant, case.microbatches, case.ranks * virtual), case.schedule, virtual)
+    return scheduled(staged(case.model, case.variant, case.microbatches, case.ranks * virtual), case.schedule, virtual)
 
 
 def check(case: Case, seed: int = 0, buffered: bool = False) -> None:
@@ -124,7 +124,7 @@ def check(case: Case, seed: int = 0, buffered: bool = False) -> None:
     agree(programmed(case), inputs, expected, seed, buffered)
 
 
-def agree(program: Pipelined, inputs: Any, expected: Any, seed: int = 0, buffered: bool = False) -> None:
+def agree(program: StagedProgram, inputs: Any, expected: Any, seed: int = 0, buffered: bool = False) -> None:
     """Every output within 1e-12 of the single device's, whatever order a seed picks."""
     choose = random.Random(seed).randrange
     found = simulate_stages(program, inputs, dtype=torch.float64, choose=choose, buffered=buffered)

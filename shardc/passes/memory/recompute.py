@@ -79,10 +79,13 @@ class Recompute(Pass):
     def settle(self, body: Graph) -> None:
         """Say SC214, or no more, of a body as its ranks run it: by the activations that `cost.memory` counts.
 
-        The choice itself is made with room for temporaries, which live beside them.
+        The choice itself is made with room for temporaries, which live beside them. Without a budget nothing is said.
         """
+        if self.mode != "budget":
+            return
         body.diagnostics = [d for d in body.diagnostics if d.code != "SC214"]
-        if self.mode == "budget" and (held := memory(body, overlap=True).row("activations").most) > self.budget:
+        held = memory(body, overlap=True).row("activations").most
+        if held > self.budget:
             body.diagnostics.append(self._too_much(held))
 
     def _tradeoff(self, forward: _Forward, segment: str) -> tuple[Tradeoff, list[fx.Node]]:

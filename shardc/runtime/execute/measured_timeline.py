@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardc.partition.program_counter import STRIDE
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.timeline import Timeline, TimelineEvent
 
 CounterSpans = dict[int, tuple[float, float]]  # by program counter
@@ -74,7 +74,7 @@ def start_clock(device: torch.device) -> StepClock:
     return GpuClock(device) if device.type == "cuda" else CpuClock()
 
 
-def gather_timeline(program: Pipelined, spans: CounterSpans) -> Timeline:
+def gather_timeline(program: StagedProgram, spans: CounterSpans) -> Timeline:
     """The timeline of all ranks, from the spans of this rank's clock. Every rank must call it."""
     spans_of_ranks: list[Any] = [None] * program.mesh.world_size
     dist.all_gather_object(spans_of_ranks, spans)

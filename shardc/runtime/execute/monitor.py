@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -60,19 +59,6 @@ class CounterNames(Protocol):
     def waits(self, rank: int, counter: int) -> bool:
         """Whether a rank at this counter is known to wait for another rank."""
         ...
-
-
-@dataclass(frozen=True)
-class SharedCounterNames:
-    """All ranks run the same instructions."""
-
-    names: Sequence[str]
-
-    def name(self, rank: int, counter: int) -> str:
-        return self.names[counter]
-
-    def waits(self, rank: int, counter: int) -> bool:
-        return False
 
 
 class Monitor:

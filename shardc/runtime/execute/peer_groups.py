@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import COLLECTIVE, TRANSFER, CoordinateGroup
 
 
@@ -33,12 +33,14 @@ class PeerGroups:
     def whole_group(self) -> Any:
         return self.handle(self.ranks)
 
-    def connect(self, program: Pipelined, c: int) -> None:
+    def connect(self, program: StagedProgram, c: int) -> None:
         """Make NCCL connect coordinate `c` with all its transfer peers. All ranks must call it.
 
         All ranks of a group must make its first call, and the first transfer of a pair in a direction blocks both hosts
-        until they meet. Within a step that would be a wait that the proof does not model.
+        until they meet. Within a step that would be a wait that the proof does not model. A rank alone has no peers.
         """
+        if len(self.ranks) == 1:
+            return
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.whole_group)
         peers = sorted({i.peer for i in program.lists.ranks[c] if isinstance(i, TRANSFER)})
         ops: list[dist.P2POp] = []
@@ -52,12 +54,12 @@ class PeerGroups:
         torch.cuda.synchronize(self.device)
 
 
-def ranks_of_position(program: Pipelined, i: int) -> tuple[int, ...]:
+def ranks_of_position(program: StagedProgram, i: int) -> tuple[int, ...]:
     """The ranks of the job that run as rank i of the body's mesh, by coordinate."""
     return tuple(program.rank_of(c, i) for c in range(len(program.lists.ranks)))
 
 
-def groups_of(program: Pipelined) -> list[list[int]]:
+def groups_of(program: StagedProgram) -> list[list[int]]:
     """Every group along the pipeline's axis that a program needs, in an order that all ranks share."""
     groups: dict[CoordinateGroup, None] = {tuple(range(len(program.lists.ranks))): None}
     for instructions in program.lists.ranks:

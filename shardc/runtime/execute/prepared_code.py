@@ -3,7 +3,7 @@
 Preparation computes everything that is static: argument templates, slots, their last uses, offsets that depend on the
 rank alone, and where collectives begin and are waited for. A run is then one loop. An error in it names the
 instruction, the user's line and the rank. Executors keep the values of the slots and choose the order of runs:
-`body_executor` runs a whole step of microbatches, `pipeline_executor` the parts of an instruction list.
+`body_code` runs a whole step of microbatches, `executor` the parts of an instruction list.
 """
 
 from __future__ import annotations

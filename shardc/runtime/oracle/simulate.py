@@ -1,4 +1,4 @@
-"""All ranks of a program in one process, in lock-step: the embedded default, and the oracle of every other executor.
+"""All ranks of a mesh in one process, in lock-step, through one graph: what `simulate_stages` runs programs with.
 
 Instruction by instruction, over all ranks. Values that are replicated over some axis are *one* tensor object here, and
 a call is made once for each distinct set of operands (and of the coordinates it reads), not once a rank: two replicas
@@ -33,6 +33,7 @@ from shardc.runtime.execute.microbatches import Feed, feeds
 SHOWN = 5  # names in a message
 PerRank = list[torch.Tensor]
 Observe = Callable[[fx.Node, Sequence[torch.Tensor]], None]
+Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]
 
 
 def simulate(
@@ -48,7 +49,7 @@ def simulate(
     `fed` is what each microbatch is fed; else the inputs hold whole batches, which are split. `dtype` stands for every
     floating dtype of the graph. `observe` sees each value, by rank, as it is made, those of each microbatch in turn.
     """
-    return _run(graph, graph.mesh, inputs, fed, Numerics(dtype=dtype), observe)
+    return run_step(graph, graph.mesh, inputs, fed, Numerics(dtype=dtype), observe)
 
 
 def run_reference(
@@ -60,7 +61,7 @@ def run_reference(
     numerics: Numerics | None = None,
 ) -> dict[Port, torch.Tensor]:
     """Run the graph from before sharding, on one device; in `dtype`, or in arithmetic of one's own."""
-    return _run(graph, Mesh(), inputs, None, numerics or Numerics(dtype=dtype), observe)
+    return run_step(graph, Mesh(), inputs, None, numerics or Numerics(dtype=dtype), observe)
 
 
 @torch.no_grad()
@@ -133,14 +134,16 @@ def _misfits(port: Port, value: torch.Tensor, type: TensorType, any_float: bool)
 
 
 @torch.no_grad()
-def _run(
+def run_step(
     graph: Graph,
     mesh: Mesh,
     inputs: Mapping[str, torch.Tensor],
     fed: Sequence[Feed] | None,
     numerics: Numerics,
     observe: Observe | None,
+    returned: Returned | None = None,
 ) -> dict[Port, torch.Tensor]:
+    """Run a whole step, microbatch by microbatch. `returned` sees each output as ranks have it in the end."""
     listing = list_calls(graph, numerics)
     contexts = [rank_context(mesh, rank, _Nobody()) for rank in range(mesh.world_size)]
     env: list[PerRank | None] = [None] * listing.size
@@ -169,6 +172,8 @@ def _run(
     outputs: dict[Port, torch.Tensor] = {}
     for i, (port, slot, node) in enumerate(zip(graph.outputs, listing.outputs, graph.output_values, strict=True)):
         outputs[port] = torch.stack(stacks[i]) if i in stacks else assembled(env[slot], node, mesh)
+        if returned:
+            returned(port, node, env[slot] or [])
     return outputs
 
 

@@ -1,9 +1,10 @@
-"""All ranks of a pipelined step in one process: their instruction lists, in any order that they allow.
+"""All ranks of a step in one process: the embedded default, and the oracle of every other executor.
 
-On the pipeline's axis there is one list a coordinate; all ranks that share a coordinate run it in lock-step, on the
-mesh of the other axes (runtime/oracle/simulate.py). Between coordinates there is no clock: whoever can do something may
-be next, and `choose` says who. A batch of transfers is posted as a whole. Sends and receives meet, as in the machine
-that the proof is about; `buffered`, a send is done at once, and what it sent waits for its receive.
+Their instruction lists run in any order that they allow. On the pipeline's axis there is one list a coordinate; all
+ranks that share a coordinate run it in lock-step, on the mesh of the other axes (runtime/oracle/simulate.py). Between
+coordinates there is no clock: whoever can do something may be next, and `choose` says who. A batch of transfers is
+posted as a whole. Sends and receives meet, as in the machine that the proof is about; `buffered`, a send is done at
+once, and what it sent waits for its receive.
 
 What a list does wrong with values is an error here too: using one before it is there or after it was freed, making it
 twice, leaving it behind.
@@ -11,9 +12,9 @@ twice, leaving it behind.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 
 import torch
 from torch import fx
@@ -22,10 +23,10 @@ from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.partition.program_counter import graphs_of
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.instructions import Listing, Numerics, list_calls
 from shardc.runtime.execute.microbatches import Feed, feeds
-from shardc.runtime.oracle.simulate import PerRank, assembled, run_local, sharded, summed, supplied
+from shardc.runtime.oracle.simulate import PerRank, Returned, assembled, run_local, run_step, sharded, summed, supplied
 from shardc.schedule.instructions import (
     COLLECTIVE,
     COMPUTE,
@@ -37,6 +38,7 @@ from shardc.schedule.instructions import (
     PipelineCollective,
     Recv,
     ReduceGrads,
+    RunBody,
     Send,
     Transfer,
     instruction_text,
@@ -46,9 +48,8 @@ from shardc.schedule.pipeline import PART_OF, ValueKey
 from shardc.schedule.prove import require_proved
 
 Choose = Callable[[int], int]  # which of so many moves comes next
-# A coordinate, a microbatch (-1 once a step), a value and its shards; an output of the step, as one coordinate has it.
+# A coordinate, a microbatch (-1 once a step), a value and its shards.
 Observe = Callable[[int, int, fx.Node, Sequence[torch.Tensor]], None]
-Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]
 Held = dict[str, PerRank]  # by name: what each rank of the inner mesh has
 
 
@@ -58,7 +59,7 @@ def first(_: int) -> int:
 
 @torch.no_grad()
 def simulate_stages(
-    program: Pipelined,
+    program: StagedProgram,
     inputs: Mapping[str, torch.Tensor],
     *,
     fed: Sequence[Feed] | None = None,
@@ -68,11 +69,11 @@ def simulate_stages(
     observe: Observe | None = None,
     returned: Returned | None = None,
 ) -> dict[Port, torch.Tensor]:
-    """Run a program on global inputs by port name; the global outputs, as `runtime.oracle.simulate.simulate` gives
-    them.
+    """Run a program on global inputs by port name; the global outputs.
 
     `fed` is what each microbatch is fed; else the inputs hold whole batches, which are split. The lists are proved
-    first. `observe` sees each value as it is made, `returned` each output.
+    first. `observe` sees each value as it is made (of a body: how often it was made before, for its microbatch),
+    `returned` each output, as one coordinate has it.
     """
     lists = program.lists
     if lists.microbatches != program.body.microbatches:
@@ -112,7 +113,7 @@ class _Coordinate:
 class _Machine:
     def __init__(
         self,
-        program: Pipelined,
+        program: StagedProgram,
         inputs: Mapping[str, torch.Tensor],
         fed: Sequence[Feed] | None,
         numerics: Numerics,
@@ -123,18 +124,23 @@ class _Machine:
         self.observe, self.returned = observe, returned
         self.program, self.lists, self.numerics, self.buffered = program, program.lists, numerics, buffered
         self.body, self.mesh = program.body, program.body.mesh
-        ports = [(port, type_of(node)) for port, node in zip(self.body.inputs, self.body.placeholders, strict=True)]
-        self.types = {port.name: type for port, type in ports}
-        self.inputs: list[dict[str, torch.Tensor]] = []  # by microbatch
-        for feed in feeds(self.body, inputs) if fed is None else fed:
-            whole = supplied(ports, {**inputs, **feed}, any_float=numerics.dtype is not None)
-            self.inputs.append({port.name: value for (port, _), value in zip(ports, whole, strict=True)})
+        self.given, self.fed = inputs, feeds(self.body, inputs) if fed is None else fed
+        self.types = {name: type_of(node) for name, node in self.body.input_nodes().items()}
         self.local: dict[tuple[str, int], PerRank] = {}
         self.listings: dict[int, Listing] = {}
         self.coordinates = [_Coordinate(listed) for listed in program.lists.ranks]
         self.channels: dict[tuple[int, int], deque[tuple[ValueKey, Held]]] = defaultdict(deque)
         self.outputs: dict[Port, dict[int, torch.Tensor]] = {}  # by microbatch; -1 for those of the step
         self.made: dict[Port, PerRank] = {}  # of the step, to compare copies
+
+    @cached_property
+    def inputs(self) -> list[dict[str, torch.Tensor]]:
+        """By microbatch: the value of each input of the step."""
+        ports = [(port, self.types[port.name]) for port in self.body.inputs]
+        wholes = [
+            supplied(ports, {**self.given, **feed}, any_float=self.numerics.dtype is not None) for feed in self.fed
+        ]
+        return [{port.name: value for (port, _), value in zip(ports, whole, strict=True)} for whole in wholes]
 
     # ------------------------------------------------------------------ moves
     def run(self, choose: Choose) -> dict[Port, torch.Tensor]:
@@ -214,6 +220,8 @@ class _Machine:
                 c.gone.add((name, i.microbatch))
         elif isinstance(i, Gather):
             self._gather(rank, i)
+        elif isinstance(i, RunBody):
+            self._run_body(rank, i)
         else:
             assert isinstance(i, COMPUTE)
             self._compute(rank, i)
@@ -235,6 +243,19 @@ class _Machine:
             c.next()
 
     # ------------------------------------------------------------------ work
+    def _run_body(self, rank: int, i: RunBody) -> None:
+        (graph,) = graphs_of(self.program, rank, i)
+        made: Counter[fx.Node] = Counter()
+
+        def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            assert self.observe is not None
+            self.observe(rank, made[node], node, values)
+            made[node] += 1
+
+        observe = None if self.observe is None else watch
+        outputs = run_step(graph, self.mesh, self.given, self.fed, self.numerics, observe, self.returned)
+        self.outputs |= {port: {-1: value} for port, value in outputs.items()}
+
     def _compute(self, rank: int, i: Compute) -> None:
         c, at = self.coordinates[rank], i.microbatch
         part, which = self.lists.pipeline.part(i), PART_OF[type(i)]

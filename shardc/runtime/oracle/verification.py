@@ -21,12 +21,12 @@ from shardc.frontend.precision import HALF
 from shardc.frontend.program_inputs import model_state
 from shardc.frontend.token_weights import counted
 from shardc.ir.graph import Graph, type_of
-from shardc.partition.staged_program import Pipelined
+from shardc.ir.program import PlanRecord
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.oracle.eager_witness import EagerTraining, Witness
 from shardc.runtime.oracle.report import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, Report, worst_of
 from shardc.runtime.oracle.verify import beside_another, reference_step, verify
-from shardc.runtime.oracle.verify_stages import Stages
 from shardc.torch_compat import flatten, unflatten
 
 LEFT = ("param", "state", "buffer")  # what a step leaves to the next
@@ -40,9 +40,9 @@ class CompiledStep(Protocol):
     @property
     def reference(self) -> Graph: ...
     @property
-    def pipelined(self) -> Pipelined | None: ...
+    def staged(self) -> StagedProgram: ...
     @property
-    def plan(self) -> Mapping[str, Any]: ...
+    def plan(self) -> PlanRecord: ...
     @property
     def model(self) -> nn.Module | None: ...
     @property
@@ -67,7 +67,6 @@ def verify_program(
     drawn = batch is None and _lies_on_meta(program.sample)
     batch = program.sample if batch is None and not drawn else batch
     names = [port.name for port in reference.inputs if port.role == "input"]
-    subject = program.body if program.pipelined is None else Stages(program.pipelined, order)
     twice = any(port.role in LEFT for port in reference.outputs)
     reports: list[Report] = []
     left: dict[str, Tensor] = {}
@@ -79,7 +78,8 @@ def verify_program(
             expected = reference_step(reference, inputs, dtype)
             gradients = {port.name: value for port, value in expected.items() if port.role == "grad"}
             found = eager.step(part, gradients)
-            reports.append(verify(subject, reference, inputs, dtype, found, eager.absent, eager.near, expected))
+            against = found, eager.absent, eager.near, expected
+            reports.append(verify(program.staged, reference, inputs, dtype, *against, order))
             if not reports[-1].ok:
                 break
             if not twice and found is not None and (again := eager.step(part, gradients)) is not None:

@@ -9,10 +9,10 @@ differs from its namesake on the single device is where the compiler went wrong.
 from __future__ import annotations
 
 import math
+import random
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import fx
@@ -20,82 +20,81 @@ from torch import fx
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import SCALE
+from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.runtime.execute.instructions import Numerics
 from shardc.runtime.execute.layout import assemble, replica_spread, shard
 from shardc.runtime.oracle.compare import SMALL_GRADIENT, floor_of, largest_gradient, magnitude, relative_error
 from shardc.runtime.oracle.report import EAGER_TOLERANCE, TOLERANCE, Mismatch, Report, Row, number
 from shardc.runtime.oracle.rounding import rounding
-from shardc.runtime.oracle.simulate import run_reference, simulate
+from shardc.runtime.oracle.simulate import Returned, run_reference
+from shardc.runtime.oracle.simulate_stages import Choose, first, simulate_stages
 from shardc.torch_compat import version_of
 
 CHANGED = "changed"  # role of a buffer that a step of eager PyTorch changed
 ROUNDED = 1e3  # times its own rounding: what an update is not measured below
 OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
 
-Returned = Callable[[Port, fx.Node, Sequence[torch.Tensor]], None]  # an output as ranks hold it
 
-
-class Subject(Protocol):
-    """What is compared with the single device: a body, or whatever else runs on a mesh and returns the same ports."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def ranks(self) -> int: ...
-    def run(
-        self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
-    ) -> dict[Port, torch.Tensor]: ...
-    def first_mismatch(
-        self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
-    ) -> Mismatch | None: ...
+def in_order(seed: int | None) -> Choose:
+    """Who goes next, of those that can: the first, or whoever a seed picks."""
+    return first if seed is None else random.Random(seed).randrange
 
 
 @dataclass(frozen=True)
-class Body:
-    """A body that all ranks of its mesh run."""
+class _Ranks:
+    """All ranks of a program, simulated. `order` seeds the choice among the interleavings that its lists allow."""
 
-    body: Graph
+    program: StagedProgram
+    order: int | None
 
     @property
     def mesh(self) -> Mesh:
-        return self.body.mesh
-
-    @property
-    def ranks(self) -> int:
-        return self.body.mesh.world_size
+        return self.program.body.mesh
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, returned: Returned
     ) -> dict[Port, torch.Tensor]:
-        consumed = Consumed(self.body)
-        ports: dict[fx.Node, list[Port]] = {}
-        for port, node in zip(self.body.outputs, self.body.output_values, strict=True):
-            ports.setdefault(node, []).append(port)
+        consumed = Consumed(self.program.body)
+        named = {info(node).name: node for node in self.program.body.gradients.values()}
 
-        def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-            for port in ports.get(node, ()):
-                returned(port, node, values)
-            consumed(node, values)
+        def watch(_: int, at: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            known = named.get(info(node).name) if at < 0 else node  # of a body, the node itself
+            if known is not None and type_of(known) == type_of(node):
+                consumed(known, values)
 
-        outputs = simulate(self.body, inputs, dtype=dtype, observe=watch)
+        outputs = simulate_stages(
+            self.program,
+            inputs,
+            dtype=dtype,
+            choose=in_order(self.order),
+            buffered=self.order is not None,
+            returned=returned,
+            observe=watch,
+        )
         return consumed.found(inputs) | outputs  # returned gradients are clipped, and consumed ones are not
 
     def first_mismatch(
         self, reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype, floor: float
     ) -> Mismatch | None:
-        """Compare value by value, in the body's order, everything that has a namesake in the reference."""
-        namesakes = Namesakes.of(reference, inputs, dtype, floor, {info(node).name for node in self.body.values()})
+        """The first value that differs from its namesake in the reference, with the ranks of the whole mesh that make
+        it wrong. If none does, the body is asked that the stages were cut from."""
+        graphs = list(self.program.graphs())
+        names = {info(node).name for graph in graphs for node in graph.values()}
+        namesakes = Namesakes.of(reference, inputs, dtype, floor, names)
         found: list[Mismatch] = []
-        seen: dict[fx.Node, int] = {}
 
-        def compare(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-            at = seen[node] = seen.get(node, -1) + 1
-            # Nothing after the first find matters.
-            if not found and (wrong := namesakes.differs(node, values, at, self.mesh)) is not None:
-                found.append(wrong)
+        def compare(c: int, at: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            if found:
+                return
+            once = at < 0 or len(namesakes.wanted.get(info(node).name, ())) == 1
+            wrong = namesakes.differs(node, values, 0 if once else at, self.mesh)
+            if wrong is not None:
+                found.append(replace(wrong, ranks=tuple(self.program.rank_of(c, i) for i in wrong.ranks)))
 
-        simulate(self.body, inputs, dtype=dtype, observe=compare)
-        return found[0] if found else None
+        simulate_stages(self.program, inputs, dtype=dtype, choose=in_order(self.order), observe=compare)
+        if found or self.program.body in graphs:
+            return found[0] if found else None
+        return _Ranks(one_stage(self.program.body), None).first_mismatch(reference, inputs, dtype, floor)
 
 
 class Consumed:
@@ -137,7 +136,7 @@ def reference_step(
 
 
 def verify(
-    subject: Graph | Subject,
+    program: StagedProgram | Graph,
     reference: Graph,
     inputs: Mapping[str, torch.Tensor],
     dtype: torch.dtype = torch.float64,
@@ -145,24 +144,25 @@ def verify(
     absent: str = "",
     eager_tolerance: float = EAGER_TOLERANCE,
     expected: Mapping[Port, torch.Tensor] | None = None,
+    order: int | None = None,
 ) -> Report:
-    """Compare all simulated ranks of a body, or of another subject, with `reference` on one device, in `dtype`.
+    """Compare all simulated ranks of a program, or of a body, with `reference` on one device, in `dtype`.
 
-    Both are given the same global inputs, which neither may change.
+    Both are given the same global inputs, which neither may change. `order` seeds one of the orders that lists allow.
 
     `eager` gives what PyTorch itself finds, by (role, name) of the output, to compare the reference with in turn. A
     gradient that only it finds is a failure, and so is a buffer of role "changed" that the program does not return.
     `absent` says why it is not given, for the report to say. `expected` is what `reference_step` has found already.
     """
-    subject = Body(subject) if isinstance(subject, Graph) else subject
+    ranks = _Ranks(one_stage(program) if isinstance(program, Graph) else program, order)
     spreads: dict[Port, float] = {}
 
     def watch(port: Port, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-        spreads[port] = replica_spread(dict(enumerate(values)), type_of(node), subject.mesh)
+        spreads[port] = replica_spread(dict(enumerate(values)), type_of(node), ranks.mesh)
 
     versions = {name: version_of(value) for name, value in inputs.items()}
     expected = reference_step(reference, inputs, dtype) if expected is None else expected
-    found = subject.run(inputs, dtype, watch)
+    found = ranks.run(inputs, dtype, watch)
     scales = _Scales(reference, inputs, expected, dtype)
     rows: list[Row] = []
     for port, want in expected.items():
@@ -182,7 +182,7 @@ def verify(
     rows += _lost(reference, rows, eager or {})
     slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
     tolerance = TOLERANCE[dtype] * slack
-    report = Report(tuple(rows), tolerance, dtype, subject.ranks, None, absent, eager_tolerance)
+    report = Report(tuple(rows), tolerance, dtype, ranks.program.mesh.world_size, None, absent, eager_tolerance)
     if not report.equal and dtype == torch.float64:
         most = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
         explained = tuple(replace(row, explained=most.get((row.role, row.name), 0.0)) for row in rows)
@@ -190,7 +190,7 @@ def verify(
     if report.equal:
         return report
     floor = SMALL_GRADIENT * scales.largest
-    return replace(report, first_mismatch=subject.first_mismatch(reference, inputs, dtype, floor))
+    return replace(report, first_mismatch=ranks.first_mismatch(reference, inputs, dtype, floor))
 
 
 def beside_another(

@@ -1,7 +1,6 @@
 """Who runs a trainer's steps: all ranks simulated in this process, or this rank of a running job.
 
-A trainer is the same over either. `Engines` are the two of one program; a program that is more than one body, such as a
-pipeline, brings its own.
+A trainer is the same over either.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from typing import Any, Protocol
 import torch
 
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph, Port
+from shardc.ir.graph import Port
 from shardc.ir.mesh import Mesh
-from shardc.ir.text import print_graph
 from shardc.ir.types import TensorType
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.oracle.simulate import simulate
+from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.train.job import Job
 from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_session import Keeping, Whole
@@ -65,43 +65,27 @@ class Engine(Protocol):
     def close(self, failure: BaseException | None = None) -> None: ...
 
 
-class Engines(Protocol):
-    """`body` is the step that both make, by its inputs and outputs."""
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a program: all ranks simulated in this process, or this rank of a running job."""
 
-    @property
-    def body(self) -> Graph: ...
-    def simulation(self) -> Engine: ...
+    program: StagedProgram
+
+    def simulation(self) -> Engine:
+        return Simulation(self.program)
 
     def job(self, timeout: float, device: str | None, facts: Mapping[str, str]) -> Engine:
         """`facts` are what all ranks must have in common; what is run is added to them."""
-        ...
-
-
-@dataclass(frozen=True)
-class OneBody:
-    """The engines of a program that is one body for all ranks."""
-
-    body: Graph
-
-    def simulation(self) -> Engine:
-        return Simulation(self.body)
-
-    def job(self, timeout: float, device: str | None, facts: Mapping[str, str]) -> Engine:
-        text = print_graph(self.body, comments=False)
-        return Job(self.body, timeout, device, {**facts, "program": text})
+        texts = [self.program.text(c, comments=False) for c in self.program.coordinate_range]
+        return Job(self.program, timeout, device, {**facts, "program": "\n".join(texts)})
 
 
 class Simulation:
-    """All ranks here, in lock-step. `run` is how, given what is held and what each microbatch is fed."""
+    """All ranks here."""
 
-    def __init__(
-        self,
-        body: Graph,
-        run: Callable[[Mapping[str, torch.Tensor], Sequence[Feed]], dict[Port, torch.Tensor]] | None = None,
-    ) -> None:
-        self.body, self.rank, self.device, self.shards = body, 0, torch.device("cpu"), Whole()
+    def __init__(self, program: StagedProgram) -> None:
+        self.program, self.rank, self.device, self.shards = program, 0, torch.device("cpu"), Whole()
         self.peers = None
-        self._run = run or (lambda held, fed: simulate(body, held, fed=fed))
 
     def holds(self, name: str) -> bool:
         return True
@@ -111,10 +95,10 @@ class Simulation:
         return held
 
     def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
-        return self._run(held, fed)
+        return simulate_stages(self.program, held, fed=fed)
 
     def nonfinite(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
-        found = simulate(probe(self.body), held, fed=fed)
+        found = simulate(probe(self.program.body), held, fed=fed)
         return [port.name for port, value in found.items() if not value.isfinite().all()]
 
     def checkpoints(self) -> Checkpoints:

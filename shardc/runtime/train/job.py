@@ -1,5 +1,8 @@
-"""One rank of a running job whose ranks all run one body: its process groups, its executor, and the monitor that says
-who died."""
+"""One rank of a running job: its list, and the parameters, buffers and state of its own stages alone.
+
+Rank (c, i) runs list c as rank i of the mesh of the other axes. What several stages hold, tied weights, is held by the
+ranks of each, and equal on all; the lowest of them answers for it where the whole of the model is asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,72 +10,137 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shardc.ir.arena import planned
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
+from shardc.partition.program_counter import ListCounterNames, graphs_of
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
-from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.body_executor import BodyExecutor
+from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.measured_timeline import StepClock, gather_timeline, start_clock
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.execute.monitor import Monitor, SharedCounterNames
+from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_position
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.execute.step_epilogue import blame_failures
 from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_session import Member, Shards
 from shardc.runtime.train.replicas import Peers
+from shardc.schedule.prove import prove
+
+KEPT = ("param", "buffer", "state")
 
 
 class Job:
     """Joins the job on construction; tensors that it holds are this rank's shards, on its device."""
 
     def __init__(
-        self, body: Graph, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
+        self, program: StagedProgram, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
     ) -> None:
-        mesh = body.mesh
-        self.member = member = Member(mesh, timeout, device, facts)
-        self.rank, self.device, self.mesh = member.rank, member.device, mesh
-        self.comm = ProcessGroupCommunicator(mesh, self.rank, axes_used(body), member.limit)
-        arena = Arena({body: planned(body)}, self.device)
-        self.executor = BodyExecutor(body, rank_context(mesh, self.rank, self.comm), self.rank, self.device, arena)
-        names = SharedCounterNames(self.executor.routine.names)
-        self.monitor = Monitor(member.store(body.name), self.rank, member.world, names, fatal=member.on_gpu)
-        self.shards = Shards(mesh, self.rank, self.device, self.comm, self.monitor.blame)
-        places = [(0, rank) for rank in range(mesh.world_size)]
-        self.peers = Peers(mesh, self.device, lambda x: member.gather(x, self.monitor.blame), places)
+        prove(program.lists).check()
+        self.program, self.body = program, program.body
+        self.member = member = Member(program.mesh, timeout, device, facts)
+        self.rank, self.device = member.rank, member.device
+        self.c, self.i = program.coordinates(self.rank)
+        mesh, count = self.body.mesh, len(program.lists.ranks)
+        copies = [[program.rank_of(c, i) for i in range(mesh.world_size)] for c in range(count)]
+        axes = {frozenset(one): one for graph in _all_graphs(program) for one in axes_used(graph)}
+        self.comm = ProcessGroupCommunicator(
+            mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program)
+        )
+        self.links = PeerGroups(ranks_of_position(program, self.i), self.comm.group, self.device, member.limit)
+        if member.on_gpu:
+            self.links.connect(program, self.c)
+        context = rank_context(mesh, self.i, self.comm)
+        self.executor = Executor(program, self.c, context, self.rank, self.links)
+        store = member.store(self.body.name)
+        self.monitor = Monitor(store, self.rank, member.world, ListCounterNames(program), fatal=member.on_gpu)
+        self.shards = Shards(mesh, self.i, self.device, self.comm, self.monitor.blame)
+        self.homes = _homes(program)
+        places = [program.coordinates(rank) for rank in range(member.world)]
+        self.peers = Peers(mesh, self.device, lambda x: member.gather(x, self.monitor.blame), places, self.homes)
+        self._copies = copies
+        self._read = {port.name for graph in _graphs_of(program, self.c) for port in graph.inputs}
+        self._types = {name: type_of(node) for name, node in self.body.input_nodes().items()}
+        self._clock: StepClock | None = None
 
     def holds(self, name: str) -> bool:
-        return True
+        return self.c in self.homes[name]
 
     def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
-        assert held is not None
-        return self.shards.whole(held, type)
+        source = self.homes[name][0]
+        if self.c == source:
+            assert held is not None, f"stage {self.c} holds {name}"
+            found = self.shards.whole(held, type)
+        else:
+            found = torch.empty(type.shape, dtype=type.dtype, device=self.device)
+        if len(self.links.ranks) > 1:
+            found = found.contiguous()
+            origin, group = self.links.ranks[source], self.links.whole_group
+            blame_failures(lambda: dist.broadcast(found, src=origin, group=group), self.monitor, self.monitor.counter)
+        return found
 
     def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
-        parts = self._parts(self.executor.body, fed)
+        parts = self._parts(fed)
         self.monitor.begin(step)
-        return self.executor.run(held, parts, self.monitor)
+        return self.executor.run(held, parts, self.monitor, self._clock)
 
     def nonfinite(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
-        body = probe(self.executor.body)
-        found = BodyExecutor(body, self.executor.context, self.rank, self.device).run(held, self._parts(body, fed))
-        flags = torch.tensor([not value.isfinite().all() for value in found.values()], dtype=torch.uint8)
-        anywhere = torch.stack(list(self.comm.all_gather(flags.to(self.device), self.mesh.names))).amax(0)
-        return [port.name for port, flag in zip(found, anywhere.tolist(), strict=True) if flag]
+        """Of all ranks, each of which looks at its own stages' gradients."""
+        params = [port.name for port in self.body.inputs if port.role == "param"]
+        graph, *_ = graphs_of(self.program, self.c, self.program.lists.ranks[self.c][-1])
+        found = self.executor.run(held, self._parts(fed), self.monitor, probe=probe(graph, params))
+        wrong = {port.name for port, value in found.items() if not value.isfinite().all()}
+        flags = torch.tensor([name in wrong for name in params], dtype=torch.int32, device=self.device)
+        blame_failures(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX), self.monitor, self.monitor.counter)
+        return [name for name, flag in zip(params, flags.tolist(), strict=True) if flag]
 
-    def _parts(self, body: Graph, fed: Sequence[Feed]) -> list[Feed]:
-        types = {name: type_of(node) for name, node in body.input_nodes().items()}
-        return [{name: self.shards.hold(x, types[name]) for name, x in feed.items()} for feed in fed]
+    def _parts(self, fed: Sequence[Feed]) -> list[Feed]:
+        """What this rank's stages read of each microbatch."""
+        return [{n: self.shards.hold(x, self._types[n]) for n, x in feed.items() if n in self._read} for feed in fed]
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""
         group = self.member.group(self.monitor.blame)
-        return Checkpoints(self.mesh, self.rank, group, self.monitor.blame)
+        mesh, blame = self.body.mesh, self.monitor.blame
+        return Checkpoints(
+            mesh, self.i, group, blame, self.rank, lambda name: self._copies[self.homes[name][0]], self.program.mesh
+        )
 
     def timed(self, act: Callable[[], object]) -> Any:
-        raise error("SC510", "there is no timeline of a program without a pipeline", hint="profile it with torch")
+        if not self.program.axis:
+            raise error("SC510", "there is no timeline of a program without a pipeline", hint="profile it with torch")
+        self._clock = clock = start_clock(self.device)
+        try:
+            act()
+        finally:
+            self._clock = None
+        return gather_timeline(self.program, clock.spans())
 
     def close(self, failure: BaseException | None = None) -> None:
         self.monitor.close(failure)
         self.member.leave()
+
+
+def _graphs_of(program: StagedProgram, c: int) -> list[Graph]:
+    """All that a coordinate's ranks run."""
+    found: dict[int, Graph] = {}
+    for instruction in program.lists.ranks[c]:
+        found |= {id(graph): graph for graph in graphs_of(program, c, instruction)}
+    return list(found.values())
+
+
+def _all_graphs(program: StagedProgram) -> list[Graph]:
+    return [graph for c in range(len(program.lists.ranks)) for graph in _graphs_of(program, c)]
+
+
+def _homes(program: StagedProgram) -> dict[str, list[int]]:
+    """By parameter, buffer and state: the coordinates that hold it, where it is read. What is not read is kept too."""
+    found: dict[str, list[int]] = {port.name: [] for port in program.body.inputs if port.role in KEPT}
+    for c in range(len(program.lists.ranks)):
+        for name in {port.name for graph in _graphs_of(program, c) for port in graph.inputs if port.role in KEPT}:
+            found[name].append(c)
+    return {name: homes or [0] for name, homes in found.items()}

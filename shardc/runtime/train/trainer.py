@@ -23,11 +23,12 @@ from torch import nn
 
 from shardc.ir.diagnostic import ShardcError, error, suggest
 from shardc.ir.graph import Graph, Port, type_of
-from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.streams import step_key
+from shardc.ir.program import PlanRecord
 from shardc.ir.types import TensorType
 from shardc.ir.version import VERSION
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
 from shardc.runtime.checkpoint.planners import Held
@@ -36,7 +37,7 @@ from shardc.runtime.execute.batch import Sample, batch_inputs
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import missing, supplied
-from shardc.runtime.train.engine import Engine, Engines, OneBody
+from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.loop import Metrics, Run, train
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
@@ -49,9 +50,7 @@ class Launchable(Protocol):
     """What of a program a trainer needs."""
 
     @property
-    def body(self) -> Graph: ...
-    @property
-    def mesh(self) -> Mesh: ...
+    def staged(self) -> StagedProgram: ...
 
 
 class Trainer:
@@ -337,21 +336,21 @@ def launch(
     timeout: float = 600.0,
     device: str | None = None,
     check_every: int = EVERY,
-    engines: Engines | None = None,
 ) -> Trainer:
     """The trainer of a program: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
     Values come from `state` (a mapping, or a path of safetensors), then from the program's model unless it is on meta,
     then from `init(name, shape, dtype)`, which is called one tensor at a time and must give the same on every rank. A
     rank that is dead or stuck is an error that names it, at most `timeout` seconds later. `seed` is that of random ops,
-    by default the plan's. `engines` run the steps of a program that is more than its body.
+    by default the plan's.
 
     The ranks of a job must run the same: versions, plan, program and seed are compared first (SC541; SC543 where a rank
     does not come), then the values that they start from, and what they share of parameters, state, inputs and rates
     before the first 3 steps and every `check_every`-th (SC542; 0 leaves the steps out).
     """
-    engines = engines or OneBody(program.body)
-    seed = int(getattr(program, "plan", {}).get("seed", 0)) if seed is None else seed
+    engines = Engines(program.staged)
+    plan: PlanRecord = getattr(program, "plan", PlanRecord())
+    seed = plan.get("seed", 0) if seed is None else seed
     start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
     rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
     model: nn.Module | None = getattr(program, "model", None)
@@ -360,20 +359,15 @@ def launch(
         own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         sources.append(source_of(dict(own)))
     sources += [source_of(getattr(program, "constants", {})), source_of(start())]
-    sample: Sample | None = getattr(program, "plan", {}).get("batch")
     reference: Graph | None = getattr(program, "reference", None)
     check = None if reference is None else IndexCheck(reference)
-    raises = getattr(program, "plan", {}).get("nonfinite") == "raise"
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if in_job:
-        plan: Mapping[str, Any] = getattr(program, "plan", {})
-        engine = engines.job(timeout, device, _facts(plan, rates(), seed, check_every))
-    else:
-        engine = engines.simulation()
+    engine = engines.job(timeout, device, _facts(plan, rates(), seed, check_every)) if in_job else engines.simulation()
     try:
         return Trainer(
-            engines.body, engine, sources, init, seed, rates, sample, check, raises, unchanged, check_every,
+            program.staged.body, engine, sources, init, seed, rates, plan.get("batch"), check,
+            plan.get("nonfinite") == "raise", unchanged, check_every,
             getattr(program, "optimizer", None), model is not None and any(p.is_meta for p in model.parameters()),
         )  # fmt: skip
     except BaseException as failure:
@@ -381,7 +375,7 @@ def launch(
         raise
 
 
-def _facts(plan: Mapping[str, Any], rates: Tensors, seed: int, check_every: int) -> dict[str, str]:
+def _facts(plan: PlanRecord, rates: Tensors, seed: int, check_every: int) -> dict[str, str]:
     """What the ranks of a job must have in common, beside the program itself."""
     wanted = {key: value for key, value in plan.items() if key not in ("text", "rates")}
     return {

@@ -1,4 +1,4 @@
-"""Executes one rank's body, microbatch by microbatch: what a process of a job runs every step.
+"""A rank's body as prepared code, which runs microbatch by microbatch: what `RunBody` does every step.
 
 The first microbatch initializes the sums, and later ones add to them in place. Calls that depend on the sums run once a
 step. `prepared_code` prepares the calls.
@@ -19,7 +19,7 @@ from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.prepared_code import CodeLine, Routine
 
 
-class BodyExecutor:
+class BodyCode:
     """Runs a localized body as the rank of `context`. Inputs and outputs are this rank's shards, and never lie in the
     arena."""
 
@@ -46,29 +46,40 @@ class BodyExecutor:
         feeds: Sequence[Mapping[str, torch.Tensor]],
         monitor: Monitor | None = None,
     ) -> dict[Port, torch.Tensor]:
-        """Run one step on the held tensors and each microbatch's feed, both by the names of inputs.
-
-        New parameters and state overwrite the held ones after their last read (`ir.in_place`). Model outputs of single
-        microbatches are returned stacked. Raises ShardcError naming the rank to blame when a collective fails.
-        """
-        listing, env, run = self.listing, self.routine.empty.copy(), self.routine.run
-        stacks: dict[int, list[torch.Tensor]] = {i: [] for i in listing.stacked}
+        """Run one step by itself, without a list."""
         if self.arena is not None:
             self.arena.enter()
         with running(self.context):
-            for k, feed in enumerate(feeds):
-                buffer_values = [(into, env[slot]) for slot, into in listing.buffer_slots] if k else []
-                for port, slot in zip(self.body.inputs, listing.inputs, strict=True):
-                    if port.name in feed:
-                        env[slot] = feed[port.name]
-                    elif not k:
-                        env[slot] = held[port.name]
-                for into, value in buffer_values:
-                    env[into] = value
-                run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor)
-                for i, stack in stacks.items():
-                    stack.append(env[listing.outputs[i]])
-            run(self._once_per_step, env, monitor)
+            return self.step(held, feeds, monitor)
+
+    def step(
+        self,
+        held: Mapping[str, torch.Tensor],
+        feeds: Sequence[Mapping[str, torch.Tensor]],
+        monitor: Monitor | None = None,
+        base: int = 0,
+    ) -> dict[Port, torch.Tensor]:
+        """One step on the held tensors and each microbatch's feed, both by the names of inputs.
+
+        New parameters and state overwrite the held ones after their last read (`ir.in_place`). Model outputs of single
+        microbatches are returned stacked. `base` is the monitor's counter of the first call. Raises ShardcError naming
+        the rank to blame when a collective fails.
+        """
+        listing, env, run = self.listing, self.routine.empty.copy(), self.routine.run
+        stacks: dict[int, list[torch.Tensor]] = {i: [] for i in listing.stacked}
+        for k, feed in enumerate(feeds):
+            buffer_values = [(into, env[slot]) for slot, into in listing.buffer_slots] if k else []
+            for port, slot in zip(self.body.inputs, listing.inputs, strict=True):
+                if port.name in feed:
+                    env[slot] = feed[port.name]
+                elif not k:
+                    env[slot] = held[port.name]
+            for into, value in buffer_values:
+                env[into] = value
+            run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor, base)
+            for i, stack in stacks.items():
+                stack.append(env[listing.outputs[i]])
+        run(self._once_per_step, env, monitor, base)
         for i, stack in stacks.items():
             env[listing.outputs[i]] = torch.stack(stack)
         return {port: env[slot] for port, slot in zip(self.body.outputs, listing.outputs, strict=True)}

@@ -1,5 +1,6 @@
-"""Executes a rank's instruction list as prepared code: what a process of a pipelined job runs every step.
+"""Executes a rank's instruction list as prepared code: what a process of a job runs every step.
 
+    RunBody 0         runs the body, microbatch by microbatch (`body_code`): the whole list of a rank without a pipeline
     Forward 2 #5      runs the graph of stage 2's forward on microbatch 5's values, its feed, and the held tensors
     Send, Recv        run beside compute (`transfers`)
     ReduceGrads       for a sum of one stage: runs the stage's graph over the other axes; for a sum of several stages:
@@ -8,8 +9,8 @@
     Optimizer         runs norm, its total over the pipeline, and update, in place
     Free              frees values; those whose last reader is the preceding work are freed one by one while it runs
 
-Each graph is prepared once (`runtime.execute.prepared_code`). Its collectives begin early and are waited for late, as
-in a program without a pipeline. Each gradient is added to its sum in place, as soon as backward has made it.
+Each graph is prepared once (`runtime.execute.prepared_code`). Its collectives begin early and are waited for late. Each
+gradient is added to its sum in place, as soon as backward has made it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardc.ir.graph import Port, type_of
+from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.ops.context import RankContext, running
 from shardc.partition.program_counter import STRIDE, graphs_of
 from shardc.partition.stage_arena import arena_plans
-from shardc.partition.staged_program import Pipelined
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.peer_groups import PeerGroups
@@ -42,6 +44,7 @@ from shardc.schedule.instructions import (
     Instruction,
     Optimizer,
     ReduceGrads,
+    RunBody,
     Send,
     instruction_text,
 )
@@ -49,18 +52,18 @@ from shardc.schedule.lists import split_batches
 from shardc.schedule.pipeline import StagePart, ValueKey
 
 Act = Callable[[StepState], None]
-RunEpilogue = Callable[[StepState, Optimizer, int], Outputs]
 
 
-class PipelineExecutor:
+class Executor:
     """Runs the list of coordinate `c` as the rank of `context`, a mesh of the other axes. Tensors are its shards."""
 
-    def __init__(self, program: Pipelined, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
+    def __init__(self, program: StagedProgram, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
         self.program, self.c, self.context, self.rank, self.peers = program, c, context, rank, peers
         self.transfers = Transfers(peers.whole_group, peers.device, peers.limit)
         self.arena = Arena(arena_plans(program, c), peers.device)
-        self.epilogue = EpilogueCode(program.epilogues[c], context, rank, peers, self.arena)
-        self._run_epilogue: RunEpilogue = self.epilogue.run
+        self.body: BodyCode | None = None
+        self.epilogue: EpilogueCode | None = None
+        self._probe: Graph | None = None
         self._parts: dict[int, _PartCode] = {}
         self._gathers: dict[int, GraphCode] = {}
         self._reduces: dict[str, list[GraphCode]] = {}  # by sum
@@ -77,15 +80,15 @@ class PipelineExecutor:
         feeds: Sequence[Feed],
         monitor: Monitor | None = None,
         clock: Clock | None = None,
-        run_epilogue: RunEpilogue | None = None,
+        probe: Graph | None = None,
     ) -> Outputs:
         """Run one step. Returns the outputs that this rank has, and always the loss and the model's outputs.
 
-        If `run_epilogue` is given, it replaces the optimizer and its result is returned. Raises ShardcError naming the
-        rank to blame when communication fails.
+        If `probe` is given, it runs instead of the body or the epilogue and its outputs are returned: nothing is
+        updated. Raises ShardcError naming the rank to blame when communication fails.
         """
         state = StepState(held, feeds, monitor, clock)
-        self._run_epilogue, self._outputs, self._sums = run_epilogue or self.epilogue.run, {}, state.sums
+        self._probe, self._outputs, self._sums = probe, {}, state.sums
         self._pending_reductions.clear()
         self.transfers.drop()
         self.transfers.monitor, self.transfers.clock = monitor, clock
@@ -94,7 +97,7 @@ class PipelineExecutor:
             for act in self._acts:
                 act(state)
             self.transfers.drain()
-            if run_epilogue is None:
+            if probe is None:
                 self._broadcast_outputs(monitor)
                 self._outputs |= {
                     port: _step_output(port, by_microbatch) for port, by_microbatch in state.outputs.items()
@@ -123,9 +126,15 @@ class PipelineExecutor:
                 acts.append(self._gather(i, counter))
             elif isinstance(i, Free):
                 acts.append(partial(_free, [(name, i.microbatch) for name in i.values], counter))
+            elif isinstance(i, RunBody):
+                (graph,) = graphs_of(self.program, self.c, i)
+                self.body = BodyCode(graph, *where)
+                acts.append(partial(self._run_body, self.body, counter))
             else:
                 assert isinstance(i, Optimizer), i
-                acts.append(partial(self._optimize, i, counter))
+                epilogue = self.program.epilogues[self.c]
+                self.epilogue = EpilogueCode(epilogue, self.context, self.rank, self.peers, self.arena)
+                acts.append(partial(self._optimize, self.epilogue, i, counter))
             index += len(batch)
         return acts
 
@@ -225,12 +234,25 @@ class PipelineExecutor:
 
             blame_failures(begin, state.monitor, counter)
 
-    def _optimize(self, i: Optimizer, counter: int, state: StepState) -> None:
+    def _run_body(self, body: BodyCode, counter: int, state: StepState) -> None:
+        if self._probe is not None:
+            body = BodyCode(self._probe, self.context, self.rank, self.peers.device)
+        self._outputs = body.step(state.held, state.feeds, state.monitor, counter + 1)
+
+    def _optimize(self, epilogue: EpilogueCode, i: Optimizer, counter: int, state: StepState) -> None:
         for reduction_counter, work in self._pending_reductions.items():
             blame_failures(work.wait, state.monitor, reduction_counter)
             state.end(reduction_counter)
         self._pending_reductions.clear()
-        self._outputs = self._run_epilogue(state, i, counter)
+        if self._probe is None:
+            self._outputs = epilogue.run(state, i, counter)
+            return
+        code = GraphCode(self._probe, self.context, self.rank, self.peers.device)
+        env = code.environment(state, -1)
+        for slot, name in code.sums:
+            env[slot] = state.sums[name]
+        code.run(env, state, counter + 1, ", to see what is not finite")
+        self._outputs = {port: env[slot] for port, slot in code.outputs}
 
     def _broadcast_outputs(self, monitor: Monitor | None) -> None:
         """Broadcast the outputs that only some stages make and all ranks must return."""
@@ -250,7 +272,7 @@ class _PartCode:
     def __init__(
         self,
         code: GraphCode,
-        program: Pipelined,
+        program: StagedProgram,
         part: StagePart,
         add: Callable[[str, torch.Tensor], None],
     ) -> None:
@@ -313,19 +335,19 @@ def _freed_at(instructions: Sequence[Instruction], index: int) -> frozenset[Valu
     return frozenset(freed)
 
 
-def _value_specs(program: Pipelined) -> dict[str, TensorSpec]:
+def _value_specs(program: StagedProgram) -> dict[str, TensorSpec]:
     """The local shape and dtype of every value that passes between parts."""
     mesh = program.body.mesh
     specs: dict[str, TensorSpec] = {}
     for stage in program.stages:
-        for graph in (stage.forward, stage.dgrad, stage.wgrad):
+        for graph in stage.parts.values():
             for port, value in zip(graph.outputs, graph.output_values, strict=True):
                 if port.role == "value":
                     specs[port.name] = TensorSpec(type_of(value).local_shape(mesh), type_of(value).dtype)
     return specs
 
 
-def _output_broadcasts(program: Pipelined) -> list[tuple[Port, int, TensorSpec]]:
+def _output_broadcasts(program: StagedProgram) -> list[tuple[Port, int, TensorSpec]]:
     """Outputs that only some coordinates make and all ranks must return: port, source coordinate, shape and dtype."""
     mesh, broadcasts = program.body.mesh, list[tuple[Port, int, TensorSpec]]()
     for port, value in zip(program.body.outputs, program.body.output_values, strict=True):
