@@ -17,7 +17,7 @@ from shardc.ir.call_slots import SlottedCalls, slotted_calls
 from shardc.ir.graph import Graph, Port, info
 from shardc.ir.in_flight import buffers_of
 from shardc.ir.liveness import Life, lives
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import calls_as_run, in_microbatch
 from shardc.ir.overlap_schedule import Action, Times, schedule_of, times_of
 from shardc.ir.storages import Storage, storages, unread_bytes
 
@@ -45,7 +45,7 @@ def account_of(graph: Graph, *, overlap: bool) -> Account:
     """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made."""
     inside, of = in_microbatch(graph), with_buckets(graph, storages(graph))
     if not overlap:
-        calls = sorted(graph.calls(), key=lambda node: node not in inside)  # as they run
+        calls = calls_as_run(graph)
         order = tuple(range(len(calls)))
         held, made = lives(graph, calls, inside, of)
         return Account(calls, of, Times(tuple(Action("run", at) for at in order), order, order, order), held, made, {})

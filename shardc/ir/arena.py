@@ -29,7 +29,7 @@ from shardc.ir.buckets import layout_of, pieces, with_buckets
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import INTO, writes
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import calls_as_run
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages, yields
@@ -70,8 +70,7 @@ class Plan:
 
 def planned(body: Graph, most: int | None = None) -> Plan:
     """The plan of a localized body, of `most` bytes if it is to share an arena."""
-    inside = in_microbatch(body)
-    calls = sorted(body.calls(), key=lambda node: node not in inside)
+    calls = calls_as_run(body)
     of = with_buckets(body, storages(body))
     candidates = _candidates(body, calls, of)
     if not candidates:

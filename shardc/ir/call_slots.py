@@ -15,7 +15,7 @@ from typing import cast
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import calls_as_run, in_microbatch
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
     for node in placeholders:
         slots[node] = len(slots)
     inside = in_microbatch(graph)
-    nodes = sorted(graph.calls(), key=lambda node: node not in inside)
+    nodes = calls_as_run(graph)
     yields = [_yields(node) for node in nodes]
     for results in yields:
         for value, _ in results:

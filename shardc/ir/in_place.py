@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, producer, results, type_of
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import calls_as_run, in_microbatch
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages
 
@@ -68,7 +68,7 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
         return []
     of = storages(body) if of is None else of
     inside = in_microbatch(body)
-    calls = sorted(body.calls(), key=lambda node: node not in inside)
+    calls = calls_as_run(body)
     at = {node: i for i, node in enumerate(calls)}
     last = _last_reads(calls, at, of)
     twins = body.input_nodes()
