@@ -500,11 +500,6 @@ def record_in_place(fn: Callable[..., Any], inputs: Sequence[Tensor], mode: Fake
     return gm
 
 
-def each_tensor(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Change every parameter and buffer of a module in place, as `.to` does; ties stay."""
-    return module._apply(change)  # pyright: ignore[reportPrivateUsage]
-
-
 def count_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers that the optimizer stepped: its step ran in a graph, and they warn of an order that is right."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

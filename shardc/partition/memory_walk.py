@@ -3,14 +3,12 @@
     14  Forward 0 #3    what is stored, sums so far, values of microbatches 0..3 that no Free has named yet,
                         and on top of them what the forward's own calls hold
 
-Ranks store what their stages read (parameters and buffers, the optimizer's state of these, the inputs of the batch that
-come there) and get the rest as the list says: a value from the part that makes it, its Recv or its Gather, to its Free;
-a gradient from the first term of its sum to its last use in the update. What was sent stays until the send is waited
-for. Values that share memory count once. What is
-freed right after a piece of work goes inside it, with its last use there, and a term of a sum as soon as it is added.
-
-A value is an activation where a backward of the same ranks reads it, communication if it only comes or goes, or
-is gathered, else temporary.
+Ranks store what their stages read (parameters, buffers, their optimizer states, inputs of the batch) and get the rest
+as the list says: a value from the part that makes it, its Recv or its Gather, to its Free; a gradient from the first
+term of its sum to its last use in the update. What was sent stays until the send is waited for. Values that share
+memory count once. What is freed right after a piece of work goes inside it, and a term of a sum as soon as it is added.
+A value is an activation where a backward of the same ranks reads it, communication if it only comes or goes, or is
+gathered, else temporary.
 """
 
 from __future__ import annotations
@@ -390,11 +388,11 @@ class Ranks:
             for port, node in zip(graph.inputs, graph.placeholders, strict=True):
                 if port.role not in ("value", "sum"):
                     times = self.program.lists.microbatches if port.role in GIVEN else 1
-                    size = type_of(node).local_bytes(self.mesh) * times
-                    found[port.name] = _described(node, STORED.get(port.role, "inputs"), size)
+                    category, size = STORED.get(port.role, "inputs"), type_of(node).local_bytes(self.mesh) * times
+                    found[port.name] = _described(node, category, size)
         held = nothing()
-        for one in found.values():
-            held[one.category] += one.bytes
+        for value in found.values():
+            held[value.category] += value.bytes
         return held, list(found.values())
 
 

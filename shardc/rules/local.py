@@ -85,9 +85,3 @@ def axis_strides(type: TensorType, atom: int, scale: int, call: LocalCall) -> di
         size = -(-size // call.graph.mesh.size(axis))
         strides[axis] = size * scale
     return strides
-
-
-def atom_strides(type: TensorType) -> list[int]:
-    """Strides, in elements, of each flat atom of a contiguous global tensor."""
-    sizes = [a.size for a in type.atoms]
-    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]

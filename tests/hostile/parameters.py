@@ -1,4 +1,7 @@
-"""Parameters of odd kinds: of other dtypes and strides, in lists, parametrized, tied, made late, or shared outside."""
+"""Parameters of odd kinds: of other dtypes and strides, in lists, parametrized, tied, made late, or shared outside.
+
+Over 400 lines: a module each.
+"""
 
 from __future__ import annotations
 

@@ -247,14 +247,14 @@ def test_in_the_body(name: str) -> None:
 def test_inputs_that_a_run_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier's own inputs are compared before and after."""
     program = sound()
-    run = verifier.Body.run
+    run = verifier._Ranks.run  # pyright: ignore[reportPrivateUsage]
 
     def writes(self: Any, inputs: dict[str, Tensor], *args: Any) -> Any:
         outputs = run(self, inputs, *args)
         inputs["x"].add_(1)
         return outputs
 
-    monkeypatch.setattr(verifier.Body, "run", writes)
+    monkeypatch.setattr(verifier._Ranks, "run", writes)  # pyright: ignore[reportPrivateUsage]
     report = replace(program, sample=program.sample.clone()).verify()
     assert not report.ok
     assert {row.name for row in report.rows if row.role == "input"} == {"x"}

@@ -57,11 +57,6 @@ class Localize(Pass):
         return graph
 
 
-def localize_call(graph: Graph, node: fx.Node) -> None:
-    """Make one call local in place; its operands' padding is taken to hold anything."""
-    _Walk(graph).visit(node)
-
-
 @dataclass
 class _Walk:
     graph: Graph

@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
-from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.reshard_steps import Step, plan
 
@@ -73,10 +72,3 @@ def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[o
 def transposition(k: int) -> list[int]:
     """For a group of k x k: position (i, j) receives from (j, i)."""
     return [j * k + i for i in range(k) for j in range(k)]
-
-
-def moved_type(node: fx.Node) -> TensorType:
-    """The type of a collective's operand."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return type_of(source)

@@ -35,7 +35,6 @@ from shardc.runtime.execute.overlap import begin
 
 Single = int  # the slot of a call's only result
 Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
-ArgumentBuilder = Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]
 NOTHING: dict[str, Any] = {}
 CodeLine = tuple[int, Callable[..., Any], Any, Single | Many, tuple[int, ...]]
 
