@@ -24,6 +24,7 @@ import torch.distributed.checkpoint
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.partition.staged_program import one_stage
 from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import mlp, mlp_inputs
 from tests.saving.disk_faults import Disk, Fault
@@ -34,7 +35,7 @@ BODY = mlp(mesh=Mesh(dp=1, tp=2))
 
 
 def launched(timeout: float = LIMIT) -> Trainer:
-    return launch(SimpleNamespace(body=BODY, mesh=BODY.mesh, constants=mlp_inputs()), timeout=timeout)
+    return launch(SimpleNamespace(staged=one_stage(BODY), model=None, constants=mlp_inputs()), timeout=timeout)
 
 
 def stepped(trainer: Trainer) -> None:
