@@ -573,6 +573,11 @@ def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 # ------------------------------------------------------------------ errors
+def is_default_generator(generator: torch.Generator) -> bool:
+    """Is it torch's own of the CPU? Dispatch hands on another Python object of the same generator."""
+    return generator._cdata == torch.default_generator._cdata  # type: ignore[attr-defined]
+
+
 def is_control_flow(error: BaseException) -> bool:
     """Did the model call cond, while_loop, scan or map? torch captures their functions with its compiler, and cannot
     while it traces for us."""

@@ -165,6 +165,7 @@ STAGES: Mapping[str, tuple[Callable[[Content], Any], str]] = {
         "SC410",
     ),
     "a sum of one half of backward": (lambda p: p["stages"][0]["wgrad"]["outputs"][0].update(name="other"), "SC410"),
+    "an axis of no name": (lambda p: p.update(axis=""), "SC402"),
     "work beyond the lists": (lambda p: p["lists"].update(microbatches=60000), "SC410"),
     "no part for a stage": (lambda p: p["stages"][0].pop("dgrad"), "SC402"),
 }

@@ -16,6 +16,7 @@ New values of what is stored (casts and updates of parameters, new optimizer sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,7 +26,7 @@ from torch import fx
 from shardc.ir.account import Account, account_of
 from shardc.ir.arena import Plan, planned
 from shardc.ir.collectives import human_bytes
-from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer, type_of
+from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer
 from shardc.ir.liveness import Life
 from shardc.ir.overlap_schedule import Action
 from shardc.ir.storages import Storage
@@ -288,9 +289,12 @@ class _Agenda:
 
 
 def live_value(storage: Storage, category: Category) -> LiveValue:
+    """Of results that nobody reads, which are counted as one, the call's name and its largest result's type."""
     about = info(storage.value)
     call = info(producer(storage.value)[0])
-    return LiveValue(about.name, category, type_of(storage.value), call.fqn, call.source, storage.bytes)
+    types = [about.type] if about.type is not None else [type for type in about.results if type is not None]
+    shown = max(types, key=lambda type: math.prod(type.shape) * type.dtype.itemsize)
+    return LiveValue(about.name, category, shown, call.fqn, call.source, storage.bytes)
 
 
 def moment_of(account: Account, moment: int) -> Moment:

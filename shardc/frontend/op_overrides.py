@@ -58,7 +58,7 @@ def _refused_seed(*_: Any, **__: Any) -> Any:
 
 def _refuse_generator(generator: Any) -> None:
     """Raise ShardcError (SC111) for a draw from another generator than torch's own."""
-    if generator is not None and generator is not torch.default_generator:
+    if generator is not None and not torch_compat.is_default_generator(generator):
         message = "forward draws from a generator of its own: a program would draw other numbers, anew in every step"
         raise error("SC111", message, hint="leave out generator=; " + SEEDED)
 

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -160,15 +160,27 @@ ALIKE = (
 )
 
 
+def _alike_operands(name: str, node: fx.Node) -> Sequence[fx.Node]:
+    """The operands that have to be of one dtype: not attention's mask, nor the one value that a mask is filled with."""
+    if name == "shardc::sdpa":
+        return [operand for operand in node.args[:3] if isinstance(operand, fx.Node)]
+    if name == "aten::index_put":
+        value, places = node.args[2], cast("list[fx.Node | None]", node.args[1])
+        masks = all(place is not None and place.meta["val"].dtype == torch.bool for place in places)
+        if masks and isinstance(value, fx.Node) and value.meta["val"].numel() == 1:
+            return []
+    return node.all_input_nodes
+
+
 def refuse_mixed(graph: fx.Graph, cast: bool) -> None:
     """ShardcError (SC104) for a product of two dtypes, which would fail as late as when it is run. `cast` says that a
     plan's precision has chosen dtypes; eager PyTorch normalizes halves by weights of float32, where nothing is cast."""
     for node in graph.nodes:
         if node.op != "call_function" or getattr(node.target, "_schema", None) is None:
             continue
-        found = {n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)}
-        found = {dtype for dtype in found if dtype.is_floating_point}
         name = node.target.name().partition(".")[0]
+        tensors = [n for n in _alike_operands(name, node) if isinstance(n.meta["val"], Tensor)]
+        found = {dtype for n in tensors if (dtype := n.meta["val"].dtype).is_floating_point}
         halves = name in NORMS and not cast and node.args[0].meta["val"].dtype in HALF
         if name in ALIKE and len(found) > 1 and not halves:
             raise error(

@@ -85,8 +85,13 @@ class ProgramMemory:
 
     @property
     def timeline(self) -> tuple[int, ...]:
-        """Bytes beyond what is stored: while each instruction runs, of a pipeline; else while each call does."""
+        """Bytes beyond what is stored: while each instruction runs, of a pipeline; else at each action of a rank's
+        code, which begins a collective and waits for it apart."""
         return self.fullest.report.timeline
+
+    def table(self) -> list[str]:
+        """The bytes of each category, in lines."""
+        return self.fullest.report.table()
 
     def top(self, count: int = 10) -> tuple[LiveValue, ...]:
         """The largest values at the peak."""

@@ -28,11 +28,12 @@ from shardc.cost.memory import (
     Moment,
     Walk,
     category_of,
+    live_value,
     moment_of,
     nothing,
 )
 from shardc.ir.account import Account, account_of
-from shardc.ir.graph import Graph, Port, info, operands, producer, type_of
+from shardc.ir.graph import Graph, Port, info, operands, type_of
 from shardc.ir.liveness import Life
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.storages import Storage
@@ -158,7 +159,7 @@ class Ranks:
         if isinstance(i, COMPUTE):
             self._compute(at, i)
         elif isinstance(i, Recv):
-            arrived = Held(_described(self._named[i.value], self._category(i.value), i.bytes))
+            arrived = Held(live_value(Storage(self._named[i.value], i.bytes), self._category(i.value)))
             self.values[i.value, i.microbatch] = {i.value: self._take(arrived)}
         elif isinstance(i, Gather):
             for name, graph in zip(i.values, graphs_of(self.program, self.c, i), strict=True):
@@ -251,7 +252,7 @@ class Ranks:
                     found[port] = given.get(body.read.get(home.value, ""))
                     continue
                 if home not in fresh:
-                    fresh[home] = Held(_described(home.value, self._returned(port), home.bytes))
+                    fresh[home] = Held(live_value(home, self._returned(port)))
                 found[port] = fresh[home]
         return found
 
@@ -309,7 +310,7 @@ class Ranks:
                 self.at_peak[category] += size
             for index in run.walk.there(run.made):
                 storage = run.made[index].storage
-                self.live.append(_described(storage.value, run.categories[index], storage.bytes))
+                self.live.append(live_value(storage, run.categories[index]))
 
     def _take(self, held: Held | None) -> Held | None:
         if held is not None:
@@ -329,7 +330,9 @@ class Ranks:
     def _begin_sum(self, name: str) -> None:
         if name not in self.sums:
             node = self._named[name]
-            self.sums[name] = self._take(Held(_described(node, "gradients", type_of(node).local_bytes(self.mesh))))
+            self.sums[name] = self._take(
+                Held(live_value(Storage(node, type_of(node).local_bytes(self.mesh)), "gradients"))
+            )
 
     # ------------------------------------------------------------------ what is what
     def _body(self, graph: Graph) -> Body:
@@ -389,13 +392,8 @@ class Ranks:
                 if port.role not in ("value", "sum"):
                     times = self.program.lists.microbatches if port.role in GIVEN else 1
                     category, size = STORED.get(port.role, "inputs"), type_of(node).local_bytes(self.mesh) * times
-                    found[port.name] = _described(node, category, size)
+                    found[port.name] = live_value(Storage(node, size), category)
         held = nothing()
         for value in found.values():
             held[value.category] += value.bytes
         return held, list(found.values())
-
-
-def _described(value: fx.Node, category: Category, size: int) -> LiveValue:
-    call = info(producer(value)[0])
-    return LiveValue(info(value).name, category, type_of(value), call.fqn, call.source, size)

@@ -156,6 +156,8 @@ class StagedProgram:
     def from_plain(cls, data: Mapping[str, Any]) -> StagedProgram:
         """Raises ShardcError, ValueError, KeyError or AssertionError for what `to_plain` does not write."""
         fields_known(data, SAVED)
+        if data["axis"] not in mesh_from_plain(data["mesh"]).names:
+            raise ValueError(f"a pipeline over {data['axis']!r}, which is no axis of its mesh")
         return cls(
             graph_from_plain(data["body"]),
             RankLists.from_plain(data["lists"]),

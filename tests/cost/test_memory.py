@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardc
 from shardc.cost.memory import CATEGORIES, memory
@@ -200,6 +200,35 @@ def test_the_table_and_the_largest() -> None:
     saved = next(one for one in report.live if one.category == "activations" and one.fqn == "transformer.h.0.mlp.act")
     assert saved.source.startswith("transformers/activations.py:")
     assert len(report.listing(3).splitlines()) == 4
+
+
+class Ranked(nn.Module):
+    """Of sort and of median one result is read; the other, made at the peak, is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = h * h.detach().sort(-1).values * h.detach().median(-1, keepdim=True).values
+        return self.b(h).square().mean()
+
+
+PLANS_OF_RANKED: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "budget": {"recompute": {"mode": "budget", "budget": "1KiB"}},
+    "pipeline": {"pipeline": {"microbatches": 2}, "mesh": "pp=2"},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS_OF_RANKED)
+def test_results_that_nobody_reads_are_named(plan: str) -> None:
+    program = shardc.compile(Ranked(), torch.randn(512, 64), plan={"mesh": "dp=1", **PLANS_OF_RANKED[plan]})
+    report = program.memory()
+    assert report.peak > report.stored
+    assert report.table()[-1].startswith("total")
+    assert str(report)
 
 
 def test_linear_time() -> None:

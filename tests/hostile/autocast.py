@@ -246,3 +246,19 @@ class AttentionOfHalves(Single):
         with torch.autocast("cpu", torch.bfloat16):
             mixed = functional.scaled_dot_product_attention(rows, rows, rows)
         return marked(mixed.reshape(h.shape))
+
+
+@case(**HALF)
+class AttentionOfHalvesUnderAMaskOfSingles(Single):
+    def between(self, h: Tensor) -> Tensor:
+        rows = self.c(h.float()).view(-1, 1, 3, 2).bfloat16()
+        mask = torch.tensor([[0.0, -1.0, -9.0]], dtype=torch.float32)
+        return marked(functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask).reshape(h.shape))
+
+
+@case()
+class FilledWithAnotherDtype(Net):
+    def between(self, h: Tensor) -> Tensor:
+        h = h.clone()
+        h[h < 0] = torch.tensor(0.25, dtype=torch.float32)
+        return h

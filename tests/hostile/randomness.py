@@ -350,3 +350,9 @@ class AGeneratorInAClosure(Net):
 
     def between(self, h: Tensor) -> Tensor:
         return h * self.scale()
+
+
+@case(random=True)
+class FromTorchsOwnGenerator(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return h + torch.empty_like(h).uniform_(generator=torch.default_generator)

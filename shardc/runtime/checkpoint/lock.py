@@ -73,7 +73,7 @@ class FolderLock:
         try:
             self._draft.write_text(json.dumps(about), encoding="utf-8")
             os.link(self._draft, self._file)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):  # the latter: another process has tidied the draft away
             return False
         finally:
             with suppress(OSError):

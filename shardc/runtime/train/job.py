@@ -29,6 +29,7 @@ from shardc.runtime.execute.step_epilogue import blame_failures
 from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_session import Member, Shards
 from shardc.runtime.train.replicas import Peers
+from shardc.schedule.instructions import Optimizer, RunBody
 from shardc.schedule.prove import prove
 
 KEPT = ("param", "buffer", "state")
@@ -91,7 +92,8 @@ class Job:
     def nonfinite(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
         """Of all ranks, each of which looks at its own stages' gradients."""
         params = [port.name for port in self.body.inputs if port.role == "param"]
-        graph, *_ = graphs_of(self.program, self.c, self.program.lists.ranks[self.c][-1])
+        last = next(i for i in reversed(self.program.lists.ranks[self.c]) if isinstance(i, (Optimizer, RunBody)))
+        graph, *_ = graphs_of(self.program, self.c, last)
         found = self.executor.run(held, self._parts(fed), self.monitor, probe=probe(graph, params))
         wrong = {port.name for port, value in found.items() if not value.isfinite().all()}
         flags = torch.tensor([name in wrong for name in params], dtype=torch.int32, device=self.device)

@@ -195,7 +195,7 @@ def train(
                 if line is not None:
                     line.show(metrics)
                 yield metrics
-                if trainer.steps == begun + skipped + 1:
+                if trainer.leads and trainer.steps == begun + skipped + 1:
                     _warn_of_nothing(trainer, scheduler)
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
