@@ -256,18 +256,26 @@ def like_ops(name: str) -> list[OpOverload]:
     return [getattr(packet, overload) for overload in ("default", "generator") if overload in packet.overloads()]
 
 
+class _Unseeded:
+    """Torch's own generator, but for its seed."""
+
+    def __init__(self, instead: Callable[..., Any]) -> None:
+        self.manual_seed = self.seed = self.initial_seed = instead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+
 @contextmanager
 def seeding(instead: Callable[..., Any]) -> Generator[None]:
-    """Put `instead` in the place of torch's functions that set or read the seed of its generator."""
-    names = ("manual_seed", "seed", "initial_seed")
-    originals = {(module, name): getattr(module, name) for module in (torch, torch.random) for name in names}
-    for module, name in originals:
-        setattr(module, name, instead)
+    """Call `instead` where torch's functions set or read the seed of its generator. What these functions work on is
+    replaced, and not they: dynamo, which an op of forward may be the first to import, makes a table of torch's."""
+    original = torch.random.default_generator
+    torch.random.default_generator = _Unseeded(instead)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for (module, name), original in originals.items():
-            setattr(module, name, original)
+        torch.random.default_generator = original
 
 
 # ------------------------------------------------------------------ dispatcher
