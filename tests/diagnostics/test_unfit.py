@@ -327,3 +327,15 @@ def test_a_mesh_of_too_many_digits() -> None:
 def test_a_path_with_a_nul_byte() -> None:
     with pytest.raises(ShardcError, match=r"SC208(.|\n)*cannot read the plan(.|\n)*null byte"):
         shardc.Plan.load("a\0b")
+
+
+def test_torchs_functions_stay_where_they_are_while_forward_runs() -> None:
+    """What is imported then may make tables of them, as dynamo does for `torch.cond`."""
+    kept = torch.manual_seed, torch.initial_seed, torch.random.seed
+
+    class Looks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            assert kept == (torch.manual_seed, torch.initial_seed, torch.random.seed)
+            return super().forward(x)
+
+    compiled(Looks(), X)
