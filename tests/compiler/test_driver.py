@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.compiler.pass_pipeline import Options, run
 from shardc.ir.graph import Graph, info, type_of, update
 from shardc.passes import gemm_padding
 from shardc.passes.base import Pass
@@ -75,6 +76,29 @@ def test_a_pass_that_breaks_a_graph_is_caught_there(
     monkeypatch.setattr(gemm_padding, "align", broken)
     with pytest.raises(AssertionError, match=f"align broke the graph '{graph}'"):
         watched(mesh, plan)
+
+
+class Idle(Pass):
+    name = "idle"
+
+    def run(self, graph: Graph) -> Graph:
+        return graph
+
+
+class Renames(Pass):
+    name = "renames"
+
+    def run(self, graph: Graph) -> Graph:
+        first, second, *_ = graph.calls()
+        update(second, name=info(first).name)
+        return graph
+
+
+def test_what_changes_in_place_after_a_pass_that_changes_nothing_is_verified() -> None:
+    (_, body) = watched("dp=2, tp=2", SHARDED)["online_softmax"][0]
+    run(body, [Idle(), Idle()], Options())
+    with pytest.raises(AssertionError, match="renames broke the graph"):
+        run(body, [Idle(), Renames(), Idle()], Options())
 
 
 def test_a_collective_that_is_added_or_moved_is_seen() -> None:
