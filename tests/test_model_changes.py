@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,3 +141,57 @@ def test_values_that_are_written_to_the_model_are_spoken_of() -> None:
     again = program.launch(state=model.state_dict())
     torch.testing.assert_close(again.state["b.weight"], model.b.weight.detach())
     again.step(DATA[1])
+
+
+class Monitor(threading.Thread):
+    """A thread that a library keeps for itself: what it holds changes at any time."""
+
+    woken = 0
+
+
+MONITOR = Monitor()
+
+
+def test_a_thread_changes_for_itself() -> None:
+    """`tqdm` keeps a thread on its class, which forward may read: the model is the same whatever that thread does."""
+
+    class Watched(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            assert MONITOR.name
+            return super().forward(x)
+
+    program = shardc.compile(made(Watched), DATA[0], mesh=MESH, plan=PLAN)
+    MONITOR.woken += 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program.launch().close()
+
+
+def test_what_is_a_librarys_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's function reads another library's state; a user's function that was put there is looked into."""
+    state = SimpleNamespace(calls=0)
+
+    def scaled(h: Tensor) -> Tensor:
+        return h * (2.0 if state.calls else 1.0)
+
+    def wrapped(h: Tensor) -> Tensor:
+        return library(h)
+
+    source = "def library(h):\n    assert pytest.version_tuple\n    Mark.woken += 0\n    return user(h)\n"
+    scope = {"__name__": "transformers.fake", "pytest": pytest, "Mark": pytest.Mark, "user": scaled}
+    exec(source, scope)
+    library = scope["library"]
+    monkeypatch.setattr(pytest.Mark, "woken", 0, raising=False)
+
+    class Wrapping(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return wrapped(super().forward(x))
+
+    program = shardc.compile(made(Wrapping), DATA[0], mesh=MESH, plan=PLAN)
+    pytest.Mark.woken = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program.launch().close()
+    state.calls = 1
+    with pytest.warns(UserWarning, match="calls"):
+        program.launch().close()

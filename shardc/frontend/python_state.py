@@ -23,7 +23,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.frontend.state_holders import ABSENT, CACHE, CONTAINERS, Cache, Holder, held_by_class, holders_of, inside
+from shardc.frontend.state_holders import (
+    ABSENT,
+    CACHE,
+    CONTAINERS,
+    Cache,
+    Holder,
+    Variables,
+    held_by_class,
+    holders_of,
+    inside,
+)
 from shardc.ir.diagnostic import error
 
 _OWN = ("_parameters", "_buffers", "_modules")  # what is in these goes by its own name alone
@@ -42,6 +52,10 @@ class Place:
     def attribute(self, name: str) -> Place:
         path = self.path if name in _OWN else f"{self.path}.{name}".lstrip(".")
         return Place(self.module, path, self.depth + 1)
+
+    def variable(self, name: str) -> Place:
+        """Of a function: what it reads lies no deeper than the function itself, however many call one another."""
+        return Place(self.module, f"{self.path}.{name}".lstrip("."), self.depth)
 
     def item(self, key: object) -> Place:
         if self.path == self.module:  # of _parameters, _buffers, _modules
@@ -103,8 +117,7 @@ class Snapshot:
             for key in {**held.items, **now}:
                 before, after = held.items.get(key, ABSENT), now.get(key, ABSENT)
                 if not _same(before, after):
-                    place = held.place.attribute(str(key)) if held.holder.named else held.place.item(key)
-                    found.append(Change(place, before, after))
+                    found.append(Change(_below(held.place, held.holder, key), before, after))
         return found
 
     def tensors(self) -> Iterator[Tensor]:
@@ -157,10 +170,16 @@ def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
         todo += [(at.item(i) if deeper else at, part) for i, part in enumerate(inside(value))]
         for holder in holders_of(value):
             todo += [
-                (at.attribute(str(key)) if holder.named else at.item(key), held)
+                (_below(at, holder, key), held)
                 for key, held in holder.items().items()
                 if type(held) not in _LEAVES  # most of what modules hold
             ]
+
+
+def _below(place: Place, holder: Holder, key: object) -> Place:
+    if isinstance(holder, Variables):
+        return place.variable(str(key))
+    return place.attribute(str(key)) if holder.named else place.item(key)
 
 
 def left_tensors(changes: Iterable[Change]) -> list[Tensor]:

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+import sysconfig
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from pathlib import Path
+from threading import Thread
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Protocol, cast
 
@@ -30,7 +33,8 @@ ABSENT = object()
 CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
 _KINDS = (OrderedDict, dict, set, deque, list)  # whose methods a container is read and written by
 NUMBERS = (bool, int, float, complex)
-_OPAQUE = (Tensor, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex)
+_OPAQUE = (Tensor, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex, Thread)
+"""What holds nothing that a step changes; a thread changes itself at any time, and no step of a model reads it."""
 _ITERATORS = (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), enumerate, zip)
 CACHE = type(lru_cache(lambda: None))
 _LARGEST_ARRAY = 1 << 20  # bytes: of a larger one of numpy only a part is looked at
@@ -99,7 +103,8 @@ class Attributes:
 class Variables:
     """What a function reads of the variables around it: its closure, its module's globals, its defaults.
 
-    Of globals what a step can change: containers, numbers, objects and classes of a user's, and what holds these.
+    Of globals what a step can change: containers, numbers, objects and classes of a user's, and what holds these. Of
+    the globals of a library's function only what a user put there: the rest is the library's, or another one's.
     """
 
     named = True
@@ -108,7 +113,9 @@ class Variables:
         names = function.__code__.co_freevars
         self._cells: dict[str, CellType] = dict(zip(names, function.__closure__ or (), strict=True))
         self._globals = function.__globals__
-        self._names = [n for n in function.__code__.co_names if _changes(self._globals.get(n))]
+        changing = (n for n in function.__code__.co_names if _changes(self._globals.get(n)))
+        library = _package(function) in _LIBRARIES
+        self._names = [n for n in changing if not (library and _is_installed(self._globals.get(n)))]
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._defaults = [value for value in defaults if _changes(value)]
 
@@ -325,6 +332,20 @@ def _changes(value: Any) -> bool:
 def _package(value: Any) -> str:
     """The top-level package that a class or function is from: "" of one made by `exec` (a dataclass's, fx's)."""
     return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _is_installed(value: Any) -> bool:
+    """Is a value, or its class, from a package of Python's own or of an environment, and not from a user's files?"""
+    return _in_environment(_package(value if isinstance(value, (FunctionType, type)) else type(value)))
+
+
+@lru_cache(maxsize=1024)
+def _in_environment(package: str) -> bool:
+    if package in _LIBRARIES:
+        return True
+    file = getattr(sys.modules.get(package), "__file__", None)
+    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in installed)
 
 
 def _content(cell: CellType) -> Any:

@@ -1,9 +1,16 @@
 """A rank that is not as the others is named, with what differs, before it can spoil a step: on every rank the same."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from shardc.ir.diagnostic import ShardcError
+from shardc.runtime.train.agreement import agree
 from tests.distributed.ranks import start
 
 WORKER = Path(__file__).parent / "agreement_worker.py"
@@ -76,3 +83,47 @@ def test_a_job_of_ranks_that_differ_ends_by_itself(case: str, tmp_path: Path) ->
     assert first["code"] == second["code"] == SAID[case][:5]
     if case != "moved":
         assert first["error"] == second["error"]
+
+
+class SlowStore:
+    """A store that a rank reads from late, as one does that gets no processor for a while."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+
+    def get(self, key: str) -> bytes:
+        time.sleep(self._seconds)
+        value: bytes = self._store.get(key)
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_slow_rank_reads_what_differs_before_the_store_ends() -> None:
+    """Rank 0 holds the store, which is gone once it has raised its error."""
+    limit = timedelta(seconds=20)
+    server: Any = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, 2, is_master=False)
+
+    def meet(store: Any, rank: int) -> str:
+        with pytest.raises(ShardcError, match="SC541") as caught:
+            agree(store, rank, 2, {"random seed": str(rank)}, limit)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(1) as other:
+        second = other.submit(meet, SlowStore(client, 0.5), 1)
+        first = meet(server, 0)
+        del server
+        assert second.result() == first
+
+
+def test_the_end_of_the_store_is_an_error_that_says_so() -> None:
+    server: Any = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, 2, is_master=False)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(agree, client, 1, 2, {"random seed": "0"}, timedelta(seconds=20))
+        server.wait(["launch/1/hashes/1"])
+        del server
+        with pytest.raises(ShardcError, match=r"SC543.*the process that holds the job's store ended"):
+            waiting.result()

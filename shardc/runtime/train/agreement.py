@@ -12,13 +12,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
+import torch.distributed as dist
+
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 
 SHOWN = 160  # characters of a line in a message
+READING = timedelta(seconds=10)  # that the ranks that differ wait for one another, so that each can say why it ends
 HINTS = {
     "version of shardc": "install the same version of shardc on every machine",
     "version of torch": "install the same version of torch on every machine",
@@ -36,7 +40,7 @@ def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: ti
     """Return where every rank has the same facts. Every rank must call it.
 
     Raises ShardcError: SC541 names the ranks whose facts are others than most ranks', SC543 the ranks that did not come
-    within the limit.
+    within the limit, or the end of the process that holds the store.
     """
     if world == 1:
         return
@@ -49,6 +53,7 @@ def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: ti
     if not differing:
         return
     texts = _exchanged(store, f"{meeting}/texts", rank, world, {n: facts.get(n, "") for n in differing}, limit)
+    _await_readers(store, f"{meeting}/read", rank, world)
     raise ShardcError(*(_differs(name, [one.get(name, "") for one in texts]) for name in differing))
 
 
@@ -80,12 +85,25 @@ def _exchanged(
 ) -> list[dict[str, str]]:
     """What every rank has to say on a topic."""
     keys = [f"{topic}/{other}" for other in range(world)]
-    store.set(keys[rank], json.dumps(dict(own)))
     try:
-        store.wait(keys, limit)
-    except Exception as failure:
-        raise absent([other for other, key in enumerate(keys) if not store.check([key])], limit) from failure
-    return [json.loads(store.get(key)) for key in keys]
+        store.set(keys[rank], json.dumps(dict(own)))
+        try:
+            store.wait(keys, limit)
+        except dist.DistStoreError as failure:
+            raise absent([other for other, key in enumerate(keys) if not store.check([key])], limit) from failure
+        return [json.loads(store.get(key)) for key in keys]
+    except dist.DistNetworkError as failure:
+        message = "the process that holds the job's store ended while this rank was at the launch"
+        hint = "look for the last output of rank 0, or of the agent that started it: what ended it, it says itself"
+        raise error("SC543", message, hint=hint) from failure
+
+
+def _await_readers(store: Any, topic: str, rank: int, world: int) -> None:
+    """Wait until every rank has read what all have to say: the store ends with the process that holds it."""
+    keys = [f"{topic}/{other}" for other in range(world)]
+    with suppress(dist.DistError):  # a rank that is gone has read it, or needs it no more
+        store.set(keys[rank], "")
+        store.wait(keys, READING)
 
 
 def _differs(name: str, texts: Sequence[str]) -> Diagnostic:
