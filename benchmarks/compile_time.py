@@ -2,6 +2,10 @@
 
     python benchmarks/compile_time.py                 the two bars, and that time grows linearly in layers
     python benchmarks/compile_time.py --shape 7b --layers 8 16 32
+    python benchmarks/compile_time.py --shape 7b --calls --against ../before
+                                                      calls of functions, which do not vary as seconds do, of two trees
+    python benchmarks/compile_time.py --shape 7b --pairs 5 --against ../before
+                                                      seconds of two trees, in turn, and their ratios
 
 Every configuration compiles in a process of its own (so that peak memory is its own) and prints one JSON line: seconds
 in all, of tracing, and of each pass (its static checks included), nodes, peak GiB of resident memory. The number of
@@ -11,14 +15,20 @@ ranks does not appear in any pass: `7b` on 8 and on 128 ranks shows that.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import os
+import pstats
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-PLAN = Path(__file__).parent.parent / "configs" / "plans" / "llama.yaml"
+ROOT = Path(__file__).resolve().parent.parent
+PLAN = ROOT / "configs" / "plans" / "llama.yaml"
 SHAPES: dict[str, dict[str, int]] = {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
            "vocab_size": 32000, "num_hidden_layers": 32},
@@ -36,8 +46,8 @@ BARS: list[tuple[str, int | None, str, float | None]] = [
 MEMORY_LIMIT_GIB = 4.0
 
 
-def measure(shape: str, layers: int | None, mesh: str) -> dict[str, object]:
-    """Compile once, in this process."""
+def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str, object]:
+    """Compile once, in this process. With `calls`, the calls of functions are counted, which makes it slower."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -61,7 +71,10 @@ def measure(shape: str, layers: int | None, mesh: str) -> dict[str, object]:
             shares["trace"] = round(time.perf_counter() - start, 2)
 
     api.trace = timed_trace  # type: ignore[assignment]
-    start = time.perf_counter()
+    profile = cProfile.Profile()
+    if calls:
+        profile.enable()
+    start, cpu_start = time.perf_counter(), time.process_time()
     program = shardc.compile(
         model,
         {"input_ids": tokens, "labels": tokens},
@@ -69,17 +82,42 @@ def measure(shape: str, layers: int | None, mesh: str) -> dict[str, object]:
         plan=PLAN,
         watch=lambda one, _graph, seconds: shares.__setitem__(one.name, round(seconds, 2)),
     )
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    profile.disable()
     return {
         "shape": shape,
         "layers": sizes["num_hidden_layers"],
         "mesh": mesh,
         "ranks": parsed.world_size,
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu_seconds, 2),
+        **({"calls": pstats.Stats(profile).total_calls} if calls else {}),
         "nodes": len(program.body.fx.nodes),
         "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "shares": shares,
     }
+
+
+def compiled_apart(arguments: list[str], tree: Path) -> dict[str, Any]:
+    """The row of a compile in a process of its own, by the shardc of a checkout."""
+    env = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+    command = [sys.executable, "-P", __file__, *arguments]  # beside this file lies a `kernels` that is not the package
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    row: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+    return row
+
+
+def compare(arguments: list[str], other: Path, pairs: int) -> None:
+    """A line for each compile, this tree and the other one in turn, and a line of their ratios."""
+    ratios: dict[str, list[float]] = {}
+    for _ in range(pairs):
+        ours, theirs = (compiled_apart(arguments, tree) for tree in (ROOT, other))
+        print(json.dumps({"tree": "this", **ours}), json.dumps({"tree": str(other), **theirs}), sep="\n", flush=True)
+        for figure in ("seconds", "cpu_seconds", "calls"):
+            if figure in ours:
+                ratios.setdefault(figure, []).append(round(ours[figure] / theirs[figure], 4))
+    spread = {name: [min(some), statistics.median(some), max(some)] for name, some in ratios.items()}
+    print(json.dumps({"ratio this / other, least, median, most": spread}), flush=True)
 
 
 def main() -> int:
@@ -87,17 +125,23 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, nargs="*", default=[0])
     parser.add_argument("--mesh", default="dp=2,tp=4")
+    parser.add_argument("--calls", action="store_true", help="count the calls of functions, under a profiler")
+    parser.add_argument("--against", type=Path, help="another checkout, compiled with in turn with this one")
+    parser.add_argument("--pairs", type=int, default=1, help="how often, with --against")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.shape, options.layers[0] or None, options.mesh)))
+        print(json.dumps(measure(options.shape, options.layers[0] or None, options.mesh, options.calls)))
         return 0
     todo = [(options.shape, n or None, options.mesh, None) for n in options.layers] if options.shape else BARS
     missed = 0
     for shape, layers, mesh, limit in todo:
-        command = [sys.executable, __file__, "--one", "--shape", shape, "--layers", str(layers or 0), "--mesh", mesh]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        row = json.loads(printed.strip().splitlines()[-1])
+        arguments = ["--one", "--shape", shape, "--layers", str(layers or 0), "--mesh", mesh]
+        arguments += ["--calls"] if options.calls else []
+        if options.against is not None:
+            compare(arguments, options.against, options.pairs)
+            continue
+        row = compiled_apart(arguments, ROOT)
         if limit is not None:
             row |= {"limit": limit, "ok": row["seconds"] < limit and row["peak_gib"] < MEMORY_LIMIT_GIB}
             missed += not row["ok"]

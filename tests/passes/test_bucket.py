@@ -13,8 +13,10 @@ from shardc.cost.memory import memory
 from shardc.explain.collective import explain
 from shardc.ir.collectives import bucket_of, collectives, member, members
 from shardc.ir.diagnostic import ShardcError
-from shardc.ir.graph import Graph, info, op_name, operands
+from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.ops.buckets import ALIGNMENT, PACK, UNPACK
+from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.overlap_schedule import IN_FLIGHT
 from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
@@ -93,6 +95,24 @@ def test_fewer_collectives_of_the_same_bytes(case: str) -> None:
     assert print_graph(again, comments=False) == print_graph(body, comments=False)
     assert graph_to_plain(graph_from_plain(graph_to_plain(body))) == graph_to_plain(body)
     assert print_graph(bucket(plain.body, SMALL)) == print_graph(body), "two runs differ"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
+def test_what_is_in_flight_has_a_bound(case: str) -> None:
+    """Passes bound the peak in the program's order; a rank holds at most so many collectives' values beside that."""
+    plan, *_ = CASES[case]
+    plain = compiled(plan).body
+    beside: list[int] = []
+    for body in (plain, bucket(plain, SIZE), bucket(plain, SMALL)):
+        largest = max(
+            sum(type_of(value).local_bytes(body.mesh) for value in (*operands(node), node))
+            for node in body.calls()
+            if node.target in COLLECTIVES
+        )
+        beside.append(memory(body, overlap=True).peak - memory(body).peak)
+        assert 0 <= beside[-1] <= IN_FLIGHT * 2 * largest
+    assert any(beside) or "zero-3" not in case
 
 
 # ---------------------------------------------------------------------- which, and where

@@ -17,7 +17,8 @@ often. There are two sorts:
 
 The activations' collectives, on which the next op waits, stay as they are. Views and casts of what comes back late are
 made when it is there. At the peak a body may hold a bucket more than before; if it holds more, buckets are made
-smaller.
+smaller. That is counted in the order of the program, as all passes count: what is in flight beside it on a rank depends
+on sizes alone, at most `IN_FLIGHT` collectives (`ir.overlap_schedule`), and `program.memory()` counts it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ RISE_DIVISOR = 1024  # the peak may rise by a 1024th
 
 
 def allowed_peak(peak: int) -> int:
-    """The highest peak with kernels, of a body whose calls alone have the peak `peak`."""
+    """The highest peak with kernels, of a body whose calls alone have the peak `peak`: both in the program's order,
+    without what is in flight beside it."""
     return peak + peak // RISE_DIVISOR
 
 
