@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels_triton.base.random import least_word
 from kernels_triton.launch import launch, row_schedule
 from kernels_triton.launch.partial_sums import partial_sum_buffer, sum_columns
 from kernels_triton.library import reference
@@ -23,7 +24,6 @@ from kernels_triton.library.checks import (
     integer_in_range,
 )
 from kernels_triton.library.reference.dropout import scale_of, whole_strides
-from shardc.ir.ops.random import least_word
 
 
 @checked
