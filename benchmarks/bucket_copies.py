@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.buckets import PACK, UNPACK, cut, unit_of
+from kernels_triton.base.buckets import unit_of
+from shardc.ir.ops.buckets import PACK, UNPACK, cut
 from shardc.torch_compat import copy_all
 
 WIDTH = 768

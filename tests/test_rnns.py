@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.frontend.trace import trace
-from shardc.ir.ops.random import RANDOM_UNIFORM
 
 
 class Recurrent(nn.Module):

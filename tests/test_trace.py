@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
-from shardc.ir.ops.random import RANDOM_UNIFORM
 
 aten = torch.ops.aten
 Case = tuple[nn.Module, Any]

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from shardc.ir.ops.buckets import starts
+from kernels_triton.base.buckets import starts
 
 WORDS = {
     1: torch.int8,

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kernels_triton.base.inplace import Operand, Place
 from kernels_triton.bucket.kernel import copy_members, define_kernel, grid_size, launch_arguments
 from kernels_triton.bucket.layout import WARPS, BucketLayout
 from kernels_triton.generated.launcher import ALIGNMENT
 from kernels_triton.generated.prepared_call import BufferAddress, CallWriter, Env
 from kernels_triton.launch import fast_launch, launch
-from shardc.ir.in_place import Operand, Place
 
 
 class _BucketLaunches:

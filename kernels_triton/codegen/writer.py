@@ -11,6 +11,7 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kernels_triton.base.random import least_word
 from kernels_triton.codegen import addresses
 from kernels_triton.codegen.expressions import TYPES, WORD, Variable, compute_type, converted, expression, operand
 from kernels_triton.codegen.schedules import GridPlan, live_values
@@ -18,7 +19,6 @@ from kernels_triton.ir.access_map import AccessMap
 from kernels_triton.ir.kernel import Kernel, KernelStep, OutputStore, Ref, value_operands
 from kernels_triton.ir.row_padding import padded_columns, padding_is_readable
 from kernels_triton.ir.table import OPS, Op, neutral_literal
-from shardc.ir.ops.random import least_word
 
 Scope = dict[tuple[int, int], Variable]
 SMALLEST_DIVISOR = 2.0**-100  # reciprocals of smaller numbers lose accuracy

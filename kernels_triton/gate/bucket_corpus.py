@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
+from kernels_triton.base.buckets import unit_of
 from kernels_triton.bucket.kernel import copy_members
 from kernels_triton.bucket.layout import WORDS, BucketLayout, pack_layout, unpack_layout
-from shardc.ir.ops.buckets import unit_of
 
 Members = Sequence[tuple[tuple[int, ...], int]]  # shapes, with the dim along which each is cut
 

@@ -1,4 +1,4 @@
-"""Fills configs/kernels: times some schedules of each op on this GPU, and keeps the best if it beats the guess.
+"""Fills kernels_triton/schedules: times some schedules of each op on this GPU. The best is kept if it beats the guess.
 
 Nothing is tuned when a program runs. Tuning runs once for a GPU, and its table is committed. Candidates vary what sizes
 cannot predict: warps, programs a multiprocessor, tiles in flight, rows a tile.

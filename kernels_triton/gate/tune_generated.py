@@ -3,7 +3,7 @@
 A kernel's entry is its plan and its register pressure (`schedules.schedule_key`), so that measurements of a few kernels
 serve all kernels of their kind. If several kernels share an entry, the best geometric mean wins.
 
-    python -m kernels_triton.gate.tune_generated [--only rms_norm ...] [--seconds 600]      # YAML, for configs/kernels
+    python -m kernels_triton.gate.tune_generated [--only rms_norm ...] [--seconds 600]      # YAML, for a table
     python -m kernels_triton.gate.tune_generated --worker I/N                      # N workers compile first, at once
 """
 

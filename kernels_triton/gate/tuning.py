@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import yaml
 
+from kernels_triton.base.diagnostic import error
 from kernels_triton.launch import launch
-from shardc.ir.diagnostic import error
 
 HEAD = """\
 # Measured by `shardc tune` (torch {torch}, triton {triton}): bfloat16, 8192 rows (4096 for cross_entropy), CUDA-graph

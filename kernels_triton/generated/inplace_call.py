@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kernels_triton.base.inplace import INTO, Into, Operand, Place, Scratch
 from kernels_triton.codegen.schedules import inplace_pairs
 from kernels_triton.generated.op import FUSED, checked_kernel
 from kernels_triton.ir import reference
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.ir.text import parse
 from kernels_triton.launch import launch
-from shardc.ir.in_place import INTO, Into, Operand, Place, Scratch
 
 NONE: Mapping[int, Tensor] = {}
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels_triton.base.diagnostic import error
 from kernels_triton.codegen.codegen import KernelSource, generate
 from kernels_triton.codegen.schedules import GridPlan, choose_plan, inplace_pairs
 from kernels_triton.ir.kernel import Kernel
@@ -30,7 +31,6 @@ from kernels_triton.launch.launch import H200, Device
 from kernels_triton.transform.broadcast_stores import broadcast_stores
 from kernels_triton.transform.simplify import order_rows
 from kernels_triton.transform.strength_reduce import strength_reduce
-from shardc.ir.diagnostic import error
 
 ALIGNMENT = 16
 FINISH_WARPS = 4

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels_triton.base.diagnostic import error
+from kernels_triton.base.library import LIBRARY, define
 from kernels_triton.ir import reference
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.ir.text import parse
 from kernels_triton.launch import launch
-from shardc.ir.diagnostic import error
-from shardc.ir.ops.library import LIBRARY, define
 
 
 def checked_kernel(line: str, inputs: Sequence[Tensor]) -> Kernel:

@@ -27,12 +27,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kernels_triton.base.inplace import Operand, Place, Scratch
 from kernels_triton.generated.launcher import ALIGNMENT, DeviceKernel, launcher
 from kernels_triton.ir import reference
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.ir.text import parse
 from kernels_triton.launch import fast_launch, launch
-from shardc.ir.in_place import Operand, Place, Scratch
 
 SCRATCH_ALIGNMENT = 512  # bytes, as in torch's allocator
 Env = list[Any]

@@ -40,10 +40,10 @@ from typing import Literal
 
 import torch
 
+from kernels_triton.base.diagnostic import ShardcError, error
 from kernels_triton.ir.access_map import AccessMap
 from kernels_triton.ir.row_padding import is_padded_output
 from kernels_triton.ir.table import OPS, WIDE, Class, class_of, common_class, literal_class
-from shardc.ir.diagnostic import ShardcError, error
 
 Kind = Literal["full", "row", "col", "scalar"]
 DTYPES = (

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.random import RANDOM_UNIFORM
+from kernels_triton.base.random import RANDOM_UNIFORM
 
 Class = Literal["f", "i", "b"]
 

@@ -18,10 +18,10 @@ from functools import lru_cache
 
 import torch
 
+from kernels_triton.base.diagnostic import ShardcError
+from kernels_triton.base.dtypes import DTYPE_NAMES, DTYPES
 from kernels_triton.ir.access_map import AccessMap, contiguous_map
 from kernels_triton.ir.kernel import Input, Kernel, KernelStep, Operand, Output, OutputStore, Ref, malformed_kernel
-from shardc.ir.diagnostic import ShardcError
-from shardc.ir.types import DTYPE_NAMES, DTYPES
 
 
 @lru_cache(maxsize=4096)

@@ -102,32 +102,15 @@ def row_stride(x: Tensor | None) -> int:
     return 0 if x is None or x.shape[0] <= 1 else x.stride(0)
 
 
-def two_leading_dims(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int] | None:
-    """All dims but the last, merged to two: (size of the inner, stride of the outer, stride of the inner). None if more
-    remain."""
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == stride * size:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    if len(merged) > 2:
-        return None
-    (_, outer), (size, inner) = [(1, 0)] * (2 - len(merged)) + merged
-    return size, outer, inner
-
-
-def three_leading_dims(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """All dims but the last, merged to three (size, stride) pairs; None if more remain."""
+def leading_dims(shape: Sequence[int], strides: Sequence[int], count: int) -> tuple[tuple[int, int], ...] | None:
+    """All dims but the last, merged to `count` pairs of size and stride; None if more remain."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(shape[:-1], strides[:-1], strict=True):
         if size > 1 and merged and merged[-1][1] == stride * size:
             merged[-1] = (merged[-1][0] * size, stride)
         elif size > 1:
             merged.append((size, stride))
-    return None if len(merged) > 3 else (*[(1, 0)] * (3 - len(merged)), *merged)
+    return None if len(merged) > count else (*[(1, 0)] * (count - len(merged)), *merged)
 
 
 def power_of_two(n: int) -> int:

@@ -3,9 +3,8 @@
 A table is a YAML file that `shardc tune` wrote. Its `device` is the GPU's name as CUDA reports it. The file's name does
 not matter. The first table for this GPU is used, in this order:
 
-    $SHARDC_TABLES       files, or folders of them
-    configs/kernels      of the repository, if the package lies in one
-    share/shardc/kernels  of the environment that a wheel was installed into
+    $SHARDC_TABLES            files, or folders of them
+    kernels_triton/schedules  of this package
 
 A GPU without a table uses schedules from sizes (kernels_triton.launch.row_schedule).
 """
@@ -15,15 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
+from kernels_triton.base.diagnostic import ShardcError, error
+
 VARIABLE = "SHARDC_TABLES"
-REPOSITORY = Path(__file__).parents[2] / "configs" / "kernels"
-INSTALLED = "share/shardc/kernels"  # pyproject.toml puts configs/kernels there
+PACKAGED = Path(__file__).parents[1] / "schedules"
 
 
 # Of each number of a schedule: the most it may be, and whether it is a power of two.
@@ -53,24 +52,11 @@ def _files() -> Iterator[Path]:
             hint = f"name a table that `shardc tune -o FILE` wrote, or a folder of such, in {VARIABLE}"
             raise _error(f"{VARIABLE} names '{path}', which does not exist", hint)
         yield from _tables_in(path) if path.is_dir() else (path,)
-    if REPOSITORY.is_dir():
-        yield from _tables_in(REPOSITORY)
-    else:
-        yield from _installed()
+    yield from _tables_in(PACKAGED)
 
 
 def _tables_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.yaml"))
-
-
-def _installed() -> Iterator[Path]:
-    try:
-        files = distribution("shardc").files or ()
-    except PackageNotFoundError:  # the sources are not installed
-        return
-    for file in files:
-        if file.parent.as_posix().endswith(INSTALLED) and file.suffix == ".yaml":
-            yield Path(str(file.locate()))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -130,7 +116,5 @@ def _fits(n: int, most: int, power: bool) -> bool:
     return n <= most and not (power and (n < 1 or n & (n - 1)))
 
 
-def _error(text: str, hint: str) -> Exception:
-    from shardc.ir.diagnostic import error  # a top-level import would be circular
-
+def _error(text: str, hint: str) -> ShardcError:
     return error("SC533", text, hint=hint)

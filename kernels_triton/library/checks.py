@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
-from shardc.ir.diagnostic import error
+from kernels_triton.base.diagnostic import error
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from kernels_triton.ir.access_map import AccessMap, contiguous_map
 from kernels_triton.ir.kernel import Kernel, Output
 from kernels_triton.launch.launch import DTYPES
-from kernels_triton.launch.row_schedule import three_leading_dims, two_leading_dims
+from kernels_triton.launch.row_schedule import leading_dims
 from kernels_triton.match.algebra import KernelValues, kind_of
 from kernels_triton.match.pattern import Binding, PatternSearch
 from kernels_triton.match.table import TEMPLATES, TemplatePattern
@@ -108,24 +108,14 @@ def _access_maps_fit(kernel: Kernel, match: Match) -> bool:
             return False
         if output.padded and (result not in PADDED_RESULTS or row_stride(kernel, output.stores[0].access_map) is None):
             return False
-    random_steps = [step for step in kernel.steps if step.op == "uniform"]
-    return all(random_number_strides(match, kernel, step.attributes[1:]) is not None for step in random_steps)
-
-
-def random_number_strides(match: Match, kernel: Kernel, strides: Sequence[int]) -> tuple[int, int, int, int] | None:
-    """For random numbers with these strides: the inner size of two leading dims, and the strides of both and of the
-    columns. None if there are more leading dims."""
-    shape = kernel.space if len(kernel.space) > 1 else (match.rows, match.cols)
-    row_and_column_strides = strides if len(kernel.space) > 1 else (strides[0] * match.cols, strides[0])
-    leading = two_leading_dims(shape, row_and_column_strides)
-    return None if leading is None or not row_and_column_strides[-1] else (*leading, row_and_column_strides[-1])
+    return True
 
 
 def _access_map_fits(kernel: Kernel, access_map: AccessMap, kind: str, inside: bool) -> bool:
     space = kernel.space
     match kind:
         case "mask" | "flag":
-            return access_map.strides[-1] == 1 and three_leading_dims(space, access_map.strides) is not None
+            return access_map.strides[-1] == 1 and leading_dims(space, access_map.strides, 3) is not None
         case "full" if inside and len(space) > 1:
             return row_stride(kernel, access_map) is not None
         case "full":

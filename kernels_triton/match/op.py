@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from kernels_triton.base.diagnostic import error
+from kernels_triton.base.inplace import INTO, Into, Operand, Place, Scratch
+from kernels_triton.base.library import LIBRARY, define
 from kernels_triton.generated import inplace_call, op
 from kernels_triton.ir import reference
 from kernels_triton.ir.kernel import Kernel
@@ -20,9 +23,6 @@ from kernels_triton.ir.text import parse
 from kernels_triton.launch import launch
 from kernels_triton.match.match import match_template
 from kernels_triton.match.table import NAMES
-from shardc.ir.diagnostic import error
-from shardc.ir.in_place import INTO, Into, Operand, Place, Scratch
-from shardc.ir.ops.library import LIBRARY, define
 
 
 def checked_template(name: str, line: str, inputs: Sequence[Tensor]) -> Kernel:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.launch import launch
-from kernels_triton.match.match import Match, random_number_strides
-from kernels_triton.ops import activation, dropout, norm
+from kernels_triton.match.match import Match
+from kernels_triton.ops import activation, norm
 from kernels_triton.ops.cross_entropy import cross_entropy_into
 from kernels_triton.ops.softmax import softmax_backward_into, softmax_into
 
@@ -49,11 +49,9 @@ def _norm(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
 
 
 def _norm_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    squares = o.get("squares")
     norm.backward_into(
-        *(name, o["dy"], o["x"], o.get("weight"), o.get("mean"), o["rstd"] if squares is None else squares),
-        *(o.get("residual"), out["dx"], out.get("dweight"), out.get("dbias"), out.get("dbefore"), o.get("more")),
-        squares_eps=None if squares is None else o.numbers["eps"],
+        *(name, o["dy"], o["x"], o.get("weight"), o["mean"], o["rstd"], o.get("residual")),
+        *(out["dx"], out.get("dweight"), out.get("dbias"), out.get("dbefore"), o.get("more")),
     )
 
 
@@ -90,17 +88,6 @@ def _cross_entropy(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
     )
 
 
-def _dropout(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    random_step = next(step for step in o.kernel.steps if step.op == "uniform")
-    op_id, *strides = random_step.attributes
-    strides_of_numbers = random_number_strides(o.match, o.kernel, strides)
-    assert strides_of_numbers is not None, "a match was made without a place"
-    dropout.forward_into(
-        *(o["x"], o.get("bias"), o.get("residual"), o["seed"], op_id, o.get("first"), strides_of_numbers),
-        *(o.numbers["p"], o.numbers["scale"], out["y"], None),
-    )
-
-
 def _softmax(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
     fill = o.numbers.get("fill", -math.inf)
     hides = o.options.get("filled") == "where"
@@ -118,7 +105,6 @@ RUN: dict[str, Run] = {
     "rms_norm": _norm,
     "add_rms_norm": _norm,
     "layer_norm_backward": _norm_backward,
-    "rms_norm_backward": _norm_backward,
     "bias_gelu": _activation,
     "bias_gelu_backward": _activation_backward,
     "squared_relu": _activation,
@@ -126,7 +112,6 @@ RUN: dict[str, Run] = {
     "gated": _gated,
     "gated_backward": _gated_backward,
     "cross_entropy": _cross_entropy,
-    "bias_dropout_residual": _dropout,
     "softmax": _softmax,
     "softmax_backward": _softmax_backward,
 }

@@ -22,7 +22,7 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
-from kernels_triton.ops import activation, dropout, norm
+from kernels_triton.ops import activation, norm
 from kernels_triton.ops.cross_entropy import cross_entropy_into
 from kernels_triton.ops.softmax import softmax_into
 
@@ -88,16 +88,11 @@ PARAMETRIC = (
 # The norms of programs: of GPT-2, BERT and ViT; of Llama and T5.
 LAYER_NORMS = ({"before", "weight", "bias", "sum"},)
 RMS_NORMS = ({"weight", "squares"}, {"weight", "squares", "sum"})
-LAYER_NORM_GRADS = (
+LAYER_NORM_GRADS: tuple[frozenset[str] | set[str], ...] = (
     {"weight", "dweight", "dbias", "dbefore"},
     {"weight", "dweight", "dbias", "dbefore", "residual"},
     {"weight", "dweight", "dbias", "residual"},
     {"weight", "dweight", "dbias", "dbefore", "more"},
-)
-RMS_NORM_GRADS = (
-    {"weight", "dweight", "squares"},
-    {"weight", "dweight", "squares", "residual"},
-    {"weight", "dweight", "squares", "residual", "more"},
 )
 
 
@@ -134,37 +129,24 @@ def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torc
 
 
 def _norm_gradients() -> Iterator[LaunchVariant]:
-    for op, own, programs in (
-        ("layer_norm_backward", "dbias", LAYER_NORM_GRADS),
-        ("rms_norm_backward", "squares", RMS_NORM_GRADS),
-    ):
-        names = ("weight", "dweight", "residual", "more", "dbefore", own)
-        for has in _subsets(names):
-            most = len(has) == len(names)
-            shown, owned = most or has in programs, not has.isdisjoint(PARAMETRIC)
-            yield LaunchVariant(
-                op,
-                _describe(has),
-                partial(_norm_backward, op, has),
-                shown,
-                HELD if most else (1024,),
-                owned,
-                ODD * shown,
-            )
+    names = ("weight", "dweight", "residual", "more", "dbefore", "dbias")
+    for has in _subsets(names):
+        most = len(has) == len(names)
+        shown, owned = most or has in LAYER_NORM_GRADS, not has.isdisjoint(PARAMETRIC)
+        launch, widths = partial(_norm_backward, has), HELD if most else (1024,)
+        yield LaunchVariant("layer_norm_backward", _describe(has), launch, shown, widths, owned, ODD * shown)
 
 
-def _norm_backward(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+def _norm_backward(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
     def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
         return _empty(there, *shape) if name in has else None
 
     full = (ROWS, cols)
-    squares, mean = "squares" in has, _empty(FLOAT, ROWS) if "layer" in op else None
-    rstd = _empty(dtype if mean is None and not squares else FLOAT, ROWS)
     norm.backward_into(
-        *(op, _empty(dtype, *full), _empty(dtype, *full), given("weight", own, cols), mean),
-        *(rstd, given("residual", dtype, *full), _empty(dtype, *full)),
+        *("layer_norm_backward", _empty(dtype, *full), _empty(dtype, *full), given("weight", own, cols)),
+        *(_empty(FLOAT, ROWS), _empty(FLOAT, ROWS), given("residual", dtype, *full), _empty(dtype, *full)),
         *(given("dweight", own, cols), given("dbias", own, cols), given("dbefore", own, cols)),
-        *(given("more", dtype, *full), EPS if squares else None),
+        given("more", dtype, *full),
     )
 
 
@@ -214,9 +196,6 @@ def _others() -> Iterator[LaunchVariant]:
     for act in ("gelu_tanh", "gelu", "relu2"):
         op = "squared_relu" if act == "relu2" else "bias_gelu"
         yield LaunchVariant(op, f"{act}, bias", partial(_activation, op, act), True)
-    for has in _subsets(("bias", "residual", "first")):
-        told, launch = f"no mask, {_describe(has)}", partial(_dropout, has)
-        yield LaunchVariant("bias_dropout_residual", told, launch, len(has) in (0, 3), parametric="bias" in has)
 
 
 def _activation(op: str, act: str, cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
@@ -229,15 +208,6 @@ def _activation_backward(
     bias, dbias = (_empty(own, cols) if name in has else None for name in ("bias", "dbias"))
     dy, x, dx = (_empty(dtype, ROWS, cols) for _ in range(3))
     activation.backward_into(op, dy, x, bias, dx, dbias, act)
-
-
-def _dropout(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
-    x, y = (_empty(dtype, ROWS, cols) for _ in range(2))
-    bias = _empty(own, cols) if "bias" in has else None
-    residual = _empty(dtype, ROWS, cols) if "residual" in has else None
-    first = _empty(torch.int64) if "first" in has else None
-    whole = (1, cols, 0, 1)  # rows are contiguous
-    dropout.forward_into(x, bias, residual, _empty(torch.int64), 7, first, whole, 0.1, 1 / 0.9, y, None)
 
 
 def _describe(has: frozenset[str]) -> str:

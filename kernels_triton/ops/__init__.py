@@ -13,11 +13,12 @@ first. Data is bfloat16, float16 or float32. Weights and biases may have another
 have the dtype of the parameter. Outputs are new and contiguous (except with `in_place`). Statistics and scratch are
 float32. Sums are taken in float32 and rounded once. Two runs are bitwise equal.
 
-Every op raises `ShardcError` SC530 before any launch: for an operand of a shape, dtype, layout or device that it does
-not take; for an argument of another kind (not a tensor, not a finite number, not a 64-bit integer); for an operand that
-must be written in place and cannot be; and, with autograd enabled, for an operand that requires a gradient. An op is a
-forward or a backward that autograd does not see, so its result would be a constant. The error names the op, the
-operand, what was expected, and the line of the call. In-place writes are reported to autograd.
+Every op raises SC530, a `kernels_triton.base.diagnostic.ShardcError`, before any launch: for an operand of a shape,
+dtype, layout or device that it does not take; for an argument of another kind (not a tensor, not a finite number, not a
+64-bit integer); for an operand that must be written in place and cannot be; and, with autograd enabled, for an operand
+that requires a gradient. An op is a forward or a backward that autograd does not see, so its result would be a
+constant. The error names the op, the operand, what was expected, and the line of the call. In-place writes are reported
+to autograd.
 
 With no rows or no columns, the results are empty too. The kernels are in `kernels_triton/library/kernels`, in files of
 the same names.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kernels_triton.launch import launch, row_schedule
@@ -109,18 +111,7 @@ def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
 
 def gated_into(first: Tensor, second: Tensor, y: Tensor, act: str) -> None:
     """`act(first) * second`, for rows."""
-    gate, (count, cols) = first, first.shape
-    schedule = row_schedule.tile_schedule("gated", gate, cols)
-    launch.run(
-        "activation.gated_forward",
-        (schedule.tiles(count, cols),),
-        *(first, second, y, count, row_schedule.row_stride(first), row_schedule.row_stride(second)),
-        ACT=act,
-        COLS=cols,
-        BLOCK=schedule.block,
-        ROWS=schedule.rows,
-        warps=schedule.warps,
-    )
+    _launch_tiles("gated_forward", "gated", first, (first, second, y), (first, second), act)
 
 
 @checked
@@ -151,19 +142,8 @@ def gated_backward_into(
     grad: Tensor, first: Tensor, second: Tensor, to_first: Tensor, to_second: Tensor, act: str
 ) -> None:
     """The gradients of `gated_into`, for rows."""
-    gate, (count, cols) = first, first.shape
-    schedule = row_schedule.tile_schedule("gated_backward", gate, cols)
-    launch.run(
-        "activation.gated_backward",
-        (schedule.tiles(count, cols),),
-        *(grad, first, second, to_first, to_second, count),
-        *map(row_schedule.row_stride, (grad, first, second, to_first, to_second)),
-        ACT=act,
-        COLS=cols,
-        BLOCK=schedule.block,
-        ROWS=schedule.rows,
-        warps=schedule.warps,
-    )
+    tensors = (grad, first, second, to_first, to_second)
+    _launch_tiles("gated_backward", "gated_backward", first, tensors, tensors, act)
 
 
 def _expect_activation(op: str, act: str) -> None:
@@ -198,12 +178,20 @@ def _forward(op: str, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 def forward_into(op: str, x: Tensor, bias: Tensor | None, y: Tensor, act: str) -> None:
     flat = row_schedule.as_rows(x)
-    count, cols = flat.shape
-    schedule = row_schedule.tile_schedule(op, x, cols)
+    tensors = (flat, None if bias is None else bias.contiguous(), y)
+    _launch_tiles("activation_forward", op, x, tensors, (flat,), act)
+
+
+def _launch_tiles(
+    kernel: str, op: str, like: Tensor, tensors: Sequence[Tensor | None], strided: Sequence[Tensor], act: str
+) -> None:
+    """A program for each tile of `like`. `strided`: the tensors, as rows, whose row strides the kernel takes."""
+    count, cols = strided[0].shape
+    schedule = row_schedule.tile_schedule(op, like, cols)
     launch.run(
-        "activation.activation_forward",
+        f"activation.{kernel}",
         (schedule.tiles(count, cols),),
-        *(flat, None if bias is None else bias.contiguous(), y, count, row_schedule.row_stride(flat)),
+        *(*tensors, count, *map(row_schedule.row_stride, strided)),
         ACT=act,
         COLS=cols,
         BLOCK=schedule.block,

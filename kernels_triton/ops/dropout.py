@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels_triton.base.random import least_word
 from kernels_triton.launch import launch, row_schedule
 from kernels_triton.launch.partial_sums import partial_sum_buffer, sum_columns
 from kernels_triton.library import reference
@@ -23,7 +24,6 @@ from kernels_triton.library.checks import (
     integer_in_range,
 )
 from kernels_triton.library.reference.dropout import scale_of, whole_strides
-from shardc.ir.ops.random import least_word
 
 
 @checked
@@ -75,32 +75,12 @@ def bias_dropout_residual(
         f"strides are {element_strides}: an element's place is more than 64 bits",
         "pass smaller ones",
     )
-    leading = row_schedule.two_leading_dims(x.shape, element_strides)
+    leading = row_schedule.leading_dims(x.shape, element_strides, 2)
     if leading is None or not launch.runs_on_triton(x):
         return reference.bias_dropout_residual(x, bias, residual, p, seed, op_id, element_strides, offset)
     y = launch.empty(x.shape, x.dtype, x)
     keep = launch.empty((*x.shape[:-1], -(-x.shape[-1] // 8)), torch.uint8, x)
-    words = (seed, op_id, offset, (*leading, element_strides[-1]))
-    forward_into(x, bias, residual, *words, p, scale_of(p), y, keep)
-    return y, keep
-
-
-def forward_into(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    seed: Tensor,
-    op_id: int,
-    offset: Tensor | None,
-    placed: tuple[int, int, int, int],
-    p: float,
-    scale: float,
-    y: Tensor,
-    keep: Tensor | None,
-) -> None:
-    """`placed`: the inner size of x's two leading dims, and the whole tensor's strides along both and along the
-    columns."""
-    op, (inner, outer_step, inner_step, step) = "bias_dropout_residual", placed
+    (_, outer_step), (inner, inner_step) = leading
     flat = row_schedule.as_rows(x)
     added = None if residual is None else row_schedule.as_rows(residual)
     count, cols = flat.shape
@@ -109,8 +89,9 @@ def forward_into(
         "dropout.dropout_forward",
         (schedule.tiles(count, cols),),
         *(flat, None if bias is None else bias.contiguous(), added, y, keep, seed, offset, op_id, count),
-        *(row_schedule.row_stride(flat), row_schedule.row_stride(added), least_word(p), scale, outer_step, inner_step),
-        COL_STRIDE=step,
+        *(row_schedule.row_stride(flat), row_schedule.row_stride(added), least_word(p), scale_of(p)),
+        *(outer_step, inner_step),
+        COL_STRIDE=element_strides[-1],
         INNER=inner,
         COLS=cols,
         BLOCK=schedule.block,
@@ -118,6 +99,7 @@ def forward_into(
         warps=schedule.warps,
         registers=schedule.registers,
     )
+    return y, keep
 
 
 @checked

@@ -252,10 +252,9 @@ def backward_into(
     dbias: Tensor | None,
     dbefore: Tensor | None = None,
     more: Tensor | None = None,
-    squares_eps: float | None = None,
 ) -> None:
-    """The gradient of `forward_into` for `dy + more`, each part written in its own dtype. With `squares_eps`, the
-    norm's epsilon, `rstd` holds the sum of squares. `dbefore` is the sum of `dx` over rows."""
+    """The gradient of `forward_into` for `dy + more`, each part written in its own dtype. `dbefore` is the sum of `dx`
+    over rows."""
     cols = x.shape[-1]
     grad, flat = row_schedule.as_rows(dy), row_schedule.as_rows(x)
     others = [None if tensor is None else row_schedule.as_rows(tensor) for tensor in (more, residual_grad)]
@@ -282,13 +281,11 @@ def backward_into(
             row_schedule.row_stride(flat),
             row_schedule.row_stride(others[1]),
         ),
-        squares_eps or 0.0,
     )
-    squares = squares_eps is not None
     if schedule.chunks:
-        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held, "SQUARES": squares}
+        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held}
         launch.run("norm.norm_backward", (programs,), *args, **tile)
     else:
-        tile = {"COLS": cols, "BLOCK": schedule.block, "ROWS": schedule.rows, "SQUARES": squares}
+        tile = {"COLS": cols, "BLOCK": schedule.block, "ROWS": schedule.rows}
         launch.run("norm.norm_backward_looped", (programs,), *args, **tile, warps=schedule.warps)
     sum_columns_into(sums, [dweight, dbias, dbefore])

@@ -65,7 +65,7 @@ def softmax_into(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, fill: 
     count, cols = x.shape
     (_, batch), (heads, head), (queries, query) = (1, 0), (1, 0), (1, 0)
     if mask is not None:
-        dims = row_schedule.three_leading_dims(mask.shape, mask.stride())
+        dims = row_schedule.leading_dims(mask.shape, mask.stride(), 3)
         assert dims is not None, "a mask of more dims than a kernel walks"
         (_, batch), (heads, head), (queries, query) = dims
         mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask

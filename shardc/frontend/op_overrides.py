@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc import torch_compat
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import op_name
 from shardc.ir.ops.attention import SDPA, SDPA_BWD, attention
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD, grouped_mm
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, linear
-from shardc.ir.ops.random import RANDOM_UNIFORM
 
 aten = torch.ops.aten
 

@@ -1,1 +1,1 @@
-"""The vocabulary: meshes, placements, typed graphs, programs, diagnostics. It imports nothing else of ours."""
+"""The vocabulary: meshes, placements, typed graphs, programs, diagnostics. It imports `kernels_triton.base`."""

@@ -24,11 +24,12 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from kernels_triton.base.inplace import INTO
 from shardc.ir.account import Account, account_of
 from shardc.ir.buckets import layout_of, pieces, with_buckets
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
-from shardc.ir.in_place import INTO, writes
+from shardc.ir.in_place import writes
 from shardc.ir.microbatch import calls_as_run
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.schema import schema_of

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from kernels_triton.base.buckets import starts
+from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
-from shardc.ir.in_place import INTO, POINTWISE, Into, out_variant
+from shardc.ir.in_place import POINTWISE, out_variant
 from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, starts, unpack
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
 from shardc.ir.ops.linear import LINEAR_WGRAD
 from shardc.ir.schema import given

@@ -9,15 +9,14 @@ itself stays a function of its inputs: that is for whoever runs it with state of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
+from kernels_triton.base.inplace import INTO
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, producer, results, type_of
 from shardc.ir.microbatch import calls_as_run, in_microbatch
@@ -32,34 +31,6 @@ class Write:
     value: fx.Node
     over: fx.Node
     op: OpOverload | None
-
-
-Operand = int | Tensor  # the slot of a value, or the tensor that it is in every run
-Place = Tensor | Callable[[list[Any]], Tensor]  # where a result goes: there in every run, or given the values of slots
-Scratch = Callable[[int], Tensor]  # so many bytes for good, which others use too
-Prepare = Callable[
-    [Sequence[Operand], str, Mapping[int, Place], torch.device, Scratch | None], Callable[..., Any] | None
-]
-
-
-@dataclass(frozen=True)
-class Into:
-    """How an op of several results writes some of them over what its operands hold.
-
-    `pairs(*args)` are the (result, operand) of which the one may take the place of the other. `run(*args, over)`, with
-    `over` from results to tensors, is the call. `anywhere`: a result may also be written where no operand is.
-    `prepare(operands, kernel's text, places, device, scratch)` is the same call of a kernel, ready for one device: a
-    function of the values of all slots, whose results go where `places` say. None where there is nothing to prepare on
-    that device.
-    """
-
-    pairs: Callable[..., frozenset[tuple[int, int]]]
-    run: Callable[..., Any]
-    anywhere: bool = False
-    prepare: Prepare | None = None
-
-
-INTO: dict[Any, Into] = {}  # by op
 
 
 def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]:

@@ -22,27 +22,10 @@ from functools import lru_cache
 
 import torch
 
+from kernels_triton.base.dtypes import DTYPE_NAMES, DTYPES
 from shardc.ir.mesh import Mesh
 
 Axes = tuple[str, ...]
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float8_e4m3fn: "f8e4m3",
-    torch.float8_e5m2: "f8e5m2",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
-DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def local_size(size: int, axes: Sequence[str], mesh: Mesh) -> int:

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from torch import fx
 
+from kernels_triton.base.buckets import starts
 from shardc.cost.memory import memory
 from shardc.ir.collectives import collectives as all_collectives
 from shardc.ir.graph import Graph, Port, info, operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of, starts
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of
 from shardc.ir.schema import given
 from shardc.passes.base import Check, split_of
 from shardc.passes.fusion.clustering.memory_budget import allowed_peak

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
+from kernels_triton import ops
 from kernels_triton.match.table import NAMES
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import error
@@ -99,8 +100,6 @@ def says_something(value: Any) -> Any:
 
 def _instead(name: object) -> str:
     """What to write in the place of a name that is no template's."""
-    from kernels_triton import ops  # which imports shardc.ir: not while shardc is
-
     known = f"known are {', '.join(NAMES)}"
     if name in ops.__all__:
         plain = f"kernels_triton.ops.{name} is a plain function; in a graph the generator writes what it computes"

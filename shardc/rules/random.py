@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardc.ir.ops.random import RANDOM_UNIFORM
+from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.rules.local import LocalCall, axis_strides
 from shardc.rules.notation import Dims
 from shardc.rules.registry import example, rule

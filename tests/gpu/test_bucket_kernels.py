@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels_triton.base.buckets import unit_of
 from kernels_triton.bucket.layout import pack_layout, unpack_layout
 from kernels_triton.bucket.prepared_call import PreparedPack, PreparedUnpack
-from shardc.ir.ops.buckets import PACK, UNPACK, unit_of
+from shardc.ir.ops.buckets import PACK, UNPACK
 
 pytestmark = pytest.mark.gpu
 

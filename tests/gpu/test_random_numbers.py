@@ -6,10 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels_triton import ops
+from kernels_triton.base.random import RANDOM_UNIFORM
 from kernels_triton.gate.corpus import Draft
 from kernels_triton.generated.launcher import launcher
 from kernels_triton.library import reference
-from shardc.ir.ops.random import RANDOM_UNIFORM
 
 pytestmark = pytest.mark.gpu
 SOME = settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))

@@ -95,9 +95,8 @@ def check(kernel: Kernel, apart: float) -> None:
         inputs = [torch.randn(given.shape, device="cuda").to(given.dtype) for given in kernel.inputs]
         if isinstance(at := match.binding.get("target"), int):
             inputs[at] = torch.randint(0, match.cols, inputs[at].shape, device="cuda")
-        for stat in ("rstd", "squares"):
-            if isinstance(at := match.binding.get(stat), int):
-                inputs[at] = inputs[at].abs() + 0.5
+        if isinstance(at := match.binding.get("rstd"), int):
+            inputs[at] = inputs[at].abs() + 0.5
         exact = reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
         ours, theirs = run_template(inputs), generated(kernel)(inputs)
         repeats.add(len(run_template.ready))
@@ -131,20 +130,3 @@ def test_tensors_that_are_not_aligned() -> None:
     off = [torch.randn(size + 1, device="cuda").bfloat16()[1:].view(shape) for _ in range(2)]
     exact = reference.run(kernel, [x.double() for x in off])
     assert (run_template(off)[0].double() - exact[0]).norm() <= APART * exact[0].norm()
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_dropout_has_the_masks_of_the_simulator(dtype: str) -> None:
-    kernel = parse(
-        f"bias_dropout_residual[4,32|96]({dtype}[128,96], f32[96]@0:0,0,1, i64[]@0:0,0,0, {dtype}[128,96])"
-        "{%4=add(%0, %1); %5=uniform{3,6144,192,1}(%2, 0); %6=ge(%5, 0.25); %7=mul(%4, %6); "
-        "%8=mul(%7, 1.3333333333333333); %9=add(%8, %3)}->" + f"{dtype}[128,96]=%9"
-    )
-    torch.manual_seed(0)
-    inputs = [torch.randn(one.shape, device="cuda").to(one.dtype) for one in kernel.inputs]
-    inputs[2] = torch.tensor(987654321987, device="cuda")
-    run_template = launcher(kernel)
-    for _ in range(2):
-        (y,), (want,) = run_template(inputs), reference.run(kernel, inputs)
-        # A mask that differs in one place is apart by more than a rounding there.
-        assert (y.double() - want.double()).abs().max() <= (0.04 if dtype == "bf16" else 1e-5)

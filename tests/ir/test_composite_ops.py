@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels_triton.base.random import RANDOM_UNIFORM, least_word, philox
 from shardc.ir.ops.attention import SDPA, SDPA_BWD, attention
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD, grouped_mm
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, linear
-from shardc.ir.ops.random import RANDOM_UNIFORM, least_word, philox
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

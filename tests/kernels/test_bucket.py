@@ -12,10 +12,11 @@ import torch
 from interpreter import Interpreter
 from torch import Tensor
 
+from kernels_triton.base.buckets import unit_of
 from kernels_triton.bucket import layout
 from kernels_triton.bucket.kernel import copy_members, kernel_source
 from kernels_triton.launch import launch
-from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, cut, unit_of
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, cut
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.complex64]
 LONG = 3 * layout.TILE  # elements: several tiles of any dtype

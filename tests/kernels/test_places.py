@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.random import RANDOM_UNIFORM
+from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.passes.fusion.analysis import iteration_space
 from tests.kernels.traced import fused_results
 

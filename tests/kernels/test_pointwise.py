@@ -10,8 +10,8 @@ from interpreter import Interpreter
 from test_row_schedule import DTYPES, FEW, like, rows
 from torch import Tensor
 
+from kernels_triton.base.random import RANDOM_UNIFORM
 from kernels_triton.library import reference
-from shardc.ir.ops.random import RANDOM_UNIFORM
 
 # Relative error of a gradient, whose terms cancel.
 LOOSE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}

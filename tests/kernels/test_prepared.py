@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import shardc
+from kernels_triton.base.inplace import INTO
 from kernels_triton.codegen.schedules import choose_plan
 from kernels_triton.gate.corpus import CORPUS
 from kernels_triton.generated import inplace_call
@@ -19,7 +20,6 @@ from kernels_triton.generated.prepared_call import PreparedKernelCall, launch_se
 from kernels_triton.ir.text import text
 from kernels_triton.launch import fast_launch, launch
 from kernels_triton.launch.launch import H200
-from shardc.ir.in_place import INTO
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 

@@ -2,10 +2,8 @@
 
 import os
 import random
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from kernels_triton.launch.row_schedule import Schedule
 from shardc import ShardcError
 from tests.files.mutations import mutated, mutated_text, nothing_done
 
-ROOT = Path(__file__).parents[2]
 TABLE = "device: {device}\nschedules:\n  softmax:\n  - {{cols: [1, 8], bytes: 2, schedule: {{block: 8}}}}\n"
 
 
@@ -39,21 +36,6 @@ def test_the_name_of_the_gpu_decides_and_not_that_of_the_file(tmp_path: Path, mo
     for device in names:
         assert tables.schedules(device)["softmax"] == [{"cols": [1, 8], "bytes": 2, "schedule": {"block": 8}}]
     assert tables.schedules("NVIDIA GH200 480GB") == {}
-
-
-def test_a_wheel_brings_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (pattern,) = project["tool"]["setuptools"]["data-files"][tables.INSTALLED]
-    (source,) = ROOT.glob(pattern)
-    installed = tmp_path / tables.INSTALLED / source.name
-    installed.parent.mkdir(parents=True)
-    installed.write_text(source.read_text())
-    info = tmp_path / "lib" / "site-packages" / "shardc-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "RECORD").write_text(f"../../{tables.INSTALLED}/{source.name},,\nshardc/__init__.py,,\n")
-    monkeypatch.setattr(tables, "distribution", lambda name: PathDistribution(info))
-    monkeypatch.setattr(tables, "REPOSITORY", tmp_path / "none")
-    assert "softmax" in tables.schedules(launch.H200.name)
 
 
 @pytest.mark.parametrize("text", ["device: x", "[1, 2]", "a: {", None])
@@ -112,7 +94,7 @@ def test_an_entry_that_is_no_schedule_is_said(
 def test_altered_tables_are_read_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, draw = tmp_path / "mine.yaml", random.Random(5)
     monkeypatch.setenv(tables.VARIABLE, str(path))
-    text = next(ROOT.glob("configs/kernels/*.yaml")).read_text().partition("\n  add_layer_norm:")[0]
+    text = next(tables.PACKAGED.glob("*.yaml")).read_text().partition("\n  add_layer_norm:")[0]
     whole, refused = yaml.safe_load(text), 0
     for number in range(200):
         altered = mutated_text(text, draw) if number % 2 else yaml.safe_dump(mutated(whole, draw))

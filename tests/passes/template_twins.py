@@ -54,17 +54,11 @@ def _rms_norm(o: Operands, n: dict[str, float], act: str) -> Results:
 
 
 def _backward(o: Operands, n: dict[str, float], act: str) -> Results:
-    dy, rstd = _sum(o, "dy", "more"), o.get("rstd")
+    dy = _sum(o, "dy", "more")
     weight = o.get("weight", torch.ones(dy.shape[1], dtype=dy.dtype))
-    if rstd is None:
-        rstd = torch.rsqrt(o["squares"] / dy.shape[1] + n["eps"])
-    if "mean" in o:
-        dx, dw, db = reference.layer_norm_backward(dy, o["x"], weight, o["mean"], rstd, o.get("residual"))
-        assert db is not None
-    else:
-        dx, dw = reference.rms_norm_backward(dy, o["x"], weight, rstd, o.get("residual"))
-        db = dy.sum(0)
+    dx, dw, db = reference.layer_norm_backward(dy, o["x"], weight, o["mean"], o["rstd"], o.get("residual"))
     assert dw is not None
+    assert db is not None
     return {"dx": dx, "dweight": dw, "dbias": db, "dbefore": dx.sum(0)}
 
 
@@ -95,13 +89,6 @@ def _cross_entropy(o: Operands, n: dict[str, float], act: str) -> Results:
     return {"dlogits": dlogits, "total": (lse - top).exp(), "picked": lse - loss - top}
 
 
-def _dropout(o: Operands, n: dict[str, float], act: str) -> Results:
-    """Without the mask, which is the kernel's own."""
-    assert abs(n["scale"] * (1 - n["p"]) - 1) < 1e-9
-    y = n["scale"] * _sum(o, "x", "bias") + o.get("residual", torch.zeros(()))
-    return {"y": y, "dropped": o.get("residual", torch.zeros_like(y))}
-
-
 def _softmax(o: Operands, n: dict[str, float], act: str) -> Results:
     """Of a mask that is added: those that fill are the business of the templates' own test."""
     assert "fill" not in n
@@ -118,7 +105,6 @@ TWINS: dict[str, Callable[[Operands, dict[str, float], str], Results]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _rms_norm,
     "layer_norm_backward": _backward,
-    "rms_norm_backward": _backward,
     "bias_gelu": _gelu,
     "bias_gelu_backward": _gelu_backward,
     "squared_relu": _gelu,
@@ -126,7 +112,6 @@ TWINS: dict[str, Callable[[Operands, dict[str, float], str], Results]] = {
     "gated": _gated,
     "gated_backward": _gated_backward,
     "cross_entropy": _cross_entropy,
-    "bias_dropout_residual": _dropout,
     "softmax": _softmax,
     "softmax_backward": _softmax_backward,
 }

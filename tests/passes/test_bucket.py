@@ -9,12 +9,13 @@ import torch
 
 import shardc
 from examples.gpt2 import gpt2
+from kernels_triton.base.buckets import ALIGNMENT
 from shardc.cost.memory import memory
 from shardc.explain.collective import explain
 from shardc.ir.collectives import bucket_of, collectives, member, members
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
-from shardc.ir.ops.buckets import ALIGNMENT, PACK, UNPACK
+from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.overlap_schedule import IN_FLIGHT
 from shardc.ir.parse import parse

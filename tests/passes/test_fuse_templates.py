@@ -56,13 +56,13 @@ LOSS = {"cross_entropy": 1}
 # is memory for one: a sum beforehand and a template would move more. So are losses with a decoder's bias.
 GPT = Counter({"add_layer_norm": 4, "layer_norm_backward": 5, "bias_gelu": 2, "bias_gelu_backward": 2, **LOSS})
 SUMMED = Counter({"add_layer_norm": 4, "layer_norm_backward": 3, "bias_gelu": 2, "bias_gelu_backward": 2})
-LLAMA = Counter({"rms_norm": 1, "add_rms_norm": 4, "rms_norm_backward": 3, "gated": 2, "gated_backward": 2, **LOSS})
-T5 = Counter({"rms_norm": 1, "add_rms_norm": 8, "rms_norm_backward": 7, **LOSS})
+LLAMA = Counter({"rms_norm": 1, "add_rms_norm": 4, "gated": 2, "gated_backward": 2, **LOSS})
+T5 = Counter({"rms_norm": 1, "add_rms_norm": 8, **LOSS})
 EXPECTED: dict[str, dict[str, Counter[str]]] = {  # by precision
     "gpt2": {"": GPT, "bf16": GPT},
     "llama": {"": LLAMA, "bf16": LLAMA},
     "bert": {"": GPT - Counter(LOSS), "bf16": SUMMED},
-    "t5": {"": T5, "bf16": T5 - Counter(["rms_norm_backward"])},
+    "t5": {"": T5, "bf16": T5},
     "vit": {"": SUMMED, "bf16": SUMMED},
 }
 
@@ -99,16 +99,11 @@ def agree(kernel: Kernel) -> None:
         else torch.randint(0, kernel.cols, given.shape)
         for given in kernel.inputs
     ]
-    for name in ("rstd", "squares"):
-        if isinstance(at := match.binding.get(name), int):
-            inputs[at] = inputs[at].abs() + 0.5
+    if isinstance(at := match.binding.get("rstd"), int):
+        inputs[at] = inputs[at].abs() + 0.5
     expected = results(match, *operands(kernel, match, inputs))
     for name, y in zip(match.results, reference.run(kernel, inputs), strict=True):
         want = expected[name].reshape(y.shape)
-        if "dropped" in expected:
-            kept = torch.isclose(y, want)
-            assert 0.5 < kept.double().mean() < 1
-            want = torch.where(kept, want, expected["dropped"].reshape(y.shape))
         assert torch.allclose(y, want, rtol=1e-9, atol=1e-11), (kernel.name, name)
 
 
@@ -163,11 +158,6 @@ NEAR = {
         "f32[8,1]=%6@0:1,0, f32[8,1]=%10@0:1,0, f32[8,16]=%17",
         "f32[8,16], i64[8]@0:1,0, f32[]@0:0,0",
     ),
-    "dropout": (
-        "%2=uniform{3,16,1}(%1, 0); %3=ge(%2, 0.25); %4=mul(%0, %3); %5=mul(%4, 1.3333333333333333)",
-        "f32[8,16]=%5",
-        "f32[8,16], i64[]@0:0,0",
-    ),
     "squared_relu": (
         "%2=add(%0, %1); %3=maximum(%2, 0.0); %4=square(%3)",
         "f32[8,16]=%4",
@@ -195,24 +185,6 @@ def near(name: str, old: str = "", new: str = "") -> str | None:
     return None if match is None else match.template.name
 
 
-def test_dropout_with_its_bias_and_residual() -> None:
-    torch.manual_seed(0)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.drop = nn.Linear(24, 24), nn.Linear(24, 8, bias=False), nn.Dropout(0.25)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(x + self.drop(self.a(x))).square().mean()
-
-    plan = {"inputs": {"x": "dp, -, -"}, "fuse": True}
-    program = shardc.compile(Model(), torch.randn(4, 8, 24), mesh="dp=2", plan=plan)
-    (found_,) = (node for node in program.body.calls() if node.target is OPS["bias_dropout_residual"])
-    agree(parse(str(found_.args[1])))
-    assert program.verify().ok
-
-
 def test_near_misses() -> None:
     assert near("layer_norm") == "layer_norm"
     assert near("layer_norm", "div(%2, 16.0)", "div(%2, 15.0)") is None  # another mean
@@ -230,10 +202,6 @@ def test_near_misses() -> None:
     assert near("cross_entropy", "where(%8, %13, 0.0)", "where(%8, %13, 1.0)") is None
     assert near("cross_entropy", "where(%8, %13, 0.0)", "where(%8, %11, 0.0)") is None  # ignored rows have a gradient
     assert near("cross_entropy", "=%10@0", "=%3@0") is None  # the maximum
-    assert near("dropout") == "bias_dropout_residual"
-    assert near("dropout", "ge(%2", "gt(%2") is None
-    assert near("dropout", "mul(%0, %3)", "mul(%0, %2)") is None
-    assert near("dropout", "=%5", "=%5, bool[8,16]=%3") is None  # the mask is stored
     assert near("squared_relu") == "squared_relu"
     assert near("squared_relu", "0.0", "1.0") is None
     assert near("squared_relu", "square(%3)", "mul(%3, %2)") is None  # x * relu(x), which is the same but for infinity
@@ -281,7 +249,7 @@ def test_layouts(name: str, plan: dict[str, Any]) -> None:
     model, batch, loss = make(name)
     whole = shardc.Plan.load(PLANS / f"{name}.yaml").merge(shardc.Plan.of(fuse=True, **plan))
     program = shardc.compile(model, batch, mesh="dp=2,tp=2", plan=whole, loss=loss)
-    assert sum(counted(program.body).values()) >= 8
+    assert sum(counted(program.body).values()) >= 7
     assert program.verify().ok, str(program.verify())
     body = program.body
     again = parse_graph(print_graph(body))

@@ -20,7 +20,7 @@ def dropout_forward(
     COL_STRIDE: tl.constexpr, INNER: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Row r is element (r // INNER, r % INNER) of the two leading dims, whose global strides are given. Without OFFSET
-    the first element is number 0. Without KEEP the mask is not stored."""
+    the first element is number 0."""
     pid = tl.program_id(0)
     blocks = tl.cdiv(COLS, BLOCK)
     start = (pid % blocks) * BLOCK
@@ -60,16 +60,15 @@ def dropout_forward(
     if RES is not None:
         y += residual
     tl.store(Y + r * COLS + c, y.to(Y.dtype.element_ty), mask=m)
-    if KEEP is not None:
-        # Eight columns a byte, the first in the lowest bit.
-        if COLS % 8 != 0:
-            keep = keep & cm
-        bits = tl.where(keep, 1 << tl.arange(0, 8)[None, None, :], 0)
-        byte = (pid % blocks) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
-        width: tl.constexpr = (COLS + 7) // 8
-        rb = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-        at = KEEP + rb.to(tl.int64) * width + byte
-        tl.store(at, tl.sum(bits, 2).to(tl.uint8), mask=(rb < rows) & (byte < width))
+    # Eight columns a byte, the first in the lowest bit.
+    if COLS % 8 != 0:
+        keep = keep & cm
+    bits = tl.where(keep, 1 << tl.arange(0, 8)[None, None, :], 0)
+    byte = (pid % blocks) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+    width: tl.constexpr = (COLS + 7) // 8
+    rb = (pid // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = KEEP + rb.to(tl.int64) * width + byte
+    tl.store(at, tl.sum(bits, 2).to(tl.uint8), mask=(rb < rows) & (byte < width))
 
 
 @triton.jit

@@ -9,8 +9,8 @@ Backward, with `xhat = (h - mean) * rstd`, `g = dy * w` and means over the row:
 
 The sums over rows stay in the registers of a few persistent programs, where a thread has GROUP neighbouring columns.
 Each program writes one partial row, and `column_sums` adds these in a fixed order. RMSNorm is the same without the mean
-(`MEAN` is None). Optional operands are None: BEFORE, a bias of x; RES; SUM; MORE, added to dy. SQUARES: RSTD holds the
-sum of squares of a row instead.
+(`MEAN` is None). Optional operands are None: BEFORE, a bias of x; RES; SUM; MORE, added to dy. SQUARES: forward stores
+a row's sum of squares in RSTD.
 """
 
 import triton
@@ -188,9 +188,9 @@ def norm_forward_looped(
 
 @triton.jit
 def norm_backward(
-    DY, MORE, X, W, MEAN, RSTD, DRES, DX, DW, DB, DBEFORE, rows, dy_stride, more_stride, x_stride, dres_stride, eps,
+    DY, MORE, X, W, MEAN, RSTD, DRES, DX, DW, DB, DBEFORE, rows, dy_stride, more_stride, x_stride, dres_stride,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, HOLD: tl.constexpr, SQUARES: tl.constexpr,
+    GROUP: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """HOLD: the weight stays in registers, if there are enough."""
     c = tl.arange(0, BLOCK // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
@@ -208,8 +208,6 @@ def norm_backward(
         r = t * ROWS + tl.arange(0, ROWS)[:, None, None]
         rm = r < rows
         rstd = tl.load(RSTD + r, mask=rm, other=0.0).to(tl.float32)
-        if SQUARES:
-            rstd = tl.rsqrt(rstd / COLS + eps)
         mean = 0.0
         if MEAN is not None:
             mean = tl.load(MEAN + r, mask=rm, other=0.0).to(tl.float32)
@@ -281,8 +279,8 @@ def norm_backward(
 
 @triton.jit
 def norm_backward_looped(
-    DY, MORE, X, W, MEAN, RSTD, DRES, DX, DW, DB, DBEFORE, rows, dy_stride, more_stride, x_stride, dres_stride, eps,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr,
+    DY, MORE, X, W, MEAN, RSTD, DRES, DX, DW, DB, DBEFORE, rows, dy_stride, more_stride, x_stride, dres_stride,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows too long for registers: read twice, the second time from the L2 cache. A program keeps its sums over rows in
     its own row of the partials, which it reads and writes once every ROWS rows."""
@@ -293,8 +291,6 @@ def norm_backward_looped(
         r = t * ROWS + tl.arange(0, ROWS)[:, None]
         rm = r < rows
         rstd = tl.load(RSTD + r, mask=rm, other=0.0).to(tl.float32)
-        if SQUARES:
-            rstd = tl.rsqrt(rstd / COLS + eps)
         mean = tl.zeros((ROWS, 1), tl.float32)
         if MEAN is not None:
             mean = tl.load(MEAN + r, mask=rm, other=0.0).to(tl.float32)

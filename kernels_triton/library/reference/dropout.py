@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels_triton.base.random import RANDOM_UNIFORM
 from kernels_triton.library.reference.wide import rows_sum, wide
-from shardc.ir.ops.random import RANDOM_UNIFORM
 
 
 def bias_dropout_residual(

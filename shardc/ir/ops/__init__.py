@@ -1,4 +1,4 @@
 """Ops of the `shardc::` library: what a graph keeps whole that ATen would take apart, and what ATen lacks.
 
-One file a family; importing it registers its ops. `library` says how an op is added.
+One file a family; importing it registers its ops. `kernels_triton.base.library` says how an op is added.
 """

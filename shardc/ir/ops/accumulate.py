@@ -10,6 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 
 ACCUMULATE = define("accumulate(Tensor x) -> Tensor", torch.clone, torch.clone)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

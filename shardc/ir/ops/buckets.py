@@ -19,28 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.buckets import starts
+from kernels_triton.base.library import define
 from shardc.torch_compat import copy_all
 
 NOWHERE: Mapping[int, Tensor] = {}
-ALIGNMENT = 16  # bytes: what a kernel that reads a member as a vector asks of its pointer
-
-
-def unit_of(dtype: torch.dtype) -> int:
-    """Elements that each member is padded to a multiple of."""
-    return max(1, ALIGNMENT // dtype.itemsize)
-
-
-def starts(columns: Sequence[int], unit: int) -> list[int]:
-    """Where in a row each member begins, and where the row ends."""
-    found = [0]
-    for count in columns:
-        found.append(found[-1] + -(-count // unit) * unit)
-    return found
 
 
 def columns_packed(numels: Sequence[int], mids: Sequence[int], rows: int) -> list[int]:

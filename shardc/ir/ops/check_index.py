@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 from shardc.torch_compat import assert_async
 
 

@@ -20,8 +20,8 @@ import torch
 from torch._ops import OpOverload
 from torch.nn.functional import pad
 
+from kernels_triton.base.library import define
 from shardc.ir.ops.context import Communicator, current
-from shardc.ir.ops.library import define
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 

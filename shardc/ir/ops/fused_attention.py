@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels_triton.base.library import LIBRARY
 from shardc import torch_compat
 from shardc.ir.ops import attention
-from shardc.ir.ops.library import LIBRARY
 
 Kernel = Literal["cudnn", "flash", "efficient", "reference"]
 HALVES = (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:

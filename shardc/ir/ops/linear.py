@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:

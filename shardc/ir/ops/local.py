@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from kernels_triton.base.library import define
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.context import current
-from shardc.ir.ops.library import define
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 
 
 def _parts(x: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

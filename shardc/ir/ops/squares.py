@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 
 _PIECES = {"cpu": 1 << 15, "cuda": 1 << 20}  # elements: what stays in a cache when it is widened
 

@@ -32,11 +32,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from kernels_triton.base.buckets import starts, unit_of
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS, CollectiveKind
 from shardc.ir.graph import Graph, Phase, info, op_name, set_info, type_of
 from shardc.ir.microbatch import in_microbatch
-from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, starts, unit_of
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Partial, TensorType
 from shardc.passes.base import Pass

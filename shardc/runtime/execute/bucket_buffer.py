@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kernels_triton.base.inplace import Operand, Place
 from kernels_triton.launch.launch import HAS_TRITON
 from shardc.ir.buckets import Layout, Piece
 from shardc.ir.graph import Graph, operands, type_of
-from shardc.ir.in_place import Operand, Place
 from shardc.ir.ops.buckets import fill, shapes_of
 from shardc.ir.schema import given
 

@@ -16,11 +16,12 @@ import torch
 from torch import fx
 
 import shardc.ir.ops.fused_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what GPUs run)
+from kernels_triton.base.inplace import INTO, Operand, Place
 from shardc.ir.arena import views
 from shardc.ir.buckets import Piece, layout_of, pieces, reduced_in_place
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
-from shardc.ir.in_place import INTO, Operand, Place, Write, writes
+from shardc.ir.in_place import Write, writes
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
 from shardc.ir.ops.context import RankContext, running

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.ops.random import RANDOM_UNIFORM
+from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.passes.fusion.analysis.iteration_space import Shape, strided_runs
 from shardc.passes.fusion.lowering.lowered_op import LoweringBuilder, NotLowerable, Operand, Temporary, lower
 

@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shardc.ir.ops.library import define
+from kernels_triton.base.library import define
 
 _LOW32 = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
