@@ -153,6 +153,7 @@ def test_mlp_equals_eager(name: str) -> None:
     compare(*mlp(width=6, hidden=10), OPTIMIZERS[name])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["adamw", "amsgrad", "nesterov", "rmsprop", "adagrad", "nadam"])
 def test_gpt2_equals_eager_with_clipping(name: str) -> None:
     compare(*small_gpt2(), OPTIMIZERS[name], clip=0.5)

@@ -268,6 +268,7 @@ def test_a_rank_that_dies_in_a_step_is_named(tmp_path: Path) -> None:
     assert re.search(r"in instruction Recv d\.\S+#[01] <- 3 \(rank 3\) of step 1", neighbour["error"])
 
 
+@pytest.mark.long  # without a pipeline, `test_gloo.py` shows it
 def test_a_rank_that_fails_of_itself_is_named(tmp_path: Path) -> None:
     mlp(tmp_path, "mlp2", 2)
     survivor, failed = start("own", 2, tmp_path, worker=WORKER)
@@ -282,6 +283,7 @@ def test_a_rank_that_fails_of_itself_is_named(tmp_path: Path) -> None:
     assert survivor["seconds"] < LIMIT
 
 
+@pytest.mark.long  # without a pipeline, `test_gloo.py` shows it
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     mlp(tmp_path, "mlp2", 2)
     survivor, _ = start("stuck", 2, tmp_path, worker=WORKER)

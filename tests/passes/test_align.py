@@ -110,6 +110,7 @@ def rows(graph: Graph) -> set[int]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("name", PLANS)
 def test_equal_to_the_single_device(name: str) -> None:
@@ -128,7 +129,7 @@ def test_equal_to_the_single_device(name: str) -> None:
 WAYS = ["linear", "addmm", "matmul", "scaled"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("name", ["dp", "dp fused", "tp", "tp fused", "zero-3", "accumulate"])
 @pytest.mark.parametrize("how", WAYS)

@@ -69,7 +69,7 @@ EXPECTED: dict[str, dict[str, Counter[str]]] = {  # by precision
 
 @pytest.mark.parametrize("precision", ["", "bf16"])
 @pytest.mark.parametrize("name", EXPECTED)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_each_models_templates(name: str, precision: str) -> None:
     body = body_of(name, precision)
     plain, ours = fuse(body, templates=()), fuse(body)
@@ -78,7 +78,7 @@ def test_each_models_templates(name: str, precision: str) -> None:
     assert traffic(ours) == traffic(plain)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_template_computes_what_its_kernel_says(name: str) -> None:
     """In float64, against the templates' own references: they agree with the kernel's text to the last digits."""
@@ -273,7 +273,7 @@ def test_a_part_that_is_there_in_one_result_is_there_in_all() -> None:
         assert match_template(parse(f"k[8|16]({inputs}){{{steps.format(summed='%0')}}}->{order}")) is None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}, {"recompute": "full"}], ids=str)
 def test_layouts(name: str, plan: dict[str, Any]) -> None:

@@ -191,6 +191,7 @@ def test_columns_that_are_gathered_for_an_op_are_reported(between: Callable[[Ten
         compiled(strict=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt2_sp", "llama_sp"])
 @pytest.mark.parametrize("storage", [None, {"zero": 3, "axes": ["dp"]}])
 def test_planned_gathers_pass_under_strict(name: str, storage: dict[str, object] | None) -> None:

@@ -170,6 +170,7 @@ def test_in_float32_nothing_overflows() -> None:
 
 
 # ---------------------------------------------------------------------- models
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,tp=4"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_models_loss(name: str, mesh: str) -> None:

@@ -189,7 +189,7 @@ def fuzz(name: str, count: int, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BASES)
 def test_forged_files(name: str) -> None:
     found = fuzz(name, 20, seed=7)

@@ -125,7 +125,7 @@ def trial_of(data: st.DataObject, entry: OpRule, dtype: torch.dtype) -> Trial:
     return trial
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("entry", RULES, ids=lambda entry: str(entry.op))
 def test_shards_put_together_equal_the_whole(entry: OpRule) -> None:
     @settings(max_examples=runs(entry))
@@ -142,7 +142,7 @@ def test_shards_put_together_equal_the_whole(entry: OpRule) -> None:
 LINEAR = [e for e in RULES if e.function is not None or e.defaults.linear]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("entry", LINEAR, ids=lambda entry: str(entry.op))
 def test_pending_sums_pass_through_linear_operands(entry: OpRule) -> None:
     @settings(max_examples=runs(entry))
@@ -219,7 +219,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_wrong_rule_is_caught(name: str, wrong: _Wrong) -> None:
     op, notation, examples = WRONG[name]
     with pytest.raises((AssertionError, RuntimeError, RuleError, BaseExceptionGroup)):

@@ -88,7 +88,7 @@ def steps(executor: BodyCode, program: shardc.Program, count: int = 2) -> list[T
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_that_lives_is_written_over(case: str) -> None:
     """What is dead is filled with NaNs before each call, and results are bitwise those of separate tensors."""

@@ -77,6 +77,7 @@ def codes(found: Executor) -> list[GraphCode]:
     return [*parts, *found._gathers.values(), *(one for some in found._reduces.values() for one in some), *ends]
 
 
+@pytest.mark.sampled(2)
 def test_nothing_that_lives_is_written_over(
     ready: tuple[shardc.Program, StagedProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
