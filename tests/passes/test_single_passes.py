@@ -72,12 +72,27 @@ def atomize(cuts: list[list[Any]]) -> Atomize:
 
 
 PASSES: Mapping[str, Callable[..., Pass]] = {
-    **{"normalize": Normalize, "accumulate": Accumulate, "append_updates": updates},
-    **{"atomize": atomize, "propagate": Propagate, "split_softmax": SplitSoftmax, "store": Store, "assign": Assign},
-    **{"group_sums": GroupSums, "settle_partials": SettlePartials, "insert_reshards": InsertReshards},
-    **{"lower_reshards": LowerReshards, "combine": Combine, "name_causes": NameCauses},
-    **{"report_gathers": ReportGathers, "recompute": Recompute, "localize": Localize, "online_softmax": OnlineSoftmax},
-    **{"align": Align, "bucket": Bucket, "fuse": Fuse},
+    "normalize": Normalize,
+    "accumulate": Accumulate,
+    "append_updates": updates,
+    "atomize": atomize,
+    "propagate": Propagate,
+    "split_softmax": SplitSoftmax,
+    "store": Store,
+    "assign": Assign,
+    "group_sums": GroupSums,
+    "settle_partials": SettlePartials,
+    "insert_reshards": InsertReshards,
+    "lower_reshards": LowerReshards,
+    "combine": Combine,
+    "name_causes": NameCauses,
+    "report_gathers": ReportGathers,
+    "recompute": Recompute,
+    "localize": Localize,
+    "online_softmax": OnlineSoftmax,
+    "align": Align,
+    "bucket": Bucket,
+    "fuse": Fuse,
 }
 
 

@@ -25,6 +25,8 @@ PLANS = [
     *(("gpt2", "tokens", 8), ("gpt2", "all", 3), ("llama", "all", 8), ("llama", "full", 3), ("t5", "full", 3)),
     *(("t5", "all", 3), ("resnet", "full", 3)),
 ]
+# A few that the tests above have compiled already; `make fuzz` orders all of them anew.
+ORDERED = PROGRAMS[2:] + PLANS if FUZZ else [("gpt2", "zero1", 8), ("gpt2", "tokens", 8), ("llama", "tp2", 1)]
 PLACES = [(ranks, schedule) for ranks in (2, 3, 4) for schedule in SCHEDULES]
 SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in random.Random(at).sample(PLACES, 2)]
 
@@ -49,9 +51,9 @@ def test_every_schedule(schedule: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000 if FUZZ else 8)
+@settings(max_examples=2000 if FUZZ else 10)
 @given(
-    st.sampled_from(PROGRAMS[2:] + PLANS),
+    st.sampled_from(ORDERED),
     st.sampled_from((2, 3, 4)),
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(0, 2**32),
