@@ -1,4 +1,4 @@
-"""`torchrun watched.py WORD FOLDER` runs examples/train_gpt2.py and watches its memory; so does a rank of `ranks.start`.
+"""`torchrun watched.py WORD FOLDER` runs examples/train_gpt2.py and watches its memory; `ranks.start` can fork it too.
 
 The script's arguments are in `FOLDER/arguments.json`. Each rank writes `FOLDER/RANK.json`: its losses, and what it held
 and read while it loaded its parameters.
