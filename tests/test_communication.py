@@ -108,6 +108,7 @@ def test_one_data_parallel_reduction_a_parameter(plan: str) -> None:
         assert backward == Counter(parameters)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_never_gathered(model: str) -> None:
     """No value of the program has a whole vocabulary dim of activations."""
@@ -118,6 +119,7 @@ def test_logits_are_never_gathered(model: str) -> None:
             assert type.local_shape(program.mesh)[-1] == VOCAB // TP, f"{node} is {type}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["gpt2", "llama_sp"])
 def test_bytes_sent_equal_the_ring_formula(plan: str) -> None:
     """Per axis in total: 2(k-1)/k of an all-reduce's payload, (k-1)/k of a gather's or scatter's."""

@@ -218,7 +218,7 @@ def test_checkpointing(way: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("plan", [{"inputs": {"x": "dp"}, "storage": {"zero": 3, "axes": ["dp"]}}, {"accumulate": 2}])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_checkpointing_under_plans(reentrant: bool, plan: dict[str, Any]) -> None:
     class PerSample(nn.Module):
         def __init__(self) -> None:

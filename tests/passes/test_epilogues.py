@@ -126,6 +126,7 @@ def test_one_kernel_for_each_norms_backward(plan: str, precision: str | None) ->
         assert len(written) >= 1
 
 
+@pytest.mark.sampled(4)
 @MODELS
 def test_no_pointwise_call_is_left_on_the_stream(plan: str) -> None:
     """Between collectives and products, nothing but kernels has a tensor of the stream's size."""

@@ -160,6 +160,7 @@ def test_cached_kernels_equal_fresh_ones(graph: Graph, monkeypatch: pytest.Monke
     assert builds > 1
 
 
+@pytest.mark.sampled(3)
 def test_clusters_whose_spaces_agree_have_a_common_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     agreed, merged = 0, clustering._Merger.merged  # pyright: ignore[reportPrivateUsage]
 

@@ -88,6 +88,7 @@ def statistics(program: shardc.Program) -> Kernel:
     return kernel
 
 
+@pytest.mark.sampled(4)
 @CASES
 def test_on_a_gpu_the_statistics_are_one_pass(
     model: str, vocabulary: int, ranks: int, dtype: torch.dtype, precision: str | None

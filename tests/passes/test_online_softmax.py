@@ -103,6 +103,7 @@ LOSSES: dict[str, tuple[Loss, list[str], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(  # class weights: one a class
     ("name", "columns"), [(name, n) for name in LOSSES for n in (10, 11) if (name, n) != ("class weights", 11)]
 )

@@ -231,6 +231,7 @@ def bucketed(moved: Any) -> bool:
     return operands(moved)[0].target is PACK
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("storage", [{}, {"zero": 3, "axes": ["dp"]}], ids=["dp", "zero-3"])
 def test_a_step_is_fewer_calls(storage: dict[str, Any]) -> None:
     """Python's part of a step: what it calls, begins and waits for."""

@@ -219,7 +219,7 @@ def unet(microbatches: int, mesh: str = "", **plan: Any) -> Any:
     return step(UNet(), batch, microbatches, mesh, **plan)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("stages", "schedule", "virtual"), [(2, "1f1b", 1), (6, "zb-h1", 1), (6, "zb-v", 2)])
 def test_skips_masks_and_shared_parameters(microbatches: int, stages: int, schedule: str, virtual: int) -> None:
@@ -258,7 +258,7 @@ class Odd(nn.Module):
         return self.d(self.drop(self.a(x)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_shared_layers_random_draws_frozen_weights(optimizer: str | None, recompute: str) -> None:

@@ -49,6 +49,7 @@ def test_1f1b_has_the_bubble_of_gpipe_and_holds_p(p: int, m: int) -> None:
     assert drawn.peak_live == tuple(min(p - rank, m) for rank in range(p))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), SHAPES[:-1])
 def test_interleaved(p: int, m: int, v: int) -> None:
