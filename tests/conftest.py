@@ -13,6 +13,8 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30)
+# Each night every property has other examples, and twice as many.
+settings.register_profile("night", deadline=None, max_examples=60)
 # `make fuzz`: other examples each time, or those of --hypothesis-seed.
 settings.register_profile("fuzz", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5000")))
 settings.load_profile("ci")
