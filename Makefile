@@ -21,7 +21,7 @@ help:
 	@echo "             10,000 mutated program files;"
 	@echo "             1,250 random kernels in Triton's interpreter, and 100 on a GPU if there is one"
 	@echo "             (FUZZ_EXAMPLES=500 make fuzz: a tenth of all that); then the full form of each test of which"
-	@echo "             make test runs a sample (pytest -m long)"
+	@echo "             make test runs a sample, and each property with more examples (pytest -m 'long or hypothesis')"
 	@echo "make gate-kernels  compile every kernel for sm_90 and sm_80 without a GPU: spills and access widths, as JSON"
 	@echo "make format  format and fix what ruff can"
 
@@ -55,7 +55,7 @@ format: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/properties tests/stages/test_equivalence.py tests/kernels/test_fused.py::test_random_kernels \
 		tests/gpu/test_random_kernels.py -n auto --hypothesis-profile=fuzz
-	$(BIN)/python -m pytest -m long -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "long or hypothesis" -n auto --dist worksteal --hypothesis-profile=night
 
 gate-kernels: $(STAMP)
 	$(BIN)/python -m kernels_triton.gate.gate

@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -13,7 +12,9 @@ from hypothesis import settings
 # One process a core runs tests; more threads would only compete, and sum in another order.
 torch.set_num_threads(1)
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30)
+# Each night every property has other examples, and twice as many.
+settings.register_profile("night", deadline=None, max_examples=60)
 # `make fuzz`: other examples each time, or those of --hypothesis-seed.
 settings.register_profile("fuzz", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5000")))
 settings.load_profile("ci")
@@ -25,16 +26,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before `-m "not long"` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Of a test that is marked `sampled(n)`, all but each n-th of its cases are `long`."""
-    seen: Counter[str] = Counter()
+    """Of the N cases of a test that is marked `sampled(n)`, all but N / n (rounded up) are `long`."""
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if (marker := item.get_closest_marker("sampled")) is not None:
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % int(marker.args[0]):
+        if item.get_closest_marker("sampled") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("sampled")
+        assert marker is not None
+        kept = _spread(of_test, -(-len(of_test) // int(marker.args[0])))
+        for item in of_test:
+            if item not in kept:
                 item.add_marker(pytest.mark.long)
-            seen[test] += 1
     yield
     _slow_first(items)
+
+
+def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of a test's cases that as many as can be of each parameter's values occur: of models x layouts, a few
+    cases have every model and every layout. Of cases that serve alike, those that lie evenly among all."""
+    values = [{(name, repr(v)) for name, v in case.callspec.params.items()} for case in cases]  # type: ignore[attr-defined]
+    kept: list[int] = []
+    seen: set[tuple[str, str]] = set()
+    while len(kept) < count:
+        rest = [i for i in range(len(cases)) if i not in kept]
+        even = len(kept) * len(cases) / count
+        chosen = max(rest, key=lambda i: (len(values[i] - seen), -abs(i - even)))
+        kept.append(chosen)
+        seen |= values[chosen]
+    return [cases[i] for i in kept]
 
 
 def _slow_first(items: list[pytest.Item]) -> None:

@@ -40,6 +40,7 @@ def program(accumulate: int, drop: float = 0.0, **more: Any) -> shardc.Program:
     return shardc.compile(Counted(drop), batch, mesh="dp=2", plan=plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 6])
 def test_equals_torch_accumulating(accumulate: int) -> None:
     """Buffers go from microbatch to microbatch, gradients are the mean's, outputs one behind the other."""

@@ -172,6 +172,7 @@ def test_buffers_that_forward_changes(rows: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- meta
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
 def test_a_model_on_meta_compiles_without_being_materialised(name: str) -> None:
     with torch.device("meta"):
@@ -340,6 +341,7 @@ def test_an_axis_of_which_nothing_makes_use_is_a_warning() -> None:
 
 
 # ---------------------------------------------------------------------------------------- Hugging Face's tp_plan
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_hugging_faces_own_plan_is_ours(name: str) -> None:
     """Their row-parallel weights and ours, which follow from the columns, are the same, and so is the program."""

@@ -56,7 +56,7 @@ def tally(program: shardc.Program, phase: str, axis: str) -> Counter[tuple[str, 
 
 @pytest.mark.parametrize("layers", [2, 32])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_tensor_parallel(model: str, layers: int) -> None:
     program = compiled(model, model, layers)
     # 2 a layer, and the embedding's rows; for the cross-entropy one gather.
@@ -70,7 +70,7 @@ def test_tensor_parallel(model: str, layers: int) -> None:
 
 @pytest.mark.parametrize("layers", [2, 32])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_sequence_parallel(model: str, layers: int) -> None:
     program = compiled(model, f"{model}_sp", layers)
     pairs = 2 * layers + 1
@@ -87,6 +87,7 @@ def test_sequence_parallel(model: str, layers: int) -> None:
     assert "all_to_all" not in {c.kind for c in program.collectives()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", ["gpt2", "gpt2_sp", "llama", "llama_sp"])
 def test_one_data_parallel_reduction_a_parameter(plan: str) -> None:
     """One, also of a tied parameter, of the bytes that the rank stores; and two scalars, the loss and the count."""
@@ -107,6 +108,7 @@ def test_one_data_parallel_reduction_a_parameter(plan: str) -> None:
         assert backward == Counter(parameters)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_never_gathered(model: str) -> None:
     """No value of the program has a whole vocabulary dim of activations."""
@@ -117,6 +119,7 @@ def test_logits_are_never_gathered(model: str) -> None:
             assert type.local_shape(program.mesh)[-1] == VOCAB // TP, f"{node} is {type}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["gpt2", "llama_sp"])
 def test_bytes_sent_equal_the_ring_formula(plan: str) -> None:
     """Per axis in total: 2(k-1)/k of an all-reduce's payload, (k-1)/k of a gather's or scatter's."""

@@ -68,6 +68,7 @@ def planned(name: str) -> shardc.Program:
     return net(**PLANS[name])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_calls_and_bytes_add_up_to_the_program(name: str) -> None:
     """Each call of the body without kernels is in one place; all bytes are those that the summary counts."""

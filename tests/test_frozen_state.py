@@ -141,19 +141,20 @@ OTHER_WAYS = [
 
 
 @pytest.mark.parametrize("build", OTHER_WAYS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_other_ways_to_a_parameter(build: type[nn.Module]) -> None:
     assert_trains_as_eager(build, DATA)
 
 
-def test_the_models_own_tensors_are_left_alone() -> None:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("build", OTHER_WAYS)
+def test_the_models_own_tensors_are_left_alone(build: type[nn.Module]) -> None:
     """Nothing of a trace stays on the model: no gradient, no fake tensor, the same tensors in the same places."""
-    for build in OTHER_WAYS:
-        model = made(build)
-        before = {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-        shardc.compile(model, DATA[0], mesh=MESH)
-        assert {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())} == before
-        assert all(p.grad is None for p in model.parameters())
+    model = made(build)
+    before = {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    shardc.compile(model, DATA[0], mesh=MESH)
+    assert {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())} == before
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_loss_that_reads_the_model() -> None:
@@ -209,6 +210,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpointing(way: str) -> None:
     assert_trains_as_eager(lambda: Checkpointed(WAYS[way]), DATA)
@@ -216,7 +218,7 @@ def test_checkpointing(way: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("plan", [{"inputs": {"x": "dp"}, "storage": {"zero": 3, "axes": ["dp"]}}, {"accumulate": 2}])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_checkpointing_under_plans(reentrant: bool, plan: dict[str, Any]) -> None:
     class PerSample(nn.Module):
         def __init__(self) -> None:

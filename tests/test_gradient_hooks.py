@@ -55,6 +55,7 @@ HOOKS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_act_as_in_eager_training(name: str) -> None:
     assert_trains_as_eager(lambda: Net(HOOKS[name]), DATA)

@@ -62,6 +62,7 @@ def test_gradients_of_a_program_with_an_optimizer_are_refused() -> None:
 LARGE = {**PLANS, "bf16": ("dp=2", {"inputs": {"x": "dp"}, "precision": "bf16"})}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("size", [1e21, 1e36])
 def test_large_gradients_are_finite_and_clipped_right(name: str, size: float) -> None:

@@ -60,6 +60,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AT_LAUNCH)
 def test_a_launch_is_of_the_model_as_it_is(name: str) -> None:
     model, twin = made(Net), made(Net)
@@ -77,6 +78,7 @@ def test_a_launch_is_of_the_model_as_it_is(name: str) -> None:
     trainer.step(DATA[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_trainer_and_verify_refuse(name: str) -> None:
     model = made(Net)

@@ -148,11 +148,13 @@ def compare(model: nn.Module, batch: Any, loss: Any, make: Make, clip: float | N
             torch.testing.assert_close(got, torch.as_tensor(value, dtype=torch.float64), rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_mlp_equals_eager(name: str) -> None:
     compare(*mlp(width=6, hidden=10), OPTIMIZERS[name])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["adamw", "amsgrad", "nesterov", "rmsprop", "adagrad", "nadam"])
 def test_gpt2_equals_eager_with_clipping(name: str) -> None:
     compare(*small_gpt2(), OPTIMIZERS[name], clip=0.5)

@@ -90,7 +90,7 @@ def real(name: str, mesh: str, optimizer: bool = True, **more: Any) -> Program:
 
 
 @pytest.mark.parametrize(("name", "schedule", "mesh", "more"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_equals_the_single_device(name: str, schedule: str, mesh: str, more: dict[str, Any]) -> None:
     program = real(name, mesh, **more, pipeline={"schedule": schedule, "microbatches": 4})
     checked(program, order=1)
@@ -122,7 +122,7 @@ def test_five_steps_of_adamw_are_those_without_a_pipeline(more: dict[str, Any]) 
 
 
 # ---------------------------------------------------------------------- whatever a plan says beside it
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "more",
     [

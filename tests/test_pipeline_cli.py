@@ -73,6 +73,7 @@ def test_a_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[2] < losses[0]
 
 
+@pytest.mark.long  # test_cli.py runs processes without a pipeline, tests/distributed with one
 def test_a_run_in_real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     command = ("run", MODEL, *PIPELINED, "--steps", "2")

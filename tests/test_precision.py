@@ -188,9 +188,9 @@ def looked_at(name: str, precision: str, zero: int) -> shardc.Program:
     return compiled(name, {"none": None, "reduced": REDUCE_HALF}.get(precision, precision), zero=zero)[0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("zero", [1, 0, 2, 3])
+@pytest.mark.sampled(8)  # of llama under ZeRO 1, whose programs the next test reads too
 def test_gradients_are_reduced_as_the_plan_says(name: str, zero: int) -> None:
     """In float32 not a byte in bfloat16; in bfloat16 half as many, and as many collectives."""
     kind = "reduce_scatter" if zero else "all_reduce"
@@ -229,7 +229,7 @@ def test_what_is_gathered_is_the_cast(zero: int) -> None:
 
 def test_recomputing_a_layer_casts_its_weights_again() -> None:
     """So that they are not kept for backward."""
-    kept, again = (compiled("gpt2", "bf16", recompute=mode)[0] for mode in ("none", "full"))
+    kept, again = (compiled("gpt2", "bf16", recompute=mode, train=False)[0] for mode in ("none", "full"))
     assert not [n for n in casts(kept.body) if info(n).name.startswith("r.")]
     assert [n for n in casts(again.body) if info(n).name.startswith("r.transformer.h.0.mlp.c_fc")]
     assert again.verify()
@@ -261,7 +261,7 @@ CASES = list(product(["gpt2", "llama"], LAYOUTS, range(4)))
     ("name", "layout", "zero", "kind"),
     [(*case, kind) for i, case in enumerate(CASES) for kind in (list(KINDS)[(i + i // 4) % 4],)],
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_five_steps_equal_eager(name: str, layout: tuple[str, bool], zero: int, kind: str) -> None:
     """All ranks, in float64, on from their own state; dp=3 divides neither the batch nor most parameters."""
     mesh, sp = layout

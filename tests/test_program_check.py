@@ -171,6 +171,7 @@ STAGES: Mapping[str, tuple[Callable[[Content], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", STAGES)
 def test_refused_of_a_pipeline(name: str) -> None:
     change, code = STAGES[name]

@@ -23,7 +23,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0]).pow(2).mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
@@ -51,6 +51,7 @@ def test_sharded_over_the_batch(cls: type[nn.Module], options: dict[str, Any]) -
     assert report.eager_error <= 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
 def test_dropout_between_layers(cls: type[nn.Module]) -> None:
     """torch's own decompositions lose it."""

@@ -111,6 +111,7 @@ BODIES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_gradient_penalty(name: str) -> None:
     """Under dp and tp; eager attention is asked for the kernel that has second derivatives."""

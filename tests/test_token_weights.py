@@ -60,7 +60,7 @@ def whole(batch: Any, model: nn.Module) -> Found:
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 12])
 @pytest.mark.parametrize("mesh", ["", "dp=2"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 def test_a_step_in_pieces_is_the_step_in_one(microbatches: int, mesh: str) -> None:
     """Also of microbatches that do not divide among the ranks, and of samples without a label."""
     model, batch = uneven()
@@ -76,7 +76,7 @@ def test_a_step_in_pieces_is_the_step_in_one(microbatches: int, mesh: str) -> No
         assert any((mean[port] - value).abs().max() > 1e-4 for port, value in wanted.items() if port in mean)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("stages", "schedule", "virtual", "mesh"),
     [(2, "1f1b", 1, "dp=2"), (4, "zb-v", 2, ""), (3, "zb-h1", 1, "dp=2"), (2, "gpipe", 1, "")],
@@ -115,6 +115,7 @@ def rows(counts: list[int]) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {**batch, "labels": labels}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["", "dp=2"])
 def test_a_microbatch_without_tokens_counts_nothing(mesh: str) -> None:
     """Its loss alone is 0 / 0, which is what PyTorch has of it."""
@@ -167,7 +168,7 @@ def cross_entropy(y: Tensor, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_loss_functions_tuples_precision_optimizers(microbatches: int, precision: str | None) -> None:
     torch.manual_seed(0)
     model, x, labels = Classifier(), torch.randn(12, 6), torch.randint(5, (12,))

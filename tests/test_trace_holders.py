@@ -102,6 +102,7 @@ def test_what_steps_would_hand_on_is_said(name: str) -> None:
         assert before.changes() == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "keep", [lambda n: table(n), lambda n: TABLES.setdefault(n, torch.linspace(0, 1, n))], ids=["lru_cache", "dict"]
 )

@@ -140,7 +140,7 @@ class FailsTheSecondTime(Base):
         return (x @ self.w).sum()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("cls", "attribute", "line"),
     [
@@ -236,6 +236,7 @@ class Norm(Base):
         return (self.norm(x) @ self.w).pow(2).sum() * self.steps
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cls", [Table, Aux, Once, Norm])
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_state_that_is_not_carried_is_no_warning(cls: type[Base], steps_before: int) -> None:

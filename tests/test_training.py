@@ -105,7 +105,7 @@ def pairs() -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize(("model", "layout", "zero"), pairs())
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_five_steps_equal_the_single_device(model: str, layout: str, zero: int) -> None:
     """Of four microbatches each; the first and the last, which start from the single device's state."""
     equal(distributed(model, layout, zero, 4), history(model, 4)[:: STEPS - 1])
@@ -124,7 +124,7 @@ def equal(body: Graph, steps: list[tuple[dict[str, torch.Tensor], dict[Any, torc
             assert gap < 1e-11, f"{port.role} {port.name} differs by {gap:.1e}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("model", ["gpt2", "llama", "resnet"])
 def test_the_single_device_is_eager_training(model: str, microbatches: int) -> None:
@@ -189,6 +189,7 @@ def _inputs(graph: Graph) -> tuple[Any, Any]:
     return graph.inputs, graph.placeholders
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_stored_bytes_are_shares(zero: int) -> None:
     """State is 1/dp of itself, and under ZeRO-3 parameters too."""

@@ -70,6 +70,7 @@ def test_a_pipeline_too() -> None:
     assert all(row.eager_error is not None for row in report.rows if row.role in ("grad", "param", "state"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("role", ["grad", "param", "state", "buffer", "output"])
 def test_each_of_them_is_compared_with_eager_pytorch(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = EagerTraining.step

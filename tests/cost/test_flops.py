@@ -38,7 +38,7 @@ def test_six_n_t() -> None:
     assert done.total * 4 == pytest.approx(6 * weights * TOKENS, rel=0.05)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("plan", ["gpt2", "gpt2_sp", "llama"])
 @pytest.mark.parametrize("mesh", ["dp=2, tp=1", "dp=2, tp=2", "dp=4, tp=2"])
 def test_ranks_share_the_work(plan: str, mesh: str) -> None:

@@ -98,7 +98,7 @@ def compiled(plan: str, storage: dict[str, Any] | None = None, **arguments: int)
     return shardc.compile(model, batch, plan=wanted, loss=loss)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("plan", CASES)
 def test_every_instruction_holds_what_the_report_says(plan: str) -> None:
     """Not only the peak, and not within 5 %: all of the timeline, to the byte."""
@@ -118,6 +118,7 @@ def test_uneven_shards(plan: str) -> None:
     assert max(memory(program.body).timeline) == pytest.approx(max(measured(program.body)), rel=0.01)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", ["gpt2", "cnn"])
 @pytest.mark.parametrize("storage", [None, {"zero": 3, "axes": ["dp"]}])
 def test_stored_bytes_are_what_every_rank_allocates(plan: str, storage: dict[str, Any] | None) -> None:

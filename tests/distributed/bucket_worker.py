@@ -8,6 +8,7 @@ collectives of both.
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def program_of(case: str) -> tuple[shardc.Program, dict[str, torch.Tensor]]:
     return shardc.compile(model, batch, mesh="dp=2", plan=plan, optimizer=mine), batch
 
 
-def prepare(folder: Path) -> None:
-    for case in CASES:
+def prepare(folder: Path, cases: Sequence[str]) -> None:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    for case in cases:
         program, batch = program_of(case)
         program.save(folder / f"{case} False.json")
         replanned(program, bucket=SMALL).save(folder / f"{case} True.json")
@@ -67,7 +69,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     found: dict[str, dict[str, Any]] = {}
     folder = Path(sys.argv[2])
-    for case in CASES:
+    for case in json.loads((folder / "cases.json").read_text()):
         plain, losses, count = run(folder, case, False)
         held, bucketed, fewer = run(folder, case, True)
         assert plain.keys() == held.keys()

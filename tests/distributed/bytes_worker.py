@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ def program_of(case: str) -> tuple[shardc.Program, Mapping[str, Any]]:
     return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer), batch
 
 
-def prepare(folder: Path) -> None:
-    for case in CASES:
+def prepare(folder: Path, cases: Sequence[str]) -> None:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    for case in cases:
         program, batch = program_of(case)
         program.save(folder / f"{case}.json")
     assert program.model is not None
@@ -65,7 +66,7 @@ def main() -> None:
     found: dict[str, list[dict[str, int]]] = {}
     folder = Path(sys.argv[2])
     state, batch = torch.load(folder / "given.pt", mmap=True)
-    for case in CASES:
+    for case in json.loads((folder / "cases.json").read_text()):
         program = shardc.Program.load(folder / f"{case}.json")
         with program.launch(state=state, timeout=60) as trainer:
             found[case] = [held(trainer)]

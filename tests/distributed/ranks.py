@@ -18,6 +18,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's libraries do not outlive a fork
@@ -69,6 +71,13 @@ def start(
     assert any(path.exists() for path in results), logs
     assert scenario in ("dead", "stuck", "own") or all(path.exists() for path in results), logs
     return [json.loads(path.read_text()) if path.exists() else None for path in results]
+
+
+def cases_of(request: pytest.FixtureRequest) -> list[str]:
+    """The cases of a module that this run is of: a fixture that runs all in one job runs no others."""
+    mine = (item for item in request.session.items if item.path == request.path)
+    params = (item.callspec.params for item in mine if hasattr(item, "callspec"))  # type: ignore[attr-defined]
+    return sorted({each["case"] for each in params if "case" in each})
 
 
 def serve() -> None:

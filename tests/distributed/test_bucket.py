@@ -7,18 +7,19 @@ import pytest
 
 from tests.distributed import bucket_worker
 from tests.distributed.bucket_worker import CASES
-from tests.distributed.ranks import start
+from tests.distributed.ranks import cases_of, start
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("bucket")
-    bucket_worker.prepare(folder)
+    bucket_worker.prepare(folder, cases_of(request))
     found = start("bucket", 2, folder, limit=400, worker=Path(bucket_worker.__file__))
     return [one for one in found if one is not None]
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_to_the_bit(case: str, ranks: list[dict[str, Any]]) -> None:
     """Of two ranks the sum of each element is one addition, wherever the element lies."""

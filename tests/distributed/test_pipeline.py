@@ -140,7 +140,10 @@ def check_training(program: shardc.Program, folder: Path, name: str, found: list
 
 
 @pytest.mark.slow
-def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedules", [("zb-v", "auto"), pytest.param(tuple(SCHEDULES), marks=pytest.mark.long)], ids=["two", "every"]
+)
+def test_four_ranks_train_as_one_device(schedules: tuple[str, ...], tmp_path: Path) -> None:
     programs = {
         "pp4": prepare(tmp_path, "pp4", "pp=4", **pipeline("zb-h1")),
         "pp2tp2": prepare(tmp_path, "pp2tp2", "pp=2,tp=2", params=TP, **pipeline("interleaved", virtual=2)),
@@ -150,9 +153,9 @@ def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
     grads = prepare(tmp_path, "grads", "tp=2,pp=2", optimizer=False, params=TP, **pipeline("1f1b"))
     normed = mlp(tmp_path, "norms", 4, nonfinite="raise")
 
-    every = {name: by_schedule(tmp_path, name, virtual) for name, virtual in SCHEDULES.items()}
+    every = {name: by_schedule(tmp_path, name, virtual) for name, virtual in SCHEDULES.items() if name in schedules}
 
-    ranks = [one for one in start("four", 4, tmp_path, limit=150, worker=WORKER) if one is not None]
+    ranks = [one for one in start("four", 4, tmp_path, limit=300, worker=WORKER) if one is not None]
     for name, program in programs.items():
         check_training(program, tmp_path, name, [one[name] for one in ranks])
     assert ranks[0]["pp4"]["bytes"] < 0.6 * sum(one["pp4"]["bytes"] for one in ranks)
@@ -268,6 +271,7 @@ def test_a_rank_that_dies_in_a_step_is_named(tmp_path: Path) -> None:
     assert re.search(r"in instruction Recv d\.\S+#[01] <- 3 \(rank 3\) of step 1", neighbour["error"])
 
 
+@pytest.mark.long  # without a pipeline, `test_gloo.py` shows it
 def test_a_rank_that_fails_of_itself_is_named(tmp_path: Path) -> None:
     mlp(tmp_path, "mlp2", 2)
     survivor, failed = start("own", 2, tmp_path, worker=WORKER)
@@ -282,6 +286,7 @@ def test_a_rank_that_fails_of_itself_is_named(tmp_path: Path) -> None:
     assert survivor["seconds"] < LIMIT
 
 
+@pytest.mark.long  # without a pipeline, `test_gloo.py` shows it
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     mlp(tmp_path, "mlp2", 2)
     survivor, _ = start("stuck", 2, tmp_path, worker=WORKER)

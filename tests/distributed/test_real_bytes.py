@@ -8,24 +8,26 @@ import pytest
 
 from tests.distributed import bytes_worker
 from tests.distributed.bytes_worker import CASES, STEPS, program_of
-from tests.distributed.ranks import start
+from tests.distributed.ranks import cases_of, start
 
 Held = dict[str, list[dict[str, int]]]
+SAMPLED = ("dp4 zero-1", "dp2 tp2 zero-3")
 ROLES = {"param": "parameters", "state": "optimizer state", "buffer": "buffers"}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Held]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Held]:
     folder = tmp_path_factory.mktemp("bytes")
-    bytes_worker.prepare(folder)
+    bytes_worker.prepare(folder, cases_of(request))
     found = start("bytes", 4, folder, limit=300, worker=Path(bytes_worker.__file__))
     assert all(one is not None for one in found)
     return [one for one in found if one is not None]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*SAMPLED, *(pytest.param(c, marks=pytest.mark.long) for c in CASES if c not in SAMPLED)]
+)
 def test_memory_is_what_is_allocated(case: str, ranks: list[Held]) -> None:
     program, _ = program_of(case)
     for rank, held in enumerate(ranks):
@@ -36,20 +38,25 @@ def test_memory_is_what_is_allocated(case: str, ranks: list[Held]) -> None:
         assert len(held[case]) == STEPS + 1
 
 
-def test_a_rank_holds_its_share(ranks: list[Held]) -> None:
+@pytest.mark.parametrize(
+    ("case", "of_params", "of_state"),
+    [
+        ("dp4 zero-1", 1, 4),
+        pytest.param("dp4 zero-0", 1, 1, marks=pytest.mark.long),
+        pytest.param("dp4 zero-2", 1, 4, marks=pytest.mark.long),
+        pytest.param("dp4 zero-3", 4, 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_holds_its_share(case: str, of_params: int, of_state: int, ranks: list[Held]) -> None:
     """Every size of the model divides by 4, so a share is exact; the step counts, a scalar a parameter, are not cut."""
-    program, _ = program_of("dp4 zero-0")
+    program, _ = program_of(case)
     assert program.model is not None
     sizes = [p.numel() for p in program.model.parameters()]
     counts = 8 * len(sizes)
-    (whole,) = {(one["dp4 zero-0"][0]["param"], one["dp4 zero-0"][0]["state"] - counts) for one in ranks}
-    assert whole == (4 * sum(sizes), 8 * sum(sizes))
-    shares = {"dp4 zero-1": (1, 4), "dp4 zero-2": (1, 4), "dp4 zero-3": (4, 4)}
-    for case, (of_params, of_state) in shares.items():
-        for rank, one in enumerate(ranks):
-            for now in one[case]:
-                assert now["param"] * of_params == whole[0], f"{case}, rank {rank}"
-                assert (now["state"] - counts) * of_state == whole[1], f"{case}, rank {rank}"
+    for rank, one in enumerate(ranks):
+        for now in one[case]:
+            assert now["param"] * of_params == 4 * sum(sizes), f"rank {rank}"
+            assert (now["state"] - counts) * of_state == 8 * sum(sizes), f"rank {rank}"
 
 
 def test_axes_multiply(ranks: list[Held]) -> None:

@@ -12,7 +12,7 @@ SLACK = 6.0  # of a busy machine
 POINTS = ["comparison 0", "comparison 1", "step 0", "step 1", "step 5", "gathered"]
 
 
-@pytest.mark.parametrize("how", ["dead", "stuck"])
+@pytest.mark.parametrize("how", ["dead", pytest.param("stuck", marks=pytest.mark.long)])
 @pytest.mark.parametrize("point", [pytest.param(p, marks=[] if p == "step 1" else [pytest.mark.long]) for p in POINTS])
 def test_the_others_name_the_rank(point: str, how: str, tmp_path: Path) -> None:
     (tmp_path / "point").write_text(point)

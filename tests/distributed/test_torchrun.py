@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"
 LIMIT = 8.0  # as in worker.py
@@ -42,6 +44,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert seconds < LIMIT + ENDING, said
 
 
+@pytest.mark.long  # in forked ranks, `test_gloo.py` shows it
 def test_a_rank_that_fails_of_itself_is_named(tmp_path: Path) -> None:
     job = torchrun("own", 2, tmp_path)
     said, seconds = end_of(job, tmp_path)
@@ -52,6 +55,7 @@ def test_a_rank_that_fails_of_itself_is_named(tmp_path: Path) -> None:
     assert seconds < LIMIT + ENDING, said
 
 
+@pytest.mark.long  # in forked ranks, `test_gloo.py` shows it
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     job = torchrun("stuck", 2, tmp_path)
     said, seconds = end_of(job, tmp_path)

@@ -1,6 +1,7 @@
-"""`torchrun watched.py FOLDER ARGUMENTS...`: runs examples/train_gpt2.py with these arguments, and watches its memory.
+"""`torchrun watched.py WORD FOLDER` runs examples/train_gpt2.py and watches its memory; `ranks.start` can fork it too.
 
-Each rank writes `FOLDER/RANK.json`: its losses, and what it held and read while it loaded its parameters.
+The script's arguments are in `FOLDER/arguments.json`. Each rank writes `FOLDER/RANK.json`: its losses, and what it held
+and read while it loaded its parameters.
 """
 
 import json
@@ -47,7 +48,7 @@ def watched(load: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[2])
     torch.set_num_threads(1)
     rank_session.load_shard = watched(rank_session.load_shard)
     step = Trainer.step
@@ -60,7 +61,7 @@ def main() -> None:
         return result
 
     Trainer.step = recorded  # type: ignore[method-assign]
-    sys.argv = [str(SCRIPT), *sys.argv[2:]]
+    sys.argv = [str(SCRIPT), *json.loads((folder / "arguments.json").read_text())]
     runpy.run_path(str(SCRIPT), run_name="__main__")
     (trainer,) = trainers
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in trainer.state.values()}

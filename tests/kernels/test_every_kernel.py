@@ -59,7 +59,7 @@ def tensors(value: Any) -> list[Tensor]:
     return [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, Tensor)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_against_float64(interpreted: Interpreter, name: str) -> None:
     template = TEMPLATES[name]

@@ -30,7 +30,7 @@ from shardc.ir.graph import Graph
 from shardc.passes.fusion.fuse import fuse
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: nothing can be compiled here")
-PARTS = 4
+PARTS = 8
 BUCKETS = ("bucket.pack", "bucket.unpack")
 
 
@@ -40,7 +40,7 @@ def quick(arch: int) -> list[gate.CompileJob]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.long) for part in range(2, PARTS))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.long)])
 def test_kernels_pass(arch: int, part: int) -> None:
     lines = gate.measure_jobs(quick(arch)[part::PARTS], arch)
@@ -95,7 +95,7 @@ def program(model: str, computes: str) -> Graph:
     return shardc.compile(made, batch, mesh="dp=1", plan=plan).body
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("computes", ["bf16", "pure bf16", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_programs_launch_is_compiled(model: str, computes: str) -> None:
@@ -180,6 +180,7 @@ UNALIGNED: dict[str, tuple[Callable[[], object], dict[str, int]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", UNALIGNED)
 def test_one_operand_that_is_not_aligned_is_refused(name: str) -> None:
     """However short its rows are, so that few accesses read it, and whatever the others have."""

@@ -29,6 +29,7 @@ def problems(cases: list[Case], given: dict[str, Tensor], interpreted: Interpret
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", GIVEN)
 def test_as_eager_torch(kind: str, interpreted: Interpreter) -> None:
     given, some = GIVEN[kind]

@@ -48,7 +48,7 @@ def drawn(kernel: Kernel, match: Match | None) -> list[Tensor]:
     return made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kernel_computes_what_it_says(interpreted: Interpreter, name: str) -> None:
     one = MODELS[name]

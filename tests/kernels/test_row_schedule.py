@@ -79,6 +79,7 @@ def test_norm_backward(interpreted: Interpreter, x: Tensor, layer: bool, residua
     assert judges.norm_backward(found, dy, x, w, stats[0] if layer else None, stats[-1], beside) <= 1.0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cols", [1500, 3000, 16385, 40000])
 def test_long_rows(interpreted: Interpreter, cols: int) -> None:
     """Rows of several chunks, and rows that are looped over."""

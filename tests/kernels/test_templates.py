@@ -178,7 +178,7 @@ def test_long_rows_with_much_to_hold_are_the_generators(name: str) -> None:
     assert match_template(parse(line("add_rms_norm", "bf16", 8448))) is not None  # nothing that its schedule is not for
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.skipif(not launch.HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
     ("name", "dtype", "cols"),

@@ -89,6 +89,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("forward", "dtype"), CASES, ids=[f"{f.__name__}-{str(d)[6:]}" for f, d in CASES])
 def test_what_jumps_sees_one_value(
     forward: Forward, dtype: torch.dtype, interpreted: Interpreter, monkeypatch: pytest.MonkeyPatch

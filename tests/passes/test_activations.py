@@ -78,6 +78,7 @@ def split(graph: Graph, name: str) -> set[str]:
     return {axis for node in calls for value in operands(node) for axis in type_of(value).axes}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ACTS)
 def test_trains_as_on_the_single_device(name: str, plan: str) -> None:

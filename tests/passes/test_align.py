@@ -110,6 +110,7 @@ def rows(graph: Graph) -> set[int]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("name", PLANS)
 def test_equal_to_the_single_device(name: str) -> None:
@@ -128,7 +129,7 @@ def test_equal_to_the_single_device(name: str) -> None:
 WAYS = ["linear", "addmm", "matmul", "scaled"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("name", ["dp", "dp fused", "tp", "tp fused", "zero-3", "accumulate"])
 @pytest.mark.parametrize("how", WAYS)
@@ -196,6 +197,7 @@ def test_what_is_worth_it_is_padded() -> None:
     assert saved == 2 * 8 * 1024 * 5001 * 2, "the copy read all of it, and so wrote it once more"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", WAYS)
 def test_a_bias_takes_no_copy_of_the_logits(how: str) -> None:
     """The kernel of the loss reads rows that are padded, adds the bias, and writes the gradient in such rows."""

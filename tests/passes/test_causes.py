@@ -36,6 +36,7 @@ def axes_of(cause: str) -> set[str]:
     return {axis for _, text in ANNOTATION.findall(cause) for dim in Placement.parse(text).dims for axis in dim.axes}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", ["gpt2", "gpt2_sp", "llama", "llama_sp"])
 def test_the_cause_is_of_the_collectives_own_axes(plan: str) -> None:
     program = compiled(plan.removesuffix("_sp"), plan, 2)

@@ -50,7 +50,7 @@ CHAINS: dict[str, tuple[list[int], list[int], list[int], list[int]]] = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_one_kernel_forward_and_one_backward(name: str) -> None:
     program = compiled(name)
     body = fuse(program.body, templates=())
@@ -91,6 +91,7 @@ def test_a_causal_mask_is_made_of_positions() -> None:
     assert [len(forward.inputs), len(backward.inputs)] == [2, 5]  # backward: statistics and the gradient too
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_the_single_devices(name: str) -> None:
     program = compiled(name, "")

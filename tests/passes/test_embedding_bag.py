@@ -56,6 +56,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("table", ["tp, -", "-, tp", ""])
 @pytest.mark.parametrize("name", MODELS)
 def test_sharded_equals_the_single_device(name: str, table: str) -> None:

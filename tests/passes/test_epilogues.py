@@ -90,7 +90,7 @@ def ops(kernel: Kernel) -> list[str]:
 
 @CASES
 @MODELS
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 def test_one_kernel_after_each_forward_sum(plan: str, precision: str | None) -> None:
     program = compiled(plan, precision)
     found = summed(program, plan, "fwd")
@@ -105,7 +105,7 @@ def test_one_kernel_after_each_forward_sum(plan: str, precision: str | None) -> 
         assert len(read) <= 2, "the product and the residual, each once"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @CASES
 @MODELS
 def test_one_kernel_for_each_norms_backward(plan: str, precision: str | None) -> None:
@@ -126,6 +126,7 @@ def test_one_kernel_for_each_norms_backward(plan: str, precision: str | None) ->
         assert len(written) >= 1
 
 
+@pytest.mark.sampled(4)
 @MODELS
 def test_no_pointwise_call_is_left_on_the_stream(plan: str) -> None:
     """Between collectives and products, nothing but kernels has a tensor of the stream's size."""

@@ -44,7 +44,7 @@ def fixed(graph: Graph) -> list[str]:
 
 @pytest.mark.parametrize("spread", [False, True], ids=["1x1", "dp2tp2"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 def test_a_fused_program_is_the_single_device(name: str, spread: bool) -> None:
     model, batch, loss = make(name)
     plan = shardc.Plan.load(PLANS / f"{name}.yaml") if spread else shardc.Plan.of(mesh="dp=1")
@@ -101,7 +101,7 @@ def block(**plan: Any) -> shardc.Program:
     ],
     ids=str,
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_with_everything_else_that_a_plan_asks_for(plan: dict[str, Any]) -> None:
     plain, program = block(**plan), block(**plan, fuse=True)
     assert kernels(program.body)

@@ -73,7 +73,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
     return MAKE[request.param]()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_cached_lowerings_equal_fresh_ones(graph: Graph) -> None:
     views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
     cache = LoweringCache(views)
@@ -143,6 +143,7 @@ def test_a_call_of_which_less_is_used_is_another() -> None:
     assert len(cache.known) == 2
 
 
+@pytest.mark.sampled(3)
 def test_cached_kernels_equal_fresh_ones(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     builds, build = 0, KernelCache.build
 
@@ -159,6 +160,7 @@ def test_cached_kernels_equal_fresh_ones(graph: Graph, monkeypatch: pytest.Monke
     assert builds > 1
 
 
+@pytest.mark.sampled(3)
 def test_clusters_whose_spaces_agree_have_a_common_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     agreed, merged = 0, clustering._Merger.merged  # pyright: ignore[reportPrivateUsage]
 

@@ -70,6 +70,7 @@ def test_batch_norm_in_kernels() -> None:
     assert traffic(fused).bytes < 0.135 * traffic(body).bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_a_batch_that_is_sharded(mesh: str) -> None:
     """Statistics are those of the whole batch; and channels that are sharded have their own."""

@@ -42,7 +42,7 @@ def fixed(body: Graph) -> list[str]:
     return [info(n).name for n in body.calls() if op_name(n.target) in PRODUCTS or op_name(n.target) in KINDS]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_fused_body_is_legal(plan: str) -> None:
     body = unfused(plan)

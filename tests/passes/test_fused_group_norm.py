@@ -50,6 +50,7 @@ def compiled(block: nn.Module, mesh: str = "dp=1", **plan: Any) -> shardc.Progra
     return shardc.compile(block, {"x": torch.randn(4, 3, 6, 6) + 3.0, "t": torch.randn(4, 6)}, mesh=mesh, plan=plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", PLANS)
 def test_a_block_on_every_layout(layout: str) -> None:
     torch.manual_seed(0)

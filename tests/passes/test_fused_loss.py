@@ -55,7 +55,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @CASES
 def test_logits_are_read_twice_and_written_once(
     model: str, vocabulary: int, ranks: int, dtype: torch.dtype, precision: str | None
@@ -88,6 +88,7 @@ def statistics(program: shardc.Program) -> Kernel:
     return kernel
 
 
+@pytest.mark.sampled(4)
 @CASES
 def test_on_a_gpu_the_statistics_are_one_pass(
     model: str, vocabulary: int, ranks: int, dtype: torch.dtype, precision: str | None

@@ -132,6 +132,7 @@ def distributed(reference: Graph, target: Target, options: Options) -> Graph | N
         return None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_accepted_plan_is_honoured(name: str) -> None:
     make, batch = MODELS[name]
@@ -191,6 +192,7 @@ def test_columns_that_are_gathered_for_an_op_are_reported(between: Callable[[Ten
         compiled(strict=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt2_sp", "llama_sp"])
 @pytest.mark.parametrize("storage", [None, {"zero": 3, "axes": ["dp"]}])
 def test_planned_gathers_pass_under_strict(name: str, storage: dict[str, object] | None) -> None:

@@ -383,6 +383,7 @@ def test_dead_code_and_devices_are_gone() -> None:
 
 
 # ---------------------------------------------------------------------- whole models
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [gpt2, llama, cnn])
 def test_a_models_step_means_the_same(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     model, batch = make()

@@ -103,6 +103,7 @@ LOSSES: dict[str, tuple[Loss, list[str], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(  # class weights: one a class
     ("name", "columns"), [(name, n) for name in LOSSES for n in (10, 11) if (name, n) != ("class weights", 11)]
 )
@@ -170,6 +171,7 @@ def test_in_float32_nothing_overflows() -> None:
 
 
 # ---------------------------------------------------------------------- models
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,tp=4"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_models_loss(name: str, mesh: str) -> None:

@@ -32,6 +32,7 @@ def compiled(plan: str, heads: int, tp: int, attention: str) -> shardc.Program:
     return shardc.compile(LlamaForCausalLM(config), batch, mesh=mesh, plan=PLANS / f"{plan}.yaml", strict=True)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("heads", "tp", "attention"), CASES)
 def test_tensor_parallel(heads: int, tp: int, attention: str) -> None:
     program = compiled("llama", heads, tp, attention)
@@ -52,6 +53,7 @@ def test_tensor_parallel(heads: int, tp: int, attention: str) -> None:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "tp", "attention"), CASES[:3])
 def test_sequence_parallel(heads: int, tp: int, attention: str) -> None:
     """The gathered input of attention serves keys and values too: they are neither split by sequence nor moved."""

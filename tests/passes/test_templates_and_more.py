@@ -55,6 +55,7 @@ def decoded(classes: int, precision: str | None = None, **loss: Any) -> shardc.P
     return shardc.compile(Decoder(classes, **loss), batch, mesh="dp=1", plan=plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_long_rows_of_logits_with_a_bias_are_the_template(precision: str | None) -> None:
     """The sum over rows that is the bias's gradient is a kernel of its own: one for both cannot hold a row."""

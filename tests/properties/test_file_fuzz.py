@@ -189,7 +189,7 @@ def fuzz(name: str, count: int, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BASES)
 def test_forged_files(name: str) -> None:
     found = fuzz(name, 20, seed=7)
@@ -203,6 +203,7 @@ def test_ten_thousand_forged_files(name: str, seed: int) -> None:
     assert fuzz(name, 500, seed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BASES)
 def test_damaged_files(name: str) -> None:
     """What is no longer the text that was written is refused, or says the same."""

@@ -14,7 +14,6 @@ from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
 from shardc.cost.memory import memory
 from shardc.frontend.trace import trace
-from shardc.ir.collectives import collectives
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
@@ -22,12 +21,13 @@ from shardc.passes.communication.bucket import bucket
 from shardc.passes.fusion.analysis import iteration_space
 from shardc.passes.fusion.clustering.memory_budget import allowed_peak
 from shardc.passes.fusion.fuse import fuse
+from shardc.passes.verify import collectives_in_order
 from tests.properties.check import Refused, compiled, judge
 from tests.properties.grower import Program
 from tests.properties.plans import fusions
 from tests.properties.test_random_programs import cases
 
-EXAMPLES = max(30, settings().max_examples // 4)
+EXAMPLES = max(12, settings().max_examples // 4)
 
 
 @given(cases(), st.sampled_from((iteration_space.MAX_SPLIT_COLUMNS, 4)), fusions, st.sampled_from((None, None, 2000)))
@@ -53,7 +53,7 @@ def test_a_fused_random_program_equals_the_single_device(
     event(f"kernels: {min(5, sum(1 for node in fused.calls() if node.target in KERNELS))}")
     assert not violations(fused)
     assert memory(fused).peak <= allowed_peak(memory(body).peak)
-    assert [one.value for one in collectives(fused)] == [one.value for one in collectives(body)]
+    assert collectives_in_order(body, fused) == []  # a gather that only a fused call read may go
     given_: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     report, wrong = judge(fused, reference, complete_inputs(reference, given_, seed=3))
     assert not wrong, "\n".join([*wrong, "", str(report), "", print_graph(fused)])

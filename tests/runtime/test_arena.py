@@ -88,7 +88,7 @@ def steps(executor: BodyCode, program: shardc.Program, count: int = 2) -> list[T
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_that_lives_is_written_over(case: str) -> None:
     """What is dead is filled with NaNs before each call, and results are bitwise those of separate tensors."""
@@ -114,6 +114,7 @@ def test_a_slot_that_is_too_short_is_found() -> None:
         assert not all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), info(slot.value).name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_stays_where_it_was(case: str) -> None:
     program = program_of(case)

@@ -150,6 +150,7 @@ def run(body: Graph) -> tuple[list[int], list[Any]]:
     return found, env
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fuse", [False, True])
 def test_the_report_says_what_is_there(fuse: bool) -> None:
     """To the byte at the peak, which lies where one bucket holds all gradients."""
@@ -182,7 +183,7 @@ def test_members_are_made_in_their_places(fuse: bool, monkeypatch: pytest.Monkey
     assert seen == ([len(copied)] if copied else [])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "plan",
     [{}, {"fuse": True}, {"storage": {"zero": 3, "axes": ["dp"]}}, {"linears": True, "precision": "bf16"}],
@@ -230,6 +231,7 @@ def bucketed(moved: Any) -> bool:
     return operands(moved)[0].target is PACK
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("storage", [{}, {"zero": 3, "axes": ["dp"]}], ids=["dp", "zero-3"])
 def test_a_step_is_fewer_calls(storage: dict[str, Any]) -> None:
     """Python's part of a step: what it calls, begins and waits for."""

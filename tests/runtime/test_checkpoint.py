@@ -227,7 +227,8 @@ def dies_at_byte(byte: int) -> Callable[[], None]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", [10, pytest.param(50, marks=pytest.mark.long)])
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(points: int, tmp_path: Path) -> None:
     trainer, reader, path = small(), small(), tmp_path / "ck"
     before = copied(trainer)
     trainer.save(path)
@@ -243,7 +244,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None
         assert same(reader.state, after if reader.steps else before), what
         seen.add(reader.steps)
 
-    for byte in range(0, longest, longest // 50):
+    for byte in range(0, longest, longest // points):
         assert os.WIFSIGNALED(killed(trainer, path, dies_at_byte(byte))), byte
         check(f"killed at byte {byte}")
         assert reader.steps == 0

@@ -18,6 +18,7 @@ META = torch.device("meta")
 PLANS = Path(__file__).parents[2] / "configs/plans"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "cnn"])
 def test_no_value_is_made_elsewhere(name: str) -> None:
     model, batch, *loss = getattr(importlib.import_module(f"examples.{name}"), name)()

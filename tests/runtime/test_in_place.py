@@ -39,6 +39,7 @@ def compiled(optimizer: str, **plan: Any) -> shardc.Program:
     return shardc.compile(model, torch.randn(8, 8), mesh="dp=1", plan=plan, optimizer=mine)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("plan", [{}, {"clip_grad_norm": 0.1}, {"accumulate": 2}, {"precision": "fp16"}], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_rank_trains_as_the_simulation_does(optimizer: str, plan: dict[str, Any]) -> None:

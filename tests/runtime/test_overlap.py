@@ -34,6 +34,7 @@ def where(actions: Sequence[Action], kind: str) -> dict[int, int]:
     return dict(found)
 
 
+@pytest.mark.sampled(3)
 def test_slots_hold_what_is_read(instructions: Sequence[CallInstruction]) -> None:
     """Every instruction finds its operands arrived and not yet let go of, and the same slots die in the end."""
     actions = schedule_overlap(instructions, 0, len(instructions))

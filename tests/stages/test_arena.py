@@ -77,6 +77,7 @@ def codes(found: Executor) -> list[GraphCode]:
     return [*parts, *found._gathers.values(), *(one for some in found._reduces.values() for one in some), *ends]
 
 
+@pytest.mark.sampled(2)
 def test_nothing_that_lives_is_written_over(
     ready: tuple[shardc.Program, StagedProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_nothing_that_lives_is_written_over(
     assert all(torch.equal(x, y) for x, y in zip(steps(found, program), expected, strict=True))
 
 
+@pytest.mark.sampled(2)
 def test_the_report_counts_it(ready: tuple[shardc.Program, StagedProgram], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for all graphs of a rank, and not in what a simulation holds."""
     _, lists = ready

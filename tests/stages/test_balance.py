@@ -83,6 +83,7 @@ def test_24_layers_with_a_vocabulary_of_128k() -> None:
     assert time.perf_counter() - start < 30
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("split", [["h.1", "h.2"], ["transformer.h.1", "transformer.ln_f"], ["lm_head"]])
 def test_named_split(split: list[str]) -> None:
     staged = cut(compiled("gpt2", "tp2", 1)[0].body, split=split)

@@ -43,7 +43,7 @@ def sent(staged: CutStep) -> set[str]:
 
 
 # ---------------------------------------------------------------------- split backward
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("model", "variant", "microbatches"),
     [("gpt2", "alone", 3), ("gpt2", "zero1", 8), ("llama", "tp2", 1), ("t5", "tp2", 3), ("resnet", "alone", 8)],
@@ -90,7 +90,7 @@ def crossing(staged: CutStep) -> dict[tuple[int, int], dict[str, int]]:
 RECOMPUTE = ["full", "selective", {"budget": 30000}, {"mode": "full", "collectives": True}]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("mode", "mesh"), [*((mode, "") for mode in ("none", *RECOMPUTE)), ("full", "dp=2"), ("selective", "tp=2")], ids=str
 )
@@ -113,8 +113,8 @@ def test_recomputation_sends_nothing_gpt2(mode: Any, mesh: str) -> None:
     ("model", "split", "sizes"),
     [
         # The cuts go through layers, which are recomputed as one.
-        ("t5", ["encoder.block.0.layer.1", "decoder.block.0.layer.1", "decoder.block.1.layer.2"], {"layers": 2}),
         ("resnet", ["stages.0.layers.0.layer.1", "stages.1.layers.0.layer.2"], {"blocks": 1, "size": 16}),
+        ("t5", ["encoder.block.0.layer.1", "decoder.block.0.layer.1", "decoder.block.1.layer.2"], {"layers": 2}),
     ],
 )
 def test_recomputation_sends_nothing(model: str, split: list[str], sizes: dict[str, int]) -> None:
@@ -219,6 +219,7 @@ def unet(microbatches: int, mesh: str = "", **plan: Any) -> Any:
     return step(UNet(), batch, microbatches, mesh, **plan)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("stages", "schedule", "virtual"), [(2, "1f1b", 1), (6, "zb-h1", 1), (6, "zb-v", 2)])
 def test_skips_masks_and_shared_parameters(microbatches: int, stages: int, schedule: str, virtual: int) -> None:
@@ -257,6 +258,7 @@ class Odd(nn.Module):
         return self.d(self.drop(self.a(x)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_shared_layers_random_draws_frozen_weights(optimizer: str | None, recompute: str) -> None:

@@ -64,6 +64,7 @@ def single(mesh: str) -> Seen:
     return {(name, k): value for name, each in found.items() for k, value in enumerate(each)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", LAYOUTS)
 def test_microbatches_in_turn(mesh: str) -> None:
     body, drawn, counts = program(mesh).body, single(mesh), dict[str, int]()
@@ -80,7 +81,7 @@ def test_microbatches_in_turn(mesh: str) -> None:
 
 @pytest.mark.parametrize(("mesh", "recompute"), [("", "none"), ("dp=2", "none"), ("tp=2", "full")])
 @pytest.mark.parametrize(("stages", "split"), CUTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_pipelined(stages: int | None, split: tuple[str, ...], mesh: str, recompute: str) -> None:
     """Also where a stage draws a mask again for its backward, as it does with what it can make of a seed."""
     compiled, drawn = program(mesh, recompute), single(mesh)

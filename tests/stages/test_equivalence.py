@@ -25,32 +25,35 @@ PLANS = [
     *(("gpt2", "tokens", 8), ("gpt2", "all", 3), ("llama", "all", 8), ("llama", "full", 3), ("t5", "full", 3)),
     *(("t5", "all", 3), ("resnet", "full", 3)),
 ]
+# A few that the tests above have compiled already; `make fuzz` orders all of them anew.
+ORDERED = PROGRAMS[2:] + PLANS if FUZZ else [("gpt2", "zero1", 8), ("gpt2", "tokens", 8), ("llama", "tp2", 1)]
 PLACES = [(ranks, schedule) for ranks in (2, 3, 4) for schedule in SCHEDULES]
 SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in random.Random(at).sample(PLACES, 2)]
 
 
 @pytest.mark.parametrize("case", PRODUCT if FUZZ else SAMPLE, ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_equals_the_single_device(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.parametrize("program", PLANS, ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_plans(program: tuple[str, str, int]) -> None:
     check(Case(*program, 4, "zb-h1"), seed=2)
     check(Case(*program, 3, "1f1b"), seed=3)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str) -> None:
     check(Case("gpt2", "zero1", 8, 4, schedule), seed=1)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000 if FUZZ else 25)
+@settings(max_examples=2000 if FUZZ else 10)
 @given(
-    st.sampled_from(PROGRAMS[2:] + PLANS),
+    st.sampled_from(ORDERED),
     st.sampled_from((2, 3, 4)),
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(0, 2**32),

@@ -86,7 +86,7 @@ def gathered(program: StagedProgram) -> list[int]:
 
 
 # ---------------------------------------------------------------------- right
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("ranks", "schedule"), SEVERAL)
 def test_equals_the_single_device(ranks: int, schedule: str) -> None:
     program, inputs, expected = unlayered(3)
@@ -96,6 +96,7 @@ def test_equals_the_single_device(ranks: int, schedule: str) -> None:
     agree(gpt2(3, ranks * virtual, schedule), inputs, expected, seed=ranks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [{"recompute": "full"}, {"recompute": "selective"}], ids=str)
 def test_recomputation(plan: dict[str, Any]) -> None:
     program = sharded(3, **plan)
@@ -144,6 +145,7 @@ def test_nothing_is_gathered_for_one_microbatch() -> None:
         assert all(one.kind == "all_gather" for graph in stage.gathers.values() for one in collectives(graph))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_breadth_first_gathers_a_stage_twice_a_step(ranks: int) -> None:
     """Once forward and once backward, however many microbatches there are. The last stage of a rank goes from one to
@@ -219,16 +221,17 @@ def _regather(value: bool) -> dict[str, Any]:
     return {"storage": {"zero": 3, "axes": ["dp"], "regather": value}}
 
 
-def test_master_copies() -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_master_copies(zero: int) -> None:
     """Casts of sharded master copies are made before they are gathered, and gathered once a step."""
-    for zero in (1, 3):
-        program = sharded(3, precision="bf16", storage={"zero": zero, "axes": ["dp"]})
-        found = scheduled(cut(program.body, 4), "bfs", 2)
-        kinds = {info(v).type.dtype for s in found.stages for g in s.gathers.values() for v in g.output_values}  # pyright: ignore[reportOptionalMemberAccess]
-        assert kinds == {torch.bfloat16}
-        assert max(gathers(found).values()) == (1 if zero == 1 else 2)
-        names = {name for stage in found.lists.pipeline.stages for name in stage.kept}
-        assert bool(names) == (zero == 1)
+    program = sharded(3, precision="bf16", storage={"zero": zero, "axes": ["dp"]})
+    found = scheduled(cut(program.body, 4), "bfs", 2)
+    kinds = {info(v).type.dtype for s in found.stages for g in s.gathers.values() for v in g.output_values}  # pyright: ignore[reportOptionalMemberAccess]
+    assert kinds == {torch.bfloat16}
+    assert max(gathers(found).values()) == (1 if zero == 1 else 2)
+    names = {name for stage in found.lists.pipeline.stages for name in stage.kept}
+    assert bool(names) == (zero == 1)
 
 
 def test_without_storage_nothing_is_gathered() -> None:

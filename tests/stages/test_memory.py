@@ -97,7 +97,7 @@ class Meter:
         ("gpt2", "zero3", 3, 4, "1f1b", 1),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_every_instruction_holds_what_the_report_says(
     model: str,
     variant: str,

@@ -23,7 +23,7 @@ def reducing(zero: int, schedule: str = "bfs", virtual: int = 2, **plan: Any) ->
     return scheduled(cut(program.body, 2 * virtual), schedule, virtual), program
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("clip", [{}, {"clip_grad_norm": None}], ids=["clipped", "not clipped"])
 def test_right_under_any_storage(zero: int, clip: dict[str, Any]) -> None:
@@ -33,6 +33,7 @@ def test_right_under_any_storage(zero: int, clip: dict[str, Any]) -> None:
     agree(found, inputs, run_reference(program.reference, inputs, dtype=torch.float64), seed=zero)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("zero", "kind"), [(0, "all_reduce"), (2, "reduce_scatter"), (3, "reduce_scatter")])
 def test_each_gradient_is_reduced_once(zero: int, kind: str) -> None:
     """By its stage; the end of the step reduces the tied weight's alone, on every rank that has it."""

@@ -49,6 +49,7 @@ def test_1f1b_has_the_bubble_of_gpipe_and_holds_p(p: int, m: int) -> None:
     assert drawn.peak_live == tuple(min(p - rank, m) for rank in range(p))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), SHAPES[:-1])
 def test_interleaved(p: int, m: int, v: int) -> None:
@@ -76,6 +77,7 @@ def test_zb_h1(p: int, m: int, f: int, b: int, w: int) -> None:
     assert max(drawn.peak_live) == p
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (2, 8), (4, 7), (4, 8), (8, 15), (8, 32), (16, 64)])
 def test_zb_v(p: int, m: int) -> None:
     """No bubble between a rank's first work and its last; memory p, the same on every rank."""
@@ -146,6 +148,7 @@ def test_few_or_odd_microbatches(name: str, p: int, m: int) -> None:
     assert max(drawn.peak_live) <= m
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ANY)
 def test_proved_at_full_size(name: str) -> None:
     """p = 16, m = 64; four stages a rank where a schedule takes them. The bar is a second; `-s` shows what it took."""
