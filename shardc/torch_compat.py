@@ -259,19 +259,20 @@ def like_ops(name: str) -> list[OpOverload]:
 class _Unseeded:
     """Torch's own generator, but for its seed."""
 
-    def __init__(self, instead: Callable[..., Any]) -> None:
-        self.manual_seed = self.seed = self.initial_seed = instead
+    def __init__(self, set_seed: Callable[..., Any], read_seed: Callable[[], Any]) -> None:
+        self.manual_seed = self.seed = set_seed
+        self.initial_seed = read_seed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.default_generator, name)
 
 
 @contextmanager
-def seeding(instead: Callable[..., Any]) -> Generator[None]:
-    """Call `instead` where torch's functions set or read the seed of its generator. What these functions work on is
+def seeding(set_seed: Callable[..., Any], read_seed: Callable[[], Any]) -> Generator[None]:
+    """Call these where torch's functions set or read the seed of its generator. What these functions work on is
     replaced, and not they: dynamo, which an op of forward may be the first to import, makes a table of torch's."""
     original = torch.random.default_generator
-    torch.random.default_generator = _Unseeded(instead)  # type: ignore[assignment]
+    torch.random.default_generator = _Unseeded(set_seed, read_seed)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -699,6 +700,16 @@ def efficient_attention_backward(
         g, q, k, v, bias, o, lse, *_no_dropout(q), 0.0, [True, True, True, False], causal, scale=scale
     )
     return dq, dk, dv
+
+
+@contextmanager
+def plain_attention() -> Generator[None]:
+    """Let torch compute attention in ordinary ops. Its fused kernel on the CPU reads a float32 mask beside a float64
+    query as if it were of float64 (up to 2.13), and has no second derivative."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 # ------------------------------------------------------------------ distributed

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import flash_sdp_enabled, math_sdp_enabled
+from torch.nn import functional
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
@@ -82,3 +84,52 @@ def test_a_model_in_half_precision_is_held_to_the_same() -> None:
     report = program.verify()
     assert report.ok
     assert report.eager_tolerance == 1e-5
+
+
+class Attention(nn.Module):
+    """Attention in each of the ways that torch has for it; `mask` is no tensor of the model, and stays float32."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.q, self.kv, self.way = nn.Linear(8, 8), nn.Linear(8, 8), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = 1 if self.way == "gqa" else 2
+        q, kv = self.q(x).view(*x.shape[:2], 2, 4).transpose(1, 2), self.kv(x)[..., : 4 * heads]
+        k = kv.reshape(*x.shape[:2], heads, 4).transpose(1, 2)
+        seen = torch.arange(x.shape[1])[:, None] >= torch.arange(x.shape[1]) - 1
+        mask = {"float": torch.where(seen, 0.5, -2.0), "bool": seen}.get(self.way)
+        causal, gqa = self.way in ("causal", "gqa"), self.way == "gqa"
+        y = functional.scaled_dot_product_attention(
+            q, k, k.sin(), attn_mask=mask, dropout_p=0.0, is_causal=causal, enable_gqa=gqa
+        )
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("way", ["float", "bool", "causal", "gqa", "plain"])
+def test_attention_is_what_eager_computes(way: str) -> None:
+    """torch's fused kernel on the CPU is wrong by more than 1 for a float64 query and a float32 mask of 8 keys."""
+    torch.manual_seed(0)
+    model = Attention(way)
+    program = shardc.compile(model, torch.randn(4, 8, 8), mesh="dp=2", plan={"inputs": {"x": "dp"}})
+    asked = math_sdp_enabled(), flash_sdp_enabled()
+    report = program.verify()
+    assert report.ok, str(report)
+    assert report.eager_error is not None
+    assert report.eager_error < 1e-10
+    assert (math_sdp_enabled(), flash_sdp_enabled()) == asked
+
+
+class Chosen(Cast):
+    """Fails where attention is computed by other kernels than the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert flash_sdp_enabled()
+        return self.fc(x).square().mean()
+
+
+def test_only_the_witness_computes_attention_in_ordinary_ops() -> None:
+    program = shardc.compile(Chosen(), torch.randn(8, 8), mesh="dp=2", plan={"inputs": {"x": "dp, -"}})
+    report = program.verify()
+    assert report.eager_error is None
+    assert "does not run" in report.absent

@@ -51,9 +51,37 @@ _FIRST_NUMBER = 0x5EED << 40
 
 
 def _refused_seed(*_: Any, **__: Any) -> Any:
-    """In the place of what sets or reads the seed of torch's generator."""
-    message = "forward seeds torch's generator, or reads its seed, of which a program knows nothing"
-    raise error("SC111", message, hint=SEEDED)
+    """In the place of what sets the seed of torch's generator."""
+    raise error("SC111", "forward seeds torch's generator, of which a program knows nothing", hint=SEEDED)
+
+
+class SeedText:
+    """The seed of torch's generator, as forward reads it: to print and to log. As a number it would be a constant of
+    the program, and another run's seed would change nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __str__(self) -> str:
+        return str(self._seed)
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(self._seed, spec)
+
+    def _refused(self, *_: Any) -> Any:
+        message = "forward computes with the seed of torch's generator, which would be a constant of the program"
+        hint = 'print or log it as text (f"{seed}", "%s"), and pass a number that the step depends on as an input'
+        raise error("SC111", message, hint=hint)
+
+    __int__ = __index__ = __float__ = __bool__ = __hash__ = _refused  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refused  # type: ignore[assignment]
+    __neg__ = __pos__ = __abs__ = __invert__ = __divmod__ = __rdivmod__ = _refused
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _refused
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _refused
+    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = _refused
+    __rand__ = __ror__ = __rxor__ = __rlshift__ = __rrshift__ = _refused
 
 
 def _refuse_generator(generator: Any) -> None:
@@ -87,7 +115,8 @@ class RandomOps:
     @contextmanager
     def numbered(self) -> Generator[None]:
         self.count = 0
-        with torch.random.fork_rng(devices=[]), torch_compat.seeding(_refused_seed):
+        seed = torch.initial_seed()
+        with torch.random.fork_rng(devices=[]), torch_compat.seeding(_refused_seed, lambda: SeedText(seed)):
             torch.default_generator.manual_seed(_FIRST_NUMBER)
             yield
 

@@ -116,3 +116,29 @@ def test_message(case: str, golden: Callable[[str, str], None], monkeypatch: pyt
     assert raised.value.code == code
     assert raised.value.diagnostics[0].hint
     golden(f"run/{case}.txt", str(raised.value))
+
+
+class _Gone:
+    """The store of a job whose rank 0 has ended."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ConnectionError("connection reset by peer")
+
+
+def test_rank_0_does_not_take_its_reason_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the store: it stays until the others have read what it failed of."""
+    monkeypatch.setattr(monitor, "BEAT", 0.1)
+    store = dist.HashStore()
+    first, other = (Monitor(store, rank, 2, Named()) for rank in range(2))
+    first.begin(7)
+    first.counter = 1
+    other.counter = 2
+    first.close(ValueError("no such file"))
+    other._store = _Gone()
+    said = str(other.blame(RuntimeError("[pair.cc:553] Connection closed by peer")))
+    assert "rank 0 died, of an error of its own: ValueError: no such file" in said
+    assert "instruction %act (mlp.py:6) of step 7" in said
+    for one in (first, other):
+        one._reports_error = False
+        one._store = dist.HashStore()
+        one.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -83,9 +84,34 @@ class AGeneratorOfTheModuleInPlace(AGeneratorOfTheModule):
 
 
 @case(refused="SC111")
-class ReadsTheSeed(Net):
+class ComputesWithTheSeed(Net):
     def between(self, h: Tensor) -> Tensor:
         return h * (1 + torch.initial_seed() % 7)
+
+
+@case(refused="SC111")
+class ScalesByTheSeed(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return torch.initial_seed() * h
+
+
+@case(refused="SC111")
+class MakesATensorOfTheSeed(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return h + torch.tensor(torch.initial_seed(), dtype=h.dtype)
+
+
+@case(refused="SC111")
+class DecidesByTheSeed(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return h if torch.initial_seed() == 0 else 2 * h
+
+
+@case()
+class LogsTheSeed(Net):
+    def between(self, h: Tensor) -> Tensor:
+        logging.getLogger(__name__).info("seed %s, %s", torch.initial_seed(), f"{torch.random.initial_seed():x}")
+        return h
 
 
 @case(warned="SC109")

@@ -298,10 +298,15 @@ def copied_axes(graph: Graph) -> dict[fx.Node, Axes]:
     return found | {twin: found[value] for value, twin in linked_gradients(graph) if value in found}
 
 
-def landed(graph: Graph, bound: Bound, value: fx.Node) -> tuple[Axes, ...]:
-    """Where an annotation puts a value's atoms, on the mesh as it is."""
-    bound.placement.check(graph.mesh, type_of(value).ndim, bound.name, bound.cause, bound.location)
-    return _seed(bound, value, _landings(Classes(graph), bound, value, graph.mesh, {}), graph.mesh).placement
+def landed(graph: Graph, requests: Sequence[tuple[Bound, fx.Node]]) -> dict[fx.Node, tuple[Axes, ...]]:
+    """Where each annotation puts its value's atoms, on the mesh as it is."""
+    classes = Classes(graph)  # a walk over the whole graph: once for all of them
+    placements: dict[fx.Node, tuple[Axes, ...]] = {}
+    for bound, value in requests:
+        bound.placement.check(graph.mesh, type_of(value).ndim, bound.name, bound.cause, bound.location)
+        landings = _landings(classes, bound, value, graph.mesh, {})
+        placements[value] = _seed(bound, value, landings, graph.mesh).placement
+    return placements
 
 
 def _seed(bound: Bound, value: fx.Node, landings: dict[int, _Landing], mesh: Mesh) -> Seed:

@@ -48,12 +48,12 @@ class Store(Pass):
         updates: dict[fx.Node, tuple[Axes, ...]] = {}  # parameter, gradient or state -> where its update runs
         gradient_of = gradients(graph)
         by_name = {p.name: (p, n) for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
+        annotated = landed(graph, [(b, by_name[b.name][1]) for b in self.bound]) if self.bound else {}
         for name, (port, node) in by_name.items():
             if port.role != "param":
                 continue
-            said = next((b for b in self.bound if b.name == name), None)
-            placement = extended(type_of(node), axes, graph.mesh) if said is None else landed(graph, said, node)
-            if self.zero == 3 or said is not None or (self.zero and narrow_copies(node)):
+            placement = annotated[node] if node in annotated else extended(type_of(node), axes, graph.mesh)
+            if self.zero == 3 or node in annotated or (self.zero and narrow_copies(node)):
                 graph.stored[node] = placement
             updates[node] = placement
             if name in gradient_of:

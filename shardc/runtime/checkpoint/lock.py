@@ -6,12 +6,17 @@ The owner renews the file's time while it lives. A lock is stale when its proces
 the same host), or when it has not been renewed for `STALE` seconds; then it is taken over. A process may take over from
 itself: it saves one checkpoint at a time.
 
+A lock's file is replaced and removed only by a process that holds the system's lock (`flock`) on that very file, and
+then sees that it still has its name. Of two that saw one stale lock, the second then sees another file there: the lock
+of a living job is never away from its place. The system's lock ends with the process that holds it.
+
 The file is written beside its place as `NAME.lock.HOST-PID-ID` and linked there. What a process leaves there that is
 killed in between goes with the next lock: the name says whose it is, for its content may be cut short.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -20,9 +25,10 @@ import threading
 import time
 import uuid
 import zlib
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shardc.ir.diagnostic import error
 
@@ -47,12 +53,8 @@ class FolderLock:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(100):
-            if self._created():
+            if self._created() or self._took_over():
                 break
-            owner = self._owner()
-            if owner and not self._stale(owner):
-                raise self._taken(owner)
-            self._remove(owner)
         else:
             raise self._taken(self._owner())
         self._tidy()
@@ -62,23 +64,60 @@ class FolderLock:
 
     def release(self) -> None:
         self._ended.set()
-        if self._owner().get("id") == self._id:
-            with suppress(OSError):
-                self._file.unlink()
+        for _ in range(100):
+            if self._owner().get("id") != self._id:
+                return
+            with suppress(OSError), self._held_still() as file:
+                if file is not None and _content(file).get("id") == self._id:
+                    self._file.unlink()
 
     def _created(self) -> bool:
         """Make the file, whole from its first moment, unless there is one."""
+        return self._placed(os.link)
+
+    def _took_over(self) -> bool:
+        """Replace the file if it is stale; False where it is no longer there, or another is at it: then look again.
+
+        Raises ShardcError (SC551) where a living job has it."""
+        with self._held_still() as file:
+            if file is None:
+                return False
+            owner = _content(file)
+            if owner and not self._stale(owner, os.fstat(file.fileno()).st_mtime):
+                raise self._taken(owner)
+            return self._placed(os.replace)
+
+    def _placed(self, place: Callable[[Path, Path], None]) -> bool:
+        """Write what says whose the lock is, and put it in its place; False if that could not be."""
         about = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
-        about["run"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        about |= {"run": os.environ.get("TORCHELASTIC_RUN_ID", ""), "processes": _processes()}
         try:
             self._draft.write_text(json.dumps(about), encoding="utf-8")
-            os.link(self._draft, self._file)
+            place(self._draft, self._file)
         except (FileExistsError, FileNotFoundError):  # the latter: another process has tidied the draft away
             return False
         finally:
             with suppress(OSError):
                 self._draft.unlink()
         return True
+
+    @contextmanager
+    def _held_still(self) -> Generator[IO[bytes] | None]:
+        """The file, which nobody replaces or removes meanwhile; None where there is none, or another is at it."""
+        with ExitStack() as stack:
+            file: IO[bytes] | None = None
+            with suppress(FileNotFoundError):
+                file = stack.enter_context(self._file.open("rb+"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(0.02)
+                    file = None
+                except OSError:  # the file system has no such locks: two takers may then still meet
+                    pass
+                if file is not None and not os.path.samestat(os.fstat(file.fileno()), self._file.stat()):
+                    file = None
+            yield file
 
     @property
     def _draft(self) -> Path:
@@ -97,29 +136,16 @@ class FolderLock:
 
     def _owner(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def _stale(self, owner: dict[str, Any]) -> bool:
-        if owner.get("host") == socket.gethostname() and isinstance(pid := owner.get("pid"), int):
-            return pid == os.getpid() or _started(pid) != owner.get("started")
-        try:
-            return time.time() - self._file.stat().st_mtime > STALE
+            with self._file.open("rb") as file:
+                return _content(file)
         except OSError:
-            return True
+            return {}
 
-    def _remove(self, owner: dict[str, Any]) -> None:
-        """Take a stale lock away; what turns out to be another one by then goes back."""
-        with suppress(OSError, ValueError):
-            os.rename(self._file, self._draft)
-            taken = json.loads(self._draft.read_text(encoding="utf-8")) if owner else {}
-            if taken.get("id") != owner.get("id"):
-                with suppress(FileExistsError):
-                    os.link(self._draft, self._file)
-        with suppress(OSError):
-            self._draft.unlink()
+    def _stale(self, owner: dict[str, Any], renewed: float) -> bool:
+        near = owner.get("host") == socket.gethostname() and owner.get("processes", _processes()) == _processes()
+        if near and isinstance(pid := owner.get("pid"), int):
+            return pid == os.getpid() or _started(pid) != owner.get("started")
+        return time.time() - renewed > STALE
 
     def _taken(self, owner: dict[str, Any]) -> Exception:
         who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another job"
@@ -133,8 +159,26 @@ class FolderLock:
                     os.utime(self._file)
 
 
+def _content(file: IO[bytes]) -> dict[str, Any]:
+    """What a lock says; nothing where it is none."""
+    try:
+        content = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    """Where processes are known by their numbers: a host, or a container of its own."""
+    return f"{zlib.crc32(f'{socket.gethostname()} {_processes()}'.encode()):08x}"
+
+
+def _processes() -> str:
+    """Which numbering this process is in: two containers may have a host's name, and not see each other's processes."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _started(pid: int) -> str | None:

@@ -76,7 +76,7 @@ class Monitor:
         self._fatal = fatal
         self._reports_error = False  # the main thread will raise an error of its own
         self._published_death: tuple[int, Record] | None = (
-            None  # the dead rank that another published, or rank 0, closed
+            None  # the dead rank that another published, or rank 0, closed or failed
         )
         self._bell = SignalWakeup()
         self._publish()
@@ -98,13 +98,13 @@ class Monitor:
             self._thread.join()
             self._bell.close()
         self._publish(closed=True)
-        if self.rank == 0:
-            self._stay_until_others_know()
+        self._stay_until_others_know(closed=True)
 
     def report_own_failure(self, why: str) -> None:
         """Publish that this rank fails for a reason of its own, for the other ranks to report."""
         self._reports_error = True
         self._publish(failed=True, own_error=why)
+        self._stay_until_others_know(failed=True, own_error=why)
 
     def blame(self, failure: BaseException) -> ShardcError:
         """The error for a collective that failed on this rank. It names the rank to blame and the instruction."""
@@ -176,7 +176,9 @@ class Monitor:
 
     def _lost_store_error(self) -> ShardcError:
         if self._published_death is not None:
-            return self._death_error(*self._published_death, NO_OWN_ERROR)
+            rank, record = self._published_death
+            own = f"of an error of its own: {record.own_error}" if record.own_error else NO_OWN_ERROR
+            return self._death_error(rank, record, own)
         return self._death_error(0, None, "and with it the store of the job")
 
     def _late_error(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
@@ -208,14 +210,16 @@ class Monitor:
         if self.rank == 0:
             time.sleep(3 * BEAT)
 
-    def _stay_until_others_know(self) -> None:
-        """Rank 0 takes the store along: one that still waits for it has the time to read that it closed, not died."""
+    def _stay_until_others_know(self, **why: Any) -> None:
+        """Rank 0 takes the store along: others that still wait for it have the time to read why it ends."""
+        if self.rank != 0:
+            return
         deadline = time.monotonic() + 3 * BEAT
         with contextlib.suppress(Exception):
             while not all(one.closed or one.failed or one.terminated for one in self._records().values()):
                 if not self._store.check(["dead"]):
-                    closed = Record(self._beat, self.step, self.counter, closed=True)
-                    self._store.set("dead", json.dumps([0, asdict(closed)]))
+                    ended = Record(self._beat, self.step, self.counter, **why)
+                    self._store.set("dead", json.dumps([0, asdict(ended)]))
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.02)

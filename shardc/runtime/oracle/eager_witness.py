@@ -20,7 +20,7 @@ from shardc.frontend.python_state import Snapshot
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.lifted import Lifted, copied, copied_batch
 from shardc.runtime.oracle.verify import CHANGED
-from shardc.torch_compat import bare_optimizer
+from shardc.torch_compat import bare_optimizer, plain_attention
 
 Witness = dict[tuple[str, str], Tensor]  # (role, name) of an output -> its value; "changed" buffers once more
 
@@ -57,7 +57,7 @@ class EagerTraining:
     def active(self) -> Generator[EagerTraining]:
         """While this is entered, the model is lifted and steps are made; whatever they change is put back."""
         before = Snapshot(self.model, self.loss)
-        with _same_random_numbers(), Lifted(self._tensors(before), self.dtype):
+        with _same_random_numbers(), Lifted(self._tensors(before), self.dtype), plain_attention():
             try:
                 self._begin()
                 yield self
