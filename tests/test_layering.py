@@ -75,7 +75,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": "__init__ fuse hugging_face pipeline schema values",
+        "shardc.plan": "__init__ fuse hardware hugging_face pipeline schema values",
     },
     {
         "shardc.passes": """
