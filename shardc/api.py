@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardc.compiler.binding import (
     PLAN,
     bind,
+    bind_passes,
     bind_precision,
     bind_storage,
     check_loss,
@@ -55,10 +56,6 @@ from shardc.partition import rank_costs
 from shardc.partition.memory import ProgramMemory, memory
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
-from shardc.passes.communication.bucket import Bucket
-from shardc.passes.fusion.fuse import Fuse
-from shardc.passes.gemm_padding import Align
-from shardc.passes.memory.recompute import Recompute
 from shardc.passes.type_check import unknown_ops
 from shardc.plan.schema import TOTAL, Plan
 from shardc.runtime.execute.batch import batch_inputs, describe_sample
@@ -147,12 +144,9 @@ def compile(
         watch=watch,
         store=store,
         keep_gathered=keep,
-        recompute=Recompute(**wanted.recompute.model_dump()),
-        align=Align(wanted.align),
-        bucket=Bucket(wanted.bucket.size),
-        fuse=Fuse(wanted.fuse.enabled, wanted.fuse.left, wanted.fuse.templates),
         reduce=None if precision is None else precision.reduce,
     )
+    options = bind_passes(wanted, wanted.hardware.value.on(chosen), options)
     updates = None
     if optimizer is not None or check_finite or wanted.clip_grad_norm is not None:
         updates = AppendUpdates(model, optimizer, wanted.clip_grad_norm, precision, check_finite)
@@ -160,9 +154,10 @@ def compile(
     notes += without_gradient(traced)
     graphs = compile_step(Task(traced, wanted, chosen, placed, bound, updates, tokens, notes), options)
     record: data.PlanRecord = {
-        "text": wanted.dump(),
+        "text": wanted.self_contained().dump(),
         "seed": wanted.seed,
         "batch": describe_sample(batch, Call(model, batch).paths, traced.written),
+        "hardware": options.hardware.quantities(),
     }
     if wanted.pipeline is not None:
         record["cut"] = wanted.pipeline.place("split", "stages") or ""

@@ -12,23 +12,14 @@ from typing import Any
 
 import shardc
 from shardc.compiler import driver
-from shardc.explain.collective import bound_of, options_of
-from shardc.passes.communication.bucket import Bucket
-from shardc.passes.fusion.fuse import Fuse
-from shardc.passes.gemm_padding import Align
-from shardc.passes.memory.recompute import Recompute
+from shardc.compiler.binding import bind_passes
+from shardc.explain.collective import bound_of, hardware_of, options_of
 
 
 def replanned(program: shardc.Program, **said: Any) -> shardc.Program:
     assert said.keys() <= {"recompute", "align", "bucket", "fuse"}
     plan = shardc.Plan.parse(program.plan["text"]).merge(shardc.Plan.from_dict(said))
-    options = replace(
-        options_of(program),
-        recompute=Recompute(**plan.recompute.model_dump()),
-        align=Align(plan.align),
-        bucket=Bucket(plan.bucket.size),
-        fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates),
-    )
+    options = bind_passes(plan, hardware_of(program), options_of(program))
     body = driver.finish_body(driver.distribute(program.reference, bound_of(program), options), options)
     text = {"text": plan.dump()}
     return replace(program, body=body, diagnostics=tuple(body.diagnostics), plan={**program.plan, **text})

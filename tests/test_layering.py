@@ -21,8 +21,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.ir": """
-            __init__ account annotation arena buckets call_slots collectives diagnostic dot files graph in_flight
-            in_place index_operands liveness mesh microbatch ops ops.accumulate ops.attention ops.buckets
+            __init__ account annotation arena buckets call_slots collectives diagnostic dot files graph hardware
+            in_flight in_place index_operands liveness mesh microbatch ops ops.accumulate ops.attention ops.buckets
             ops.channel_sums ops.check_index ops.collectives ops.context ops.fused_attention ops.group_norm
             ops.grouped ops.kernels ops.linear ops.local ops.softmax ops.squares ops.streams
             overlap overlap_schedule parse placement plain program python schema storages text trees types verify
@@ -76,7 +76,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": "__init__ fuse hugging_face pipeline schema values",
+        "shardc.plan": "__init__ fuse hardware hugging_face pipeline schema values",
     },
     {
         "shardc.passes": """

@@ -8,19 +8,26 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
+from shardc.compiler.pass_pipeline import Options
 from shardc.frontend.ingest import rank_of
 from shardc.frontend.precision import Precision
 from shardc.frontend.trace import Traced
 from shardc.ir.annotation import Annotation, match, matches
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph
+from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P
+from shardc.passes.communication.bucket import Bucket
+from shardc.passes.fusion.fuse import Fuse
+from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.recompute import Recompute
 from shardc.passes.sharding.seed import Bound
 from shardc.passes.sharding.store import Store
 from shardc.plan.schema import Plan, Storage
@@ -40,6 +47,18 @@ def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path |
         if attached is not None:
             merged = merged.merge(_under(fqn, attached))
     return merged if plan is None else merged.merge(read_plan(plan))
+
+
+def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
+    """Options with the passes that a plan asks for, and the hardware that they weigh their choices for."""
+    return replace(
+        options,
+        hardware=hardware,
+        recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
+        align=Align(plan.align, hardware),
+        bucket=Bucket(plan.bucket_bytes),
+        fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates, hardware),
+    )
 
 
 def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:

@@ -12,6 +12,7 @@ import torch
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.verify import violations
 from shardc.passes.base import Pass
 from shardc.passes.communication.bucket import Bucket
@@ -43,7 +44,8 @@ Watch = Callable[[Pass, Graph, float], None]  # after each pass, with the second
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile. `verify` runs the static checks after each pass."""
+    """How to compile. `verify` runs the static checks after each pass. `hardware` is what passes over a body weigh by;
+    those that are given here have their own."""
 
     strict: bool = False
     verify: bool = True
@@ -54,6 +56,7 @@ class Options:
     align: Align = field(default_factory=Align)
     bucket: Bucket = field(default_factory=Bucket)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
+    hardware: Hardware = DEFAULT
     reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
 
 
@@ -67,15 +70,15 @@ def body_passes(bound: Sequence[Bound], cuts: Sequence[DimCut], options: Options
         options.store,
         Assign(),
         GroupSums(),
-        SettlePartials(options.reduce),
-        InsertReshards(options.keep_gathered),
-        LowerReshards(),
+        SettlePartials(options.reduce, options.hardware),
+        InsertReshards(options.keep_gathered, options.hardware),
+        LowerReshards(options.hardware),
         Combine(),
         NameCauses(),
         ReportGathers(),
         options.recompute,
         Localize(),
-        OnlineSoftmax(),
+        OnlineSoftmax(options.hardware),
     ]
 
 

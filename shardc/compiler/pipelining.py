@@ -14,6 +14,7 @@ from shardc.compiler.pass_pipeline import Options, inspect
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph
+from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
 from shardc.partition.staged_program import StagedProgram, mesh_without_axis, one_stage, scheduled
@@ -46,20 +47,20 @@ def stages_of(plan: Plan, body: Graph, mesh: Mesh, options: Options) -> StagedPr
         return one_stage(body)
     start = time.perf_counter()
     options.recompute.settle(body)
-    staged = _cut(plan.pipeline, plan, body, mesh)
+    staged = _cut(plan.pipeline, plan, body, mesh, options.hardware)
     for graph in staged.graphs():
         inspect(Cut(), graph, graph, time.perf_counter() - start, options)
     return staged
 
 
-def _cut(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh) -> StagedProgram:
+def _cut(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh, hardware: Hardware) -> StagedProgram:
     """The localized body is kept.
 
     What takes more memory than the plan allows is an error, or for recomputation a warning among the body's.
     """
     stages, virtual = pipeline.on(mesh)
     try:
-        staged = cut(body, stages, pipeline.split)
+        staged = cut(body, stages, pipeline.split, hardware, pipeline.axis)
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
     try:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, type_of
+from shardc.ir.hardware import problems_of
 from shardc.ir.parse import parse as read
 from shardc.ir.program import SHOWN, PlanRecord, Program, refuse_unsound
 from shardc.partition.staged_check import bound_faults, stage_faults
@@ -168,10 +169,15 @@ def _plan(value: object) -> bool:
     return True
 
 
+def _hardware(value: object) -> bool:
+    return isinstance(value, dict) and not problems_of(cast(dict[str, Any], value))
+
+
 RECORD: Mapping[str, Callable[[object], bool]] = {
     "text": _plan,
     "seed": _whole,
     "batch": _batch,
+    "hardware": _hardware,
     "cut": lambda value: isinstance(value, str),
     "precision": lambda value: isinstance(value, str),
     "fills": _numbers,

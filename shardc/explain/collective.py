@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardc.compiler.binding import bind_precision, bind_storage
+from shardc.compiler.binding import bind_passes, bind_precision, bind_storage
 from shardc.compiler.pass_pipeline import Options
 from shardc.explain.plan_edits import propose
 from shardc.explain.provenance import Step, Trail, trails
@@ -21,6 +21,7 @@ from shardc.explain.what_if import Change, Cost, compiled, measure, removals
 from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes, member, members
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.hardware import Hardware
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
 from shardc.passes.communication.causes import STORAGE
@@ -176,7 +177,13 @@ def options_of(program: Program) -> Options:
     plan = Plan.parse(program.plan.get("text", ""))
     store, keep = bind_storage(plan.storage, program.reference, program.reference.mesh)
     precision, _ = bind_precision(plan)
-    return Options(store=store, keep_gathered=keep, reduce=None if precision is None else precision.reduce)
+    options = Options(store=store, keep_gathered=keep, reduce=None if precision is None else precision.reduce)
+    return bind_passes(plan, hardware_of(program), options)
+
+
+def hardware_of(program: Program) -> Hardware:
+    """What the program was compiled for."""
+    return Hardware.of(program.plan.get("hardware", {})).on(program.mesh)
 
 
 def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:

@@ -11,7 +11,7 @@ rank, for one run of each call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -19,24 +19,22 @@ from kernels_triton.match.match import match_template as template_of
 from kernels_triton.match.op import KERNELS, OPS, kernel_of
 from shardc.compiler.driver import distribute, finish
 from shardc.compiler.pipelining import stages_of
-from shardc.explain.collective import PHASES, Explanation, bound_of, field_lines, options_of
+from shardc.explain.collective import PHASES, Explanation, bound_of, field_lines, hardware_of, options_of
 from shardc.explain.transfer import TransferExplanation, explain_step
 from shardc.explain.unfused import NotFused, not_fused
 from shardc.ir.collectives import KINDS, human_bytes
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands, results, type_of
+from shardc.ir.hardware import Hardware
 from shardc.ir.program import Program
 from shardc.ir.text import print_graph
 from shardc.partition.rank_costs import graphs_by_name
 from shardc.partition.staged_program import StagedProgram
-from shardc.passes.communication.bucket import Bucket
 from shardc.passes.fusion.analysis.traffic import PRODUCTS, bytes_by_call
 from shardc.passes.fusion.clustering.clustering import Clustering
 from shardc.passes.fusion.clustering.excluded import excluded
 from shardc.passes.fusion.clustering.rematerialize import FusionGroup
 from shardc.passes.fusion.fuse import fuse
-from shardc.passes.gemm_padding import Align
-from shardc.passes.memory.recompute import Recompute
 from shardc.plan.fuse import Fusing
 from shardc.plan.schema import Plan
 
@@ -179,8 +177,9 @@ def fusions(program: Program, staged: StagedProgram) -> list[Fusion]:
     asked = Plan.parse(program.plan.get("text", ""))
     if not asked.fuse.enabled:
         return []
-    before, after = graphs_by_name(unfused(program, asked)), graphs_by_name(staged)
-    return [_fusion(name if len(after) > 1 else "", before[name], after[name], asked.fuse) for name in after]
+    before, after = graphs_by_name(unfused(program)), graphs_by_name(staged)
+    hardware = hardware_of(program)
+    return [_fusion(name if len(after) > 1 else "", before[name], after[name], asked.fuse, hardware) for name in after]
 
 
 def asked_of(program: Program) -> Fusing:
@@ -188,14 +187,9 @@ def asked_of(program: Program) -> Fusing:
     return Plan.parse(program.plan.get("text", "")).fuse
 
 
-def unfused(program: Program, plan: Plan) -> StagedProgram:
+def unfused(program: Program) -> StagedProgram:
     """The stages before fusion."""
-    options = replace(
-        options_of(program),
-        recompute=Recompute(**plan.recompute.model_dump()),
-        align=Align(plan.align),
-        bucket=Bucket(plan.bucket.size),
-    )
+    plan, options = Plan.parse(program.plan.get("text", "")), options_of(program)
     body = distribute(program.reference, bound_of(program), options)
     return finish(stages_of(plan, body, program.mesh, options), options, fused=False)
 
@@ -238,9 +232,9 @@ class _KernelRecord:
         )
 
 
-def _fusion(graph: str, before: Graph, after: Graph, asked: Fusing) -> Fusion:
+def _fusion(graph: str, before: Graph, after: Graph, asked: Fusing, hardware: Hardware) -> Fusion:
     watcher = _FusionWatcher({value: pattern for pattern in asked.left for value in excluded(before, [pattern])})
-    if print_graph(fuse(before, asked.left, asked.templates, watcher)) != print_graph(after):
+    if print_graph(fuse(before, asked.left, asked.templates, watcher, hardware)) != print_graph(after):
         message = "compiling the program's reference anew does not give its kernels: it was written by another compiler"
         raise error("SC403", message, hint="compile the model again")
     fusion = Fusion(graph)

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardc.explain.collective import PHASES, SECONDS, Explanation, explain, field_lines
+from shardc.explain.collective import PHASES, SECONDS, Explanation, explain, field_lines, hardware_of
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.ir.graph import Graph, info, op_name
+from shardc.ir.hardware import Hardware
 from shardc.ir.program import PlanRecord, Program
 from shardc.partition import rank_costs, transfer_report
 from shardc.partition.balance import cut_bytes, named_starts, unit_costs
@@ -161,13 +162,15 @@ class _Search:
     costs: Sequence[float]
     crossing: Sequence[int]
     now: int
+    hardware: Hardware
 
     @classmethod
     def of(cls, program: Program, pipelined: StagedProgram) -> _Search:
         analysis = StepAnalysis(program.body)
         starts = _starts(analysis, pipelined)
         now = transfer_report.crossing_bytes(pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined))
-        return cls(program.body, analysis, starts, unit_costs(analysis), cut_bytes(analysis), now)
+        hardware = hardware_of(program)
+        return cls(program.body, analysis, starts, unit_costs(analysis, hardware), cut_bytes(analysis), now, hardware)
 
     def places(self, cuts: range) -> list[tuple[int, ...]]:
         """The other starts of stages that moving one of these cuts would give, what sends least first."""
@@ -196,7 +199,8 @@ class _Search:
                 if named_starts(self.analysis, split) != starts:
                     continue  # a module that runs twice is cut at where it first does
                 tried += 1
-                saved = transfer_report.crossing_bytes(cut(self.body, None, split).pipeline, home) - self.now
+                recut = cut(self.body, None, split, self.hardware)
+                saved = transfer_report.crossing_bytes(recut.pipeline, home) - self.now
             except ShardcError:
                 continue  # nobody asked for this cut
             if saved < 0:

@@ -56,12 +56,14 @@ AnnotationLine = tuple[str, str, str, str]  # kind, name or pattern, placement t
 class PlanRecord(TypedDict, total=False):
     """What a program knows of its plan, and of what else it was compiled with: plain data, which its file has as it is.
 
-    A program that `compile` made has the first three; the others where they say something.
+    A program that `compile` made has the first four (of an earlier version no `hardware`, which is then the default);
+    the others where they say something.
     """
 
     text: str  # the plan, as YAML
     seed: int
     batch: Mapping[str, Any]  # of `runtime.execute.batch.describe_sample`
+    hardware: Mapping[str, float]  # the quantities of `ir.hardware.Hardware` that passes weighed their choices by
     cut: str  # where the plan says how its pipeline is cut: "plan.yaml:9"
     precision: str
     fills: Mapping[str, float]  # the optimizer's state before the first step, by name

@@ -1,6 +1,7 @@
 """Chooses the cut points: the best balance of a contiguous partition, and among near-equal ones the fewest bytes sent.
 
-cost of a stage    the sum over its units of the cost of forward and backward: FLOPs, or memory traffic if slower
+cost of a stage    the sum over its units of the cost of forward and backward: FLOPs, or memory traffic if slower,
+                   by the hardware's FLOPs a byte; what a cut sends is weighed in the same unit
 best balance       the smallest possible cost of the most expensive stage, by dynamic programming over all cut points
 chosen             the cut with the fewest bytes sent, among those within 1 % of the best balance
 """
@@ -15,35 +16,39 @@ from torch import fx
 
 from shardc.cost.flops import node_flops
 from shardc.ir.diagnostic import did_you_mean, error
-from shardc.ir.graph import info, operands
+from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.storages import storages
 from shardc.partition.microbatch_sums import linear_tail
 from shardc.partition.step_analysis import StepAnalysis, result_values
 
-# FLOPs that an accelerator computes while it reads or writes one byte of memory (BALANCE), and while it sends one byte
-# (LINK). Recompute uses the same constants.
-BALANCE = 256
-LINK = 2048
 SLACK = 0.01
 Starts = tuple[int, ...]  # the first unit of each stage
 
 
-def call_costs(analysis: StepAnalysis) -> dict[fx.Node, float]:
-    """The cost of each call of a microbatch in FLOPs: its arithmetic or its memory traffic, whichever is larger."""
+def call_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT) -> dict[fx.Node, float]:
+    """The cost of each call of a microbatch in FLOPs, as of 16 bits: its arithmetic or its memory traffic, whichever is
+    larger."""
     body, memory = analysis.body, storages(analysis.body)
     costs: dict[fx.Node, float] = {}
     for call in analysis.calls:
         results = result_values(call)
         allocates = any(memory[v].value is v for v in results if v in memory)
         touched = {*operands(call), *results} if allocates else set[fx.Node]()
-        costs[call] = float(max(node_flops(body, call), BALANCE * sum(map(analysis.bytes_of, touched))))
+        traffic = hardware.flops_per_memory_byte * sum(map(analysis.bytes_of, touched))
+        costs[call] = float(max(_flops(body, call, hardware), traffic))
     return costs
 
 
-def unit_costs(analysis: StepAnalysis) -> list[float]:
+def _flops(body: Graph, call: fx.Node, hardware: Hardware) -> int:
+    result = next(iter(result_values(call)), None)
+    return 0 if result is None else hardware.bf16_flops(node_flops(body, call), type_of(result).dtype)
+
+
+def unit_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT) -> list[float]:
     """The cost of each unit in forward and backward. A replicable call counts once, in the last unit that reads it."""
     totals = [0.0] * len(analysis.units)
-    costs = call_costs(analysis)
+    costs = call_costs(analysis, hardware)
     unit_of: dict[fx.Node, int] = {}
     for call in reversed(analysis.calls):
         unit = analysis.unit_of.get(call)
@@ -107,14 +112,15 @@ def balanced_starts(costs: Sequence[float], crossing: Sequence[float], stages: i
     return sent[len(costs)][1]
 
 
-def choose_starts(analysis: StepAnalysis, stages: int) -> Starts:
-    """The balanced cut of a body into this many stages."""
+def choose_starts(analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT, axis: str = "pp") -> Starts:
+    """The balanced cut of a body into this many stages, which send along an axis."""
     units = analysis.units
     if stages < 1 or len(units) < stages:
         message = f"a model of {len(units)} layers and modules cannot be cut into {stages} stages"
         shown = ", ".join(unit.name or "the model's own" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
         raise error("SC221", message, cause=f"they are, in order: {shown}", hint="ask for fewer stages")
-    return balanced_starts(unit_costs(analysis), [float(LINK * size) for size in cut_bytes(analysis)], stages)
+    crossing = [hardware.flops_per_sent_byte((axis,)) * size for size in cut_bytes(analysis)]
+    return balanced_starts(unit_costs(analysis, hardware), crossing, stages)
 
 
 def named_starts(analysis: StepAnalysis, split: Sequence[str]) -> Starts:

@@ -22,6 +22,7 @@ from torch import fx
 
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, info
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.storages import storages
 from shardc.partition.balance import call_costs, choose_starts, named_starts
 from shardc.partition.cross_stage_buffers import keep_buffers_for_backward
@@ -113,8 +114,16 @@ class CutStep:
         return self.bundles.get(name, (name,))
 
 
-def cut(body: Graph, stages: int | None = None, split: Sequence[str] = ()) -> CutStep:
+def cut(
+    body: Graph,
+    stages: int | None = None,
+    split: Sequence[str] = (),
+    hardware: Hardware = DEFAULT,
+    axis: str = "pp",
+) -> CutStep:
     """Cut a localized body into `stages` of equal cost, or where the modules of `split` begin.
+
+    The stages lie along the axis, which the body's mesh does not have: what they send each other goes along it.
 
     The body must have been compiled with `accumulate`, also of one microbatch. Raises ShardcError (SC221) where it
     cannot be cut.
@@ -126,14 +135,14 @@ def cut(body: Graph, stages: int | None = None, split: Sequence[str] = ()) -> Cu
     if split and stages is not None and stages != len(split) + 1:
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"
         raise error("SC221", message, hint="leave out one of `split` and `stages`")
-    starts = named_starts(analysis, split) if split else choose_starts(analysis, stages or 1)
+    starts = named_starts(analysis, split) if split else choose_starts(analysis, stages or 1, hardware, axis)
     stage_of = {call: bisect_right(starts, unit) - 1 for call, unit in analysis.unit_of.items()}
     sums = split_sums(graph, stage_of)
     reuse_received_values(graph, stage_of, analysis.recomputed)
-    return _describe_cut(StageParts(graph, len(starts), stage_of, tuple(sums), kept))
+    return _describe_cut(StageParts(graph, len(starts), stage_of, tuple(sums), kept), hardware)
 
 
-def _describe_cut(parts: StageParts) -> CutStep:
+def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
     sizes = _value_bytes(parts)
     bodies = tuple(_stage_bodies(parts, stage) for stage in range(parts.count))
     single_stage_sums = [_single_stage_sums(parts, stage) for stage in range(parts.count)]
@@ -159,7 +168,7 @@ def _describe_cut(parts: StageParts) -> CutStep:
         {name: tuple(values) for name, values in bundles.items()},
         parts.sums,
         parts.sum_stages,
-        _costs(parts, sizes),
+        _costs(parts, sizes, hardware),
         epilogue,
     )
 
@@ -244,8 +253,8 @@ def _value_bytes(parts: StageParts) -> dict[str, int]:
     return sizes
 
 
-def _costs(parts: StageParts, sizes: Mapping[str, int]) -> Costs:
-    cost = call_costs(parts.analysis)
+def _costs(parts: StageParts, sizes: Mapping[str, int], hardware: Hardware) -> Costs:
+    cost = call_costs(parts.analysis, hardware)
     stage_costs: list[StageCost] = []
     for stage in range(parts.count):
         forward, dgrad, wgrad = (sum(cost[call] for call in parts.calls[stage, which]) for which in PARTS)

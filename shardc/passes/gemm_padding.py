@@ -13,10 +13,10 @@ matter: of `linear` those are its features. What kernels make, `fuse` has them w
 fuse/padding.py): the gradient of the logits above is copied by nobody, and read by both of its products, one of which
 may turn it: `mm(transpose(g), h)`.
 
-The rule: such a product takes SLOWER times as long at the least, and padding is worth what a GPU copies in the time
-that is saved, FLOPS_A_BYTE; products too short to notice stay. A parameter is padded anew in backward rather than kept;
-others once a phase. If more is held at the peak than SLACK above what was, the products with the largest copies are
-left as they are.
+The rule: such a product takes `Hardware.unaligned_slowdown` times as long at the least, and padding is worth what
+memory copies in the time that is saved; products as short as two launches stay. A parameter is padded anew in backward
+rather than kept; others once a phase. If more is held at the peak than SLACK above what was, the products with the
+largest copies are left as they are.
 
 Needs a localized body, or a part of one. Ensures the same values under the same names.
 """
@@ -33,16 +33,14 @@ from torch import fx
 
 from shardc.cost.memory import memory
 from shardc.ir.graph import Graph, Phase, info, type_of, update
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import HALF
 
 aten = torch.ops.aten
-BYTES = 16
-SLOWER = 4  # measured: 5 to 8
-FLOPS_A_BYTE = 200  # an H200's, of 16-bit products and of its memory
-LEAST = 1e10  # FLOPs: 10 us of an H200, two launches
+LAUNCHES = 2  # that a product must take as long as
 GROWTH = 1.25  # of a product, at most
 SLACK = 1.02  # of the peak
 
@@ -78,14 +76,15 @@ class Align(Pass):
     """Pad the operands of products whose rows are no multiples of 16 bytes."""
 
     enabled: bool = True
+    hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
-        return align(graph) if self.enabled else graph
+        return align(graph, self.hardware) if self.enabled else graph
 
 
-def align(graph: Graph) -> Graph:
+def align(graph: Graph, hardware: Hardware = DEFAULT) -> Graph:
     """A body with padded products. The graph that is given is left as it is."""
-    chosen = [found for node in graph.calls() if (found := worth(graph, node)) is not None]
+    chosen = [found for node in graph.calls() if (found := worth(graph, node, hardware)) is not None]
     names = [info(one.node).name for one in sorted(chosen, key=lambda one: one.copied)]
     if not names:
         return graph
@@ -94,7 +93,7 @@ def align(graph: Graph) -> Graph:
         made = graph.copy()
         padding = _Padding(made)
         for node in list(made.calls()):
-            if info(node).name in names and (found := worth(made, node)) is not None:
+            if info(node).name in names and (found := worth(made, node, hardware)) is not None:
                 padding.pad(found)
         made.erase_dead()  # what was turned before it was padded
         if memory(made).peak <= allowed:
@@ -103,7 +102,7 @@ def align(graph: Graph) -> Graph:
     return graph
 
 
-def worth(graph: Graph, node: fx.Node) -> Product | None:
+def worth(graph: Graph, node: fx.Node, hardware: Hardware = DEFAULT) -> Product | None:
     """A product with what is to be added to its dims; None where nothing is, or it is not worth it."""
     form = FORMS.get(node.target)
     if form is None or type_of(node).dtype not in HALF:
@@ -113,7 +112,7 @@ def worth(graph: Graph, node: fx.Node) -> Product | None:
     for value, letters in zip(values, form.operands, strict=True):
         shape = type_of(value).local_shape(graph.mesh)
         sizes |= dict(zip(letters, shape[len(shape) - len(letters) :], strict=True))
-    step = BYTES // 2
+    step = hardware.row_alignment_bytes // 2
     more = {name: -sizes[name] % step for name in form.padded if sizes[name] % step}
     if "m" in more and not _turned(values[0]):  # rows of the one operand, along which nothing lies
         del more["m"]
@@ -128,7 +127,9 @@ def worth(graph: Graph, node: fx.Node) -> Product | None:
         for value, letters in zip(values, form.operands, strict=True)
         if not more.keys().isdisjoint(letters)
     )
-    if flops < LEAST or flops * (SLOWER - 1) < copied * FLOPS_A_BYTE or grown > GROWTH:
+    if flops < LAUNCHES * hardware.launch_flops or grown > GROWTH:
+        return None
+    if flops * (hardware.unaligned_slowdown - 1) < copied * hardware.flops_per_memory_byte:
         return None
     return Product(node, more, copied)
 

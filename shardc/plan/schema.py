@@ -22,8 +22,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, Va
 
 from shardc.ir.annotation import KINDS, Annotation, match
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
+from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.plan.fuse import Fusing, says_something
+from shardc.plan.hardware import HardwareChoice
 from shardc.plan.pipeline import Pipelining
 from shardc.plan.values import (
     Annotations,
@@ -59,10 +61,11 @@ class Plan(BaseModel):
 
     The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
     in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
-    their mean, unless `loss` weights them by tokens. `bucket` is up to how many bytes of collectives travel as one:
-    true is 25 MiB. `align: false` leaves 16-bit products of odd sizes as they are; else they are padded where that is
-    faster. `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and
-    all else does not look. Under `strict` whatever could not be honoured is an error.
+    their mean, unless `loss` weights them by tokens. `hardware` is the machine that passes weigh their choices for.
+    `bucket` is up to how many bytes of collectives travel as one: true is what the hardware says, 25 MiB by default.
+    `align: false` leaves 16-bit products of odd sizes as they are; else they are padded where that is faster.
+    `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and all else
+    does not look. Under `strict` whatever could not be honoured is an error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -74,6 +77,7 @@ class Plan(BaseModel):
     outputs: Annotations = {}
     storage: Storage = Storage()
     recompute: Recomputing = Recomputing()
+    hardware: HardwareChoice = HardwareChoice()
     align: Flag = True
     bucket: Bucketing = Bucketing()
     fuse: Annotated[Fusing, BeforeValidator(says_something)] = Fusing()
@@ -98,6 +102,7 @@ class Plan(BaseModel):
         outputs: Mapping[str, object] | None = None,
         storage: Mapping[str, object] | None = None,
         recompute: str | Mapping[str, object] | None = None,
+        hardware: str | Mapping[str, object] | Hardware | None = None,
         align: bool | None = None,
         bucket: bool | int | str | Mapping[str, object] | None = None,
         fuse: bool | Mapping[str, object] | None = None,
@@ -116,7 +121,7 @@ class Plan(BaseModel):
         maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
         given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
         plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
-        plain |= {"align": align, "bucket": bucket}
+        plain |= {"hardware": hardware, "align": align, "bucket": bucket}
         plain |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
         plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
@@ -203,6 +208,11 @@ class Plan(BaseModel):
         """Into how many parts a step's batch is split: those of the pipeline, or those that are accumulated."""
         return self.accumulate if self.pipeline is None else self.pipeline.microbatches
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Up to how many bytes of collectives travel as one."""
+        return self.hardware.value.bucket_bytes if self.bucket.size is None else self.bucket.size
+
     def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
         """An error for each axis, and for the total, on which more bytes a rank are sent in a step than are allowed."""
         found: list[Diagnostic] = []
@@ -231,9 +241,11 @@ class Plan(BaseModel):
             data["storage"] = storage
         if self.recompute.mode != "none":
             data["recompute"] = self.recompute.dumped()
+        if self.hardware.value != HardwareChoice().value:
+            data["hardware"] = self.hardware.dumped()
         if not self.align:
             data["align"] = False
-        if self.bucket.size:
+        if self.bucket.size != 0:
             data["bucket"] = self.bucket.dumped()
         if self.fuse.enabled:
             data["fuse"] = self.fuse.dumped()
@@ -256,6 +268,10 @@ class Plan(BaseModel):
         if self.seed:
             data["seed"] = self.seed
         return yaml.safe_dump(data, sort_keys=False) if data else ""
+
+    def self_contained(self) -> Plan:
+        """The plan for a reader who has none of the files that it names: those of hardware."""
+        return self.model_copy(update={"hardware": self.hardware.without_name()})
 
     @field_validator("mesh", mode="before")
     @classmethod

@@ -33,24 +33,21 @@ RecomputeMode = Literal["none", "full", "selective", "budget"]
 Nonfinite = Literal["ignore", "skip", "raise"]
 
 
-def _spelled(value: object) -> object:
+def read_exponent(value: object) -> object:
     """YAML reads 1e-3, without a point, as text."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
 
 
 # Every number of a plan has a range, true is no number, and text is none.
 Flag = Annotated[bool, Field(strict=True)]
-Length = Annotated[float, BeforeValidator(_spelled), Field(strict=True, gt=0, le=1e30, allow_inf_nan=False)]
-Scale = Annotated[float, BeforeValidator(_spelled), Field(strict=True, allow_inf_nan=False)]
+Length = Annotated[float, BeforeValidator(read_exponent), Field(strict=True, gt=0, le=1e30, allow_inf_nan=False)]
+Scale = Annotated[float, BeforeValidator(read_exponent), Field(strict=True, allow_inf_nan=False)]
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Label = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Shift = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Interval = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 MOST = 2**16  # microbatches, stages
 MOST_BYTES = 2**60
-
-
-BUCKET = 25 * 2**20  # bytes, as torch's DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -215,12 +212,12 @@ class LossOver(BaseModel):
 class Bucketing(BaseModel):
     """Up to how many bytes of collectives travel as one; see passes/communication/bucket.py. 0: each by itself.
 
-    In short: true, which is 25 MiB, false, or the bytes.
+    None: as many as the plan's hardware says. In short: true, which means that, false, or the bytes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: int = 0
+    size: int | None = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -234,7 +231,7 @@ class Bucketing(BaseModel):
             hint = did_you_mean(str(unknown[0]), ["size"], "keys of bucket")
             raise error("SC208", f"'bucket' has no key '{unknown[0]}'", hint=hint)
         if isinstance(said, bool):
-            return {"size": BUCKET if said else 0}
+            return {"size": None if said else 0}
         if not isinstance(said, int | str):
             raise error(
                 "SC208", f"'bucket' should be bytes, not {said!r}", hint="write bucket: true, or bucket: 25 MiB"
@@ -243,7 +240,7 @@ class Bucketing(BaseModel):
 
     def dumped(self) -> object:
         """As plain data, in its short form."""
-        return True if self.size == BUCKET else bytes_text(self.size)
+        return True if self.size is None else bytes_text(self.size)
 
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

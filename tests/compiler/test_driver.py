@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.compiler.pass_pipeline import Options, run
 from shardc.ir.graph import Graph, info, type_of, update
+from shardc.ir.hardware import Hardware
 from shardc.passes import gemm_padding
 from shardc.passes.base import Pass
 from shardc.passes.fusion.analysis.traffic import traffic
@@ -65,7 +66,7 @@ def test_the_passes_over_stages_are_watched_graph_by_graph() -> None:
 def test_a_pass_that_breaks_a_graph_is_caught_there(
     mesh: str, plan: dict[str, Any], graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(given: Graph) -> Graph:
+    def broken(given: Graph, hardware: Hardware) -> Graph:
         if given.name != graph:
             return given
         copy = given.copy()

@@ -71,6 +71,8 @@ CASES: dict[str, Callable[[], object]] = {
     "recompute_no_mode": lambda: plan("recompute: {collectives: true}"),
     "recompute_two_modes": lambda: plan("recompute: {mode: full, budget: 1GiB}"),
     "recompute_size": lambda: plan("recompute: {budget: little}"),
+    "hardware_name": lambda: plan("mesh: tp=2\nhardware: h20"),
+    "hardware_quantity": lambda: plan("hardware:\n  link_bandwidth: 4e11\n  memory_bytes_per_second: 4.8"),
     "fuse_value": lambda: plan("fuse: kernels"),
     "fuse_key": lambda: plan("fuse:\n  enabled: true\n  exlude: [tanh]"),
     "fuse_template": lambda: plan("fuse:\n  templates: [gated, layernorm]"),

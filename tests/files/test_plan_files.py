@@ -29,7 +29,8 @@ inputs: {x: "dp, -"}
 activations: {blocks.0: "dp, -"}
 storage: {zero: 3, axes: [dp], regather: true}
 recompute: {mode: selective, collectives: false}
-bucket: 1 MiB
+bucket: true
+hardware: {like: h200, bucket_bytes: 1 MiB, network_bytes_per_second: 2.5e+10, accelerators_per_node: 2}
 budget: {tp: 1 GiB, total: 2 GiB}
 seed: 3
 """,

@@ -15,6 +15,7 @@ from shardc.explain.collective import explain
 from shardc.ir.collectives import bucket_of, collectives, member, members
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
+from shardc.ir.hardware import DEFAULT
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.overlap_schedule import IN_FLIGHT
@@ -22,10 +23,11 @@ from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
-from shardc.passes.communication.bucket import SIZE, block_of, bucket
+from shardc.passes.communication.bucket import block_of, bucket
 from shardc.passes.verify import ENSURES
 from tests.replanned import replanned
 
+SIZE = DEFAULT.bucket_bytes
 SMALL = 60_000  # bytes: a layer of the model below takes about two
 TP = {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"}
 LABELS = {"tokens": "labels", "shift": 1}
@@ -259,18 +261,18 @@ def test_a_bucket_that_is_not_unpacked_as_it_was_packed_is_found(change: str) ->
 @pytest.mark.parametrize(
     ("said", "size", "dumped"),
     [
-        (True, SIZE, True),
+        (True, SIZE, "true"),
         (False, 0, None),
         ("1 MiB", 2**20, "1 MiB"),
         (4096, 4096, "4 KiB"),
-        ({"size": "25MiB"}, SIZE, True),
+        ({"size": "25MiB"}, SIZE, "25 MiB"),
     ],
 )
 def test_the_plan_says_how_large(said: object, size: int, dumped: object) -> None:
     plan = shardc.Plan.from_dict({"bucket": said})
-    assert plan.bucket.size == size
-    assert shardc.Plan.parse(plan.dump()).bucket.size == size
-    assert ("bucket" in plan.dump()) == (dumped is not None)
+    assert plan.bucket_bytes == size
+    assert shardc.Plan.parse(plan.dump()).bucket_bytes == size
+    assert plan.dump() == ("" if dumped is None else f"bucket: {dumped}\n")
 
 
 @pytest.mark.parametrize(

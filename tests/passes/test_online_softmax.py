@@ -239,9 +239,9 @@ def test_a_group_so_large_that_gathering_costs_more(tokens: int, ranks: int, gat
 
 
 def test_what_is_one_number_in_the_end_is_not_gathered_a_token_each() -> None:
-    """2 MiB a statistic: of one that would be all-reduced as 4 bytes, the latency is worth it up to there."""
-    assert kinds(meta(2**19, 2, cross_entropy()).body) == ["all_gather"]
-    assert kinds(meta(2**20, 2, cross_entropy()).body) == ["all_gather", "all_reduce sum"]
+    """Of one that would be all-reduced as 4 bytes: a link sends 10 MB in the time that a collective takes to begin."""
+    assert kinds(meta(2**21, 2, cross_entropy()).body) == ["all_gather"]
+    assert kinds(meta(2**22, 2, cross_entropy()).body) == ["all_gather", "all_reduce sum"]
 
 
 def test_other_maxima_stay() -> None:

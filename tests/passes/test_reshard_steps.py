@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import Graph, Port, ValueInfo, set_info, type_of
+from shardc.ir.hardware import DEFAULT
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.sharding.lower_reshards import LowerReshards
-from shardc.passes.sharding.reshard_steps import LATENCY_BYTES, plan
+from shardc.passes.sharding.reshard_steps import plan
 from shardc.runtime.execute.layout import replica_spread
 from shardc.runtime.oracle.simulate import simulate
 
@@ -88,7 +89,8 @@ def check(before: TensorType, after: TensorType, mesh: Mesh) -> None:
     whole = plan(before, before.replicated(), mesh)
     assert whole is not None
     if not after.partial:
-        assert cost <= whole[1] + LATENCY_BYTES, f"{before} -> {after} costs {cost}, by way of the whole {whole[1]}"
+        most = whole[1] + DEFAULT.link_start_bytes
+        assert cost <= most, f"{before} -> {after} costs {cost}, by way of the whole {whole[1]}"
 
 
 @pytest.mark.parametrize("before", list(types()), ids=str)

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info
-from shardc.partition.balance import LINK, balanced_starts, choose_starts, cut_bytes, unit_costs
+from shardc.ir.hardware import DEFAULT
+from shardc.partition.balance import balanced_starts, choose_starts, cut_bytes, unit_costs
 from shardc.partition.cut import cut
 from shardc.partition.step_analysis import StepAnalysis
 from tests.stages.whole import compiled, step
@@ -65,7 +66,7 @@ def test_24_layers_with_a_vocabulary_of_128k() -> None:
     analysis = StepAnalysis(program.body)
     costs = unit_costs(analysis)
     units = list(zip(analysis.units, costs, strict=True))
-    crossing = [float(LINK * size) for size in cut_bytes(analysis)]
+    crossing = [DEFAULT.flops_per_sent_byte(()) * size for size in cut_bytes(analysis)]
     head = sum(
         cost for unit, cost in zip(analysis.units, costs, strict=True) if not unit.name.startswith("transformer")
     )

@@ -36,6 +36,7 @@ from kernels_triton.base.buckets import starts, unit_of
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS, CollectiveKind
 from shardc.ir.graph import Graph, Phase, info, op_name, set_info, type_of
+from shardc.ir.hardware import DEFAULT
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
 from shardc.ir.schema import given
@@ -43,7 +44,6 @@ from shardc.ir.types import Atom, Axes, Partial, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.fusion.analysis.view_analysis import VIEWS
 
-SIZE = 25 * 2**20  # as torch's DistributedDataParallel
 TRIES = 6
 AHEAD = 2
 LATER = {*VIEWS, torch.ops.aten._to_copy.default}  # of a result, made when its bucket is back
@@ -76,7 +76,7 @@ class Bucket(Pass):
         return bucket(graph, self.size) if self.size else graph
 
 
-def bucket(graph: Graph, size: int = SIZE) -> Graph:
+def bucket(graph: Graph, size: int = DEFAULT.bucket_bytes) -> Graph:
     """A body with buckets. The graph that is given is left as it is."""
     allowed = memory(graph).peak + size
     for at in range(TRIES):

@@ -26,6 +26,7 @@ from kernels_triton.match.op import OPS
 from shardc.cost.memory import memory
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.passes.base import Pass
 from shardc.passes.fusion.analysis.traffic import traffic
 from shardc.passes.fusion.clustering.batch_norms import join_channel_moments
@@ -62,9 +63,10 @@ class Fuse(Pass):
     enabled: bool = True
     exclude: tuple[str, ...] = ()
     templates: tuple[str, ...] | None = None
+    hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
-        return fuse(graph, self.exclude, self.templates) if self.enabled else graph
+        return fuse(graph, self.exclude, self.templates, hardware=self.hardware) if self.enabled else graph
 
 
 class _NearFit(NamedTuple):
@@ -94,6 +96,7 @@ def fuse(
     exclude: Collection[str] = (),
     templates: Collection[str] | None = None,
     watch: Watch | None = None,
+    hardware: Hardware = DEFAULT,
 ) -> Graph:
     """A body with its kernels. The given graph is not changed. `watch` sees every try, and the chosen one last.
 
@@ -117,7 +120,7 @@ def fuse(
         split_group_norms(fused, exclude)
         join_channel_moments(fused, exclude)
         fusion_graph = build_fusion_graph(fused, exclude | limits.excluded, limits.rematerialize)
-        clustering = cluster_calls(fusion_graph, limits, MemoryBudget.of(graph, before, fusion_graph))
+        clustering = cluster_calls(fusion_graph, limits, MemoryBudget.of(graph, before, fusion_graph), hardware)
         groups = [group for group in fusion_groups(clustering, limits.rematerialize) if is_profitable(group)]
         if watch is not None:
             watch(clustering, groups)

@@ -33,6 +33,7 @@ from shardc.cost.memory import memory
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, op_name, operands, producer, replace_operands, results, set_info, type_of
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.schema import schema_of
 from shardc.passes.base import Pass
@@ -40,10 +41,6 @@ from shardc.passes.memory.recompute_choice import Call, Choice, Storage, Tradeof
 from shardc.passes.memory.recompute_liveness import Step, activation_bytes, is_view, kept_anyway, live_bytes, owners
 
 Mode = Literal["none", "full", "selective", "budget"]
-
-# FLOPs an accelerator does while it reads or writes one byte of its own memory, and while it sends one to another.
-BALANCE = 256
-LINK = 2048
 
 ATTENTION = {"bmm", "shardc.sdpa"}  # products of activations alone; all others have a weight
 
@@ -55,6 +52,7 @@ class Recompute(Pass):
     mode: Mode = "none"
     budget: int = 0
     collectives: bool = False
+    hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
         if self.mode == "none":
@@ -110,11 +108,13 @@ class Recompute(Pass):
             return None
         if call.target in COLLECTIVES:
             sent = collective(forward.graph, call)
-            return sent.bytes_per_rank * LINK if sent is not None and self.collectives else None
+            if sent is None or not self.collectives:
+                return None
+            return round(sent.bytes_per_rank * self.hardware.flops_per_sent_byte(sent.axes))
         if self.mode == "full" and not segment and len(forward.segments) > 1:
             return None
-        work = _work(forward.graph, call)
-        return work if self.mode != "selective" or _cheap(forward.graph, call, work) else None
+        work = _work(forward.graph, call, self.hardware)
+        return work if self.mode != "selective" or _cheap(forward.graph, call, work, self.hardware) else None
 
     def _too_much(self, peak: int) -> Diagnostic:
         message = (
@@ -126,19 +126,20 @@ class Recompute(Pass):
         return Diagnostic("SC214", message, "warning", hint=hint)
 
 
-def _work(graph: Graph, call: fx.Node) -> int:
-    """FLOPs of a product; of anything else one for each element it makes: little, but not nothing."""
-    made = (type_of(v).local_shape(graph.mesh) for v in results(call) if v is not None)
-    return node_flops(graph, call) or sum(map(math.prod, made))
+def _work(graph: Graph, call: fx.Node, hardware: Hardware) -> int:
+    """FLOPs of a product, as of 16 bits; of anything else one for each element it makes: little, but not nothing."""
+    made = [type_of(v) for v in results(call) if v is not None]
+    flops = hardware.bf16_flops(node_flops(graph, call), made[0].dtype) if made else 0
+    return flops or sum(math.prod(type.local_shape(graph.mesh)) for type in made)
 
 
-def _cheap(graph: Graph, call: fx.Node, work: int) -> bool:
+def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:
     """Is running a call again bound by memory? Products with weights count as dear, whatever their size."""
     op = op_name(call.target)
     if op not in ATTENTION:
         return op not in COUNTS
     written = sum(type_of(v).local_bytes(graph.mesh) for v in results(call) if v is not None)
-    return work <= BALANCE * written
+    return work <= hardware.flops_per_memory_byte * written
 
 
 def segment_of(fqn: str) -> str:

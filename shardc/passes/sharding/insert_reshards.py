@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.ir.graph import Graph, Port, Seed, info, operands, replace_operands, results, type_of
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops import collectives
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass, split_of
@@ -38,10 +39,11 @@ class InsertReshards(Pass):
     """
 
     keep_gathered: frozenset[str] = frozenset()
+    hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
         kept = [node for name, node in graph.input_nodes().items() if name in self.keep_gathered]
-        copies = _Copies(graph, {v for node in kept for v in (node, *narrow_copies(node))})
+        copies = _Copies(graph, {v for node in kept for v in (node, *narrow_copies(node))}, self.hardware)
         for node in list(graph.fx.nodes):
             if node.op == "placeholder":
                 copies.born(node)
@@ -131,8 +133,8 @@ def find_view(value: fx.Node) -> bool:
 class _Copies:
     """All placements in which each value is at hand."""
 
-    def __init__(self, graph: Graph, keep: set[fx.Node]) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, keep: set[fx.Node], hardware: Hardware) -> None:
+        self.graph, self.hardware = graph, hardware
         self.keep = keep
         self.have: dict[fx.Node, list[tuple[TensorType, fx.Node, str | None]]] = {}  # phase None: kept for all phases
         self.origin: dict[fx.Node, fx.Node] = {}
@@ -182,7 +184,7 @@ class _Copies:
                 return node
         best: tuple[float, list[Step], fx.Node] | None = None
         for type, node in usable:
-            planned = plan(type, need, self.graph.mesh)
+            planned = plan(type, need, self.graph.mesh, self.hardware)
             if planned is not None and (best is None or planned[1] < best[0]):
                 best = (planned[1], planned[0], node)
         assert best is not None, f"{info(value).name} cannot become {need}"

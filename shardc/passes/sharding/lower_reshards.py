@@ -12,6 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.passes.base import Pass
@@ -22,13 +23,15 @@ from shardc.passes.sharding.reshard_steps import Step, plan
 class LowerReshards(Pass):
     """Replace reshards by the steps that `reshard_steps.plan` finds."""
 
+    hardware: Hardware = DEFAULT
+
     def run(self, graph: Graph) -> Graph:
         for node in list(graph.calls()):
             if node.target is not collectives.reshard:
                 continue
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            planned = plan(type_of(source), type_of(node), graph.mesh)
+            planned = plan(type_of(source), type_of(node), graph.mesh, self.hardware)
             assert planned is not None
             value = source
             with graph.fx.inserting_before(node):

@@ -7,6 +7,9 @@
     all_to_all      an axis moves from one atom to another
     permute         an atom exchanges its axis for another of the same size
 
+Of two ways the one that takes less time is chosen: by the bytes that a rank sends, and for each collective as many more
+as a link would send in the time that a collective takes to begin. So a small tensor moves in few steps.
+
 Reductions come first, while the tensor is large in ranks and small in each; gathers last. Each step
 touches an atom's minor-most axis only, which keeps unevenly padded layouts exact.
 """
@@ -16,10 +19,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-
-LATENCY_BYTES = 64  # what starting a collective is worth, against bytes moved: fewer steps win ties
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +38,36 @@ class Step:
     to_axis: str = ""  # of a permute
 
 
-def plan(before: TensorType, after: TensorType, mesh: Mesh) -> tuple[list[Step], float] | None:
-    """The steps and the bytes a rank sends; None when `after` is pending where `before` is not (never made up)."""
+def plan(
+    before: TensorType, after: TensorType, mesh: Mesh, hardware: Hardware = DEFAULT
+) -> tuple[list[Step], float] | None:
+    """The steps and their cost in bytes over a link inside a node, starts included.
+
+    None when `after` is pending where `before` is not (never made up)."""
     if not set(after.partial) <= set(before.partial):
         return None
     if before == after:
         return [], 0.0
-    found = _Planner(before, after, mesh).run()
+    found = _Planner(before, after, mesh, hardware).run()
     if before.partial and after.axes & before.partial_axes:
         # Something in the way of a reduce-scatter may cost more to move while it is pending than an all-reduce.
-        found = min(found, _Planner(before, after, mesh, eager=True).run(), key=lambda steps_cost: steps_cost[1])
+        found = min(
+            found, _Planner(before, after, mesh, hardware, eager=True).run(), key=lambda steps_cost: steps_cost[1]
+        )
     return found
 
 
 class _Planner:
-    def __init__(self, before: TensorType, after: TensorType, mesh: Mesh, eager: bool = False) -> None:
+    def __init__(
+        self, before: TensorType, after: TensorType, mesh: Mesh, hardware: Hardware, eager: bool = False
+    ) -> None:
         self.eager = eager  # resolve a pending reduction at once where it cannot be scattered at once
         self.type = before
         self.now = list(before.placement)
         self.want = list(after.placement)
         self.pending = dict(before.partial)
         self.keep = dict(after.partial)
-        self.mesh = mesh
+        self.mesh, self.hardware = mesh, hardware
         self.steps: list[Step] = []
         self.cost = 0.0
 
@@ -67,11 +77,14 @@ class _Planner:
         assert (self.now, self.pending) == (self.want, self.keep), "a reshard came to a halt before its target"
         return self.steps, self.cost
 
-    def _emit(self, kind: str, axis: str, moved: float, **fields: object) -> None:
+    def _emit(self, kind: str, axis: str, sent: float, **fields: object) -> None:
         after = self.type.place(self.now, self.pending.items())
         self.steps.append(Step(kind, axis, self.type, after, **fields))  # type: ignore[arg-type]
         self.type = after
-        self.cost += moved + (LATENCY_BYTES if kind != "slice" else 0)
+        if kind != "slice":
+            # The group of a permute is along both axes.
+            axes = (axis, self.steps[-1].to_axis or axis)
+            self.cost += self.hardware.link_bytes(sent, axes) + self.hardware.link_start_bytes
 
     def _bytes(self) -> int:
         return self.type.local_bytes(self.mesh)

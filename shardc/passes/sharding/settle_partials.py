@@ -6,10 +6,11 @@ each op then produces.
 Resolving at once is wrong (the input gradients of q, k and v would each be all-reduced, instead of their
 sum), as late as possible is wrong too (a sum that passes a broadcast multiply grows). For an axis let V be
 the values that can be pending sums over it. Value v becomes two vertices, v_p (v as a pending sum) and
-v_r (v resolved), joined by an edge that costs what resolving v costs: an all-reduce, or half of it when
-all who read it want it sharded. The source feeds the values an op generates pending; consumers that
-cannot work on pending sums pull v_r to the sink; linear consumers tie v_r to their own result's w_p, so
-that they either run on all their inputs pending or on none. Ties resolve early.
+v_r (v resolved), joined by an edge that costs what resolving v costs: the start of a collective, and the
+bytes of an all-reduce, or half of them when all who read it want it sharded. The source feeds the values
+an op generates pending; consumers that cannot work on pending sums pull v_r to the sink; linear consumers
+tie v_r to their own result's w_p, so that they either run on all their inputs pending or on none. Ties
+resolve early.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.types import Axes, TensorType
@@ -31,7 +33,6 @@ from shardc.passes.sharding.casts import narrow_gradients
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
-LATENCY_BYTES = 64  # what starting a collective is worth, against bytes moved
 FORBIDDEN = 2**60
 
 
@@ -43,6 +44,7 @@ class SettlePartials(Pass):
     """
 
     reduce: torch.dtype | None = None
+    hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
         ops = [_Op(n, project(n)) for n in graph.calls() if find_rule(n.target) is not None]
@@ -51,7 +53,7 @@ class SettlePartials(Pass):
         late = narrow_gradients(graph) if self.reduce == torch.float32 else set[fx.Node]()
         repeated = {v for v in in_microbatch(graph) if producer(v)[0].target is not ACCUMULATE}
         for axis in graph.mesh.names:
-            for op in _cut(graph, ops, axis, repeated, late):
+            for op in _cut(graph, ops, axis, repeated, late, self.hardware):
                 passing[op].append(axis)
         _finish(graph, ops, passing)
         return graph
@@ -95,7 +97,9 @@ def linear_in(sources: list[fx.Node], pending: list[bool], projection: Projectio
     return tuple(sorted(able, key=lambda i: (info(sources[i]).phase != "bwd", i))[:1])
 
 
-def _cut(graph: Graph, ops: list[_Op], axis: str, repeated: set[fx.Node], late: set[fx.Node]) -> list[_Op]:
+def _cut(
+    graph: Graph, ops: list[_Op], axis: str, repeated: set[fx.Node], late: set[fx.Node], hardware: Hardware
+) -> list[_Op]:
     """The ops that run on sums pending over the axis.
 
     What is `repeated` would be resolved once a microbatch; what is `late` waits, unless its reader cannot.
@@ -127,6 +131,7 @@ def _cut(graph: Graph, ops: list[_Op], axis: str, repeated: set[fx.Node], late: 
     outputs = {v: p for p, v in zip(graph.outputs, graph.output_values, strict=True)}
     twins = graph.input_nodes()
     wanted = {v: axis in type_of(twins[p.name]).axes for v, p in outputs.items() if p.role in UPDATES}
+    start = round(hardware.start_bytes((axis,)))
     chosen: list[_Op] = []
     for values in _components(pending, eligible, users):
         if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):
@@ -141,7 +146,7 @@ def _cut(graph: Graph, ops: list[_Op], axis: str, repeated: set[fx.Node], late: 
             sharded += [wanted[v]] if v in wanted else []
             once = bool(sharded) and all(sharded)
             times = graph.microbatches if v in repeated else 1
-            cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + LATENCY_BYTES)
+            cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + start)
             network.add_edge((v, "p"), (v, "r"), capacity=FORBIDDEN if v in late else cost)
             if v in generated:
                 network.add_edge("source", (v, "p"))

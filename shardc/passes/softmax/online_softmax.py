@@ -15,9 +15,10 @@ shard's own maximum: the exponentials are taken once. f_i is finite, so a shard 
 the single device has NaN, so has every rank. t is only there where one collective less is had for it: a sum over
 classes that is first summed over tokens is a single number to all-reduce, but a number a token to gather.
 
-The rule: collectives saved, times LATENCY bytes, must outweigh what is sent more. A rank sends k (g-1) n bytes to
-gather k statistics of n bytes in a group of g, and 2 (g-1)/g n to all-reduce one. The same up to g = 2; in larger
-groups more, but few: 8192 tokens of 3 float32 over 8 ranks are 672 KiB instead of 168, for two latencies.
+The rule: collectives saved, times the bytes that a link sends while one begins (`Hardware.start_bytes`, 10 MB), must
+outweigh what is sent more. A rank sends k (g-1) n bytes to gather k statistics of n bytes in a group of g, and
+2 (g-1)/g n to all-reduce one. The same up to g = 2; in larger groups more, but few: 8192 tokens of 3 float32 over 8
+ranks are 672 KiB instead of 168, for two starts.
 
 Needs a localized body: a shard's statistics are no tensors that a rule could place. (A maximum or sum that is not
 resolved is pending over the axes; laid side by side, what is pending is one dim more, which the axes shard.) Ensures
@@ -36,25 +37,27 @@ from torch import fx
 
 from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of, update
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops import collectives, local
 from shardc.ir.types import Atom, Dim, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.softmax.statistics import Pending, Picked, Softmax, Total, find
 
 aten = torch.ops.aten
-LATENCY = 2 * 2**20  # bytes: what a link of 100 GB/s sends in the 20 us that a collective takes to begin
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax(Pass):
     """One all-gather for the statistics of each softmax over a sharded dim, where that costs less."""
 
+    hardware: Hardware = DEFAULT
+
     def run(self, graph: Graph) -> Graph:
         tops = [node for node in graph.calls() if node.target is collectives.all_reduce and node.args[1] == "max"]
         for top in tops:
             at = {node: i for i, node in enumerate(graph.fx.nodes)}
             found = find(graph, top, at)
-            chosen = None if found is None else worth(graph, found)
+            chosen = None if found is None else worth(graph, found, self.hardware)
             if chosen is not None:
                 _Rewriting(graph, chosen).run()
                 graph.erase_dead()
@@ -66,17 +69,18 @@ def instead_of(name: str) -> str:
     return re.sub(r"\.all_gather(?=$|_\d+$)", ".all_reduce", name)
 
 
-def worth(graph: Graph, found: Softmax) -> Softmax | None:
+def worth(graph: Graph, found: Softmax, hardware: Hardware = DEFAULT) -> Softmax | None:
     """The softmax with those sums over classes that are worth gathering; None if nothing is."""
 
     def sent(nodes: Sequence[fx.Node]) -> int:
         every = [collective(graph, node) for node in nodes]
         return sum(one.bytes_per_rank for one in every if one is not None)
 
+    start = hardware.start_bytes(found.axes)
     one = type_of(found.top).local_bytes(graph.mesh) * (graph.mesh.size(found.axes) - 1)
-    picked = tuple(p for p in found.picked if one - sent(p.pending.reduced) <= LATENCY * len(p.pending.reduced))
+    picked = tuple(p for p in found.picked if one - sent(p.pending.reduced) <= start * len(p.pending.reduced))
     replaced = [found.top, *(node for total in found.totals for node in total.pending.reduced)]
-    if 2 * one - sent(replaced) > LATENCY * (len(replaced) - 1):
+    if 2 * one - sent(replaced) > start * (len(replaced) - 1):
         return None
     return replace(found, picked=picked)
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import info, op_name, producer
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.buckets import UNPACK
 from shardc.passes.fusion.analysis.iteration_space import IterationSpace, Prim, find_space
 from shardc.passes.fusion.clustering.cluster import (
@@ -31,7 +32,7 @@ from shardc.passes.fusion.clustering.cluster import (
     spaces_agree,
 )
 from shardc.passes.fusion.clustering.cluster_dag import ClusterDag
-from shardc.passes.fusion.clustering.critical_collectives import LAUNCH_BYTES, CriticalCollectives
+from shardc.passes.fusion.clustering.critical_collectives import CriticalCollectives
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
 from shardc.passes.fusion.clustering.memory_budget import MemoryBudget
 
@@ -67,6 +68,7 @@ class Clustering:
     limits: FusionLimits
     budget: MemoryBudget
     critical: CriticalCollectives
+    hardware: Hardware = DEFAULT
     clusters: dict[int, Cluster] = field(default_factory=dict[int, Cluster])
 
     def prims(self, calls: Iterable[int]) -> list[Prim]:
@@ -79,13 +81,16 @@ class Clustering:
 
 
 def cluster_calls(
-    graph: FusionGraph, limits: FusionLimits | None = None, budget: MemoryBudget | None = None
+    graph: FusionGraph,
+    limits: FusionLimits | None = None,
+    budget: MemoryBudget | None = None,
+    hardware: Hardware = DEFAULT,
 ) -> Clustering:
     """Merge calls while a merge is legal and saves something."""
     limits = limits or FusionLimits()
     budget = budget if budget is not None and limits.extend_lifetimes else MemoryBudget.empty()
     dag = ClusterDag(graph.call_count, graph.edges, graph.barriers)
-    clustering = Clustering(graph, dag, limits, budget, CriticalCollectives.of(graph))
+    clustering = Clustering(graph, dag, limits, budget, CriticalCollectives.of(graph), hardware)
     for i, op in graph.lowered.items():
         cluster = cluster_of(graph, i)
         has_trivial_space = cluster.is_elementwise and not cluster.strided_reads
@@ -194,7 +199,8 @@ class _Merger:
         calls = {*feeder.calls, *other.calls}
         written = {v for v in other.writes if not self.graph.readers.get(v, set()) <= calls}
         read = other.reads - feeder.reads - feeder.writes
-        return sum(self.graph.bytes[v] for v in read | written) > LAUNCH_BYTES
+        # A shorter delay costs no more than a kernel of its own would.
+        return sum(self.graph.bytes[v] for v in read | written) > self.clustering.hardware.gap_bytes
 
     def _may_hold(self, held: int, saved: int, first: int, last: int) -> bool:
         if held * MIN_SAVING_RATIO <= saved:

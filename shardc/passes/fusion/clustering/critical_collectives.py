@@ -18,7 +18,6 @@ from shardc.ir.graph import op_name, operands, results
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
 
 NO_COLLECTIVES = frozenset[int]()
-LAUNCH_BYTES = 4 << 20  # bytes that a GPU moves while it launches a kernel: such a delay costs no more than a launch
 
 
 @dataclass(frozen=True)

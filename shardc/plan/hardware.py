@@ -1,0 +1,124 @@
+"""What a plan says of the machine: `hardware: h200`, or one that is like it but for some quantities.
+
+    hardware: {like: h200, network_bytes_per_second: 2.5e10, bucket_bytes: 50 MiB}
+
+Names are those of files in configs/hardware, which a wheel brings along in share/shardc/hardware; `default` needs no
+file. `shardc.ir.hardware` says what the quantities are, and what passes make of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
+from shardc.ir.hardware import DEFAULT, Hardware, Number, problems_of
+from shardc.plan.values import read_bytes, read_exponent, source_of
+
+REPOSITORY = Path(__file__).parents[2] / "configs" / "hardware"
+INSTALLED = "share/shardc/hardware"  # pyproject.toml puts configs/hardware there
+DEFAULT_NAME = "default"
+BYTES = ("bucket_bytes", "row_alignment_bytes")  # which may be written "25 MiB"
+
+
+class HardwareChoice(BaseModel):
+    """The machine to compile for: a known one by name, and the quantities in which it differs. In short: the name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    like: str = DEFAULT_NAME
+    changes: dict[str, Number] = {}
+    value: Hardware = DEFAULT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, said: Any, info: ValidationInfo) -> Any:
+        if isinstance(said, HardwareChoice) or said == {}:
+            return said
+        source, forms = source_of(info), "write hardware: h200, or hardware: {like: h200, bucket_bytes: 50 MiB}"
+        if not isinstance(said, str | Mapping | Hardware):
+            wrong = Diagnostic("SC208", f"'hardware' should be a name or quantities, not {said!r}", hint=forms)
+            raise ShardcError(source.locate(wrong, "hardware"))
+        if isinstance(said, Hardware):
+            said = _differences(said)
+        changes = {} if isinstance(said, str) else dict(cast(Mapping[str, Any], said))
+        name = said if isinstance(said, str) else changes.pop("like", DEFAULT_NAME)
+        if not isinstance(name, str) or name not in names():
+            hint = did_you_mean(str(name), names(), "hardware")
+            wrong = Diagnostic("SC208", f"there is no hardware named {name!r}", hint=hint)
+            at = ("hardware",) if isinstance(said, str) else ("hardware", "like")
+            raise ShardcError(source.locate(wrong, *at))
+        changes = {str(key): read_quantity(str(key), value) for key, value in changes.items()}
+        if problems := problems_of(changes):
+            raise ShardcError(*(source.locate(wrong, "hardware", key) for key, wrong in problems.items()))
+        value = Hardware.of({**named(name).quantities(), **changes})
+        return {"like": name, "changes": changes, "value": value}
+
+    def without_name(self) -> HardwareChoice:
+        """The same quantities, for a reader who has no file of that name."""
+        return HardwareChoice.model_validate(_differences(self.value))
+
+    def dumped(self) -> object:
+        """As plain data, in its short form if it has one."""
+        if not self.changes:
+            return self.like
+        return {**({} if self.like == DEFAULT_NAME else {"like": self.like}), **self.changes}
+
+
+def _differences(hardware: Hardware) -> dict[str, Number]:
+    default = DEFAULT.quantities()
+    return {name: value for name, value in hardware.quantities().items() if value != default[name]}
+
+
+def read_quantity(name: str, value: Any) -> Any:
+    """A quantity as YAML and people write it: 5e11, which YAML takes for text, and 25 MiB. The rest as it is."""
+    if name in BYTES and isinstance(value, str):
+        try:
+            return read_bytes(value)
+        except ShardcError:
+            return value
+    return read_exponent(value)
+
+
+def names() -> list[str]:
+    """What hardware may be called."""
+    return sorted({DEFAULT_NAME, *_files()})
+
+
+def named(name: str) -> Hardware:
+    """The hardware of that name. Raises ShardcError (SC208) where its file says what is no quantity."""
+    return DEFAULT if name == DEFAULT_NAME else read_file(_files()[name])
+
+
+def read_file(path: Path) -> Hardware:
+    """The hardware that a file describes. Raises ShardcError (SC208) where it describes none."""
+    hint = "a file has a quantity a line, such as memory_bytes_per_second: 4e12"
+    try:
+        said: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as why:
+        message = f"no hardware can be read from the file: {' '.join(str(why).split())}"
+        raise ShardcError(Diagnostic("SC208", message, location=str(path), hint=hint)) from None
+    if not isinstance(said, dict):
+        raise ShardcError(Diagnostic("SC208", "the file has no quantities", location=str(path), hint=hint))
+    read = {str(key): read_quantity(str(key), value) for key, value in cast(dict[object, Any], said).items()}
+    if problems := problems_of(read):
+        raise ShardcError(*(replace(wrong, location=str(path)) for wrong in problems.values()))
+    return Hardware.of(read)
+
+
+def _files() -> dict[str, Path]:
+    """The files that describe hardware, by name: of the repository, if the package lies in one, or of the wheel."""
+    if REPOSITORY.is_dir():
+        return {path.stem: path for path in REPOSITORY.glob("*.yaml")}
+    try:
+        files = distribution("shardc").files or ()
+    except PackageNotFoundError:  # the sources are not installed
+        return {}
+    known = [file for file in files if file.parent.as_posix().endswith(INSTALLED) and file.suffix == ".yaml"]
+    return {file.stem: Path(str(file.locate())) for file in known}
