@@ -21,6 +21,7 @@ from shardc.cli.summary import (
 )
 from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, info
+from shardc.ir.layers import layer_or_module, list_and_index
 from shardc.ir.text import print_graph
 from shardc.partition import rank_costs
 from shardc.partition.staged_program import StagedProgram
@@ -83,13 +84,12 @@ def modules(program: StagedProgram, stage: int) -> str:
     # What several stages run, such as a mask, names the first of them.
     before = {info(call).name for bodies in program.stages[:stage] for call in bodies.forward.calls()}
     own = [info(call) for call in program.stages[stage].forward.calls() if info(call).name not in before]
-    units = dict.fromkeys(_unit(about.fqn) for about in own)
+    units = dict.fromkeys(layer_or_module(about.fqn) for about in own)
     # What a module does itself, between the modules in it, does not name it here.
     found = [unit for unit in units if unit and not any(other.startswith(f"{unit}.") for other in units)]
     named: list[tuple[str, int, int]] = []  # a name, and from where to where if it is numbered
     for unit in found:
-        base, _, last = unit.rpartition(".")
-        at = int(last) if last.isdecimal() else -1
+        base, at = list_and_index(unit)
         if at >= 0 and named and named[-1][0] == base and named[-1][2] == at - 1:
             named[-1] = (base, named[-1][1], at)
         else:
@@ -97,13 +97,6 @@ def modules(program: StagedProgram, stage: int) -> str:
     shown = [name if a < 0 else f"{name}.{a}" + (f"-{b}" if b > a else "") for name, a, b in named]
     more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
     return (", ".join(shown[:NAMED]) or "the model's own") + more
-
-
-def _unit(fqn: str) -> str:
-    """`transformer.h.0` of `transformer.h.0.attn.c_attn`."""
-    parts = fqn.split(".")
-    number = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts))
-    return ".".join(parts[: number + 1])
 
 
 def _parameters(program: StagedProgram, stage: int) -> int:

@@ -92,7 +92,7 @@ def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
             except ShardcError as unfit:
                 problems += unfit.diagnostics if one.pattern not in refused else ()
                 refused.add(one.pattern)
-            found.append(Bound(kind, name, one.placement, one.cause(name), one.origin, one.pattern))
+            found.append(Bound(kind, name, one.placement, one.origin, one.pattern))
     if problems:
         raise ShardcError(*problems)
     return found
@@ -121,7 +121,7 @@ def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[
     params = [i for i in traced.inputs if i.role == "param"]
     names, aliases = [i.name for i in params], {i.name: i.aliases for i in params}
     placed = match(storage.params.values(), names, "params", aliases)
-    bound = tuple(Bound("param", name, a.placement, a.cause(name), a.origin) for name, a in placed.items())
+    bound = tuple(Bound("param", name, a.placement, a.origin) for name, a in placed.items())
     if isinstance(storage.regather, bool):
         keep = frozenset() if storage.regather else frozenset(names)
     else:

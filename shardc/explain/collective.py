@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from shardc.compiler.binding import bind_passes, bind_precision, bind_storage
 from shardc.compiler.pass_pipeline import Options
 from shardc.explain.plan_edits import propose
@@ -24,9 +26,7 @@ from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
-from shardc.passes.communication.causes import STORAGE
 from shardc.passes.sharding.seed import Bound
-from shardc.passes.softmax.online_softmax import instead_of
 from shardc.plan.schema import Plan
 
 SECONDS = 60.0  # for trying changes; the likeliest are tried first
@@ -108,9 +108,9 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     """
     target, bucket = _in_bucket(program, find(program, value))
     bound, options = bound_of(program), options_of(program)
-    found = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, target.value))
-    removed = removals(program.reference, options, found.moved, found.cost, found.candidates, seconds)
     node = program.body.by_name(target.value)
+    found = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, node))
+    removed = removals(program.reference, options, found.moved, found.cost, found.candidates, seconds)
     inherent = "" if any(change.saves for change in removed.changes) else _inherent(found.moved, found.trails)
     about = info(node)
     return Explanation(
@@ -167,8 +167,7 @@ def bound_of(program: Program) -> list[Bound]:
     """The program's annotations as the compiler takes them."""
     bound: list[Bound] = []
     for kind, name, text, origin in program.annotations:
-        cause = f'{name} = "{text}"' + (f"   ({origin})" if origin else "")
-        bound.append(Bound(kind, name, Placement.parse(text), cause, origin or None))
+        bound.append(Bound(kind, name, Placement.parse(text), origin or None))
     return bound
 
 
@@ -186,11 +185,12 @@ def hardware_of(program: Program) -> Hardware:
     return Hardware.of(program.plan.get("hardware", {})).on(program.mesh)
 
 
-def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:
-    named = {info(node).name: node for node in graph.calls()}
-    node = named.get(name, named.get(instead_of(name)))
+def _look(graph: Graph, bound: list[Bound], value: fx.Node) -> _Findings:
+    """What is known of a collective of the body. What a later pass made is looked up by its origin."""
+    named, about = {info(node).name: node for node in graph.calls()}, info(value)
+    node = named.get(about.name) or (named.get(about.origin.of) if about.origin is not None else None)
     if node is None:
-        message = f"compiling the program's reference anew does not give %{name}: it was written by another compiler"
+        message = f"compiling the program's reference anew does not give %{about.name}: another compiler wrote it"
         raise error("SC403", message, hint="compile the model again")
     found = trails(graph, node)
     moved = collective(graph, node)
@@ -201,10 +201,10 @@ def _look(graph: Graph, bound: list[Bound], name: str) -> _Findings:
 def _inherent(target: Collective, found: list[Trail]) -> str:
     """Why nothing but giving up the split helps."""
     axis = " and ".join(dict.fromkeys(t.axis for t in found))
-    if any(t.cause.startswith(STORAGE) for t in found):
+    if any(t.stored for t in found):
         return f"storage keeps parts over {axis} of what is computed with whole: less memory for this communication"
     if target.kind in ("all_reduce", "reduce_scatter"):
-        gradient = any(t.needed.startswith("it is the gradient") for t in found)
+        gradient = any(t.gradient for t in found)
         what = "the terms of the gradient are" if gradient else "what is summed here is"
         if target.op != "sum":
             what = f"what the {target.op} is taken of is"

@@ -7,7 +7,6 @@ alike: `h.0.mlp.c_fc.weight` stands for the line of the plan that placed it, and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,6 +16,7 @@ from torch import fx
 from shardc.explain.provenance import Trail
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.layers import in_every_layer
 from shardc.ir.placement import OPEN, UNSHARDED, DimPlacement, Placement
 from shardc.ir.types import TensorType
 from shardc.passes.communication.causes import MOVES
@@ -54,7 +54,7 @@ def _key(plan: Sequence[Bound]) -> tuple[tuple[str, str, str], ...]:
 def _all(graph: Graph, bound: Sequence[Bound], trails: Sequence[Trail]) -> Iterator[tuple[str, tuple[Bound, ...]]]:
     for trail in trails:
         for value, atom in trail.roots:
-            one = next((b for b in bound if graph.seeds[value].cause == b.cause), None)
+            one = next((b for b in bound if graph.seeds[value].cause == b.requirement), None)
             if one is not None:
                 yield from _of_annotation(graph, bound, one, value, atom, trail.axis)
     for trail in trails:
@@ -110,7 +110,7 @@ def _without(one: Bound, axis: str) -> Bound | None:
     left = Placement(dims)
     if left == one.placement:
         return one
-    return replace(one, placement=left, cause=f'{one.name} = "{left}"') if left.axes else None
+    return replace(one, placement=left) if left.axes else None
 
 
 def _other(dim: DimPlacement, axis: str) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ def _line(
 
 def _pattern(name: str) -> str:
     """One for all layers, and for all calls of a module ("h.0#2")."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name.partition("#")[0])
+    return in_every_layer(name.partition("#")[0])
 
 
 def _rewrite(
@@ -162,7 +162,7 @@ def _rewrite(
     text = f'{line.pattern} = "{placement}"'
     plan = {(b.kind, b.name): b for b in bound}
     for name in line.names:
-        made = Bound(line.kind, name, placement, f'{name} = "{placement}"')
+        made = Bound(line.kind, name, placement)
         old = plan.get((line.kind, name))
         plan[line.kind, name] = made if old is None else replace(made, location=old.location)
     under = SECTIONS[line.kind]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
+from shardc.ir.graph import Graph, Port, info, op_name, operands, producer, results, type_of
 from shardc.ir.schema import given
 from shardc.passes.base import split_of
 from shardc.passes.communication.causes import MOVES, REDUCTIONS, Causes, Left, Place, as_named, before, left
@@ -40,6 +40,8 @@ class Trail:
     why: str
     needed: str
     cause: str  # the annotation, as diagnostics cite it; "" when no annotation is behind it
+    stored: bool  # no annotation, but the plan's storage
+    gradient: bool  # what needs it is a gradient
     steps: tuple[Step, ...]
     roots: tuple[Place, ...]  # annotated atoms behind it, of the op before and of the op after
     ends: tuple[fx.Node, ...]  # the calls before and after
@@ -63,7 +65,9 @@ def _trail(causes: Causes, moved: fx.Node, axis: str) -> Trail:
     else:
         at = f"dim {_dim_of(*what.starts[0])} of %{info(source).name}" if what.starts else f"%{info(source).name}"
         why = f"{at} is sharded over {name}, as {_made(what.call)}"
-    reader, needed, claims = _needed(graph, moved, axis, name)
+    reads = list(_readers(moved))
+    port = _returned_as(graph, reads)
+    reader, needed, claims = _needed(moved, reads, axis, name) if port is None else (None, _returned_text(port), [])
     way = causes.way(what.starts, axis)
     claimed = causes.way(claims, axis)
     roots = tuple(path[0][0] for path in (way, claimed) if path)
@@ -71,7 +75,10 @@ def _trail(causes: Causes, moved: fx.Node, axis: str) -> Trail:
         needed += f" ({graph.seeds[claimed[0][0][0]].cause})"
     steps = tuple(_step(through, value) for (value, _), through in way if through is not None)
     ends = tuple(n for n in (what.call, reader) if n is not None)
-    return Trail(name, why, needed, causes.cause(moved, axis), steps, roots, ends)
+    gradient = port is not None and port.role == "grad"
+    required = causes.cause(moved, axis)
+    cause, stored = str(required or ""), required is not None and required.kind == "storage"
+    return Trail(name, why, needed, cause, stored, gradient, steps, roots, ends)
 
 
 # ---------------------------------------------------------------------- what lies before
@@ -92,18 +99,25 @@ def _made(call: fx.Node) -> str:
 
 
 # ---------------------------------------------------------------------- what lies behind
-def _needed(graph: Graph, moved: fx.Node, axis: str, shown: str) -> tuple[fx.Node | None, str, list[Place]]:
+def _returned_as(graph: Graph, reads: Sequence[tuple[fx.Node, fx.Node]]) -> Port | None:
+    """The output that a value becomes, if no call reads it."""
+    values = {value for value, _ in reads}
+    ports = (p for p, v in zip(graph.outputs, graph.output_values, strict=True) if v in values)
+    return next(ports, None) if all(user.op == "output" for _, user in reads) else None
+
+
+def _returned_text(port: Port) -> str:
+    return {
+        "grad": f"it is the gradient of {port.name}, which is placed as {port.name} is",
+        "buffer": f"it is the new value of {port.name}, which is placed as {port.name} is",
+        "loss": "it is the loss, which is whole on every rank",
+    }.get(port.role, f"it is the output {port.name}")
+
+
+def _needed(
+    moved: fx.Node, reads: Sequence[tuple[fx.Node, fx.Node]], axis: str, shown: str
+) -> tuple[fx.Node | None, str, list[Place]]:
     """The first reader, why it needs the collective, and the tensors through which it claims the axis for itself."""
-    reads = list(_readers(moved))
-    ports = [p for p, v in zip(graph.outputs, graph.output_values, strict=True) if v in {v for v, _ in reads}]
-    for port in ports:
-        text = {
-            "grad": f"it is the gradient of {port.name}, which is placed as {port.name} is",
-            "buffer": f"it is the new value of {port.name}, which is placed as {port.name} is",
-            "loss": "it is the loss, which is whole on every rank",
-        }.get(port.role, f"it is the output {port.name}")
-        if all(user.op == "output" for _, user in reads):
-            return None, text, []
     value, user = next((v, u) for v, u in reads if u.op != "output")
     name = f"%{info(user).name} ({op_name(user.target)})"
     if find_rule(user.target) is None:

@@ -22,7 +22,7 @@ from shardc.partition import rank_costs, transfer_report
 from shardc.partition.balance import cut_bytes, named_starts, unit_costs
 from shardc.partition.cut import cut
 from shardc.partition.staged_program import StagedProgram
-from shardc.partition.step_analysis import StepAnalysis
+from shardc.partition.step_analysis import StepAnalysis, finest_analysis
 from shardc.partition.transfer_report import ReportedTransfer
 from shardc.plan.schema import Plan
 
@@ -166,7 +166,7 @@ class _Search:
 
     @classmethod
     def of(cls, program: Program, pipelined: StagedProgram) -> _Search:
-        analysis = StepAnalysis(program.body)
+        analysis = finest_analysis(program.body)
         starts = _starts(analysis, pipelined)
         now = transfer_report.crossing_bytes(pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined))
         hardware = hardware_of(program)

@@ -116,7 +116,7 @@ def _updated(
         update = updates.of(index, type_of(param))
         if index not in rates:
             rates[index] = append.input(Port("hyper", f"lr.{index}"), TensorType.plain(torch.float64, ()))
-        ports = [Port("state", f"{name}:{s.key}") for s in update.states]
+        ports = [Port("state", f"{name}:{s.key}", parameter=name) for s in update.states]
         state = [
             append.input(port, TensorType.plain(s.dtype, s.shape), module_of(name))
             for port, s in zip(ports, update.states, strict=True)
@@ -175,7 +175,7 @@ def initial_state(
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
         if port.role != "state" or port.name not in fills:
             continue
-        name, _, key = port.name.rpartition(":")
+        name, key = port.parameter, port.name.removeprefix(f"{port.parameter}:")
         type = type_of(node)
         value = held.get(tensors[name], {}).get(key) if held and name in tensors else None
         if value is None or (isinstance(value, Tensor) and value.is_meta):

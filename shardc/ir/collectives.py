@@ -83,7 +83,7 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
         _sent(kind, payload, group),
         about.phase,
         about.name,
-        about.cause,
+        str(about.cause),
         payload,
         about.source,
         group,
@@ -124,7 +124,7 @@ def member(graph: Graph, value: fx.Node) -> Collective:
     elif whole.kind == "reduce_scatter":
         size *= whole.group_size
     sent = _sent(whole.kind, size, whole.group_size)
-    own = replace(whole, value=about.name, cause=about.cause, source=about.source)
+    own = replace(whole, value=about.name, cause=str(about.cause), source=about.source)
     return replace(own, bytes_per_rank=sent, payload_bytes=size)
 
 

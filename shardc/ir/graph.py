@@ -20,7 +20,9 @@ from typing import Any, Literal
 from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.provenance import NO_CAUSE, Cause, Derivation, Requirement
 from shardc.ir.types import Axes, TensorType
 
 KEY = "shardc"
@@ -42,7 +44,18 @@ class ValueInfo:
     assignment: tuple[tuple[str, Axes], ...] = ()  # factor of the op's rule -> axes it is split over
     passes: Axes = ()  # axes on which the op runs on pending sums
     fallback: tuple[tuple[str, str], ...] = ()  # axis -> factor the op takes if its pending sums are resolved before it
-    cause: str = ""  # which annotation, through which rule
+    cause: Cause = NO_CAUSE  # what asks for the placement, or for the collective
+    origin: Derivation | None = None  # the node that this one was derived from
+
+    @property
+    def layer(self) -> str:
+        """The layer that the module lies in; "" for none. It follows from the FQN (`ir/layers.py`)."""
+        return layer_of(self.fqn)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Does it run a call of forward again, or belong to such a call?"""
+        return self.origin is not None and self.origin.kind == "recomputed"
 
 
 # "share" is what a microbatch's loss counts in the step's (Tokens, below). "value" and "sum" are of a pipeline's parts:
@@ -58,6 +71,7 @@ class Port:
     name: str
     aliases: tuple[str, ...] = ()
     trainable: bool = True
+    parameter: str = ""  # of the optimizer's state: the parameter that it belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,7 @@ class Seed:
     placement: tuple[Axes, ...]  # a flat atom
     fixed: tuple[bool, ...]  # a flat atom: propagation may not add to it
     priority: int  # 0 parameters and inputs, 1 activations and outputs
-    cause: str  # 'h.0.mlp.c_fc.weight = "-, tp" (configs/plans/gpt2.yaml:9)'
+    cause: Requirement  # the annotation
     copied: Axes = ()  # asked for, but the ranks along them share one kv-head: ops on it are done by each of them
 
 
@@ -188,14 +202,16 @@ class Graph:
     ) -> fx.Node:
         """Insert a call at the insertion point; its info is that of `like` with `type`, `name`, `fields` changed.
 
-        The default name is that of `like`'s module followed by the op's.
+        The default name is that of `like`'s module followed by the op's. What belongs to a recomputed call is
+        recomputed; of the other kinds of origin the caller says which the new call has.
         """
         base = info(like)
+        origin = base.origin if base.is_recomputed else None
         if name is None:
             prefix = f"d.{base.fqn}" if base.phase == "bwd" and base.fqn else "d" if base.phase == "bwd" else base.fqn
             name = ".".join(filter(None, (prefix, op_name(target).removeprefix("shardc.").partition(".")[0])))
         node = insert(self.fx, target, args, kwargs)
-        fields = {"assignment": (), "passes": (), "fallback": (), "results": (), **fields}
+        fields = {"assignment": (), "passes": (), "fallback": (), "results": (), "origin": origin, **fields}
         set_info(node, replace(base, name=self.unique(name), type=type, **fields))
         return node
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar, cast, get_args
 from torch import fx
 from torch._ops import OpOverload
 
+from shardc.ir.derive_provenance import derive_origins, module_of, parameter_of_state
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error, suggest
 from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import AXIS_NAME, Mesh
@@ -86,6 +87,7 @@ class _Parser:
         self.name_calls()
         graph = Graph(self.fx, mesh, self.inputs, [port for port, _ in outputs], name)
         graph.microbatches, graph.tokens = microbatches, tokens
+        derive_origins(graph)
         return graph
 
     def microbatches(self) -> int:
@@ -160,7 +162,8 @@ class _Parser:
             self.expect("(")
             aliases = self.list_of(lambda: self.string("a name in quotes"))
             self.expect(")")
-        return Port(role, name, tuple(aliases), trainable=not self.take(r"frozen\b"))
+        parameter = parameter_of_state(name) if role == "state" else ""
+        return Port(role, name, tuple(aliases), not self.take(r"frozen\b"), parameter)
 
     def call(self, targets: list[str | None], word: str, start: int, at: int) -> None:
         op = find_op(word)
@@ -186,7 +189,8 @@ class _Parser:
         if yields_one_tensor(op):
             if len(targets) != 1 or targets[0] is None or types[0] is None:
                 self.refuse(f"{op_name(op)} yields one tensor", start, "name it, and give its type")
-            self.define(node, replace(about, name=targets[0], type=types[0], fqn=_module(targets[0])), start)
+            fqn = module_of(targets[0], self.phase)
+            self.define(node, replace(about, name=targets[0], type=types[0], fqn=fqn), start)
             return
         declared = tuple(None if t is None else t.replicated() for t in types)
         set_info(node, replace(about, name=_call_name(op, targets), results=declared))
@@ -196,7 +200,7 @@ class _Parser:
                 continue
             if type is None:
                 self.refuse(f"%{name} has no type", start, "a result that is no tensor has no name: write '_'")
-            item = ValueInfo(name, type, fqn=_module(name), phase=about.phase, constant=about.constant)
+            item = ValueInfo(name, type, fqn=module_of(name, self.phase), phase=about.phase, constant=about.constant)
             self.define(self.fx.call_function(operator.getitem, (node, i)), item, start)
 
     def name_calls(self) -> None:
@@ -209,7 +213,8 @@ class _Parser:
                 count += 1
                 name = f"{base}_{count}"
             taken.add(name)
-            set_info(node, replace(info(node), name=name, fqn=_module(name)))
+            about = info(node)
+            set_info(node, replace(about, name=name, fqn=module_of(name, about.phase)))
 
     def define(self, node: fx.Node, about: ValueInfo, start: int) -> None:
         if about.name in self.values:
@@ -380,10 +385,6 @@ class _Parser:
         where = f"{self.filename}:{number}:{at - first + 1}"
         quoted = f"{line}\n{' ' * (at - first)}^"
         raise error("SC404", message, location=where, source_text=quoted, hint=hint)
-
-
-def _module(name: str) -> str:
-    return name.removeprefix("d.").rpartition(".")[0]
 
 
 def _call_name(op: OpOverload, targets: list[str | None]) -> str:

@@ -2,9 +2,10 @@
 
     {"name": "fc.mm", "call": "mm", "args": [{"ref": "x"}, {"ref": "w1"}], "type": "f32[4@dp, 12@tp]"}
 
-Every field of a node's `ValueInfo` survives exactly; those at their default are left out. What is not a number, string
-or list in an argument is a dict of one key that says what it is. Ops are looked up by name among aten's and shardc's.
-What only compiling needs (seeds, priorities) is not kept.
+Every field of a node's `ValueInfo` survives exactly; those at their default are left out, and origins are a table of
+the graph. A file of before has no such table, and causes as text: `derive_provenance` reads both. What is not a number,
+string or list in an argument is a dict of one key that says what it is. Ops are looked up by name among aten's and
+shardc's. What only compiling needs (seeds, priorities) is not kept.
 
 What is read is taken for nothing: each field must be of its kind, and of what a file holds beyond that nothing is kept
 but an error.
@@ -16,25 +17,30 @@ import base64
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, astuple, fields
 from typing import Any, cast, get_args
 
 import torch
 from torch import fx
 
+from shardc.ir.derive_provenance import cause_of_text, derive_origins, parameter_of_state
 from shardc.ir.diagnostic import CODES, Diagnostic, Severity, ShardcError, error
-from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info
+from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import checked_count
+from shardc.ir.provenance import Cause, Derivation, DerivationKind, Requirement, RequirementKind
 from shardc.ir.schema import WORDS, find_op, unfit, word_of
 from shardc.ir.types import DTYPE_NAMES, DTYPES, TensorType
 
 Plain = dict[str, Any]
-_DEFAULTS: Plain = {f.name: None if f.default is MISSING else f.default for f in fields(ValueInfo)}
+_DEFAULTS: Plain = {
+    f.name: None if f.default is MISSING else f.default for f in fields(ValueInfo) if f.name != "origin"
+}
 
 
 def graph_to_plain(graph: Graph) -> Plain:
     nodes = [_node(node) for node in graph.fx.nodes if node.op != "output"]
+    infos = [info(node) for node in graph.fx.nodes if node.op != "output"]
     assert len({node["name"] for node in nodes}) == len(nodes), "values of one graph have different names"
     alive = set(graph.fx.nodes)
     return {
@@ -45,13 +51,16 @@ def graph_to_plain(graph: Graph) -> Plain:
         "inputs": [asdict(port) for port in graph.inputs],
         "outputs": [asdict(port) for port in graph.outputs],
         "nodes": nodes,
+        "origins": {about.name: [about.origin.kind, about.origin.of] for about in infos if about.origin is not None},
         "returns": [info(value).name for value in graph.output_values],
         # A pass may have erased the value that a module's name stood for.
         "activations": {fqn: info(v).name for fqn, v in graph.activations.items() if v in alive},
     }
 
 
-GRAPH = ("name", "mesh", "microbatches", "tokens", "inputs", "outputs", "nodes", "returns", "activations")
+GRAPH = (
+    *("name", "mesh", "microbatches", "tokens", "inputs", "outputs", "nodes", "origins", "returns", "activations"),
+)
 
 
 def graph_from_plain(data: Plain) -> Graph:
@@ -77,6 +86,11 @@ def graph_from_plain(data: Plain) -> Graph:
     inputs, outputs = ([_port(port) for port in listed(data[side])] for side in ("inputs", "outputs"))
     graph = Graph(made, mesh_from_plain(data["mesh"]), inputs, outputs, text_of(data["name"]))
     graph.activations = {fqn: values[name] for fqn, name in data["activations"].items()}
+    if "origins" in data:
+        for name, origin in data["origins"].items():
+            update(values[name], origin=_derivation(origin))
+    else:
+        derive_origins(graph)
     graph.microbatches = checked_count(data["microbatches"])
     graph.tokens = _tokens(data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
     return graph
@@ -159,10 +173,38 @@ def diagnostic_from_plain(data: Plain) -> Diagnostic:
 
 
 def _port(data: Plain) -> Port:
-    fields_known(data, ("role", "name", "aliases", "trainable"))
+    fields_known(data, ("role", "name", "aliases", "trainable", "parameter"))
     if data["role"] not in get_args(Role) or not isinstance(data["trainable"], bool):
         raise ValueError(f"{str(data)[:80]} is no input or output")
-    return Port(data["role"], text_of(data["name"]), texts_of(data["aliases"]), data["trainable"])
+    name = text_of(data["name"])
+    derived = parameter_of_state(name) if data["role"] == "state" else ""
+    parameter = data.get("parameter", derived)  # absent from files of before
+    return Port(data["role"], name, texts_of(data["aliases"]), data["trainable"], text_of(parameter))
+
+
+def _derivation(data: Any) -> Derivation:
+    kind, of = texts_of(data)
+    if kind not in get_args(DerivationKind):
+        raise ValueError(f"{kind[:40]!r} is no kind of derivation")
+    return Derivation(cast(DerivationKind, kind), of)
+
+
+def _cause(data: Any) -> Cause:
+    """A cause of a node, after `_tuples`; a text in a file of before."""
+    if isinstance(data, str):
+        return cause_of_text(data)
+    requirements, through, others = data
+    read: list[Requirement] = []
+    for kind, *about in map(texts_of, requirements):
+        if kind not in get_args(RequirementKind):
+            raise ValueError(f"{kind[:40]!r} is no kind of requirement")
+        requirement = Requirement(cast(RequirementKind, kind), *about)
+        try:
+            _ = requirement.axes
+        except ShardcError:
+            raise ValueError(f"'{requirement.placement[:40]}' is no placement") from None
+        read.append(requirement)
+    return Cause(tuple(read), text_of(through), whole_of(others))
 
 
 # ---------------------------------------------------------------------- nodes
@@ -186,6 +228,8 @@ def _node(node: fx.Node) -> Plain:
 def _field(value: Any) -> Any:
     if isinstance(value, TensorType):
         return str(value)
+    if isinstance(value, Cause):
+        return [[list(astuple(one)) for one in value.requirements], value.through, value.others]
     return [_field(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -198,6 +242,8 @@ def _info(data: Plain) -> ValueInfo:
         known["type"] = TensorType.parse(known["type"])
     if "results" in known:
         known["results"] = tuple(None if text is None else TensorType.parse(text) for text in known["results"])
+    if "cause" in known:
+        known["cause"] = _cause(known["cause"])
     known.setdefault("type", None)
     return ValueInfo(**known)
 
@@ -221,7 +267,8 @@ def _pairs(value: object, second: Callable[[object], bool]) -> bool:
 
 
 _KINDS: Mapping[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("name", "type", "fqn", "source", "source_text", "cause"), _text),
+    **dict.fromkeys(("name", "type", "fqn", "source", "source_text"), _text),
+    "cause": lambda value: isinstance(value, str | tuple),
     "results": lambda value: isinstance(value, tuple) and all(v is None or _text(v) for v in value),
     "phase": lambda value: value in get_args(Phase),
     "constant": lambda value: isinstance(value, bool),

@@ -4,6 +4,9 @@ cost of a stage    the sum over its units of the cost of forward and backward: F
                    by the hardware's FLOPs a byte; what a cut sends is weighed in the same unit
 best balance       the smallest possible cost of the most expensive stage, by dynamic programming over all cut points
 chosen             the cut with the fewest bytes sent, among those within 1 % of the best balance
+
+A unit is a layer. A layer that costs more than a stage's share of the whole is divided into the layers inside of it,
+where there are any (a stage of Swin's into its blocks): no cut between whole layers could be balanced.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.storages import storages
 from shardc.partition.microbatch_sums import linear_tail
-from shardc.partition.step_analysis import StepAnalysis, result_values
+from shardc.partition.step_analysis import StepAnalysis, divisible_layers, result_values
 
 SLACK = 0.01
 Starts = tuple[int, ...]  # the first unit of each stage
@@ -110,6 +113,20 @@ def balanced_starts(costs: Sequence[float], crossing: Sequence[float], stages: i
             for end in range(len(costs) + 1)
         ]
     return sent[len(costs)][1]
+
+
+def divide_large_layers(analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT) -> StepAnalysis:
+    """The analysis with every layer divided that costs more than one of so many stages may, as far as lists go."""
+    divisible = divisible_layers(analysis.body) if stages > 1 else frozenset[str]()
+    while divisible:
+        costs = unit_costs(analysis, hardware)
+        share = sum(costs) / stages
+        large = {unit.name for unit, cost in zip(analysis.units, costs, strict=True) if cost > share} & divisible
+        if not large:
+            break
+        divisible -= large
+        analysis = StepAnalysis(analysis.body, analysis.divided | large)
+    return analysis
 
 
 def choose_starts(analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT, axis: str = "pp") -> Starts:

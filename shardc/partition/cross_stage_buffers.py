@@ -10,6 +10,7 @@ from torch import fx
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, info, producer, type_of
+from shardc.ir.provenance import Derivation
 from shardc.partition.step_analysis import StepAnalysis
 
 SHOWN = 3  # split points that the hint lists
@@ -31,8 +32,10 @@ def keep_buffers_for_backward(graph: Graph) -> None:
         if backward_readers:
             like = forward_readers[0] if forward_readers else producer(changed)[0]
             with graph.fx.inserting_before(like):
-                name = f"{info(buffer).name}.kept"
-                copy = graph.call(torch.ops.aten.clone.default, (buffer,), like=like, type=type_of(buffer), name=name)
+                name = info(buffer).name
+                origin, type = Derivation("copy", name), type_of(buffer)
+                clone = torch.ops.aten.clone.default
+                copy = graph.call(clone, (buffer,), like=like, type=type, name=f"{name}.kept", origin=origin)
             for call in backward_readers:
                 call.replace_input_with(buffer, copy)
 

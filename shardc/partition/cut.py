@@ -24,14 +24,14 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, info
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.storages import storages
-from shardc.partition.balance import call_costs, choose_starts, named_starts
+from shardc.partition.balance import call_costs, choose_starts, divide_large_layers, named_starts
 from shardc.partition.cross_stage_buffers import keep_buffers_for_backward
 from shardc.partition.extract_subgraph import extract_subgraph
-from shardc.partition.gather_hoisting import KEPT, merge_gathers
+from shardc.partition.gather_hoisting import merge_gathers
 from shardc.partition.microbatch_sums import MicrobatchSum, split_sums
 from shardc.partition.stage_parts import PartKey, StageParts
 from shardc.partition.stage_recompute import reuse_received_values
-from shardc.partition.step_analysis import StepAnalysis
+from shardc.partition.step_analysis import StepAnalysis, finest_analysis
 from shardc.partition.step_epilogue import EpilogueCut, StepEpilogue
 from shardc.schedule.costs import Costs, StageCost
 from shardc.schedule.pipeline import PARTS, PartName, Pipeline, Stage, StagePart
@@ -131,11 +131,15 @@ def cut(
     graph = body.copy()
     kept = merge_gathers(graph)
     keep_buffers_for_backward(graph)
-    analysis = StepAnalysis(graph)
     if split and stages is not None and stages != len(split) + 1:
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"
         raise error("SC221", message, hint="leave out one of `split` and `stages`")
-    starts = named_starts(analysis, split) if split else choose_starts(analysis, stages or 1, hardware, axis)
+    if split:
+        analysis = finest_analysis(graph)
+        starts = named_starts(analysis, split)
+    else:
+        analysis = divide_large_layers(StepAnalysis(graph), stages or 1, hardware)
+        starts = choose_starts(analysis, stages or 1, hardware, axis)
     stage_of = {call: bisect_right(starts, unit) - 1 for call, unit in analysis.unit_of.items()}
     sums = split_sums(graph, stage_of)
     reuse_received_values(graph, stage_of, analysis.recomputed)
@@ -155,8 +159,7 @@ def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
     for at in range(parts.count):
         forward, dgrad, wgrad = (_part(parts, (at, which)) for which in PARTS)
         gathers = parts.gathers[at]
-        kept = tuple(name for name in gathers if name.endswith(KEPT))
-        stages.append(Stage(forward, dgrad, wgrad, gathers, kept, ordered=at in ordered))
+        stages.append(Stage(forward, dgrad, wgrad, gathers, parts.kept_gathers[at], ordered=at in ordered))
     bundles: dict[str, dict[str, None]] = {}
     for (_, value), name in parts.names.items():
         if name != info(value).name:

@@ -21,6 +21,7 @@ are small where there are many of them; breadth-first schedules are made for tha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import networkx as nx
 from torch import fx
@@ -29,7 +30,12 @@ from shardc.ir.graph import Graph, info, operands, producer, type_of
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.partition.step_analysis import StepAnalysis, result_values
 
-KEPT = ".kept"
+
+class GatherGroup(NamedTuple):
+    """Hoisted calls of a stage that run together. `kept`: the body keeps what they gather for backward."""
+
+    calls: list[fx.Node]
+    kept: bool
 
 
 def hoisted_calls(analysis: StepAnalysis) -> set[fx.Node]:
@@ -78,7 +84,7 @@ def group_gathers(
     readers: Mapping[str, Sequence[fx.Node]],
     hoisted: Collection[fx.Node],
     kept: frozenset[fx.Node],
-) -> dict[str, list[fx.Node]]:
+) -> dict[str, GatherGroup]:
     """The hoisted calls that the parts of a stage need, by name. Connected calls share one name."""
     needed: nx.Graph[fx.Node] = nx.Graph()
     read: dict[fx.Node, set[str]] = {}
@@ -93,9 +99,10 @@ def group_gathers(
                 above = [source for v in operands(call) if (source := producer(v)[0]) in hoisted]
                 needed.add_edges_from((call, source) for source in above)
                 todo += above
-    groups: dict[str, list[fx.Node]] = {}
+    groups: dict[str, GatherGroup] = {}
     for together in nx.connected_components(needed):
         phases = {phase for call in together for phase in read[call]}
-        ending = KEPT if together & kept else "" if len(phases) == 2 else f".{phases.pop()}"
-        groups.setdefault(name + ending, []).extend(together)
+        is_kept = bool(together & kept)
+        ending = ".kept" if is_kept else "" if len(phases) == 2 else f".{phases.pop()}"
+        groups.setdefault(name + ending, GatherGroup([], is_kept)).calls.extend(together)
     return dict(sorted(groups.items()))

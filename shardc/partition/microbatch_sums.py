@@ -22,6 +22,7 @@ from torch import fx
 from shardc.ir.graph import Graph, info, operands, producer, set_info, type_of, update
 from shardc.ir.ops import collectives
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.provenance import Derivation
 
 aten = torch.ops.aten
 ADD = aten.add.Tensor
@@ -100,7 +101,10 @@ def split_sums(graph: Graph, stage_of: dict[fx.Node, int]) -> list[MicrobatchSum
                 term = _stage_term(graph, value, stage, stage_of)
                 assert term is not None
                 name = f"{info(node).name}.s{stage}"
-                accumulates[stage] = graph.call(ACCUMULATE, (term,), like=node, type=type_of(node), name=name)
+                origin = Derivation("stage_term", info(node).name)
+                accumulates[stage] = graph.call(
+                    ACCUMULATE, (term,), like=node, type=type_of(node), name=name, origin=origin
+                )
         # The addition replaces the accumulate for all its readers, and takes its name.
         with graph.fx.inserting_before(node):
             total = reduce(lambda a, b: _add(graph, a, b, node), accumulates.values())
@@ -145,7 +149,8 @@ def _stage_term(graph: Graph, value: fx.Node, stage: int, stage_of: dict[fx.Node
     assert term is not None
     copy = graph.fx.node_copy(value, lambda n: term if n is first else n)
     set_info(copy, info(value))
-    update(copy, name=graph.unique(f"{info(value).name}.s{stage}"))
+    about = info(value)
+    update(copy, name=graph.unique(f"{about.name}.s{stage}"), origin=Derivation("stage_term", about.name))
     return _assign_stage(copy, stage, stage_of)
 
 

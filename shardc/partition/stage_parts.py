@@ -59,6 +59,7 @@ class StageParts:
         self.backward: list[list[fx.Node]] = []
         self.hoisted = hoisted_calls(self.analysis)
         self.gathers: list[tuple[str, ...]] = []  # by stage
+        self.kept_gathers: list[tuple[str, ...]] = []  # those of them that are never run again for backward
         self.gather_of: list[dict[fx.Node, str]] = []
         for stage in range(count):
             self._assign_calls(stage)
@@ -102,9 +103,10 @@ class StageParts:
         readers = {which: self.calls[stage, which] for which in PARTS}
         groups = group_gathers(f"params{stage}", readers, self.hoisted, kept)
         self.gathers.append(tuple(groups))
-        self.gather_of.append({call: name for name, calls in groups.items() for call in calls})
-        for name, calls in groups.items():
-            self.calls[stage, name] = sorted(calls, key=self.order.__getitem__)
+        self.kept_gathers.append(tuple(name for name, group in groups.items() if group.kept))
+        self.gather_of.append({call: name for name, group in groups.items() for call in group.calls})
+        for name, group in groups.items():
+            self.calls[stage, name] = sorted(group.calls, key=self.order.__getitem__)
 
     def _leaves_stage(self, value: fx.Node) -> bool:
         """Does another stage read this value of backward?"""

@@ -23,7 +23,7 @@ def recomputed_calls(calls: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     Empty unless the plan recomputes: gathers that backward repeats do not count.
     """
     call_list = list(calls)
-    if not any(info(call).name.startswith("r.") for call in call_list):
+    if not any(info(call).is_recomputed for call in call_list):
         return {}
     originals: dict[fx.Node, fx.Node] = {}
     forward_calls: dict[tuple[object, str, str], fx.Node] = {}
@@ -70,5 +70,7 @@ def _original_result(graph: Graph, value: fx.Node, call: fx.Node) -> fx.Node:
     """A new result of a forward call, of which so far only the recomputed call has used this position."""
     with graph.fx.inserting_after(call):
         result = graph.fx.call_function(value.target, (call, producer(value)[1]))  # type: ignore[arg-type]
-    set_info(result, replace(info(value), name=graph.unique(info(value).name.removeprefix("r.")), phase="fwd"))
+    about = info(value)
+    name = about.origin.of if about.origin is not None and about.is_recomputed else about.name
+    set_info(result, replace(about, name=graph.unique(name), phase="fwd", origin=info(call).origin))
     return result

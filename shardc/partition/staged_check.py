@@ -117,6 +117,7 @@ def _type_faults(program: StagedProgram) -> Iterator[Fault]:
     own = {
         (p.role, p.name): (p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)
     }
+    reductions = {stage.reduce for stage in program.stages}
     for role in BETWEEN:
         known: dict[str, TensorType] = dict(program.shared) if role == "sum" else {}
         for graph in (program.body, *program.graphs()):
@@ -124,9 +125,7 @@ def _type_faults(program: StagedProgram) -> Iterator[Fault]:
                 continue
             for side in ("out", "in"):
                 # What a reduction gives takes the place of a sum.
-                roles = (
-                    (role, "grad") if role == "sum" and side == "out" and graph.name.startswith("reduce") else (role,)
-                )
+                roles = (role, "grad") if role == "sum" and side == "out" and graph in reductions else (role,)
                 for name, value in _ports(graph, side, *roles).items():
                     if known.setdefault(name, type_of(value)) != type_of(value):
                         message = f"{role} '{name}' is {type_of(value)}, elsewhere {known[name]}"

@@ -3,10 +3,10 @@
     units      wte | wpe | transformer | h.0 | h.1 | ... | ln_f | lm_head | loss      in the order in which they run
     backward   of a unit: the calls that read the values of its forward, or its parameters
 
-A unit is a run of forward calls of one layer (a module up to the last list index in its name) or, outside of lists, of
-one module. Forward calls read only their own and earlier units, so any cut between two units is sound. An assignment of
-backward calls to units is sound if gradients only flow to the same or an earlier unit. The choice among sound cuts
-changes how much is sent, never what is computed.
+A unit is a run of forward calls of one layer (`ir/layers.py`) or, outside of lists, of one module. A layer that is
+`divided` consists of the layers inside of it. Forward calls read only their own and earlier units, so any cut between
+two units is sound. An assignment of backward calls to units is sound if gradients only flow to the same or an earlier
+unit. The choice among sound cuts changes how much is sent, never what is computed.
 
 A value that every stage can compute is not sent. A call is *replicable* if its operands depend on weights alone (casts
 and views of weights, the gather of a stored weight), or on the batch alone without GEMMs and collectives (masks,
@@ -24,6 +24,7 @@ from torch import fx
 from shardc.cost.flops import node_flops
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, info, operands, producer
+from shardc.ir.layers import layer_or_module, layers_of
 from shardc.ir.microbatch import GIVEN, MADE
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.collectives import COLLECTIVES
@@ -43,6 +44,7 @@ class StepAnalysis:
     """Lazy analyses of a body whose sums over microbatches are explicit. The body must not change afterwards."""
 
     body: Graph
+    divided: frozenset[str] = frozenset()  # layers that the cut may go through
 
     @cached_property
     def microbatch_nodes(self) -> set[fx.Node]:
@@ -110,7 +112,7 @@ class StepAnalysis:
         for call in self.calls:
             if call in self.replicable or call in self.backward:
                 continue
-            name = unit_name(info(call).fqn)
+            name = self._unit_name(call)
             if not runs or runs[-1][0] != name:
                 runs.append((name, []))
             runs[-1][1].append(call)
@@ -130,7 +132,7 @@ class StepAnalysis:
             if call in self.recomputed:
                 unit_of[call] = unit_of[self.recomputed[call]]
             elif call in self.backward:
-                unit_of[call] = self._backward_unit(call, unit_of, readers, named.get(unit_name(info(call).fqn), []))
+                unit_of[call] = self._backward_unit(call, unit_of, readers, named.get(self._unit_name(call), []))
         self._move_to_readers(unit_of)
         return unit_of
 
@@ -203,13 +205,16 @@ class StepAnalysis:
                 _producing_call(v) in self.backward and _producing_call(v) not in self.recomputed for v in read
             ) and bool(users)
             target = max((unit_of[user] for user in users), default=0)
-            elsewhere = target < unit_of[call] and unit_name(info(call).fqn) != self.units[unit_of[call]].name
+            elsewhere = target < unit_of[call] and self._unit_name(call) != self.units[unit_of[call]].name
             if (
                 only_gradients
                 and elsewhere
                 and sum(map(size, dict.fromkeys(read))) <= sum(map(size, result_values(call)))
             ):
                 unit_of[call] = target
+
+    def _unit_name(self, call: fx.Node) -> str:
+        return layer_or_module(info(call).fqn, self.divided)
 
     def bytes_of(self, value: fx.Node) -> int:
         type = info(value).type
@@ -221,11 +226,14 @@ class StepAnalysis:
         return [(port.role, value) for port, value in pairs]
 
 
-def unit_name(fqn: str) -> str:
-    """`h.0.attn.c_attn` belongs to `h.0`. Outside of lists, a module is its own unit."""
-    parts = fqn.split(".")
-    last = next((i for i in reversed(range(len(parts))) if parts[i].isdigit()), len(parts) - 1)
-    return ".".join(parts[: last + 1])
+def finest_analysis(body: Graph) -> StepAnalysis:
+    """The analysis in which every layer is divided into the layers inside of it."""
+    return StepAnalysis(body, divisible_layers(body))
+
+
+def divisible_layers(body: Graph) -> frozenset[str]:
+    """The layers that contain other layers."""
+    return frozenset(layer for call in body.calls() for layer in layers_of(info(call).fqn)[:-1])
 
 
 def result_values(call: fx.Node) -> list[fx.Node]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,6 +33,7 @@ from shardc.ir.graph import Graph, Port, info, operands, producer, set_info, typ
 from shardc.ir.microbatch import MADE
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.provenance import Derivation
 from shardc.partition.extract_subgraph import SubgraphOutput, extract_subgraph
 from shardc.partition.microbatch_sums import ADD, MicrobatchSum, is_linear, is_plain_add
 from shardc.partition.step_analysis import StepAnalysis, result_values
@@ -132,7 +134,7 @@ class EpilogueCut:
     def _output_stages(self, port: Port, value: fx.Node) -> frozenset[int]:
         """The stages whose ranks must return an output of the step."""
         available = self.all_stages if value in self.totals else self.home[value] or self.all_stages
-        name = port.name if port.role != "state" else port.name.rpartition(":")[0]
+        name = port.name if port.role != "state" else port.parameter
         wanted = frozenset(stage for stage, held in enumerate(self.held_names) if name in held)
         if port.role not in ("param", "grad", "state") or not wanted:
             return available
@@ -253,10 +255,11 @@ class _Contributions:
         if is_plain_add(value):
             terms = [term_node for v in operands(value) if (term_node := self._contribution(v)) is not None]
             like, type, name = self.table[value], type_of(value), f"{info(value).name}.share"
+            origin = Derivation("stage_term", info(value).name)
             total: fx.Node | None = None
+            about: dict[str, Any] = {"like": like, "type": type, "name": name, "origin": origin}
             for term in terms:
-                is_first = total is None
-                total = term if is_first else self.build.call(ADD, (total, term), like=like, type=type, name=name)
+                total = term if total is None else self.build.call(ADD, (total, term), **about)
             return total
         first = operands(value)[0]
         share = self._contribution(first)
@@ -265,5 +268,6 @@ class _Contributions:
         others = {first: share}
         copy = self.build.fx.node_copy(value, lambda n: others.get(n) or self.table[n])
         set_info(copy, info(value))
-        update(copy, name=self.build.unique(f"{info(value).name}.share"))
+        name = info(value).name
+        update(copy, name=self.build.unique(f"{name}.share"), origin=Derivation("stage_term", name))
         return copy

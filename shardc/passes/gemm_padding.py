@@ -35,6 +35,7 @@ from shardc.cost.memory import memory
 from shardc.ir.graph import Graph, Phase, info, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.ir.provenance import NO_CAUSE
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import HALF
@@ -210,7 +211,7 @@ class _Padding:
                 amounts = [n for more in reversed(extra[first:]) for n in (0, more)]
                 target, args = aten.constant_pad_nd.default, (value, amounts, 0.0)
             name = f"{info(value).name}.even"
-            self.memo[key] = self.graph.call(target, args, like=product, type=type, name=name, cause="")
+            self.memo[key] = self.graph.call(target, args, like=product, type=type, name=name, cause=NO_CAUSE)
         return self.memo[key]
 
 

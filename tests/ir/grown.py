@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import strategies as st
 from torch import fx
 
+from shardc.ir.derive_provenance import parameter_of_state
 from shardc.ir.graph import Graph, Port, ValueInfo, set_info
 from shardc.ir.mesh import Mesh
+from shardc.ir.provenance import Cause, Derivation, DerivationKind, Requirement
 from shardc.ir.schema import register_ops, yields_one_tensor
 from shardc.ir.types import DTYPE_NAMES, Atom, TensorType
 
@@ -48,6 +50,12 @@ names = st.text('ab0._:/ "\\é', min_size=1, max_size=6)
 words = st.sampled_from(["", "h.0.mlp", "model.py:11", 'a "quoted"\n# line', "é"])
 axes = st.lists(st.sampled_from(MESH.names), unique=True, max_size=2).map(tuple)
 some_axes = st.lists(st.sampled_from(MESH.names), unique=True, min_size=1, max_size=3).map(tuple)
+requirements = st.one_of(
+    st.builds(Requirement, st.just("annotation"), words, st.sampled_from(["-, tp", "3*dp", "dp.tp, -"]), words),
+    st.builds(Requirement, st.just("storage"), placement=words),
+    st.builds(Requirement, st.just("text"), words),
+)
+causes = st.builds(Cause, st.lists(requirements, max_size=2).map(tuple), words, st.integers(0, 2))
 factors = st.sampled_from(["m", "k", "~0", "n.1", "?5", "3"])
 
 
@@ -74,7 +82,8 @@ def graphs(draw: st.DrawFn) -> Graph:
     def describe(node: fx.Node, type: TensorType | None, **fields: Any) -> fx.Node:
         name = draw(names.filter(lambda n: n not in taken))
         taken.add(name)
-        fields |= {"fqn": draw(words), "source": draw(words), "source_text": draw(words), "cause": draw(words)}
+        fields |= {"fqn": draw(words), "source": draw(words), "source_text": draw(words), "cause": draw(causes)}
+        fields["origin"] = draw(st.none() | st.builds(Derivation, st.sampled_from(get_args(DerivationKind)), words))
         set_info(node, ValueInfo(name, type, phase=phase, **fields))  # type: ignore[arg-type]
         return node
 
@@ -84,7 +93,9 @@ def graphs(draw: st.DrawFn) -> Graph:
         values.append(describe(made.placeholder(f"in_{i}"), draw(types()), constant=draw(st.booleans())))
         role = draw(st.sampled_from(["param", "buffer", "input", "seed", "state"]))
         aliases = tuple(f"{i}{alias}" for alias in draw(st.lists(words, max_size=2, unique=True)))
-        inputs.append(Port(role, f"{i}.{draw(words)}", aliases, draw(st.booleans())))
+        name = f"{i}.{draw(words)}"
+        parameter = parameter_of_state(name) if role == "state" else ""
+        inputs.append(Port(role, name, aliases, draw(st.booleans()), parameter))
 
     def argument(item: Any) -> Any:
         if isinstance(item, list):

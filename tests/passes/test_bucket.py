@@ -16,6 +16,7 @@ from shardc.ir.collectives import bucket_of, collectives, member, members
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.hardware import DEFAULT
+from shardc.ir.layers import layer_or_module
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.overlap_schedule import IN_FLIGHT
@@ -23,7 +24,7 @@ from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
-from shardc.passes.communication.bucket import block_of, bucket
+from shardc.passes.communication.bucket import bucket
 from shardc.passes.verify import ENSURES
 from tests.replanned import replanned
 
@@ -208,7 +209,7 @@ def test_views_and_casts_of_a_result_are_made_when_it_is_there() -> None:
     assert not violations(found)
 
 
-def test_gathers_are_of_one_block_and_packed_two_gathers_before() -> None:
+def test_gathers_are_of_one_layer_and_packed_two_gathers_before() -> None:
     program = compiled({**DP, "storage": {"zero": 3, "axes": ["dp"]}}, True)
     gathers = [one for one in program.collectives() if one.kind == "all_gather" and one.phase == "fwd"]
     body, at = program.body, {node: i for i, node in enumerate(program.body.calls())}
@@ -216,10 +217,8 @@ def test_gathers_are_of_one_block_and_packed_two_gathers_before() -> None:
     for one in gathers:
         node = body.by_name(one.value)
         inside = members(node).values()
-        assert (
-            len({block_of(info(user).fqn) for value in inside for user in value.users if info(user).phase == "fwd"})
-            <= 1
-        )
+        readers = [user for value in inside for user in value.users if info(user).phase == "fwd"]
+        assert len({layer_or_module(info(user).fqn) for user in readers}) <= 1
         if inside:
             (pack,) = operands(node)
             assert pack.target is PACK
@@ -231,14 +230,6 @@ def test_gathers_are_of_one_block_and_packed_two_gathers_before() -> None:
         "transformer.h.1.ln_1.weight.all_gather.bucket",
         "transformer.ln_f.weight.all_gather.bucket",
     ]
-
-
-@pytest.mark.parametrize(
-    ("fqn", "block"),
-    [("h.3.attn.c_proj", "h.3"), ("h.3", "h.3"), ("wte", "wte"), ("", "."), ("a.b", "a.b"), ("m.0.l.1.fc", "m.0")],
-)
-def test_block_of(fqn: str, block: str) -> None:
-    assert block_of(fqn) == block
 
 
 @pytest.mark.parametrize("change", ["rows", "leads", "shapes", "sizes", "twice"])

@@ -14,15 +14,20 @@ from shardc.explain.provenance import trails
 from shardc.explain.what_if import compiled as compiled_again
 from shardc.ir.graph import Graph, info
 from shardc.ir.placement import Placement
-from shardc.passes.softmax.online_softmax import instead_of
 from tests.test_communication import compiled
 
 ANNOTATION = re.compile(r'(\S+) = "([^"]*)"')
 
 
+def replaced(program: shardc.Program, name: str) -> str:
+    """The collective that this one replaces, or this one."""
+    origin = info(program.body.by_name(name)).origin
+    return origin.of if origin is not None and origin.kind == "replacement" else name
+
+
 def explained(program: shardc.Program) -> dict[str, str]:
     """What `explain` says of every collective, at the cost of one compilation."""
-    names = {name for c in program.collectives() for name in (c.value, instead_of(c.value))}
+    names = {name for c in program.collectives() for name in (c.value, replaced(program, c.value))}
 
     def look(graph: Graph) -> dict[str, str]:
         found = {info(node).name: trails(graph, node) for node in graph.calls() if info(node).name in names}
@@ -44,7 +49,7 @@ def test_the_cause_is_of_the_collectives_own_axes(plan: str) -> None:
     assert any(len(c.axes) > 1 for c in program.collectives()) == plan.endswith("_sp")
     for one in program.collectives():
         assert one.cause, f"%{one.value} has no cause"
-        assert one.cause == said[one.value if one.value in said else instead_of(one.value)]
+        assert one.cause == said[one.value if one.value in said else replaced(program, one.value)]
         assert set(one.axes) <= axes_of(one.cause), f"%{one.value} over {one.axes} is said to come from {one.cause}"
         for name, text in ANNOTATION.findall(one.cause):
             uses = {axis for dim in Placement.parse(text).dims for axis in dim.axes}

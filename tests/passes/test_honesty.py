@@ -97,7 +97,7 @@ class Target:
 
     def bound(self) -> Bound:
         text = ", ".join("tp" if d == self.dim else "-" for d in range(self.ndim))
-        return Bound(self.kind, self.name, Placement.parse(text), f'{self.name} = "{text}"')
+        return Bound(self.kind, self.name, Placement.parse(text))
 
 
 def targets(traced: Traced) -> Iterator[Target]:

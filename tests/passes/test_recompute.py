@@ -19,7 +19,7 @@ from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS, human_bytes
 from shardc.ir.graph import Graph, Port, info, op_name, operands, producer
 from shardc.ir.storages import storages
-from shardc.passes.memory.recompute import Recompute, segment_of
+from shardc.passes.memory.recompute import Recompute
 from shardc.passes.memory.recompute_choice import Call, Storage, Tradeoff, cheapest, fewest_bytes, hull, nothing_again
 from shardc.runtime.oracle.simulate import simulate
 from tests.handmade import mlp, mlp_inputs
@@ -79,14 +79,14 @@ def plain(name: str, arguments: tuple[tuple[str, Any], ...]) -> tuple[shardc.Pro
 
 
 def again(program: shardc.Program) -> list[fx.Node]:
-    return [n for n in program.body.calls() if info(n).name.startswith("r.")]
+    return [n for n in program.body.calls() if info(n).is_recomputed]
 
 
 def crossing(body: Graph) -> set[fx.Node]:
     """What layers make in forward and backward reads, by the value whose storage it is."""
     storage = storages(body)
     found = {storage[v].value for n in body.calls() if info(n).phase == "bwd" for v in operands(n)}
-    return {v for v in found if v.op != "placeholder" and info(v).phase == "fwd" and segment_of(info(v).fqn)}
+    return {v for v in found if v.op != "placeholder" and info(v).phase == "fwd" and info(v).layer}
 
 
 @pytest.mark.sampled(8)
@@ -122,10 +122,10 @@ def test_full_recompute_of_24_layers() -> None:
 def test_full_keeps_the_inputs_of_layers() -> None:
     body = compiled("gpt2", COLLECTIVE, DROPOUT).body
     kept = crossing(body)
-    assert {segment_of(info(v).fqn) for v in kept} == {"transformer.h.0", "transformer.h.1"}
+    assert {info(v).layer for v in kept} == {"transformer.h.0", "transformer.h.1"}
     for value in kept:
-        readers = {segment_of(info(n).fqn) for n in body.calls() if info(n).phase == "fwd" and value in operands(n)}
-        assert readers - {segment_of(info(value).fqn)}
+        readers = {info(n).layer for n in body.calls() if info(n).phase == "fwd" and value in operands(n)}
+        assert readers - {info(value).layer}
 
 
 def test_full_keeps_what_collectives_made() -> None:

@@ -37,7 +37,7 @@ def compiled(reference: Graph, plan: Mapping[str, Mapping[str, str]], mesh: Mesh
     A few tensors of a plan that are refused are left out of it: most plans then have something left to execute.
     """
     bound = [
-        Bound(kind.removesuffix("s"), name, Placement.parse(text), f'{name} = "{text}"')
+        Bound(kind.removesuffix("s"), name, Placement.parse(text))
         for kind, named in plan.items()
         for name, text in named.items()
     ]

@@ -126,7 +126,7 @@ def test_recomputation_sends_nothing(model: str, split: list[str], sizes: dict[s
         program = replanned(traced, recompute=mode)
         found = cut(program.body, split=split)
         assert crossing(found) == crossing(plain), mode
-        again = sum(info(call).name.startswith("r.") for stage in found.stages for call in stage.backward.calls())
+        again = sum(info(call).is_recomputed for stage in found.stages for call in stage.backward.calls())
         assert again or mode == RECOMPUTE[2]
         for schedule in ("1f1b", "zb-h1"):
             agree(scheduled(found, schedule), inputs, expected, seed=len(schedule))

@@ -97,7 +97,8 @@ def test_pipelined(stages: int | None, split: tuple[str, ...], mesh: str, recomp
         def watch(
             c: int, k: int, node: fx.Node, values: Sequence[Tensor], seen: Any = seen, at: str = schedule
         ) -> None:
-            name = info(node).name.removeprefix("r.")
+            about = info(node)
+            name = about.origin.of if about.origin is not None and about.is_recomputed else about.name
             if (name, k) in drawn:
                 seen[name, k] += 1
                 assert torch.equal(whole(node, values, compiled.body.mesh), drawn[name, k]), (at, name)

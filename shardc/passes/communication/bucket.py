@@ -12,7 +12,7 @@ often. There are two sorts:
 
     late    what nothing reads before the optimizer, or is only returned: gradients, new parameters. A bucket takes them
             in order, is sent when its last member is there, and before anything reads one of them.
-    early   parameters that are gathered for use: those of one block of the model (`h.3`), where the first was. Their
+    early   parameters that are gathered for use: those of one layer (`h.3`), where the first was. Their
             shards are packed two gathers before, so that it can begin as early as it could.
 
 The activations' collectives, on which the next op waits, stay as they are. Views and casts of what comes back late are
@@ -37,8 +37,10 @@ from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS, CollectiveKind
 from shardc.ir.graph import Graph, Phase, info, op_name, set_info, type_of
 from shardc.ir.hardware import DEFAULT
+from shardc.ir.layers import layer_or_module
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
+from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Partial, TensorType
 from shardc.passes.base import Pass
@@ -59,7 +61,7 @@ class Key(NamedTuple):
     pending: Partial
     phase: Phase
     inside: bool  # does it run once a microbatch?
-    block: str = ""  # of the model, that gathers it for use
+    layer: str = ""  # that gathers it for use, or the module outside of layers; "." is the model itself
 
     @property
     def when(self) -> tuple[Phase, bool]:
@@ -139,7 +141,7 @@ class _Buckets:
                 continue
             key = self.key(node, due if early else math.inf)
             if early:
-                for other in [k for k in self.open if k.block not in ("", key.block) and k.when == key.when]:
+                for other in [k for k in self.open if k.layer not in ("", key.layer) and k.when == key.when]:
                     self.close(other)
                 if member.bytes > self.size:
                     self.gathers.setdefault(key.when, []).append(node)
@@ -173,11 +175,11 @@ class _Buckets:
 
     def key(self, node: fx.Node, due: float) -> Key:
         args = given(node)
-        block = block_of(info(self.calls[int(due)]).fqn) if due < math.inf else ""
+        layer = (layer_or_module(info(self.calls[int(due)]).fqn) or ".") if due < math.inf else ""
         kind, about = KINDS[op_name(node.target)], info(node)
         axes, pending = tuple(args["axes"]), type_of(args["x"]).partial
         dtype, inside = type_of(node).dtype, node in self.inside
-        return Key(kind, axes, args.get("op", ""), dtype, pending, about.phase, inside, block)
+        return Key(kind, axes, args.get("op", ""), dtype, pending, about.phase, inside, layer)
 
     def late(self, node: fx.Node, due: float) -> bool:
         """Is it for the optimizer, or for whoever runs the step?"""
@@ -196,7 +198,7 @@ class _Buckets:
     # ------------------------------------------------------------------ making one
     def close(self, key: Key) -> None:
         one = self.open.pop(key)
-        early = bool(key.block)
+        early = bool(key.layer)
         if len(one.members) == 1:
             if early:
                 self.gathers.setdefault(key.when, []).append(one.members[0].node)
@@ -233,7 +235,8 @@ class _Buckets:
         leads, mids = [m.lead for m in members], [m.mid for m in members]
         numels = [math.prod(type_of(m.x).local_shape(mesh)) for m in members]
         width = starts(columns_packed(numels, mids, rows), unit)[-1]
-        name, cause = f"{info(sender).name}.bucket", _cause(members)
+        name, origin = f"{info(sender).name}.bucket", Derivation("bucket", info(sender).name)
+        about: dict[str, Any] = {"cause": Cause.of_bucket(info(m.node).cause for m in members), "origin": origin}
         pending = type_of(members[0].x).partial
         along = dict.fromkeys(a for m in members for v in (m.x, m.node) for a in mesh.resolve(sorted(type_of(v).axes)))
         along = [a for a in along if a not in mesh.resolve(axes)]
@@ -247,12 +250,11 @@ class _Buckets:
 
         with graph.fx.inserting_before(packed):
             type = typed(kind == "all_gather", rows, pending)
-            flat = graph.call(
-                PACK, (xs, leads, mids, rows, unit), like=sender, type=type, name=f"{name}.pack", cause=cause
-            )
+            args: tuple[Any, ...] = (xs, leads, mids, rows, unit)
+            flat = graph.call(PACK, args, like=sender, type=type, name=f"{name}.pack", **about)
         match kind:
             case "all_reduce":
-                args: tuple[Any, ...] = (flat, key.op, list(axes))
+                args = (flat, key.op, list(axes))
                 type = typed(False, 1)
             case "reduce_scatter":
                 args = (flat, key.op, list(axes), [rows * width], 0, [width])
@@ -263,7 +265,7 @@ class _Buckets:
         done = {p for p in pending if p[0] not in axes}
         type = type.place(type.placement, done)
         with graph.fx.inserting_before(sender):
-            return graph.call(sender.target, args, like=sender, type=type, name=name, cause=cause)
+            return graph.call(sender.target, args, like=sender, type=type, name=name, **about)
 
     def _back(self, members: list[_Member], moved: fx.Node, place: fx.Node) -> None:
         """Unpack before `place`; the members' own nodes become its results, and their views follow them."""
@@ -300,18 +302,6 @@ class _Buckets:
             if user.target is operator.getitem or user.target in LATER:
                 found += [user, *self._views(user)]
         return found
-
-
-def block_of(fqn: str) -> str:
-    """`h.3` of `h.3.attn.c_proj`; a module that is in no list of blocks is one by itself."""
-    names = fqn.split(".")
-    number = next((i for i, name in enumerate(names) if name.isdecimal()), None)
-    return fqn or "." if number is None else ".".join(names[: number + 1])
-
-
-def _cause(members: list[_Member]) -> str:
-    causes = list(dict.fromkeys(cause for m in members if (cause := info(m.node).cause)))
-    return causes[0] + (f", and {len(causes) - 1} more" if len(causes) > 1 else "") if causes else ""
 
 
 def _weights(graph: Graph) -> set[fx.Node]:

@@ -23,6 +23,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
 from shardc.ir.ops import collectives, local
+from shardc.ir.provenance import Cause, Requirement
 from shardc.ir.schema import given
 from shardc.passes.base import Pass, split_of
 from shardc.passes.sharding.casts import narrows
@@ -32,7 +33,6 @@ from shardc.rules.registry import find_rule
 REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
 COLLECTIVES = (*REDUCTIONS, collectives.all_gather, collectives.all_to_all, collectives.permute_ranks)
 MOVES = (*COLLECTIVES, local.shard_slice)
-STORAGE = "storage over "  # how the cause begins where no annotation is behind it, but a plan's storage
 Place = tuple[fx.Node, int]  # a value and one of its flat atoms
 Way = list[tuple[Place, fx.Node | None]]  # from an annotated place on, each with the call that handed it the axis
 Scope = Literal["upstream", "forward", "anywhere"]
@@ -47,7 +47,7 @@ class NameCauses(Pass):
         for node in graph.calls():
             if node.target in COLLECTIVES:
                 said = dict.fromkeys(causes.cause(node, axis) for axis in given(node)["axes"])
-                update(node, cause="; ".join(filter(None, said)))
+                update(node, cause=Cause(tuple(filter(None, said))))
         return graph
 
 
@@ -78,8 +78,8 @@ class Causes:
         self._shared: dict[str, dict[Place, list[_Shared]]] | None = None
         self._found: dict[tuple[str, Scope], dict[Place, tuple[int, Place, fx.Node | None]]] = {}
 
-    def cause(self, moved: fx.Node, axis: str) -> str:
-        """The annotation behind an axis of a collective, as diagnostics cite it; "" if there is none."""
+    def cause(self, moved: fx.Node, axis: str) -> Requirement | None:
+        """The annotation behind an axis of a collective, or the storage that it is for; None if there is neither."""
         way = self.way(left(moved, axis).starts, axis)
         if way:
             return self.graph.seeds[way[0][0][0]].cause
@@ -87,8 +87,8 @@ class Causes:
         source = operands(value)[0] if narrows(value) else value  # a stored parameter is cast before it is gathered
         stored = any(axis in axes for axes in self.graph.stored.get(source, ()))
         if stored or info(value).phase == "opt":
-            return STORAGE + as_named(self.graph, axis)
-        return ""
+            return Requirement("storage", placement=as_named(self.graph, axis))
+        return None
 
     def way(self, starts: Sequence[Place], axis: str) -> Way:
         """The shortest way from an annotated place to one of `starts`; empty when there is none."""

@@ -108,6 +108,7 @@ def _reduce_scatter(graph: Graph, node: fx.Node) -> None:
             like=node,
             type=type_of(first),
             name=info(node).name.replace(".all_reduce", ".reduce_scatter"),
+            origin=info(node).origin,
         )
     for reader in readers:
         reader.replace_all_uses_with(scattered)

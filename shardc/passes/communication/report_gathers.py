@@ -22,8 +22,9 @@ from torch import fx
 
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic, Severity, listed
-from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
+from shardc.ir.graph import Graph, Seed, info, op_name, operands, producer, results, type_of
 from shardc.ir.ops import collectives, local
+from shardc.ir.provenance import Cause
 from shardc.ir.types import Axes
 from shardc.passes.base import Pass
 from shardc.passes.sharding.casts import narrows
@@ -112,7 +113,8 @@ def _gathered(graph: Graph, node: fx.Node) -> _Finding | None:
         message += f"{info(reader).name} needs whole"
         hint = _hint(reader)
     own = info(root).cause  # one for all axes: of this one it may say nothing
-    cause = seed.cause if seed is not None else own if _says(own, axes) else info(node).cause or own
+    known = own if _says(own, axes) else info(node).cause or own
+    cause = str(known if seed is None else seed.cause)
     code = "SC209" if annotated else "SC203"
     return _Finding(code, reader, root, over, message, cause, hint, moved.kind, moved.bytes_per_rank)
 
@@ -131,31 +133,30 @@ def _computed_whole(graph: Graph, node: fx.Node) -> _Finding | None:
         return None
     over = ".".join(graph.mesh.merged(axes))
     message = f"{info(value).name} is computed whole over '{over}' and then sliced: its op does not split that dim"
-    cause = seed.cause if seed is not None and asked else _asked_by(graph, node, set(axes)) or info(node).cause
+    cause = str((seed if seed is not None and asked else _asked_by(graph, node, set(axes)) or info(node)).cause)
     # Positions and indices are next to no work.
     severity: Severity = "warning" if type_of(value).dtype.is_floating_point else "note"
     hint = "annotate a dim that the op can split, or a value behind the next op that can"
     return _Finding("SC209", call, value, over, message, cause, hint, severity=severity)
 
 
-def _says(cause: str, axes: Axes) -> bool:
-    """The placement that a cause quotes names one of the axes."""
-    quoted = cause.partition('"')[2].partition('"')[0]
-    return any(axis in re.findall(r"[\w:]+", quoted) for axis in axes)
+def _says(cause: Cause, axes: Axes) -> bool:
+    """The annotation names one of the axes."""
+    return any(axis in requirement.axes for requirement in cause.requirements for axis in axes)
 
 
-def _asked_by(graph: Graph, node: fx.Node, axes: set[str]) -> str:
+def _asked_by(graph: Graph, node: fx.Node, axes: set[str]) -> Seed | None:
     """The nearest annotation behind a slice that says one of its axes: it is what the slice is for."""
     seen, todo = {node}, deque([node])
     while todo:
         for user in todo.popleft().users:
             seed = graph.seeds.get(user)
             if seed is not None and any(axis in axes for own in seed.placement for axis in own):
-                return seed.cause
+                return seed
             if user not in seen and user.op != "output" and len(seen) < NEAR:
                 seen.add(user)
                 todo.append(user)
-    return ""
+    return None
 
 
 def _diagnostic(family: Sequence[_Finding]) -> Diagnostic:

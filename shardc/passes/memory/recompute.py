@@ -5,8 +5,8 @@ operands, assignment and types of the first, so every number is bit for bit the 
 element, so they replay).
 
 A value that backward reads is kept, or made again by `r.<name>`, a copy of its call just before backward first wants
-it. Kept are in any case inputs, outputs, and what passes from one segment to another: a segment is a layer (a module
-whose name ends in a list index, the outermost such), and all that is in no layer is one more.
+it. Kept are in any case inputs, outputs, and what passes from one segment to another: a segment is a layer
+(`ir/layers.py`), and all that is in no layer is one more.
 
     full        a layer keeps its inputs; all else is made again (without layers, the whole forward)
     selective   products with weights are kept, cheap calls run again: pointwise, norms, softmax, dropout, and
@@ -32,9 +32,21 @@ from shardc.cost.flops import COUNTS, node_flops
 from shardc.cost.memory import memory
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, info, op_name, operands, producer, replace_operands, results, set_info, type_of
+from shardc.ir.graph import (
+    Graph,
+    info,
+    op_name,
+    operands,
+    producer,
+    replace_operands,
+    results,
+    set_info,
+    type_of,
+    update,
+)
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.provenance import Derivation
 from shardc.ir.schema import schema_of
 from shardc.passes.base import Pass
 from shardc.passes.memory.recompute_choice import Call, Choice, Storage, Tradeoff, fewest_bytes, within
@@ -142,13 +154,6 @@ def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:
     return work <= hardware.flops_per_memory_byte * written
 
 
-def segment_of(fqn: str) -> str:
-    """The outermost layer that a module lies in: `transformer.h.3` of `transformer.h.3.mlp.act`; "" for none."""
-    parts = fqn.split(".")
-    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return "" if index is None else ".".join(parts[: index + 1])
-
-
 @dataclass
 class _Forward:
     """What the choice rests on: whose storage each value holds, what stays anyway, and what backward wants."""
@@ -164,7 +169,7 @@ class _Forward:
         self.given |= kept_anyway(self.graph, owner)
         backward: dict[tuple[object, str, str], fx.Node] = {}
         for call in self.calls:
-            at = segment_of(info(call).fqn)
+            at = info(call).layer
             if is_forward(call):
                 self.segments.setdefault(at, []).append(call)
             elif call.target in COLLECTIVES:
@@ -173,7 +178,7 @@ class _Forward:
                 made = owner[value]
                 if not is_forward(call):
                     self.needed.add(made)
-                elif segment_of(info(made).fqn) != at:
+                elif info(made).layer != at:
                     self.given.add(made)
         for call in self.calls:
             if is_forward(call) and call.target in COLLECTIVES and _same(call) in backward:
@@ -259,6 +264,7 @@ def _rewrite(graph: Graph, forward: _Forward, dropped: set[fx.Node]) -> None:
                     _run_again(graph, again, new)
             else:
                 call.prepend(twin)
+                update(twin, origin=Derivation("recomputed", info(again).name))
                 _read(twin, new)
                 new[again] = twin
         if not is_forward(call):
@@ -274,5 +280,6 @@ def _run_again(graph: Graph, call: fx.Node, new: dict[fx.Node, fx.Node]) -> None
     for node in (call, *(v for v in results(call) if v is not None and v is not call)):
         copy = graph.fx.node_copy(node, lambda n: new.get(n, n))
         about = info(node)
-        set_info(copy, replace(about, name=graph.unique(f"r.{about.name}"), phase="bwd"))
+        origin = Derivation("recomputed", about.name)
+        set_info(copy, replace(about, name=graph.unique(f"r.{about.name}"), phase="bwd", origin=origin))
         new[node] = copy

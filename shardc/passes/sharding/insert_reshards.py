@@ -19,6 +19,7 @@ from torch import fx
 from shardc.ir.graph import Graph, Port, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops import collectives
+from shardc.ir.provenance import Derivation
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass, split_of
 from shardc.passes.sharding.atomize import UPDATES
@@ -202,7 +203,10 @@ class _Copies:
     def _reshard(self, value: fx.Node, source: fx.Node, need: TensorType, phase: str) -> fx.Node:
         name = f"{info(value).name}.reshard"
         shown = info(value).phase if phase == "out" else phase
-        made = self.graph.call(collectives.reshard, (source,), like=value, type=need, name=name, phase=shown)
+        origin = Derivation("moved", info(value).name)
+        made = self.graph.call(
+            collectives.reshard, (source,), like=value, type=need, name=name, phase=shown, origin=origin
+        )
         self.origin[made] = value
         return made
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch._ops import OpOverload
 
-from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
@@ -46,9 +46,10 @@ class LowerReshards(Pass):
 def emit_step(graph: Graph, value: fx.Node, step: Step, like: fx.Node) -> fx.Node:
     """One step as a call on `value`, at the current insertion point."""
     target, args = call_of(value, step, graph.mesh)
-    base = info(like).name.removesuffix(".reshard")
-    name = f"{base.partition('.reshard')[0]}.{target.__name__.partition('.')[0]}"
-    return graph.call(target, args, like=like, type=step.after, name=name)
+    origin = info(like).origin
+    assert origin is not None, f"{info(like).name} says of which value it is"
+    name = f"{origin.of}.{op_name(target).removeprefix('shardc.')}"
+    return graph.call(target, args, like=like, type=step.after, name=name, origin=origin)
 
 
 def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[object, ...]]:

@@ -19,11 +19,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
+from shardc.ir.provenance import Cause
 from shardc.ir.types import Axes
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
@@ -74,7 +75,7 @@ class _Spread:
         self.graph = graph
         self.spec: dict[fx.Node, list[Axes]] = {v: [()] * len(type_of(v).atoms) for v in graph.values()}
         self.priorities: dict[fx.Node, dict[tuple[int, str], int]] = {}
-        self.cause: dict[fx.Node, str] = {}
+        self.cause: dict[fx.Node, Cause] = {}
         self.fixed: dict[fx.Node, tuple[bool, ...]] = {}
         self.links: list[_Link] = []
         self.copied = copied_axes(graph)
@@ -120,7 +121,7 @@ class _Spread:
                     self.spec[value][i] = axes
             self._drop_repeats(value, seed.placement)
             self.fixed[value] = seed.fixed
-            self.cause[value] = seed.cause
+            self.cause[value] = Cause((seed.cause,))
             changed.add(value)
         queue = deque(link for link in self.links if any(v in changed for v, _ in link.tensors))
         if priority == 0:
@@ -177,7 +178,7 @@ class _Spread:
                         moved = True
                         source = cause[piece]
                         if value not in self.cause and source in self.cause:
-                            self.cause[value] = f"{self.cause[source].partition(' <- ')[0]} <- {link.name}"
+                            self.cause[value] = replace(self.cause[source], through=link.name)
             if moved:
                 changed.append(value)
         return changed

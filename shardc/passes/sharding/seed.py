@@ -23,6 +23,7 @@ from shardc.ir.diagnostic import Diagnostic, Severity, ShardcError, error, merge
 from shardc.ir.graph import Graph, Seed, info, op_name, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import DimPlacement, Placement
+from shardc.ir.provenance import Requirement
 from shardc.ir.types import Atom, Axes
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atom_classes import Classes, Place
@@ -38,9 +39,17 @@ class Bound:
     kind: str  # "param" | "input" | "activation" | "output"
     name: str
     placement: Placement
-    cause: str
     location: str | None = None
     pattern: str = ""  # what it was matched by; findings of one pattern are said once
+
+    @property
+    def requirement(self) -> Requirement:
+        return Requirement("annotation", self.name, str(self.placement), self.location or "")
+
+    @property
+    def cause(self) -> str:
+        """How diagnostics cite it."""
+        return str(self.requirement)
 
     @property
     def priority(self) -> int:
@@ -318,4 +327,4 @@ def _seed(bound: Bound, value: fx.Node, landings: dict[int, _Landing], mesh: Mes
         for i, axes in landings[d].axes.items() if d in landings else ():
             placement[i] = tuple(axes)
     shared = tuple(axis for landing in landings.values() for axis in (*landing.copied, *landing.shared(mesh)))
-    return Seed(tuple(placement), tuple(fixed), bound.priority, bound.cause or info(value).name, shared)
+    return Seed(tuple(placement), tuple(fixed), bound.priority, bound.requirement, shared)

@@ -59,8 +59,8 @@ class Store(Pass):
             if name in gradient_of:
                 updates[gradient_of[name]] = placement
                 _place_gradient(gradient_of[name], placement)
-        for name, (port, node) in by_name.items():
-            owner = by_name.get(name.rpartition(":")[0])
+        for port, node in by_name.values():
+            owner = by_name.get(port.parameter)
             if port.role == "state" and owner is not None and type_of(node).shape == type_of(owner[1]).shape:
                 updates[node] = updates[owner[1]]
                 update(node, type=type_of(node).place(updates[node]))

@@ -27,7 +27,6 @@ the same values but for rounding, under the same names; fewer collectives.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +38,7 @@ from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops import collectives, local
+from shardc.ir.provenance import NO_CAUSE, Cause, Derivation
 from shardc.ir.types import Atom, Dim, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.softmax.statistics import Pending, Picked, Softmax, Total, find
@@ -64,11 +64,6 @@ class OnlineSoftmax(Pass):
         return graph
 
 
-def instead_of(name: str) -> str:
-    """The all-reduced maximum that this pass replaced by an all-gather of that name."""
-    return re.sub(r"\.all_gather(?=$|_\d+$)", ".all_reduce", name)
-
-
 def worth(graph: Graph, found: Softmax, hardware: Hardware = DEFAULT) -> Softmax | None:
     """The softmax with those sums over classes that are worth gathering; None if nothing is."""
 
@@ -89,7 +84,7 @@ class _Rewriting:
     def __init__(self, graph: Graph, found: Softmax) -> None:
         self.graph, self.mesh, self.found = graph, graph.mesh, found
         self.name = info(found.top).name
-        self.base = self.name.partition(".all_reduce")[0]
+        self.base = self.name.rpartition(".")[0]
         self.type = type_of(found.top)  # of a statistic
         self.shape = list(self.type.local_shape(self.mesh))
         ranks = self.mesh.size(found.axes)
@@ -180,11 +175,11 @@ class _Rewriting:
         own = self.put(aten.cat.default, (parts, 1), self.with_dims(self.own, count), "statistics")
         type = self.with_dims(self.every, count)
         atoms, ranks = list(type_of(own).local_atoms(self.mesh)), self.every[0].size
-        causes = [info(node).cause for node in (self.found.top, *self.reduced())]
         args = (own, list(self.found.axes), atoms, 0, ranks, list(type.local_shape(self.mesh)))
         every = self.put(collectives.all_gather, args, type)
         name = self.graph.unique(self.name.replace(".all_reduce", ".all_gather"))
-        update(every, name=name, cause="; ".join(dict.fromkeys(filter(None, causes))))
+        cause = Cause.joined(info(node).cause for node in (self.found.top, *self.reduced()))
+        update(every, name=name, cause=cause, origin=Derivation("replacement", self.name))
         last = len(self.shape) + 1
         type = TensorType(self.type.dtype, (count, *self.type.dims, self.every))
         turned = self.put(aten.permute.default, (every, [*range(1, last + 1), 0]), type, "permute")
@@ -299,7 +294,7 @@ class _Rewriting:
     def put(self, target: Any, args: tuple[Any, ...], type: TensorType, name: str = "", **kwargs: Any) -> fx.Node:
         prefix = "d." if info(self.like).phase == "bwd" and not self.base.startswith("d.") else ""
         name = f"{prefix}{self.base}.{name or op_name(target).partition('.')[0]}"
-        return self.graph.call(target, args, kwargs, like=self.like, type=type, name=name, cause="")
+        return self.graph.call(target, args, kwargs, like=self.like, type=type, name=name, cause=NO_CAUSE)
 
 
 def _swap(graph: Graph, old: fx.Node, new: fx.Node) -> None:

@@ -329,5 +329,5 @@ class Namesakes:
 def _mismatch(node: fx.Node, found: ValueInfo, gap: float, ranks: tuple[int, ...]) -> Mismatch:
     op = op_name(producer(node)[0].target) if node.op == "call_function" else "input"
     return Mismatch(
-        found.name, op, str(found.type), gap, ranks, found.source, found.source_text, found.fqn, found.cause
+        found.name, op, str(found.type), gap, ranks, found.source, found.source_text, found.fqn, str(found.cause)
     )

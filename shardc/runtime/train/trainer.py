@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,7 +71,9 @@ class Trainer:
         check_every: int = EVERY,
         optimizer: torch.optim.Optimizer | None = None,
         on_meta: bool = False,
+        constants: Collection[str] = (),
     ) -> None:
+        self._constants = frozenset(constants)  # the program's own tensors, which are no state of the model
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
         self._sample, self._check, self._raises = sample, check, raises
@@ -194,7 +196,7 @@ class Trainer:
             raise error("SC553", message, hint='write roles=("param", "buffer", "state")')
         found: Tensors = {}
         for name, (port, type) in self._kept.items():
-            if port.role not in roles or name.startswith("_constant."):
+            if port.role not in roles or name in self._constants:
                 continue
             held = self.state.get(name)
             whole = self.engine.fetch(name, held, type)
@@ -358,7 +360,8 @@ def launch(
     if model is not None:
         own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         sources.append(source_of(dict(own)))
-    sources += [source_of(getattr(program, "constants", {})), source_of(start())]
+    constants: Tensors = getattr(program, "constants", {})
+    sources += [source_of(constants), source_of(start())]
     reference: Graph | None = getattr(program, "reference", None)
     check = None if reference is None else IndexCheck(reference)
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
@@ -369,6 +372,7 @@ def launch(
             program.staged.body, engine, sources, init, seed, rates, plan.get("batch"), check,
             plan.get("nonfinite") == "raise", unchanged, check_every,
             getattr(program, "optimizer", None), model is not None and any(p.is_meta for p in model.parameters()),
+            constants,
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)

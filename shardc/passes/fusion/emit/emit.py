@@ -108,6 +108,7 @@ def _call(
             phase=phase,
             constant=constant,
             cause=about.cause,
+            origin=about.origin if all(info(node).is_recomputed for node in nodes) else None,
         )
         set_info(call, call_info)
         for number, value in enumerate(built.outputs):
