@@ -14,7 +14,6 @@ from kernels_triton.match.op import KERNELS, kernel_of
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, producer, results
-from shardc.ir.hardware import Hardware
 from shardc.passes.fusion.analysis.traffic import PRODUCTS, traffic
 from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
 from shardc.passes.fusion.clustering.memory_budget import MemoryBudget
@@ -188,10 +187,10 @@ class Beside(nn.Module):
 @pytest.mark.parametrize(("gap", "kernels"), [(1e-9, [1, 1]), (1e-6, [2])])
 def test_an_urgent_collective_does_not_wait_for_what_it_does_not_need(gap: float, kernels: list[int]) -> None:
     """Two kernels of one shape may run at one time; together, where that is no later than a launch is."""
-    plan = {"inputs": {"x": "-, tp, -", "z": "-, tp, -"}, "params": {"w.weight": "tp, -"}}
+    plan = {"inputs": {"x": "-, tp, -", "z": "-, tp, -"}, "params": {"w.weight": "tp, -"}, "fuse": True}
+    plan |= {"hardware": {"kernel_gap_seconds": gap, "memory_bytes_per_second": 1e10}}
     batch = {"x": torch.randn(2, 4, 8), "z": torch.randn(2, 4, 8)}
-    body = shardc.compile(Beside(), batch, mesh="tp=2", plan=plan).body
-    made = fuse(body, hardware=Hardware(kernel_gap_seconds=gap, memory_bytes_per_second=1e10))
+    made = shardc.compile(Beside(), batch, mesh="tp=2", plan=plan).body
     gathered = [n for n in made.calls() if op_name(n.target) == "shardc.all_gather" and info(n).phase == "fwd"]
     sources = dict.fromkeys(producer(n.all_input_nodes[0])[0] for n in gathered)
     assert [len(list(results(n))) for n in sources if n.target in KERNELS] == kernels
