@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info
 from shardc.ir.hardware import DEFAULT
-from shardc.partition.balance import balanced_starts, choose_starts, cut_bytes, unit_costs
+from shardc.partition.balance import balanced_starts, choose_starts, cut_bytes, divide_large_layers, unit_costs
 from shardc.partition.cut import cut
 from shardc.partition.step_analysis import StepAnalysis
 from tests.stages.whole import compiled, step
@@ -97,3 +98,47 @@ def test_named_split(split: list[str]) -> None:
 def test_a_layer_is_not_divided() -> None:
     with pytest.raises(ShardcError, match=r"'h\.1\.mlp' begins in the middle of transformer\.h\.1"):
         cut(compiled("gpt2", "tp2", 1)[0].body, split=["h.1.mlp"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.mlp[1](torch.tanh(self.mlp[0](x))))
+
+
+class Stages(nn.Module):
+    """As Swin's: lists of blocks of a list of stages, one of them with most of the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = (nn.Sequential(*(Block() for _ in range(count))) for count in (1, 4))
+        self.stages = nn.ModuleList(nn.ModuleDict({"blocks": blocks}) for blocks in stages)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage["blocks"](x)
+        return x.pow(2).mean()
+
+
+def test_a_layer_of_more_than_a_stages_share_is_divided() -> None:
+    analysis = StepAnalysis(step(Stages(), torch.ones(8, 16), 1).body)
+    layers = [unit.name for unit in analysis.units if unit.name]
+    assert layers == ["stages.0", "stages.1"]
+    assert divide_large_layers(analysis, 1).divided == frozenset()
+    half = divide_large_layers(analysis, 2)
+    assert half.divided == {"stages.1"}, "its blocks are small enough, though there are lists in them"
+    blocks = [f"stages.1.blocks.{i}" for i in range(4)]
+    assert [unit.name for unit in half.units if unit.name] == ["stages.0", *blocks]
+    assert divide_large_layers(analysis, 20).divided == {"stages.0", "stages.1", "stages.0.blocks.0", *blocks}
+    (second,) = choose_starts(half, 2)[1:]
+    assert half.units[second].name in blocks
+
+
+def test_blocks_of_t5_stay_whole() -> None:
+    body = compiled("t5", "alone", 1)[0].body
+    analysis = divide_large_layers(StepAnalysis(body), 3)
+    assert analysis.divided == frozenset()
+    assert {"encoder.block.0", "decoder.block.1"} <= {unit.name for unit in analysis.units}
