@@ -375,15 +375,16 @@ def test_hooks_and_schedulers_see_no_steps() -> None:
     assert not optimizer.state
 
 
-def test_speed() -> None:
-    """The parameters of a 32-layer Llama, without the model around them."""
+@pytest.mark.parametrize("layers", [10, pytest.param(40, marks=pytest.mark.long)])
+def test_speed(layers: int) -> None:
+    """The parameters of a 32-layer Llama, without the model around them; or a quarter of them."""
 
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(
                 nn.ModuleList([*(nn.Linear(4, n, bias=False) for n in (4, 2, 2, 4, 8, 8, 8)), nn.RMSNorm(4)])
-                for _ in range(40)
+                for _ in range(layers)
             )
 
         def forward(self, x: Tensor) -> Tensor:
@@ -395,5 +396,5 @@ def test_speed() -> None:
     start = time.process_time()
     append_updates(graph, optimizer, model, clip_grad_norm=1.0)
     seconds = time.process_time() - start
-    assert len(graph.gradients) == 320
-    assert seconds < 3, f"{seconds:.1f} s"  # 0.9 on a machine of 2024
+    assert len(graph.gradients) == 8 * layers
+    assert seconds < 3 * layers / 40, f"{seconds:.1f} s"  # 0.9 for 40 on a machine of 2024

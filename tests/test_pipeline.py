@@ -279,6 +279,7 @@ def test_flops_and_parameters_are_those_of_the_fullest_rank() -> None:
     assert told().parameter_bytes().whole == whole.parameter_bytes().whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "sums"), [("zb-v", 0), ("1f1b", 2)])
 def test_the_shares_of_all_stages_add_up_to_the_body(schedule: str, sums: int) -> None:
     """In a V the tied embedding's two stages are on one rank; else its gradient is summed over two."""

@@ -128,6 +128,7 @@ def test_a_microbatch_without_tokens_counts_nothing(mesh: str) -> None:
     assert report.eager_error is not None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_without_tokens_is_zero(microbatches: int) -> None:
     model, batch = rows([0, 0, 0, 0])

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[Make, dict[str, object], list[dict[str, object]], tuple[T
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_option_is_named_and_helps(case: str) -> None:
     make, wrong, right, batch, said = CASES[case]

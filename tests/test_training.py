@@ -105,7 +105,7 @@ def pairs() -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize(("model", "layout", "zero"), pairs())
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 def test_five_steps_equal_the_single_device(model: str, layout: str, zero: int) -> None:
     """Of four microbatches each; the first and the last, which start from the single device's state."""
     equal(distributed(model, layout, zero, 4), history(model, 4)[:: STEPS - 1])

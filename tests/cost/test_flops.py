@@ -52,6 +52,7 @@ def test_replicated_work_is_counted_on_each_rank() -> None:
     assert alone.total == counted("gpt2", "dp=1, tp=1").total
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["cnn", "resnet"])
 def test_convolutions_agree_with_torch(name: str) -> None:
     model, batch, loss = make(name)

@@ -112,6 +112,7 @@ def test_every_instruction_holds_what_the_report_says(plan: str) -> None:
     assert report.peak_at.name == [info(n).name for n in program.body.calls()][report.peak_at.index]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["gpt2", "gpt2_sp"])
 def test_uneven_shards(plan: str) -> None:
     program = compiled(plan, **UNEVEN)

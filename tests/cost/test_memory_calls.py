@@ -79,6 +79,7 @@ def check(body: Graph) -> None:
         assert max(real.values()) == max(report.timeline) == report.peak - report.stored
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SMALL)
 def test_a_rank_holds_what_the_report_says(case: str) -> None:
     body = small(SMALL[case])

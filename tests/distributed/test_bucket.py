@@ -19,7 +19,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_to_the_bit(case: str, ranks: list[dict[str, Any]]) -> None:
     """Of two ranks the sum of each element is one addition, wherever the element lies."""

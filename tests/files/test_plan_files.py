@@ -158,10 +158,10 @@ def fuzzed(count: int, seed: int, plans: list[str]) -> Counter[str]:
 
 
 def test_altered_plans_are_refused_or_right() -> None:
-    assert fuzzed(60, 1, WRITTEN)["SC208"] > 10
-    outcomes = fuzzed(60, 2, FITTING)
-    assert outcomes["SC208"] > 10
-    assert outcomes["right"] > 10
+    assert fuzzed(25, 1, WRITTEN)["SC208"] > 4
+    outcomes = fuzzed(25, 2, FITTING)
+    assert outcomes["SC208"] > 4
+    assert outcomes["right"] > 4
 
 
 @pytest.mark.long

@@ -93,6 +93,7 @@ def check(before: TensorType, after: TensorType, mesh: Mesh) -> None:
         assert cost <= most, f"{before} -> {after} costs {cost}, by way of the whole {whole[1]}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("before", list(types()), ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_pair_of_placements(mesh: Mesh, before: TensorType) -> None:
@@ -100,6 +101,7 @@ def test_every_pair_of_placements(mesh: Mesh, before: TensorType) -> None:
         check(before, after, mesh)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_pending_maxima_reshard_like_sums(mesh: Mesh) -> None:
     for before in types("max"):

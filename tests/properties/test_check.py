@@ -243,7 +243,7 @@ def test_a_right_program_is_right(name: str) -> None:
     check(*made(name))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "least"), [("classifier", 38), ("attention", 30), ("layouts", 40), ("epsilon", 12), ("zero", 12)]
 )

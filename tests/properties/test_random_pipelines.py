@@ -31,7 +31,7 @@ from tests.properties.plans import meshes, plans
 from tests.properties.programs import programs
 from tests.stages.whole import SCHEDULES
 
-EXAMPLES = max(10, settings().max_examples // 2)
+EXAMPLES = max(6, settings().max_examples // 2)
 Placed = dict[str, dict[str, str]]
 
 

@@ -123,7 +123,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("arena", [False, True], ids=["", "arena"])
 @pytest.mark.parametrize("case", PLANS)
 def test_a_step_is_the_same_to_the_bit(case: str, arena: bool, gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,7 @@ def _fuzzed(folder: Path, reader: Trainer, kind: str, count: int, seed: int = 17
     return outcomes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", FORGE)
 def test_mutated_checkpoints_are_refused_or_mean_the_same(folder: Path, reader: Trainer, kind: str) -> None:
     outcomes = _fuzzed(folder, reader, kind, 150)

@@ -97,7 +97,7 @@ def epochs(folder: Path, count: int, stop: int = 0) -> list[float]:
     return losses
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stop", [3, 4, 5, 7, 8, 11])
 def test_a_second_epoch_trains_on_the_same_batches_and_is_resumed_where_it_was(tmp_path: Path, stop: int) -> None:
     whole = epochs(tmp_path / "run", 3, stop)
@@ -117,7 +117,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["loader", "exhausted", "caller", "signal"])
 def test_whatever_ends_training_leaves_a_checkpoint(tmp_path: Path, how: str) -> None:

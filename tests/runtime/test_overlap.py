@@ -52,6 +52,7 @@ def test_slots_hold_what_is_read(instructions: Sequence[CallInstruction]) -> Non
     assert sorted(freed) == sorted(slot for one in instructions for slot in one.free)
 
 
+@pytest.mark.sampled(3)
 def test_everything_happens_once_and_all_else_in_order(instructions: Sequence[CallInstruction]) -> None:
     actions = schedule_overlap(instructions, 0, len(instructions))
     run, begun, waited = (where(actions, kind) for kind in ("run", "begin", "wait"))

@@ -32,7 +32,7 @@ SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in ran
 
 
 @pytest.mark.parametrize("case", PRODUCT if FUZZ else SAMPLE, ids=str)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 def test_equals_the_single_device(case: Case) -> None:
     check(case)
 
