@@ -99,7 +99,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
 def bound(annotations: Mapping[str, str]) -> tuple[Bound, ...]:
     """`{"param w": "-, tp"}`."""
     named = [(*key.split(" ", 1), text) for key, text in annotations.items()]
-    return tuple(Bound(kind, name, Placement.parse(text), f'{name} = "{text}"') for kind, name, text in named)
+    return tuple(Bound(kind, name, Placement.parse(text)) for kind, name, text in named)
 
 
 def noted(graph: Graph) -> list[str]:

@@ -15,6 +15,7 @@ from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
+from shardc.ir.provenance import Derivation
 from shardc.passes.base import Pass
 from shardc.passes.sharding.reshard_steps import Step, plan
 
@@ -34,20 +35,19 @@ class LowerReshards(Pass):
             planned = plan(type_of(source), type_of(node), graph.mesh, self.hardware)
             assert planned is not None
             value = source
+            origin = info(node).origin or Derivation("moved", info(source).name)  # a graph's text has none
             with graph.fx.inserting_before(node):
                 for step in planned[0]:
-                    value = emit_step(graph, value, step, node)
+                    value = emit_step(graph, value, step, node, origin)
             node.replace_all_uses_with(value)
             graph.activations = {k: value if v is node else v for k, v in graph.activations.items()}
             graph.fx.erase_node(node)
         return graph
 
 
-def emit_step(graph: Graph, value: fx.Node, step: Step, like: fx.Node) -> fx.Node:
+def emit_step(graph: Graph, value: fx.Node, step: Step, like: fx.Node, origin: Derivation) -> fx.Node:
     """One step as a call on `value`, at the current insertion point."""
     target, args = call_of(value, step, graph.mesh)
-    origin = info(like).origin
-    assert origin is not None, f"{info(like).name} says of which value it is"
     name = f"{origin.of}.{op_name(target).removeprefix('shardc.')}"
     return graph.call(target, args, like=like, type=step.after, name=name, origin=origin)
 
