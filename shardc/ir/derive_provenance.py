@@ -9,11 +9,12 @@ module may be called `r`. What it takes for a recomputed call also has a forward
 
 from __future__ import annotations
 
+import operator
 import re
 
 from torch import fx
 
-from shardc.ir.graph import Graph, Phase, info, op_name, operands, update
+from shardc.ir.graph import Graph, Phase, info, op_name, operands, producer, update
 from shardc.ir.provenance import Cause, Derivation, Requirement
 
 _COUNTED = re.compile(r"_\d+$")  # what makes a name unique
@@ -41,7 +42,11 @@ def derive_origins(graph: Graph) -> None:
     for node in graph.fx.nodes:
         if node.op != "call_function" or info(node).origin is not None:
             continue
-        name = info(node).name
+        name, call = info(node).name, info(producer(node)[0])
+        if node.target is operator.getitem and call.origin is not None and call.is_recomputed:
+            # Forward may have no reader of this result.
+            update(node, origin=Derivation("recomputed", f"{call.origin.of}.{node.args[1]}"), fqn=call.fqn)
+            continue
         original = _original(name, node, forward) if info(node).phase == "bwd" else None
         if original is not None:
             update(node, origin=Derivation("recomputed", original), fqn=info(forward[original]).fqn)
