@@ -356,7 +356,7 @@ def test_a_wrong_stage_is_found_and_named() -> None:
     assert report.first_mismatch is not None
     assert report.first_mismatch.op == "sin"
     assert report.first_mismatch.ranks == (2, 3)
-    assert "%h.2.1.tanh" in str(report)
+    assert "%h.3.1.tanh" in str(report)
 
 
 def test_a_wrong_list_is_refused() -> None:

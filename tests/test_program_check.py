@@ -49,6 +49,7 @@ def bypassed(call: str, which: int = 0) -> Callable[[Content], Any]:
         graph = content["body"]
         gone = node(graph, call, which)
         graph["nodes"].remove(gone)
+        graph["origins"].pop(gone["name"], None)
         (ref,) = (arg for arg in gone["args"] if isinstance(arg, dict))
 
         def reads(value: Any) -> Any:

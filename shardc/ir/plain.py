@@ -88,6 +88,9 @@ def graph_from_plain(data: Plain) -> Graph:
     graph.activations = {fqn: values[name] for fqn, name in data["activations"].items()}
     if "origins" in data:
         for name, origin in data["origins"].items():
+            if name not in values:
+                what = "an origin is given for it, and the program has no such value"
+                raise error("SC402", what, tensor=text_of(name), hint="compile the program anew, and save it")
             update(values[name], origin=_derivation(origin))
     else:
         derive_origins(graph)

@@ -11,7 +11,7 @@ from torch import fx
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, info, producer, type_of
 from shardc.ir.provenance import Derivation
-from shardc.partition.step_analysis import StepAnalysis
+from shardc.partition.step_analysis import StepAnalysis, finest_analysis
 
 SHOWN = 3  # split points that the hint lists
 
@@ -56,11 +56,10 @@ def buffer_in_two_stages(analysis: StepAnalysis, buffer: fx.Node, stage_of: Mapp
         f"buffer '{info(buffer).name}' is read {_location(reading)}, in stage {stage_of.get(reading, 0)}, "
         f"and changed {_location(changing)}, in stage {home}"
     )
-    buffer_units = [
-        analysis.unit_of.get(call, 0) for call in analysis.calls if call in buffer.users or call is changing
-    ]
+    finest = finest_analysis(analysis.body)  # a split may name a layer inside of another one
+    buffer_units = [finest.unit_of.get(call, 0) for call in finest.calls if call in buffer.users or call is changing]
     first_unit: dict[str, int] = {}
-    for index, unit in enumerate(analysis.units):
+    for index, unit in enumerate(finest.units):
         first_unit.setdefault(unit.name, index)
     split_points = [
         name

@@ -84,7 +84,7 @@ def train() -> dict[str, object]:
     folder = Path(sys.argv[2])
     body = mlp(batch=3, width=13)
     inputs = mlp_inputs(batch=3, width=13)
-    program = SimpleNamespace(staged=one_stage(body), model=None, constants={"steps": inputs["steps"]})
+    program = SimpleNamespace(staged=one_stage(body), model=None, optimizer_state=lambda: {"steps": inputs["steps"]})
     made: list[str] = []
 
     def init(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
