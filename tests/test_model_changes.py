@@ -146,32 +146,41 @@ def test_values_that_are_written_to_the_model_are_spoken_of() -> None:
 
 
 class Monitor(threading.Thread):
-    """A thread that a library keeps for itself: what it holds changes at any time."""
+    """A thread that holds a number, which changes at any time."""
 
-    woken = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken = 0
 
 
-MONITOR = Monitor()
+class LibraryMonitor(Monitor):
+    """One that an installed package keeps for itself."""
+
+    __module__ = "pytest"
 
 
-def test_a_thread_changes_for_itself() -> None:
-    """`tqdm` keeps a thread on its class, which forward may read: the model is the same whatever that thread does."""
+@pytest.mark.parametrize("kind", [Monitor, LibraryMonitor])
+def test_a_librarys_thread_changes_for_itself(kind: type[Monitor]) -> None:
+    """`tqdm` keeps a thread on its class, which forward may read: the model is the same whatever that thread does.
+    What a user's own thread holds is a part of the model, as all that forward reads is."""
+    monitor = kind()
 
     class Watched(Net):
         def forward(self, x: Tensor) -> Tensor:
-            assert MONITOR.name
-            return super().forward(x)
+            return super().forward(x) * (2.0 if monitor.woken else 1.0)
 
     program = shardc.compile(made(Watched), DATA[0], mesh=MESH, plan=PLAN)
-    MONITOR.woken += 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    monitor.woken += 1
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         program.launch().close()
+    assert [("woken" in str(warning.message)) for warning in said] == ([True] if kind is Monitor else [])
 
 
 def test_what_is_a_librarys_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's function reads another library's state; a user's function that was put there is looked into."""
     state = SimpleNamespace(calls=0)
+    scope: dict[str, Any] = {"__name__": "transformers.fake", "LEVEL": 1.0}
 
     def scaled(h: Tensor) -> Tensor:
         return h * (2.0 if state.calls else 1.0)
@@ -179,8 +188,8 @@ def test_what_is_a_librarys_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) 
     def wrapped(h: Tensor) -> Tensor:
         return library(h)
 
-    source = "def library(h):\n    assert pytest.version_tuple\n    Mark.woken += 0\n    return user(h)\n"
-    scope = {"__name__": "transformers.fake", "pytest": pytest, "Mark": pytest.Mark, "user": scaled}
+    source = "def library(h):\n    assert pytest.version_tuple\n    Mark.woken += 0\n    return LEVEL * user(h)\n"
+    scope |= {"pytest": pytest, "Mark": pytest.Mark, "user": scaled}
     exec(source, scope)
     library = scope["library"]
     monkeypatch.setattr(pytest.Mark, "woken", 0, raising=False)
@@ -196,4 +205,7 @@ def test_what_is_a_librarys_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) 
         program.launch().close()
     state.calls = 1
     with pytest.warns(UserWarning, match="calls"):
+        program.launch().close()
+    scope["LEVEL"] = 2.0
+    with pytest.warns(UserWarning, match="LEVEL"):
         program.launch().close()

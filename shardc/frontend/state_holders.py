@@ -33,8 +33,7 @@ ABSENT = object()
 CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
 _KINDS = (OrderedDict, dict, set, deque, list)  # whose methods a container is read and written by
 NUMBERS = (bool, int, float, complex)
-_OPAQUE = (Tensor, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex, Thread)
-"""What holds nothing that a step changes; a thread changes itself at any time, and no step of a model reads it."""
+_OPAQUE = (Tensor, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex)
 _ITERATORS = (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), enumerate, zip)
 CACHE = type(lru_cache(lambda: None))
 _LARGEST_ARRAY = 1 << 20  # bytes: of a larger one of numpy only a part is looked at
@@ -104,7 +103,7 @@ class Variables:
     """What a function reads of the variables around it: its closure, its module's globals, its defaults.
 
     Of globals what a step can change: containers, numbers, objects and classes of a user's, and what holds these. Of
-    the globals of a library's function only what a user put there: the rest is the library's, or another one's.
+    the globals of a library's function those alone that a user may have put there: no object or class of a library's.
     """
 
     named = True
@@ -246,6 +245,8 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
         return (lambda a: [Array(a)] if a.dtype.kind in "biufc" else []) if cls.__name__ == "ndarray" else None
     if issubclass(cls, (*_OPAQUE, tuple, type(None))):
         return None
+    if issubclass(cls, Thread) and _in_environment(_package(cls)):
+        return None  # a library's thread changes itself at any time; a user's may hold what forward reads
     slots = _slots(cls)
 
     def of_object(value: Any) -> list[Holder]:
@@ -335,8 +336,9 @@ def _package(value: Any) -> str:
 
 
 def _is_installed(value: Any) -> bool:
-    """Is a value, or its class, from a package of Python's own or of an environment, and not from a user's files?"""
-    return _in_environment(_package(value if isinstance(value, (FunctionType, type)) else type(value)))
+    """Is a value, or its class, from a package of an environment or of Python's? A number or a list is nobody's."""
+    package = _package(value if isinstance(value, (FunctionType, type)) else type(value))
+    return package != "builtins" and _in_environment(package)
 
 
 @lru_cache(maxsize=1024)
