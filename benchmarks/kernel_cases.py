@@ -40,7 +40,7 @@ class Case:
 
 
 def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE, generator=GENERATOR).to(BF16)
+    return torch.randn(shape, device=DEVICE, generator=GENERATOR).to(BF16)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ STEPS = 5
 def on_gpus(folder: Path, *arguments: str) -> list[list[float]]:
     """The losses of each of two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests/distributed/watched.py"), str(folder), *arguments]
+    command += [str(ROOT / "tests/distributed/watched.py"), "train", str(folder)]
+    (folder / "arguments.json").write_text(json.dumps(arguments))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=env, cwd=ROOT, timeout=300, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
