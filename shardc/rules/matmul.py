@@ -6,6 +6,7 @@ import torch
 
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
 
 aten = torch.ops.aten
@@ -18,6 +19,22 @@ rule([aten.dot.default, aten.vdot.default], "k, k -> ()", sum="k", linear="each"
 rule(LINEAR, "... k, n k -> ... n", sum="k", linear="each")
 rule(LINEAR_DGRAD, "... n, n k -> ... k", sum="n", linear="each")
 rule(LINEAR_WGRAD, "... n, ... k -> n k", sum="...", linear="each")
+
+
+@rule(
+    aten.linalg_cross.default,
+    linear="each",
+    examples=[((4, 6, 3), (4, 6, 3)), example((3, 4, 5), (3, 4, 5), dim=0), example((1, 3, 5), (4, 3, 1), dim=1)],
+)
+def cross(self: Dims, other: Dims, dim: int) -> Notation:
+    """Each coordinate of the product is of the two others', so `dim` is whole; other dims of size 1 are broadcast."""
+
+    def dims(x: Dims) -> str:
+        return " ".join("1" if size == 1 else f"d{d}" for d, size in enumerate(x.shape))
+
+    result = " ".join(f"d{d}" for d in range(self.ndim))
+    return Notation(f"{dims(self)}, {dims(other)} -> {result}", whole=f"d{self.dim(dim)}")
+
 
 # Rows lie in runs, one run an expert, and `offs` counts them: neither rows nor experts can be cut without moving rows.
 rule(

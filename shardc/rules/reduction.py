@@ -176,8 +176,13 @@ def arg_extreme(self: Dims, dim: int | None, keepdim: bool) -> Notation:
     return reduced(self, None if dim is None else [dim], keepdim, "whole")
 
 
-@rule([aten.max.dim, aten.min.dim, aten.median.dim], examples=DIM)
+@rule([aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default], examples=DIM)
 def extreme_dim(self: Dims, dim: int, keepdim: bool) -> Notation:
+    return reduced(self, [dim], keepdim, "whole", results=2)
+
+
+@rule(aten.kthvalue.default, examples=[((4, 6, 3), 2, 1), ((4, 6), 6, -1, True), ((4, 6), 1, 0)])
+def kthvalue(self: Dims, k: int, dim: int, keepdim: bool) -> Notation:
     return reduced(self, [dim], keepdim, "whole", results=2)
 
 
