@@ -18,7 +18,7 @@ from shardc.compiler.pass_pipeline import (
     body_passes,
     cuts_of,
     part_passes,
-    refuse_empty,
+    refuse_unfit,
     report_missing_rules,
     run,
 )
@@ -92,9 +92,10 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
 
 
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
-    """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, under strict SC301)."""
+    """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, SC303, under strict
+    SC301)."""
     graph = run(ingest(traced, mesh), [Normalize()], options)
-    refuse_empty(graph)
+    refuse_unfit(graph)
     report_missing_rules(graph, strict=options.strict)
     return graph
 

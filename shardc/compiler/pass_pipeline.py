@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, info, operands, type_of
@@ -35,8 +36,8 @@ from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
 from shardc.passes.verify import ENSURES, PRESERVES
-from shardc.rules.notation import RuleError
-from shardc.rules.registry import find_rule, rule_of
+from shardc.rules.notation import Notation, RuleError, fit
+from shardc.rules.registry import find_rule, result_shapes, rule_of
 
 DimCut = tuple[str, int, tuple[int, ...]]  # an input, one of its dims, the sizes it is factored into
 Watch = Callable[[Pass, Graph, float], None]  # after each pass, with the seconds it took
@@ -135,48 +136,75 @@ def report_missing_rules(graph: Graph, *, strict: bool) -> None:
 
 def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
     """One diagnostic an op that has no rule: how often it occurs, in which modules, at which lines."""
-    gaps: dict[str, list[tuple[str, str]]] = {}
+    gaps: dict[str, list[fx.Node]] = {}
     for node in graph.calls():
         if find_rule(node.target) is None:
-            gaps.setdefault(str(node.target), []).append((info(node).fqn, info(node).source))
+            gaps.setdefault(str(node.target), []).append(node)
     found: list[Diagnostic] = []
-    for op, places in sorted(gaps.items()):
-        modules = Counter(fqn or "the model" for fqn, _ in places)
-        lines = sorted({source for _, source in places if source})
+    for op, calls in sorted(gaps.items()):
+        modules = Counter(info(call).fqn or "the model" for call in calls)
+        lines = sorted({info(call).source for call in calls if info(call).source})
         shown = ", ".join(f"{fqn} ({n})" if n > 1 else fqn for fqn, n in modules.most_common(4))
         more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
+        runs = "1 call runs" if len(calls) == 1 else f"{len(calls)} calls run"
         found.append(
             Diagnostic(
                 "SC301",
-                f"{op} has no sharding rule: {len(places)} calls run replicated, in {shown}{more}",
+                f"{op} has no sharding rule: {runs} replicated, in {shown}{more}",
                 severity,  # type: ignore[arg-type]
                 location=lines[0] if lines else None,
                 op=op,
-                hint=f"register one; shardc.rule(torch.ops.{op}, '... n -> ... n', whole='n') keeps its last dim whole",
+                hint=_rule_to_register(calls[0]),
             )
         )
     return found
 
 
-def refuse_empty(graph: Graph) -> None:
-    """Raise ShardcError (SC103) for a call on a tensor without elements that no rule says how to split."""
+def _rule_to_register(call: fx.Node) -> str:
+    """A rule by rows, if the call's shapes allow it; whether the op does work by rows, its author knows."""
+    inputs, outputs = [type_of(value).shape for value in operands(call)], result_shapes(call)
+    text = f"{', '.join(['... n'] * len(inputs))} -> {', '.join(['... n'] * len(outputs))}"
+    try:
+        fit(Notation(text, whole="n"), inputs, outputs)
+    except RuleError:
+        return f"register one: shardc.rule(torch.ops.{call.target}, ...); 'Add an op' in CONTRIBUTING.md shows how"
+    said = f"shardc.rule(torch.ops.{call.target}, '{text}', whole='n')"
+    return f"if it computes each row by itself, register that: {said}"
+
+
+def refuse_unfit(graph: Graph) -> None:
+    """Raise ShardcError for a call that its rule does not fit: SC103 if a tensor has no elements, otherwise SC303."""
     for node in graph.calls():
-        empty = next((value for value in operands(node) if 0 in type_of(value).shape), None)
-        if empty is None or find_rule(node.target) is None:
+        if find_rule(node.target) is None:
             continue
         try:
             rule_of(node)
-        except RuleError:
+        except Exception as wrong:  # the rule may be a user's function, which can raise anything
+            empty = next((value for value in operands(node) if 0 in type_of(value).shape), None)
             about = info(node)
+            place = {
+                "location": about.source or None,
+                "source_text": about.source_text or None,
+                "fqn": about.fqn or None,
+            }
+            if empty is not None:
+                raise error(
+                    "SC103",
+                    f"'{info(empty).name}' of {list(type_of(empty).shape)} has no elements, and {node.target} reads it",
+                    **place,
+                    tensor=info(empty).name,
+                    hint="give a sample batch of a real size",
+                ) from None
+            kind = "" if isinstance(wrong, RuleError) else f"{type(wrong).__name__}: "
+            shapes = [str(list(type_of(value).shape)) for value in operands(node)]
+            results = [str(list(shape)) for shape in result_shapes(node)]
             raise error(
-                "SC103",
-                f"'{info(empty).name}' of {list(type_of(empty).shape)} has no elements, and {node.target} reads it",
-                location=about.source or None,
-                source_text=about.source_text or None,
-                fqn=about.fqn or None,
-                tensor=info(empty).name,
-                hint="give a sample batch of a real size",
-            ) from None
+                "SC303",
+                f"the sharding rule of {node.target} does not fit a call: {kind}{wrong}",
+                **place,
+                op=str(node.target),
+                hint=f"the rule must fit tensors of shapes {', '.join(shapes)} -> {', '.join(results)}",
+            ) from wrong
 
 
 def cuts_of(graph: Graph, bound: Sequence[Bound]) -> list[DimCut]:
