@@ -113,6 +113,10 @@ OPS: dict[str, Op] = {
     "trigamma": _float("trigamma({0})", lambda x: torch.polygamma(1, x), function="trigamma"),
     "i0": _float("bessel_i0({0})", torch.i0, function="bessel_i0"),
     "i1": _float("bessel_i1({0})", torch.special.i1, function="bessel_i1"),
+    "k0": _float("bessel_k0({0})", torch.special.modified_bessel_k0, function="bessel_k0"),
+    "k1": _float("bessel_k1({0})", torch.special.modified_bessel_k1, function="bessel_k1"),
+    "scaled_k0": _float("scaled_bessel_k0({0})", torch.special.scaled_modified_bessel_k0, function="scaled_bessel_k0"),
+    "scaled_k1": _float("scaled_bessel_k1({0})", torch.special.scaled_modified_bessel_k1, function="scaled_bessel_k1"),
     "nextafter": _float("next_after({0}, {1})", torch.nextafter, 2, function="next_after"),
     "fmod": _float("float_rest({0}, {1})", torch.fmod, 2, function="float_rest"),
     # `div` rounded to the nearest float: for a quotient that is truncated next.

@@ -60,7 +60,8 @@ FLOATS: list[Case] = [
         "exp2 expm1 floor frac gelu hardsigmoid hardswish isinf isnan isneginf isposinf lgamma log log10 log1p log2 "
         "logical_not mish neg positive rad2deg reciprocal relu relu6 round rsqrt sgn sigmoid sign silu sin sinc "
         "sinh special_entr special_erfcx special_log_ndtr "
-        "special_ndtri special_spherical_bessel_j0 sqrt square tan tanh trunc",
+        "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 "
+        "special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt square tan tanh trunc",
         "a",
     ),
     *cases(
@@ -269,6 +270,8 @@ ELSEWHERE = {aten._prelu_kernel_backward.default, aten.log_sigmoid_backward.defa
 NARROW = (
     *("round.decimals", "nextafter", "special_erfcx", "special_log_ndtr", "special_modified_bessel_i0"),
     *("special_modified_bessel_i1", "special_ndtri", "special_spherical_bessel_j0"),
+    *("special_modified_bessel_k0", "special_modified_bessel_k1"),
+    *("special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1"),
 )
 
 

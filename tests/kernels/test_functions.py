@@ -18,9 +18,9 @@ ULPS = {
     **dict.fromkeys(("rsqrt", "exp2", "erf", "tanh", "atan", "sin", "cos"), 1.6),
     **dict.fromkeys(("log", "log2", "exp", "sigmoid"), 2.0),
     **dict.fromkeys(("log1p", "expm1"), 4.0),
-    **dict.fromkeys(("erfc", "erfinv", "ndtri"), 8.0),
+    **dict.fromkeys(("erfc", "erfinv", "ndtri", "k0", "k1", "scaled_k0", "scaled_k1"), 8.0),
 }
-BY_SIZE = ("exp", "expm1", "sigmoid")
+BY_SIZE = ("exp", "expm1", "sigmoid", "k0", "k1")
 SMALLEST = 2.0**-126  # below, a quotient may be 0
 SPECIAL = (0.0, 1.0, torch.inf, torch.finfo(torch.float32).max, 2.0**25 - 2, 2.0**25, 11.0, 1e15, 1e17, 1e20, 1e37)
 

@@ -11,6 +11,8 @@ from kernels_triton.library.kernels.philox import at_least, philox_word  # noqa:
 from kernels_triton.library.kernels.special import (  # noqa: F401
     bessel_i0,
     bessel_i1,
+    bessel_k0,
+    bessel_k1,
     digamma,
     erfc,
     erfcx,
@@ -21,6 +23,8 @@ from kernels_triton.library.kernels.special import (  # noqa: F401
     nearest,
     nearest_quotient,
     next_after,
+    scaled_bessel_k0,
+    scaled_bessel_k1,
     trigamma,
     truncated,
 )

@@ -50,6 +50,60 @@ def bessel_i1(x):
 
 
 @triton.jit
+def log_half(x):
+    """log(x / 2), of denormal numbers too, whose half may be 0."""
+    small = x < 1.0
+    return tl.log(tl.where(small, x, 0.5 * x)) - tl.where(small, 0.6931471805599453, 0.0)
+
+
+@triton.jit
+def bessel_k0(x):
+    """Up to 2 a polynomial and log(x / 2) I0(x) (Abramowitz and Stegun, 9.8.5); NaN left of 0."""
+    t = 0.25 * (x * x)
+    p = (((7.40e-6 * t + 1.0750e-4) * t + 2.62698e-3) * t + 3.488590e-2) * t
+    near = ((p + 2.3069756e-1) * t + 4.2278420e-1) * t - 5.7721566e-1 - log_half(x) * bessel_i0(x)
+    return tl.where(x > 2.0, tl.exp(-x) * k0_beyond_2(x), near)
+
+
+@triton.jit
+def scaled_bessel_k0(x):
+    """exp(x) K0(x)"""
+    return tl.where(x > 2.0, k0_beyond_2(x), tl.exp(x) * bessel_k0(x))
+
+
+@triton.jit
+def k0_beyond_2(x):
+    """exp(x) K0(x), a polynomial in 2 / x over the root of x (9.8.6)."""
+    s = 2.0 / x
+    p = (((5.3208e-4 * s - 2.51540e-3) * s + 5.87872e-3) * s - 1.062446e-2) * s
+    return (((p + 2.189568e-2) * s - 7.832358e-2) * s + 1.25331414) * tl.rsqrt(x)
+
+
+@triton.jit
+def bessel_k1(x):
+    """As K0 (9.8.7); infinite at 0."""
+    t = 0.25 * (x * x)
+    p = (((-4.686e-5 * t - 1.10404e-3) * t - 1.919402e-2) * t - 1.8156897e-1) * t
+    near = (((p - 6.7278579e-1) * t + 1.5443144e-1) * t + 1.0) / x + log_half(x) * bessel_i1(x)
+    near = tl.where(x == 0.0, float("inf"), near)
+    return tl.where(x > 2.0, tl.exp(-x) * k1_beyond_2(x), near)
+
+
+@triton.jit
+def scaled_bessel_k1(x):
+    """exp(x) K1(x)"""
+    return tl.where(x > 2.0, k1_beyond_2(x), tl.exp(x) * bessel_k1(x))
+
+
+@triton.jit
+def k1_beyond_2(x):
+    """exp(x) K1(x) (9.8.8)."""
+    s = 2.0 / x
+    p = (((-6.8245e-4 * s + 3.25614e-3) * s - 7.80353e-3) * s + 1.504268e-2) * s
+    return (((p - 3.655620e-2) * s + 2.3498619e-1) * s + 1.25331414) * tl.rsqrt(x)
+
+
+@triton.jit
 def next_after(x, y):
     return libdevice.nextafter(x, y)
 

@@ -18,6 +18,7 @@ LONG_ROW = 16384  # the most columns of a row that a kernel holds; it loops over
 # Operations of dozens of instructions.
 EXPENSIVE = {
     *("sin", "cos", "pow", "erfc", "erfcx", "erfinv", "ndtri", "lgamma", "digamma", "trigamma", "i0", "i1", "fmod"),
+    *("k0", "k1", "scaled_k0", "scaled_k1"),
 }
 
 

@@ -25,6 +25,10 @@ NAMED = {
     "digamma": (aten.digamma,),
     "i0": (aten.i0, aten.special_modified_bessel_i0),
     "i1": (aten.special_i1, aten.special_modified_bessel_i1),
+    "k0": (aten.special_modified_bessel_k0,),
+    "k1": (aten.special_modified_bessel_k1,),
+    "scaled_k0": (aten.special_scaled_modified_bessel_k0,),
+    "scaled_k1": (aten.special_scaled_modified_bessel_k1,),
 }
 
 
