@@ -13,6 +13,7 @@ import yaml
 from torch import Tensor
 
 import shardc
+from shardc import schedules
 from shardc.compiler import driver
 from shardc.partition.cut import CutStep, cut
 from shardc.partition.staged_program import StagedProgram, scheduled
@@ -43,10 +44,7 @@ MORE = {
     "all": ("dp=2", {"tokens": TOKENS, "recompute": "selective", **VARIANTS["zero1"][1]}),
 }
 VARIANTS |= MORE
-SCHEDULES = {
-    **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "greedy", "auto"), 1),
-    **dict.fromkeys(("interleaved", "bfs", "zb-v", "dualpipe-v"), 2),
-}
+SCHEDULES = {name: schedules.default_virtual(name) for name in sorted(schedules.names(), key=schedules.default_virtual)}
 
 
 class Case(NamedTuple):
