@@ -14,7 +14,7 @@ from shardc.explain.provenance import trails
 from shardc.explain.what_if import compiled as compiled_again
 from shardc.ir.graph import Graph, info
 from shardc.ir.placement import Placement
-from tests.test_communication import compiled
+from tests.api.test_communication import compiled
 
 ANNOTATION = re.compile(r'(\S+) = "([^"]*)"')
 

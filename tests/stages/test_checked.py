@@ -9,7 +9,7 @@ from shardc import ShardcError
 from shardc.schedule import prove as proofs
 from shardc.schedule.instructions import Send
 from shardc.schedule.lists import RankLists
-from tests.test_pipeline import net, rows
+from tests.api.test_pipeline import net, rows
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from shardc.cli.kernel_sources import emit_triton
 from shardc.cli.summary import fusion
 from shardc.explain.fusion import asked_of
 from shardc.plan.schema import Plan
-from tests.test_cli import shardc_cli
+from tests.cli.test_cli import shardc_cli
 
 NONE_ASKED = "no call is fused: write fuse: true in the plan"
 LEFT = "no call is fused of those that the plan leaves: it excludes '**'"
@@ -58,7 +58,7 @@ def test_what_says_nothing_is_refused(text: str) -> None:
     assert Plan.parse("fuse: {enabled: true}").fuse.enabled
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 MODEL, PLAN = str(ROOT / "examples/mlp.py:mlp"), ("--plan", str(ROOT / "configs/plans/mlp.yaml"))
 
 

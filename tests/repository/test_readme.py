@@ -25,7 +25,7 @@ from shardc.runtime.train.trainer import Trainer
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 

@@ -11,7 +11,7 @@ import shardc
 from shardc import ShardcError
 from shardc.cli.targets import Target, load
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.sampled(8)

@@ -167,6 +167,6 @@ def test_a_program_from_a_file_explains_itself_the_same(tmp_path: Path) -> None:
 
 
 def test_text(golden: Callable[[str, str], None]) -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     said = str(wide().explain(wide().transfers()[0].name)).replace(f"{root}/", "")
-    golden("explain/transfer.txt", re.sub(r"transfers\.py:\d+", "transfers.py:N", said))
+    golden("transfer.txt", re.sub(r"transfers\.py:\d+", "transfers.py:N", said))

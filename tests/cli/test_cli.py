@@ -19,7 +19,7 @@ from shardc.cli import main
 from shardc.ir.diagnostic import error
 from shardc.runtime.oracle.report import TOLERANCE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 MODEL = "examples/mlp.py:mlp"
 PLAN = ["--plan", "configs/plans/mlp.yaml"]
 Golden = Callable[[str, str], None]
@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_summary(golden: Golden) -> None:
     ran = shardc_cli("compile", MODEL, *PLAN)
     assert (ran.code, ran.err) == (0, "")
-    golden("cli/summary.txt", ran.out)
+    golden("summary.txt", ran.out)
 
 
 @pytest.mark.parametrize("form", ["text", "python", "dot"])
@@ -70,7 +70,7 @@ def test_emit(form: str, golden: Golden) -> None:
     ran = shardc_cli("compile", MODEL, *PLAN, "--emit", form)
     assert ran.code == 0
     assert "4 ranks" in ran.err, "the summary makes way for the program"
-    golden(f"cli/emit_{form}.txt", ran.out)
+    golden(f"emit_{form}.txt", ran.out)
 
 
 def test_emitted_text_parses_back() -> None:
@@ -99,7 +99,7 @@ def test_the_suffix_tells_the_form(suffix: str, start: str, tmp_path: Path) -> N
 def test_print_after(golden: Golden) -> None:
     ran = shardc_cli("compile", MODEL, *PLAN, "--print-after", "propagate")
     assert ran.code == 0
-    golden("cli/print_after.txt", ran.out)
+    golden("print_after.txt", ran.out)
 
 
 def test_print_after_several_passes() -> None:
@@ -110,7 +110,7 @@ def test_print_after_several_passes() -> None:
 def test_diff(golden: Golden) -> None:
     ran = shardc_cli("compile", MODEL, *PLAN, "--diff", "--print-after", "lower_reshards")
     assert ran.code == 0
-    golden("cli/diff.txt", ran.out)
+    golden("diff.txt", ran.out)
 
 
 def test_diff_of_all_passes() -> None:
@@ -123,7 +123,7 @@ def test_diff_of_all_passes() -> None:
 def test_rank(golden: Golden) -> None:
     ran = shardc_cli("compile", MODEL, *PLAN, "--rank", "3")
     assert ran.code == 0
-    golden("cli/rank.txt", ran.out)
+    golden("rank.txt", ran.out)
 
 
 def test_module_filter() -> None:
@@ -157,13 +157,13 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
 def test_explain_lists(golden: Golden) -> None:
     ran = shardc_cli("explain", MODEL, *PLAN)
     assert ran.code == 0
-    golden("cli/explain_list.txt", ran.out)
+    golden("explain_list.txt", ran.out)
 
 
 def test_explain(golden: Golden) -> None:
     ran = shardc_cli("explain", MODEL, "down.linear.all_reduce", *PLAN)
     assert ran.code == 0
-    golden("cli/explain.txt", ran.out)
+    golden("explain.txt", ran.out)
 
 
 def test_explain_lists_kernels(golden: Golden, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_explain_lists_kernels(golden: Golden, tmp_path: Path) -> None:
     plan.write_text((ROOT / PLAN[1]).read_text() + "fuse: {exclude: [gelu_backward]}\n")
     ran = shardc_cli("explain", MODEL, "--plan", str(plan), "--kernels")
     assert ran.code == 0
-    golden("cli/explain_kernels.txt", ran.out)
+    golden("explain_kernels.txt", ran.out)
     assert shardc_cli("explain", MODEL, *PLAN, "--kernels").out == "no call is fused: write fuse: true in the plan"
 
 
@@ -180,7 +180,7 @@ def test_cost(golden: Golden) -> None:
     ran = shardc_cli("cost", MODEL, *PLAN, "--memory", "--top", "3")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith(shardc_cli("cost", MODEL, *PLAN).out.rstrip())
-    golden("cli/cost.txt", ran.out)
+    golden("cost.txt", ran.out)
 
 
 def test_verify() -> None:
@@ -240,7 +240,7 @@ def test_bad_input_is_a_diagnostic_and_exit_code_2(case: str, golden: Golden) ->
     ran = shardc_cli(*BAD_INPUT[case])
     assert ran.code == 2
     assert "Traceback" not in ran.err
-    golden(f"cli/bad/{case}.txt", ran.err)
+    golden(f"bad/{case}.txt", ran.err)
 
 
 def test_a_saved_program_is_not_compiled_again(saved: str) -> None:
@@ -317,7 +317,7 @@ def test_the_surface_is_frozen(golden: Golden) -> None:
             kind = kind.__name__ if isinstance(kind, type) else str(kind).replace("pathlib._local.", "pathlib.")
             default = "required" if param.default is inspect.Parameter.empty else f"default {param.default}"
             lines.append(f"  {what} {words}: {kind}, {default}")
-    golden("cli/surface.txt", "\n".join(lines))
+    golden("surface.txt", "\n".join(lines))
 
 
 @pytest.mark.parametrize("command", ["", "compile", "explain", "cost", "verify", "run"])

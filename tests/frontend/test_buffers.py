@@ -131,7 +131,7 @@ def test_what_a_program_cannot_keep_is_refused(name: str) -> None:
     assert diagnostic.code == code
     assert said in str(failure.value)
     assert diagnostic.location is not None
-    assert diagnostic.location.startswith("tests/test_buffers.py")
+    assert diagnostic.location.startswith("tests/frontend/test_buffers.py")
 
 
 @pytest.mark.parametrize("of", ["buffer", "parameter"])

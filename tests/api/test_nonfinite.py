@@ -14,7 +14,7 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info, type_of
 from shardc.runtime.execute.layout import replica_spread
 from shardc.runtime.oracle.simulate import simulate
-from tests.test_precision import compiled
+from tests.api.test_precision import compiled
 
 
 def overflowing(batch: Any, value: float = 1e6) -> Any:

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from shardc.cli import main
 from shardc.compiler.pass_pipeline import Options, body_passes, part_passes
-from tests.test_layering import FLOORS
+from tests.repository.test_layering import FLOORS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.M | re.S)
 COMMANDS = [part.partition("\n")[::2] for block in BLOCKS for part in block.split("$ shardc ")[1:]]

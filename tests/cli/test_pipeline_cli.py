@@ -14,7 +14,7 @@ from shardc import Program
 from shardc.cli import main
 
 GRAPHS = ("forward0", "backward0", "forward1", "backward1", "update0", "update1")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 MODEL = "examples/mlp.py:mlp"
 PIPELINED = ["--plan", "tests/cli/mlp_pp.yaml"]
 
@@ -33,7 +33,7 @@ def test_command(case: str, golden: Callable[[str, str], None], monkeypatch: pyt
     if case == "verify":
         assert out.startswith("4 ranks in float64: equal to the single device")
     else:
-        golden(f"cli/pipeline_{case}.txt", out)
+        golden(f"pipeline_{case}.txt", out)
 
 
 @pytest.mark.parametrize("form", ["text", "json", "python", "dot"])
@@ -63,7 +63,7 @@ def test_timeline_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 @pytest.mark.parametrize("case", [[], ["gelu.send1"]], ids=["list", "transfer"])
 def test_explain(case: list[str], golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    golden(f"cli/pipeline_explain_{'_'.join(case) or 'list'}.txt", run_cli("explain", MODEL, *case, *PIPELINED))
+    golden(f"pipeline_explain_{'_'.join(case) or 'list'}.txt", run_cli("explain", MODEL, *case, *PIPELINED))
 
 
 def test_a_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

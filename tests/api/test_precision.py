@@ -30,7 +30,7 @@ from shardc.runtime.oracle.compare import relative_error
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.in_double import InDouble
 
-PLANS = Path(__file__).parent.parent / "configs" / "plans"
+PLANS = Path(__file__).parent.parent.parent / "configs" / "plans"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL: dict[str, Any] = {
     "gpt2": lambda: gpt2(batch=4, seq=8, layers=1, vocab=32, heads=2, width=16),

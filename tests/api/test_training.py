@@ -31,7 +31,7 @@ from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.in_double import InDouble
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 STEPS, CLIP = 5, 0.5
 LAYOUTS = {
     "dp2": ("dp=2,tp=1", ""),

@@ -10,7 +10,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import P, Placement
 from shardc.plan.schema import Annotation, Plan, bytes_text, match, read_bytes
 
-PLANS = sorted((Path(__file__).parent.parent / "configs" / "plans").glob("*.yaml"))
+PLANS = sorted((Path(__file__).parent.parent.parent / "configs" / "plans").glob("*.yaml"))
 
 
 def annotation(pattern: str, text: str = "tp") -> Annotation:

@@ -90,7 +90,7 @@ def test_text(golden: Any) -> None:
     assert isinstance(shown.pop(), Explanation)  # a collective is explained as one
     shown += [planned("part of it").explain(name) for name in ("h.0.sin", "h.1.norm.native_layer_norm")]
     text = "\n\n".join(map(str, shown))
-    golden("explain/kernels.txt", re.sub(r"\S*(test_explain_kernels.py):\d+", r"\1:N", text))
+    golden("kernels.txt", re.sub(r"\S*(test_explain_kernels.py):\d+", r"\1:N", text))
 
 
 def test_a_call_is_explained_by_the_kernel_that_it_is_in() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 # From the ground up. A room is a package or a module; its modules are named relative to it.
 FLOORS: list[dict[str, str]] = [
     {

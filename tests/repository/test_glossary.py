@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 
 

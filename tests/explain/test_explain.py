@@ -199,8 +199,6 @@ def test_what_is_no_collective_is_refused(megatron: shardc.Program) -> None:
 
 def test_text(mismatched: shardc.Program, golden: Any) -> None:
     found: Explanation = explain(mismatched, kinds(mismatched, "all_gather")[0])
-    root = Path(__file__).parent.parent
-    golden(
-        "explain/gather.txt", str(found).replace(f"{root}/", "").replace(f"{Path(__file__).name}:", "test_explain.py:")
-    )
+    root = Path(__file__).parent.parent.parent
+    golden("gather.txt", str(found).replace(f"{root}/", "").replace(f"{Path(__file__).name}:", "test_explain.py:"))
     assert bound_of(mismatched)

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import shardc
 from shardc.ir.graph import type_of
 
-PLANS = Path(__file__).parent.parent / "configs" / "plans"
+PLANS = Path(__file__).parent.parent.parent / "configs" / "plans"
 BATCH, SEQ, HIDDEN, VOCAB, HEADS = 8, 16, 32, 96, 4
 DP, TP, ITEM = 2, 2, 4
 MESH = shardc.Mesh(dp=DP, tp=TP)
