@@ -53,7 +53,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 fuzz: $(STAMP)
-	$(BIN)/python -m pytest tests/properties tests/stages/test_equivalence.py tests/kernels/test_fused.py::test_random_kernels \
+	$(BIN)/python -m pytest tests/properties tests/partition/test_equivalence.py tests/kernels/test_fused.py::test_random_kernels \
 		tests/gpu/test_random_kernels.py -n auto --hypothesis-profile=fuzz
 	$(BIN)/python -m pytest -m "long or hypothesis" -n auto --dist worksteal --hypothesis-profile=night
 

@@ -19,7 +19,7 @@ from shardc.schedule.emit import emit
 from shardc.schedule.pipeline import chain_pipeline
 from shardc.schedule.prove import prove
 from shardc.schedule.schedules import order
-from tests.stages.mutate import judged
+from tests.schedule.mutate import judged
 
 SCHEDULES = {
     **dict.fromkeys(("gpipe", "1f1b", "zb-h1"), (1,)),

@@ -23,7 +23,7 @@ from shardc.schedule.costs import Costs
 from shardc.schedule.instructions import Backward, Dgrad, Forward, Recv, ReduceGrads, RunBody, Send
 from shardc.schedule.prove import prove
 from tests.models.zoo import PLANS, make
-from tests.stages.whole import SIZES, only
+from tests.partition.whole import SIZES, only
 
 ZERO: dict[str, Any] = {"storage": {"zero": 1, "axes": ["dp"]}}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardc import ShardcError
 from shardc.partition.cut import cut
-from tests.stages.whole import step
+from tests.partition.whole import step
 
 
 class Layered(nn.Module):

@@ -16,7 +16,7 @@ from examples.gpt2 import gpt2
 from shardc.runtime.checkpoint.checkpoint import load_state_dict
 from shardc.schedule.instructions import Instruction
 from tests.distributed.ranks import start
-from tests.stages.whole import SCHEDULES
+from tests.partition.whole import SCHEDULES
 
 WORKER = Path(__file__).parent / "pipeline_worker.py"
 LIMIT, STEPS = 8.0, 5  # as in pipeline_worker.py

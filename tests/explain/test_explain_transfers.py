@@ -20,7 +20,7 @@ from shardc.partition.balance import named_starts
 from shardc.partition.step_analysis import StepAnalysis
 from shardc.schedule.instructions import Send
 from tests.models.zoo import make
-from tests.stages.whole import SIZES
+from tests.partition.whole import SIZES
 
 
 class Uneven(nn.Module):

@@ -25,11 +25,11 @@ from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.accumulate import accumulate
 from shardc.passes.fusion.fuse import fuse
 from shardc.runtime.oracle.verify import verify
+from tests.partition.whole import SCHEDULES
 from tests.properties.check import Refused, compiled
 from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
 from tests.properties.programs import programs
-from tests.stages.whole import SCHEDULES
 
 EXAMPLES = max(6, settings().max_examples // 2)
 Placed = dict[str, dict[str, str]]

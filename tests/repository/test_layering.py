@@ -188,6 +188,29 @@ def imports(module: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, target
 
 
+# Folders of tests that no package of `shardc` has the name of.
+OTHER_TESTS = {
+    "api": "the public API from end to end",
+    "diagnostics": "messages, word for word",
+    "distributed": "real processes",
+    "files": "files that somebody altered",
+    "gpu": "kernels and training on GPUs",
+    "hostile": "models that make a trace difficult",
+    "kernels": "kernels_triton",
+    "models": "architectures of Hugging Face and others, verified",
+    "properties": "random programs, plans, files and kernels",
+    "repository": "documents and layering",
+    "saving": "checkpoints on disks that fail",
+}
+
+
+def test_tests_lie_in_the_folder_of_their_room() -> None:
+    rooms = {path.parent.name for path in (ROOT / "shardc").glob("*/__init__.py")}
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("**/test_*.py")}
+    assert folders - rooms == set(OTHER_TESTS)
+    assert rooms <= folders, "each room has tests"
+
+
 def test_every_module_has_its_place() -> None:
     modules = set(MODULES) - set(PACKAGES)
     missing, gone = sorted(modules - set(PLACES)), sorted(set(PLACES) - modules)

@@ -20,7 +20,7 @@ from shardc.runtime.execute.layout import assemble
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import make
-from tests.stages.whole import agree, step
+from tests.partition.whole import agree, step
 
 MICROBATCHES = 3
 LAYOUTS: dict[str, dict[str, Any]] = {

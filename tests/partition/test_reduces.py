@@ -14,8 +14,8 @@ from shardc.partition.program_counter import graphs_of
 from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.runtime.oracle.simulate import run_reference
 from shardc.schedule.instructions import COMPUTE, ReduceGrads
-from tests.stages.test_gathers import sharded
-from tests.stages.whole import agree, staged
+from tests.partition.test_gathers import sharded
+from tests.partition.whole import agree, staged
 
 
 def reducing(zero: int, schedule: str = "bfs", virtual: int = 2, **plan: Any) -> tuple[StagedProgram, Any]:

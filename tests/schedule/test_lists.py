@@ -10,7 +10,7 @@ from shardc.schedule.instructions import COMPUTE
 from shardc.schedule.lists import RankLists
 from shardc.schedule.pipeline import chain_pipeline
 from shardc.schedule.prove import prove
-from tests.stages.pipelines import PIPELINES
+from tests.schedule.pipelines import PIPELINES
 
 
 def test_text(golden: Callable[[str, str], None]) -> None:

@@ -21,7 +21,7 @@ from shardc.runtime.execute.peer_groups import PeerGroups
 from shardc.runtime.execute.stage_code import GraphCode, StepState, graph_form
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.models.zoo import make
-from tests.stages.whole import SIZES, step
+from tests.partition.whole import SIZES, step
 
 CPU = torch.device("cpu")
 

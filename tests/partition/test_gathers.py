@@ -31,7 +31,7 @@ from shardc.schedule.lists import RankLists
 from shardc.schedule.prove import prove
 from shardc.schedule.replay import replay
 from tests.models.zoo import make
-from tests.stages.whole import SCHEDULES, SIZES, agree, compiled, staged, step
+from tests.partition.whole import SCHEDULES, SIZES, agree, compiled, staged, step
 
 ZERO3 = {"storage": {"zero": 3, "axes": ["dp"]}}
 SEVERAL = [(ranks, name) for ranks in (2, 4) for name in ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1")]

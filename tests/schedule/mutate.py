@@ -8,8 +8,8 @@ from shardc.schedule.build import build
 from shardc.schedule.instructions import Free, Gather, Instruction, Optimizer, Recv, ReduceGrads, Send
 from shardc.schedule.lists import RankLists
 from shardc.schedule.prove import prove
-from tests.stages.oracle import broken, homes_of
-from tests.stages.pipelines import PIPELINES
+from tests.schedule.oracle import broken, homes_of
+from tests.schedule.pipelines import PIPELINES
 
 KINDS = ("drop", "duplicate", "swap", "neighbours", "move", "retarget")
 BASES = [

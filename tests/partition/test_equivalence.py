@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardc.partition.staged_program import StagedProgram
-from tests.stages.whole import PRODUCT, SCHEDULES, Case, agree, check, compiled, programmed
+from tests.partition.whole import PRODUCT, SCHEDULES, Case, agree, check, compiled, programmed
 
 FUZZ = settings.default is not None and settings.default.max_examples > 1000
 # Compiling takes longer than running: so many programs, each under several schedules.

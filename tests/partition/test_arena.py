@@ -26,8 +26,8 @@ from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
 from shardc.runtime.execute.stage_code import GraphCode
 from tests.models.zoo import make
+from tests.partition.whole import step
 from tests.runtime.poison import Late, poisoned
-from tests.stages.whole import step
 
 COUNT = 3
 OVER = {"inputs": {"input_ids": "dp, -", "labels": "dp, -"}, "clip_grad_norm": 0.1}

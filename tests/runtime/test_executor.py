@@ -20,7 +20,7 @@ from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.execute.peer_groups import PeerGroups
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.schedule.instructions import COMPUTE, Backward, instruction_text
-from tests.stages.whole import step
+from tests.partition.whole import step
 
 COUNT = 3
 

@@ -13,8 +13,8 @@ from shardc.schedule.instructions import Dgrad, Forward, Free, Instruction, Opti
 from shardc.schedule.lists import RankLists
 from shardc.schedule.pipeline import Pipeline, Stage, StagePart, chain_pipeline
 from shardc.schedule.prove import prove
-from tests.stages.mutate import judged
-from tests.stages.oracle import Broken, Machine
+from tests.schedule.mutate import judged
+from tests.schedule.oracle import Broken, Machine
 
 
 def test_mutants() -> None:

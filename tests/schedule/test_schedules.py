@@ -21,8 +21,8 @@ from shardc.schedule.prove import prove
 from shardc.schedule.replay import replay
 from shardc.schedule.schedules.judge import peak_activations
 from shardc.schedule.timeline import Timeline
-from tests.stages.oracle import broken, homes_of
-from tests.stages.pipelines import PIPELINES
+from tests.schedule.oracle import broken, homes_of
+from tests.schedule.pipelines import PIPELINES
 
 SHAPES = [(1, 1), (2, 2), (2, 8), (4, 4), (4, 12), (5, 10), (8, 32), (16, 64)]
 ANY = schedules.names()  # the built-in ones: tests register theirs later

@@ -26,8 +26,8 @@ from shardc.schedule.lists import RankLists
 from shardc.schedule.pipeline import Pipeline
 from shardc.schedule.prove import prove
 from tests.models.zoo import make
+from tests.partition.whole import agree, compiled, staged, step
 from tests.replanned import replanned
-from tests.stages.whole import agree, compiled, staged, step
 
 
 def calls(graph: Graph) -> Counter[str]:

@@ -10,7 +10,7 @@ import shardc
 from shardc import Mesh
 from shardc.partition.cut import CutStep, cut
 from shardc.partition.staged_program import StagedProgram, scheduled
-from tests.stages.whole import step
+from tests.partition.whole import step
 
 
 @pytest.fixture(scope="module")

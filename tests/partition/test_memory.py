@@ -17,7 +17,7 @@ from shardc.runtime.oracle import simulate_stages as simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.schedule.instructions import COMPUTE, Gather, Send
 from shardc.schedule.lists import SENDS_IN_FLIGHT
-from tests.stages.whole import compiled, staged, step
+from tests.partition.whole import compiled, staged, step
 
 
 class Meter:

@@ -29,8 +29,8 @@ from shardc.runtime.oracle.simulate import sharded
 from shardc.schedule.lists import split_batches
 from tests.cost.rank_meter import Allocated, Key, fake_job, metered
 from tests.models.zoo import make
-from tests.stages.test_arena import codes
-from tests.stages.whole import SIZES, step
+from tests.partition.test_arena import codes
+from tests.partition.whole import SIZES, step
 
 LABELS = dict.fromkeys(("input_ids", "labels"), "dp, -")
 ZERO_3: dict[str, Any] = {"storage": {"zero": 3, "axes": ["dp"]}, "inputs": LABELS}

@@ -18,7 +18,7 @@ from shardc.ir.hardware import DEFAULT
 from shardc.partition.balance import balanced_starts, choose_starts, cut_bytes, divide_large_layers, unit_costs
 from shardc.partition.cut import cut
 from shardc.partition.step_analysis import StepAnalysis
-from tests.stages.whole import compiled, step
+from tests.partition.whole import compiled, step
 
 
 def brute_force(costs: list[float], crossing: list[float], stages: int) -> float:
