@@ -8,7 +8,6 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +47,7 @@ from shardc.frontend.sample_call import Call
 from shardc.frontend.token_weights import bind_tokens
 from shardc.frontend.trace import trace
 from shardc.ir import program as data
+from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import info
@@ -362,7 +362,7 @@ class Program(data.Program):
         Of a model that was changed since (put into another mode, frozen, hooked), it is that of the model as it is now.
         """
         if self.compiled is not None and self.recompile is not None and (now := self.compiled.all_changes()):
-            warnings.warn(f"{changed(now).diagnostics[0].message}: it is compiled again", stacklevel=2)
+            warn(f"{changed(now).diagnostics[0].message}: it is compiled again")
             return self.recompile().launch(**options)
         if self.compiled is not None:
             self.compiled.accept_values()
