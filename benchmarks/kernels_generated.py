@@ -40,9 +40,7 @@ from kernels_triton.match.op import OPS, kernel_of
 SEED = 7
 HEAD = 128  # of rotary embeddings: as wide
 VOCABULARIES = (32000, 50304, 128256)
-KEYS = (512, 1024, 2048, 4096)  # of a softmax
-HEADS = 16
-WIDTH = 256  # beside what is measured: of hidden layers, or of inner ones
+WIDTH = 256  # of layers beside those that are measured
 
 Call = Callable[[], Any]
 
@@ -59,48 +57,18 @@ class Pair:
     generated: Call
 
 
-class Mlp(nn.Module):
-    """A norm, a product, an activation or a gated one, a product, a residual and a norm."""
+class Norms(nn.Module):
+    """A layer norm, alone and after a residual, between products: with the products' biases, and without."""
 
-    def __init__(self, act: str, norm: type[nn.LayerNorm | nn.RMSNorm], hidden: int, inner: int, gated: bool) -> None:
+    def __init__(self, cols: int, bias: bool) -> None:
         super().__init__()
-        self.act, self.first, self.last = act, norm(hidden), norm(hidden)
-        self.up, self.down, self.head = (
-            nn.Linear(hidden, inner, bias=not gated),
-            nn.Linear(inner, hidden),
-            nn.Linear(hidden, 16),
-        )
-        self.gate = nn.Linear(hidden, inner, bias=False) if gated else None
+        self.first, self.last = nn.LayerNorm(cols, bias=bias), nn.LayerNorm(cols, bias=bias)
+        self.up, self.down = nn.Linear(cols, WIDTH, bias=bias), nn.Linear(WIDTH, cols, bias=bias)
+        self.head = nn.Linear(cols, 16, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        up = self.up(h)
-        match self.act:
-            case "silu":
-                value: Callable[[Tensor], Tensor] = functional.silu
-            case "relu2":
-                value = lambda u: functional.relu(u).square()  # noqa: E731
-            case _:
-                value = lambda u: functional.gelu(u, approximate=self.act)  # noqa: E731
-        acted = value(up) if self.gate is None else value(self.gate(h)) * up
-        return self.head(self.last(x + self.down(acted))).square().mean()
-
-
-class Attention(nn.Module):
-    """Attention that is written out, of `rows` rows of `keys` scores, under a mask that is added, filled, or none."""
-
-    def __init__(self, mask: str) -> None:
-        super().__init__()
-        self.mask, self.qkv = mask, nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
-        scores = q @ k.mT * (WIDTH // 4) ** -0.5
-        if self.mask == "added":
-            scores = scores + mask
-        elif self.mask == "filled":
-            scores = scores.masked_fill(mask, -math.inf)
-        return (scores.softmax(-1) @ v).square().mean()
+        h = self.down(torch.tanh(self.up(self.first(x))))
+        return self.head(self.last(x + h)).square().mean()
 
 
 class Classifier(nn.Module):
@@ -119,22 +87,12 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def models(rows: int, cols: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], nn.Module], dict[str, Tensor]]]:
     """A name that tells of its templates, the model, and its batch."""
     for n in cols:
-        for name, norm in (("layer_norm", nn.LayerNorm), ("rms_norm", nn.RMSNorm)):
-            yield name, lambda n=n, norm=norm: Mlp("silu", norm, n, WIDTH, gated=True), {"x": _meta(rows, n)}
-        for act in ("silu", "none", "tanh", "relu2"):
-            for gated in (False, True):
-                made = lambda n=n, act=act, gated=gated: Mlp(act, nn.LayerNorm, WIDTH, n, gated)  # noqa: E731
-                yield f"{act} {'gated' if gated else 'activation'}", made, {"x": _meta(rows, WIDTH)}
+        for bias in (True, False):
+            yield "layer_norm", lambda n=n, bias=bias: Norms(n, bias), {"x": _meta(rows, n)}
     for n in VOCABULARIES:
         for bias in (False, True):
-            target = _meta(rows, dtype=torch.int64)
-            batch = {"x": _meta(rows, WIDTH), "target": target}
+            batch = {"x": _meta(rows, WIDTH), "target": _meta(rows, dtype=torch.int64)}
             yield "cross_entropy", lambda n=n, bias=bias: Classifier(n, bias), batch
-    for n in KEYS:
-        for mask in ("none", "added", "filled"):
-            batch = max(1, rows * HEADS // n // 4)
-            given = _meta(batch, 1, n, n, dtype=torch.bool if mask == "filled" else torch.float32)
-            yield "softmax", lambda mask=mask: Attention(mask), {"x": _meta(batch, n, WIDTH), "mask": given}
 
 
 def matched(rows: int, cols: tuple[int, ...], wanted: Callable[[str], bool]) -> Iterator[tuple[Kernel, Match]]:
@@ -157,10 +115,7 @@ def matched(rows: int, cols: tuple[int, ...], wanted: Callable[[str], bool]) -> 
 
 def drawn(kernel: Kernel, match: Match) -> list[Tensor]:
     """Inputs for a kernel; what is divided by is positive."""
-    inputs = [
-        draw(*given.shape).to(given.dtype) if given.dtype.is_floating_point else draw(*given.shape) > 0
-        for given in kernel.inputs
-    ]
+    inputs = [draw(*given.shape).to(given.dtype) for given in kernel.inputs]
     if isinstance(at := match.binding.get("target"), int):
         inputs[at] = torch.randint(0, match.cols, inputs[at].shape, device=DEVICE)
     if isinstance(at := match.binding.get("rstd"), int):
@@ -170,9 +125,8 @@ def drawn(kernel: Kernel, match: Match) -> list[Tensor]:
 
 def pairs(rows: int, cols: tuple[int, ...], wanted: Callable[[str], bool]) -> Iterator[Pair]:
     for kernel, match in matched(rows, cols, wanted):
-        inputs, act = drawn(kernel, match), match.template.options.get("act", "")
-        ours, other = template_launcher(kernel), launcher(kernel)
-        shape, op = (match.rows, match.cols), f"{match.template.name} {act}".strip()
+        inputs, ours, other = drawn(kernel, match), template_launcher(kernel), launcher(kernel)
+        shape, op = (match.rows, match.cols), match.template.name
         yield Pair(op, shape, kernel, inputs, lambda i=inputs, f=ours: f(i), lambda i=inputs, f=other: f(i))
     for n in cols:
         for op, kernel, inputs, template in plain_ops(rows, n):
@@ -184,18 +138,26 @@ def pairs(rows: int, cols: tuple[int, ...], wanted: Callable[[str], bool]) -> It
 def plain_ops(rows: int, cols: int) -> Iterator[tuple[str, Kernel, list[Tensor], Call]]:
     """Those that no graph gives to a template: the generated kernels are as fast, or fuse more."""
     x, residual, dy = (draw(rows, cols) for _ in range(3))
-    w = draw(cols)
+    w, b = draw(cols), draw(cols)
     seed, offset = torch.tensor(SEED, device=DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
     _, rrms = ops.rms_norm(x, w, EPS)
-    ours: Call = lambda: ops.rms_norm_backward(dy, x, w, rrms)  # noqa: E731
-    yield "rms_norm_backward", CORPUS["rms_norm_backward"](rows, cols, BF16), [dy, x, w, rrms], ours
-    ours = lambda: ops.bias_dropout_residual(x, None, residual, 0.1, seed, 3, None, offset)  # noqa: E731
-    yield "dropout_add", CORPUS["dropout_add"](rows, cols, BF16), [x, residual, seed, offset], ours
+    y, packed = torch.softmax(x.float(), -1).to(BF16), torch.cat((x, residual), -1)
+
+    def of_corpus(op: str, inputs: list[Tensor], template: Call) -> tuple[str, Kernel, list[Tensor], Call]:
+        return op, CORPUS[op](rows, cols, BF16), inputs, template
+
+    yield of_corpus("rms_norm", [x, w], lambda: ops.rms_norm(x, w, EPS))
+    yield of_corpus("rms_norm_backward", [dy, x, w, rrms], lambda: ops.rms_norm_backward(dy, x, w, rrms))
+    yield of_corpus("softmax_backward", [dy, y], lambda: ops.softmax_backward(dy, y, 0.125))
+    yield of_corpus("bias_gelu", [x, b], lambda: ops.bias_gelu(x, b))
+    yield of_corpus("bias_gelu_backward", [dy, x, b], lambda: ops.bias_gelu_backward(dy, x, b))
+    yield of_corpus("swiglu_backward", [dy, packed, packed], lambda: ops.gated_backward(dy, packed))
+    dropped: Call = lambda: ops.bias_dropout_residual(x, None, residual, 0.1, seed, 3, None, offset)  # noqa: E731
+    yield of_corpus("dropout_add", [x, residual, seed, offset], dropped)
     heads, angles = x.view(rows, cols // HEAD, HEAD), torch.rand(rows, 1, HEAD // 2, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
-    ours = lambda: ops.rope(heads[None], cos[:, 0], sin[:, 0])  # noqa: E731
     turned = rope(heads.shape[0] * heads.shape[1], HEAD // 2, BF16, heads.shape[1])
-    yield "rope", turned, [heads, heads, cos, sin], ours
+    yield "rope", turned, [heads, heads, cos, sin], lambda: ops.rope(heads[None], cos[:, 0], sin[:, 0])
 
 
 def measure(one: Pair) -> dict[str, Any]:

@@ -8,7 +8,6 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +47,8 @@ from shardc.frontend.sample_call import Call
 from shardc.frontend.token_weights import bind_tokens
 from shardc.frontend.trace import trace
 from shardc.ir import program as data
+from shardc.ir.caller import warn
+from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
@@ -102,6 +103,7 @@ def annotate(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> n
     return model
 
 
+@on_cpu
 def compile(
     model: nn.Module,
     batch: Any,
@@ -220,12 +222,14 @@ class Program(data.Program):
         """The stages, and the instruction lists of all ranks."""
         return self.pipelined or one_stage(self.body)
 
+    @on_cpu
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
         """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
         self.refuse_changed_model()
         inputs = self.inputs(batch, params)
         return StepResult.of(self.body, simulate_stages(self.staged, inputs))
 
+    @on_cpu
     def verify(
         self,
         batch: Any = None,
@@ -320,6 +324,7 @@ class Program(data.Program):
         this index or name. By its name also a kernel, and what became of a call under `fuse`."""
         return explain_value(self, value, self.staged)
 
+    @on_cpu
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Every input of the program by name: parameters and buffers (drawn at random if there are none), the batch."""
         names, own_batch = [p.name for p in self.reference.inputs if p.role == "input"], batch is None
@@ -350,13 +355,14 @@ class Program(data.Program):
             return learning_rates(self.optimizer)
         return {name: torch.tensor(rate, dtype=torch.float64) for name, rate in self.plan.get("rates", {}).items()}
 
+    @on_cpu
     def launch(self, **options: Any) -> Trainer:
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
         Of a model that was changed since (put into another mode, frozen, hooked), it is that of the model as it is now.
         """
         if self.compiled is not None and self.recompile is not None and (now := self.compiled.all_changes()):
-            warnings.warn(f"{changed(now).diagnostics[0].message}: it is compiled again", stacklevel=2)
+            warn(f"{changed(now).diagnostics[0].message}: it is compiled again")
             return self.recompile().launch(**options)
         if self.compiled is not None:
             self.compiled.accept_values()

@@ -20,7 +20,6 @@ from kernels_triton.ir.kernel import Kernel
 from kernels_triton.launch import fast_launch, launch
 from kernels_triton.match.algebra import kind_of
 from kernels_triton.match.match import Match, match_template, row_stride
-from kernels_triton.match.pattern import BROADCAST
 from kernels_triton.match.run import RUN, Operands
 
 ALIGNMENT = 16
@@ -102,8 +101,6 @@ class TemplateLauncher:
 
     def _operand_view(self, x: Tensor, number: int, kind: str) -> Tensor:
         match, access_map = self.match, self.kernel.inputs[number].access_map
-        if kind in BROADCAST:
-            return x.as_strided(self.kernel.space, access_map.strides, x.storage_offset() + access_map.offset)
         if kind != "full":
             return x.view(-1)
         stride = match.cols if len(self.kernel.space) == 1 else row_stride(self.kernel, access_map)

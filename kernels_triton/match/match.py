@@ -12,7 +12,6 @@ from itertools import pairwise
 from kernels_triton.ir.access_map import AccessMap, contiguous_map
 from kernels_triton.ir.kernel import Kernel, Output
 from kernels_triton.launch.launch import DTYPES
-from kernels_triton.launch.row_schedule import leading_dims
 from kernels_triton.match.algebra import KernelValues, kind_of
 from kernels_triton.match.pattern import Binding, PatternSearch
 from kernels_triton.match.table import TEMPLATES, TemplatePattern
@@ -114,8 +113,6 @@ def _access_maps_fit(kernel: Kernel, match: Match) -> bool:
 def _access_map_fits(kernel: Kernel, access_map: AccessMap, kind: str, inside: bool) -> bool:
     space = kernel.space
     match kind:
-        case "mask" | "flag":
-            return access_map.strides[-1] == 1 and leading_dims(space, access_map.strides, 3) is not None
         case "full" if inside and len(space) > 1:
             return row_stride(kernel, access_map) is not None
         case "full":

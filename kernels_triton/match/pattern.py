@@ -20,8 +20,7 @@ from typing import Literal
 from kernels_triton.ir.kernel import Operand, Ref
 from kernels_triton.match.algebra import Factor, KernelValues, ProductTerm, kind_of
 
-OperandKind = Literal["full", "row", "col", "scalar", "number", "mask", "flag"]
-BROADCAST = {"mask": "f", "flag": "b"}  # operands with any access map that varies along the columns, and their class
+OperandKind = Literal["full", "row", "col", "scalar", "number"]
 Binding = Mapping[str, int | float | None]  # an input of the kernel, or a number; None: absent
 
 
@@ -99,8 +98,6 @@ def _parse_pattern(of: ast.expr, known: Mapping[str, Pattern]) -> Pattern:
             return ColumnPattern()
         case ast.Name(name) if name in known:
             return known[name]
-        case ast.UnaryOp(ast.Invert(), operand):
-            return OpPattern("not", (_parse_pattern(operand, known),))
         case ast.Call(ast.Name(op), args):
             return OpPattern(op, tuple(_parse_pattern(arg, known) for arg in args))
         case ast.BinOp(left, ast.BitOr(), right):
@@ -198,14 +195,8 @@ class PatternSearch:
         if node.name in binding:
             if binding[node.name] == value:
                 yield binding
-        elif self._has_kind(value, node.kind) and value not in _bound_inputs(binding):
+        elif kind_of(self.kernel, value) == node.kind and value not in _bound_inputs(binding):
             yield {**binding, node.name: value}
-
-    def _has_kind(self, value: int, kind: OperandKind) -> bool:
-        value_kind = kind_of(self.kernel, value)
-        if kind in BROADCAST:
-            return value_kind in ("full", "col") and self.kernel.classes[value] == BROADCAST[kind]
-        return value_kind == kind
 
     def _match_operands(
         self, nodes: Sequence[Pattern], operands: Sequence[Operand], binding: Binding

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -10,9 +9,8 @@ from torch import Tensor
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.launch import launch
 from kernels_triton.match.match import Match
-from kernels_triton.ops import activation, norm
+from kernels_triton.ops import norm
 from kernels_triton.ops.cross_entropy import cross_entropy_into
-from kernels_triton.ops.softmax import softmax_backward_into, softmax_into
 
 
 class Operands:
@@ -22,7 +20,6 @@ class Operands:
         self, kernel: Kernel, match: Match, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
     ) -> None:
         self.kernel, self.match, self.tensors, self.numbers = kernel, match, tensors, numbers
-        self.options = match.template.options
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -35,17 +32,13 @@ Run = Callable[[str, Operands, Mapping[str, Tensor]], None]
 
 
 def _norm(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    x, squares, mean = o["x"], "squares" in out, out.get("mean")
-    float32 = launch.DTYPES[-1]
-    if mean is None and "layer_norm" in name:
-        mean = launch.empty(x.shape[:1], float32, x)
-    rstd = out.get("rstd")
-    if rstd is None:
-        rstd = out["squares"] if squares else launch.empty(x.shape[:1], float32, x)
-    columns = (o.get("weight"), o.get("bias"), o.numbers["eps"])
-    norm.forward_into(
-        name, x, o.get("residual"), *columns, out["y"], out.get("sum"), mean, rstd, o.get("before"), squares
+    x = o["x"]
+    mean, rstd = (
+        launch.empty(x.shape[:1], launch.DTYPES[-1], x) if (wanted := out.get(key)) is None else wanted
+        for key in ("mean", "rstd")
     )
+    columns = (o.get("weight"), o.get("bias"), o.numbers["eps"])
+    norm.forward_into(name, x, o.get("residual"), *columns, out["y"], out.get("sum"), mean, rstd, o.get("before"))
 
 
 def _norm_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
@@ -53,23 +46,6 @@ def _norm_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
         *(name, o["dy"], o["x"], o.get("weight"), o["mean"], o["rstd"], o.get("residual")),
         *(out["dx"], out.get("dweight"), out.get("dbias"), out.get("dbefore"), o.get("more")),
     )
-
-
-def _activation(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    activation.forward_into(name, o["x"], o.get("bias"), out["y"], o.options["act"])
-
-
-def _activation_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    act = o.options["act"]
-    activation.backward_into(name, o["dy"], o["x"], o.get("bias"), out["dx"], out.get("dbias"), act)
-
-
-def _gated(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    activation.gated_into(o["gate"], o["up"], out["y"], o.options["act"])
-
-
-def _gated_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    activation.gated_backward_into(o["dy"], o["gate"], o["up"], out["dgate"], out["dup"], o.options["act"])
 
 
 def _cross_entropy(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
@@ -88,30 +64,10 @@ def _cross_entropy(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
     )
 
 
-def _softmax(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    fill = o.numbers.get("fill", -math.inf)
-    hides = o.options.get("filled") == "where"
-    softmax_into(o["x"], o.get("mask"), out["y"], o.numbers["scale"], fill, hides)
-
-
-def _softmax_backward(name: str, o: Operands, out: Mapping[str, Tensor]) -> None:
-    softmax_backward_into(o["dy"], o["y"], out["dx"], o.numbers["scale"])
-
-
 PARTS = ("picked", "total")
 RUN: dict[str, Run] = {
     "layer_norm": _norm,
     "add_layer_norm": _norm,
-    "rms_norm": _norm,
-    "add_rms_norm": _norm,
     "layer_norm_backward": _norm_backward,
-    "bias_gelu": _activation,
-    "bias_gelu_backward": _activation_backward,
-    "squared_relu": _activation,
-    "squared_relu_backward": _activation_backward,
-    "gated": _gated,
-    "gated_backward": _gated_backward,
     "cross_entropy": _cross_entropy,
-    "softmax": _softmax,
-    "softmax_backward": _softmax_backward,
 }

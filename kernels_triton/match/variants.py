@@ -2,9 +2,9 @@
 
 A kernel is compiled for each combination of present and absent operands. Each combination is a kernel of its own, which
 the compiler might spill. This file lists all combinations that `run.py` can launch. Norms: a bias and a residual before
-the norm, the sum as an optional result, the sum of squares in place of the statistics, a second gradient, and each sum
-over rows wanted or not. Losses: a bias, and a scale that is a divisor. Softmax: torch's masks. CI compiles those that
-are `in_ci`: the combinations of the example programs, and those with everything at once.
+the norm, the sum as an optional result, a second gradient, and each sum over rows wanted or not. Losses: a bias, and a
+scale that is a divisor. CI compiles those that are `in_ci`: the combinations of the example programs, and those with
+everything at once.
 
 Parameters are float32 masters, as in a plan's `precision`, or have the compute dtype, as in a model that is 16-bit
 throughout. `dtypes` lists both: every combination in bfloat16; in float16, whose kernels differ by one conversion, only
@@ -13,7 +13,6 @@ those in CI.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +21,10 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
-from kernels_triton.ops import activation, norm
+from kernels_triton.ops import norm
 from kernels_triton.ops.cross_entropy import cross_entropy_into
-from kernels_triton.ops.softmax import softmax_into
 
 ROWS = 8192
-HEADS = (8, 32, 32)  # batch, heads and queries, whose product is a softmax's rows
 EPS = 1e-5
 
 
@@ -58,8 +55,6 @@ def variants() -> Iterator[LaunchVariant]:
     yield from _norms()
     yield from _norm_gradients()
     yield from _losses()
-    yield from _softmaxes()
-    yield from _others()
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -85,9 +80,8 @@ PARAMETRIC = (
     "dbefore",
 )  # operands and results of the parameters' dtype
 
-# The norms of programs: of GPT-2, BERT and ViT; of Llama and T5.
+# The norms of GPT-2, BERT and ViT.
 LAYER_NORMS = ({"before", "weight", "bias", "sum"},)
-RMS_NORMS = ({"weight", "squares"}, {"weight", "squares", "sum"})
 LAYER_NORM_GRADS: tuple[frozenset[str] | set[str], ...] = (
     {"weight", "dweight", "dbias", "dbefore"},
     {"weight", "dweight", "dbias", "dbefore", "residual"},
@@ -97,34 +91,27 @@ LAYER_NORM_GRADS: tuple[frozenset[str] | set[str], ...] = (
 
 
 def _norms() -> Iterator[LaunchVariant]:
-    for op in ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"):
-        layer = "layer" in op
-        names = ("before", "weight", "sum", *(("bias",) if layer else ("squares",)))
+    names = ("before", "weight", "sum", "bias")
+    for op in ("layer_norm", "add_layer_norm"):
         for has in _subsets(names):
             if "sum" in has and "add" not in op and "before" not in has:
                 continue  # the sum is x
             most = len(has) == len(names)
-            shown = most or has in (LAYER_NORMS if layer else RMS_NORMS)
-            owned = not has.isdisjoint(PARAMETRIC)
+            shown, owned = most or has in LAYER_NORMS, not has.isdisjoint(PARAMETRIC)
             yield LaunchVariant(
                 op, _describe(has), partial(_norm, op, has), shown, HELD if most else (1024,), owned, ODD * shown
             )
 
 
 def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
-    """Moments and sums of squares are float32; a lone `rstd` has the graph's compute dtype."""
-
     def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
         return _empty(there, *shape) if name in has else None
 
     full = (ROWS, cols)
-    squares, mean = "squares" in has, _empty(FLOAT, ROWS) if "layer" in op else None
-    rstd = _empty(dtype if mean is None and not squares else FLOAT, ROWS)
     norm.forward_into(
         *(op, _empty(dtype, *full), _empty(dtype, *full) if "add" in op else None),
         *(given("weight", own, cols), given("bias", own, cols), EPS, _empty(dtype, *full)),
-        *(given("sum", dtype, *full), mean, rstd),
-        *(given("before", own, cols), squares),
+        *(given("sum", dtype, *full), _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), given("before", own, cols)),
     )
 
 
@@ -170,44 +157,6 @@ def _loss(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) 
         bias=_empty(own, cols) if "bias" in has else None,
         padded="padded" in has,
     )
-
-
-def _softmaxes() -> Iterator[LaunchVariant]:
-    for kind in ("none", "added", "kept", "hidden"):
-        launch = partial(_softmax, kind)
-        yield LaunchVariant("softmax", f"torch's, mask: {kind}", launch, True, (1024, 64, 4096, 12288, 50304), False)
-
-
-def _softmax(kind: str, cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
-    batch, heads, queries = HEADS
-    x, y = (_empty(dtype, batch * heads * queries, cols) for _ in range(2))
-    masks = {"none": None, "added": _empty(dtype, batch, 1, queries, cols).expand(batch, heads, queries, cols)}
-    mask = masks.get(kind, _empty(torch.bool, batch, 1, 1, cols).expand(batch, heads, queries, cols))
-    softmax_into(x, mask, y, 0.125, -math.inf, kind == "hidden")
-
-
-def _others() -> Iterator[LaunchVariant]:
-    for has in _subsets(("bias", "dbias")):
-        for act in ("gelu_tanh", "gelu", "relu2"):
-            op = "squared_relu_backward" if act == "relu2" else "bias_gelu_backward"
-            told = f"{act}, {_describe(has)}"
-            launch, shown = partial(_activation_backward, op, act, has), act != "gelu_tanh" or len(has) == 2
-            yield LaunchVariant(op, told, launch, shown, parametric=bool(has))
-    for act in ("gelu_tanh", "gelu", "relu2"):
-        op = "squared_relu" if act == "relu2" else "bias_gelu"
-        yield LaunchVariant(op, f"{act}, bias", partial(_activation, op, act), True)
-
-
-def _activation(op: str, act: str, cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
-    activation.forward_into(op, _empty(dtype, ROWS, cols), _empty(own, cols), _empty(dtype, ROWS, cols), act)
-
-
-def _activation_backward(
-    op: str, act: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype
-) -> None:
-    bias, dbias = (_empty(own, cols) if name in has else None for name in ("bias", "dbias"))
-    dy, x, dx = (_empty(dtype, ROWS, cols) for _ in range(3))
-    activation.backward_into(op, dy, x, bias, dx, dbias, act)
 
 
 def _describe(has: frozenset[str]) -> str:

@@ -105,13 +105,8 @@ def gated(gate: Tensor, up: Tensor | None = None, act: str = "silu") -> Tensor:
         return reference.gated(gate, up, act)
     first, second = _halves(gate, up)
     y = launch.empty((*gate.shape[:-1], first.shape[1]), gate.dtype, gate)
-    gated_into(first, second, y, act)
-    return y
-
-
-def gated_into(first: Tensor, second: Tensor, y: Tensor, act: str) -> None:
-    """`act(first) * second`, for rows."""
     _launch_tiles("gated_forward", "gated", first, (first, second, y), (first, second), act)
+    return y
 
 
 @checked
@@ -134,16 +129,9 @@ def gated_backward(
     first, second = _halves(gate, up)
     dgate = launch.empty(gate.shape, gate.dtype, gate)
     dup = None if up is None else launch.empty(up.shape, up.dtype, up)
-    gated_backward_into(row_schedule.as_rows(dy), first, second, *_halves(dgate, dup), act)
-    return dgate, dup
-
-
-def gated_backward_into(
-    grad: Tensor, first: Tensor, second: Tensor, to_first: Tensor, to_second: Tensor, act: str
-) -> None:
-    """The gradients of `gated_into`, for rows."""
-    tensors = (grad, first, second, to_first, to_second)
+    tensors = (row_schedule.as_rows(dy), first, second, *_halves(dgate, dup))
     _launch_tiles("gated_backward", "gated_backward", first, tensors, tensors, act)
+    return dgate, dup
 
 
 def _expect_activation(op: str, act: str) -> None:
@@ -171,15 +159,10 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _forward(op: str, x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    y = launch.empty(x.shape, x.dtype, x)
-    forward_into(op, x, bias, y, act)
-    return y
-
-
-def forward_into(op: str, x: Tensor, bias: Tensor | None, y: Tensor, act: str) -> None:
-    flat = row_schedule.as_rows(x)
+    y, flat = launch.empty(x.shape, x.dtype, x), row_schedule.as_rows(x)
     tensors = (flat, None if bias is None else bias.contiguous(), y)
     _launch_tiles("activation_forward", op, x, tensors, (flat,), act)
+    return y
 
 
 def _launch_tiles(
@@ -203,14 +186,6 @@ def _launch_tiles(
 def _backward(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor | None]:
     dx = launch.empty(x.shape, x.dtype, x)
     dbias = None if bias is None else launch.empty(bias.shape, bias.dtype, x)
-    backward_into(op, dy, x, bias, dx, dbias, act)
-    return dx, dbias
-
-
-def backward_into(
-    op: str, dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, dbias: Tensor | None, act: str
-) -> None:
-    """`dbias`, the sum of `dx` over rows, is optional, with or without a bias."""
     grad, flat = row_schedule.as_rows(dy), row_schedule.as_rows(x)
     count, cols = flat.shape
     schedule = row_schedule.column_walk_schedule(op, x, cols, sums=dbias is not None)
@@ -229,3 +204,4 @@ def backward_into(
         warps=schedule.warps,
     )
     sum_columns_into((db,), [dbias])
+    return dx, dbias

@@ -182,10 +182,9 @@ def forward_into(
     mean: Tensor | None,
     rstd: Tensor,
     before: Tensor | None = None,
-    squares: bool = False,
 ) -> None:
     """The norm of `x + before + residual`, that sum (`total`) and the statistics, each written in its own dtype.
-    Without `mean` this is an RMS norm; with `squares`, `rstd` gets the sum of squares."""
+    Without `mean` this is an RMS norm."""
     cols = x.shape[-1]
     flat = row_schedule.as_rows(x)
     count = flat.shape[0]
@@ -200,14 +199,14 @@ def forward_into(
         once, again = schedule.waves == 0, schedule.again and before is None and residual is None
         # With one wide row, registers for weight and bias would be missing elsewhere.
         held = not again and (not once or schedule.chunks == 1 or cols <= HELD_COLS)
-        tile = {"COLS": cols, **schedule.persistent, "HOLD": held, "SQUARES": squares, "ONCE": once, "AGAIN": again}
+        tile = {"COLS": cols, **schedule.persistent, "HOLD": held, "ONCE": once, "AGAIN": again}
         # Without a limit the compiler for sm_80 spills two registers, so that another program fits.
         wide = schedule.chunks > 1 or (before is not None and x.element_size() == 4)
         older = wide and launch.device_of(x).shared_bytes < row_schedule.SM90_SHARED
         registers = (1 << 16) // (32 * schedule.warps) if older else 0
         launch.run("norm.norm_forward", (schedule.programs(count, x),), *args, **tile, registers=min(255, registers))
     else:
-        tile = {"COLS": cols, "BLOCK": schedule.block, "SQUARES": squares}
+        tile = {"COLS": cols, "BLOCK": schedule.block}
         launch.run("norm.norm_forward_looped", (count,), *args, **tile, warps=schedule.warps)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from kernels_triton.launch import launch, row_schedule
 from kernels_triton.library import reference
 from kernels_triton.library.checks import checked, expect, expect_columns, expect_device, expect_floats, expect_shape
 
-PLAIN_MASK = {"EXACT": False, "FILL": -math.inf, "HIDES": False}  # masked columns have probability 0
 CAUSAL_BLOCKS_FROM = 1024  # the fewest columns for which causal rows are computed by blocks
 
 
@@ -44,7 +41,7 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
         mask, heads, strides = _broadcast(mask, x)
     schedule = _schedule("softmax", x, cols, causal, mask is not None)
     args = (flat, mask, y, count, row_schedule.row_stride(flat), scale, *strides)
-    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": causal, **PLAIN_MASK}
+    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": causal}
     if causal and schedule.chunks > 1:
         tile = {"CHUNKS": schedule.chunks, "BLOCK": schedule.block, "warps": schedule.warps}
         args, shape = (flat, mask, y, *args[4:]), {"COLS": cols, "QUERIES": queries, "HEADS": heads}
@@ -56,29 +53,6 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: b
         tile = {"BLOCK": schedule.block, "warps": schedule.warps}
         launch.run("softmax.softmax_forward_looped", (count,), *args, **shape, **tile)
     return y
-
-
-def softmax_into(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, fill: float, hides: bool) -> None:
-    """Torch's softmax of rows [rows, cols], into y: NaN in a row of only -inf. `mask` may have any strides over the
-    rows that merge to three dims. It is added, or is boolean: `fill` replaces x where it is True if it `hides`,
-    otherwise where it is False."""
-    count, cols = x.shape
-    (_, batch), (heads, head), (queries, query) = (1, 0), (1, 0), (1, 0)
-    if mask is not None:
-        dims = row_schedule.leading_dims(mask.shape, mask.stride(), 3)
-        assert dims is not None, "a mask of more dims than a kernel walks"
-        (_, batch), (heads, head), (queries, query) = dims
-        mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
-    schedule = _schedule("softmax", x, cols, False, mask is not None)
-    args = (x, mask, y, count, row_schedule.row_stride(x), scale, batch, head, query)
-    shape = {"COLS": cols, "QUERIES": queries, "HEADS": heads, "CAUSAL": False}
-    shape |= {"EXACT": True, "FILL": fill, "HIDES": hides}
-    if schedule.chunks:
-        tile, programs = {**schedule.persistent, "ONCE": schedule.waves == 0}, schedule.programs(count, x)
-        launch.run("softmax.softmax_forward", (programs,), *args, **shape, **tile)
-    else:
-        tile = {"BLOCK": schedule.block, "warps": schedule.warps}
-        launch.run("softmax.softmax_forward_looped", (count,), *args, **shape, **tile)
 
 
 @checked
@@ -97,14 +71,7 @@ def softmax_backward(dy: Tensor, y: Tensor, scale: float = 1.0, causal: bool = F
         return reference.softmax_backward(dy, y, scale, causal)
     queries = y.shape[-2] if y.dim() > 1 else 1
     dx = launch.empty(y.shape, y.dtype, y)
-    softmax_backward_into(row_schedule.as_rows(dy), row_schedule.as_rows(y), dx, scale, queries, causal)
-    return dx
-
-
-def softmax_backward_into(
-    grad: Tensor, flat: Tensor, dx: Tensor, scale: float, queries: int = 1, causal: bool = False
-) -> None:
-    """For rows [rows, cols]; dx is contiguous."""
+    grad, flat = row_schedule.as_rows(dy), row_schedule.as_rows(y)
     count, cols = flat.shape
     schedule = _schedule("softmax_backward", flat, cols, causal)
     args = (grad, flat, dx, count, row_schedule.row_stride(grad), row_schedule.row_stride(flat), scale)
@@ -119,6 +86,7 @@ def softmax_backward_into(
     else:
         tile = {"BLOCK": schedule.block, "warps": schedule.warps}
         launch.run("softmax.softmax_backward_looped", (count,), *args, **shape, **tile)
+    return dx
 
 
 def _schedule(op: str, x: Tensor, cols: int, causal: bool, masked: bool = False) -> row_schedule.Schedule:

@@ -1,7 +1,7 @@
 """`explain` for kernels: which calls became one, what that saves, and why other calls stayed calls.
 
-    print(program.explain("h.0.bias_gelu"))     a kernel
-    print(program.explain("h.0.gelu"))          a call of the body without kernels: the kernel that it is in, or why not
+    print(program.explain("h.0.fused_add_gelu"))     a kernel
+    print(program.explain("h.0.gelu"))               a call of the body without kernels: its kernel, or why it has none
 
 The program is compiled anew from its reference graph and fused once more, with a watcher. That must give the program's
 own graphs, to the letter. Bytes are those that the program's summary counts (`passes/fusion/analysis/traffic`): of one

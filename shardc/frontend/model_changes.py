@@ -8,7 +8,6 @@ built in: a trainer has values of its own from the launch on, and what is writte
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from shardc.frontend.python_state import Snapshot
 from shardc.frontend.state_holders import Variables
+from shardc.ir.caller import warn
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.torch_compat import gradient_hooks, version_of
 
@@ -118,7 +118,7 @@ class CompiledModel:
             written = [name for name, now, before in names if now != before]
             shown = ", ".join(written[:3]) + (f" and {len(written) - 3} more" if len(written) > 3 else "")
             message = f"values were written to the model's {shown}: a trainer goes on with its own; to hand them on"
-            warnings.warn(f"{message}, launch again with state=model.state_dict()", stacklevel=4)
+            warn(f"{message}, launch again with state=model.state_dict()")
             self._state_versions = versions
 
     def accept_values(self) -> None:

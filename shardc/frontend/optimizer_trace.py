@@ -253,10 +253,11 @@ def _starting_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], 
         _first_step(optimizer, group, torch.zeros_like(like), {})
     except ShardcError:
         mine: Mapping[Tensor, dict[str, Any]] = optimizer.state
-        state = next((mine[p] for p in group["params"] if mine.get(p)), None)
-        if state is None:
+        # Of a parameter with the most dims: of a scalar's own state nothing tells what has the parameter's shape.
+        params = sorted((p for p in group["params"] if mine.get(p)), key=Tensor.dim, reverse=True)
+        if not params:
             raise
-        return {key: _resized(optimizer, value, like) for key, value in state.items()}
+        return {key: _resized(optimizer, value, like) for key, value in mine[params[0]].items()}
     return {}
 
 

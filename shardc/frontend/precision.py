@@ -155,8 +155,10 @@ def place_casts(graph: fx.Graph, params: Collection[fx.Node], gradients: Sequenc
 # What wants its floating operands to be of one dtype, though tracing on fakes does not notice when they are not.
 NORMS = ("aten::native_layer_norm", "aten::native_group_norm")
 ALIKE = (
-    *("aten::mm", "aten::addmm", "aten::convolution", "shardc::linear", "shardc::linear_dgrad", "shardc::linear_wgrad"),
-    *("shardc::sdpa", "shardc::grouped_mm", "aten::index_add", "aten::index_put", "aten::_cdist_forward", *NORMS),
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::dot", "aten::convolution"),
+    *("shardc::linear", "shardc::linear_dgrad", "shardc::linear_wgrad", "shardc::sdpa", "shardc::grouped_mm"),
+    *("aten::index_add", "aten::index_copy", "aten::index_put", "aten::_cdist_forward", "aten::linalg_cross"),
+    *("aten::binary_cross_entropy", *NORMS),
 )
 
 

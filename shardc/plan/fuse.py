@@ -1,4 +1,4 @@
-"""What a plan says of kernels: `fuse: true`, or `fuse: {exclude: [tanh, '**.mlp.act'], templates: [gated]}`."""
+"""What a plan says of kernels: `fuse: true`, or `fuse: {exclude: [tanh, '**.mlp.act'], templates: [cross_entropy]}`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Fusing(BaseModel):
     def _read_templates(cls, value: Any) -> Any:
         names: object = (value,) if isinstance(value, str) else value
         if not isinstance(names, (list, tuple)):
-            hint = "write templates: [gated, cross_entropy], or templates: [] for none"
+            hint = "write templates: [layer_norm, cross_entropy], or templates: [] for none"
             raise error("SC208", f"'fuse.templates' should be a list of names, not {value!r}", hint=hint)
         for name in cast(tuple[object, ...], names):
             if name not in NAMES:

@@ -12,7 +12,6 @@ no one implements does not exist: an unknown one is an error.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -21,6 +20,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from shardc.ir.annotation import KINDS, Annotation, match
+from shardc.ir.caller import caller
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
@@ -130,7 +130,7 @@ class Plan(BaseModel):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: Source | None = None) -> Plan:
         """A plan from plain data; without a source, its annotations are of the line of Python that called us."""
-        source = source or Source(_caller())
+        source = source or Source(caller())
         try:
             return cls.model_validate(dict(data), context=source)
         except ValidationError as invalid:
@@ -376,11 +376,3 @@ def _refuse_large(root: yaml.Node | None, name: str) -> None:
 
     if size(root) > LARGEST:
         raise error("SC208", f"the plan has more than {LARGEST:,} values", location=name, hint="write fewer aliases")
-
-
-def _caller() -> str | None:
-    """The line of the user's code that called into this package."""
-    package, frame = str(Path(__file__).parents[1]), inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(package):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else None

@@ -63,9 +63,9 @@ class Mixes(nn.Module):
         return self.up(x.float()).sum()
 
 
-class MixesInBatches(Mixes):
+class Interpolates(Mixes):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x.float()[None], self.up.weight[None]).sum()
+        return torch.lerp(self.up.weight.float(), self.up.weight, 0.5).sum() + x.sum()
 
 
 class Branches(Net):
@@ -168,7 +168,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "control_flow": ("SC101", lambda: yaml('inputs:\n  x: "dp"', Branches)),
     "data_dependent_shape": ("SC101", lambda: yaml('inputs:\n  x: "dp"', Picks)),
     "mixed_dtypes": ("SC104", lambda: yaml("precision: bf16", Mixes)),
-    "mixed_dtypes_found_by_torch": ("SC104", lambda: yaml("precision: bf16", MixesInBatches)),
+    "mixed_dtypes_found_by_torch": ("SC104", lambda: yaml("precision: bf16", Interpolates)),
     "kept_matches_nothing": ("SC202", lambda: yaml("precision: {compute: bf16, keep: blok}", Mixes)),
     "no_rule_under_strict": ("SC301", lambda: strict(Inverts())),
     "model_fails": ("SC104", lambda: shardc.compile(Net(), torch.randn(8, 15), mesh=MESH)),

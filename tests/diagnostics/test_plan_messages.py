@@ -75,7 +75,7 @@ CASES: dict[str, Callable[[], object]] = {
     "hardware_quantity": lambda: plan("hardware:\n  link_bandwidth: 4e11\n  memory_bytes_per_second: 4.8"),
     "fuse_value": lambda: plan("fuse: kernels"),
     "fuse_key": lambda: plan("fuse:\n  enabled: true\n  exlude: [tanh]"),
-    "fuse_template": lambda: plan("fuse:\n  templates: [gated, layernorm]"),
+    "fuse_template": lambda: plan("fuse:\n  templates: [layer_norm, layernorm]"),
     "recompute_key": lambda: plan("recompute:\n  mode: full\n  colectives: true"),
     "precision_dtype": lambda: plan("precision: bf61"),
     "precision_key": lambda: plan("precision: {compute: bf16, redcue: fp32}"),

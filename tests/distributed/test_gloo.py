@@ -48,6 +48,15 @@ def test_training_equals_the_simulation(tmp_path: Path) -> None:
         torch.testing.assert_close(gathered[name], value, rtol=1e-6, atol=1e-6)
 
 
+def test_a_process_launches_again(tmp_path: Path) -> None:
+    """Also when one rank is early: it must not find the other where that was at an earlier launch."""
+    first, second = start("again", 2, tmp_path)
+    assert first is not None
+    assert first == second
+    assert len(first["losses"]) == 6
+    assert len(set(first["losses"])) == 1
+
+
 def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     *survivors, dead = start("dead", 4, tmp_path)
     assert dead is None

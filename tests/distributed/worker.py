@@ -107,6 +107,20 @@ def train() -> dict[str, object]:
     return {"losses": losses, "held": held, "bytes": held_bytes, "grads": grads, "made": made}
 
 
+def again() -> dict[str, object]:
+    """Launch time after time in one process; now this rank is early, now the other. The losses are the same."""
+    body, inputs = mlp(mesh=Mesh(dp=1, tp=2)), mlp_inputs()
+    program = SimpleNamespace(staged=one_stage(body), model=None, constants=inputs)
+    losses: list[float] = []
+    trainers: list[Trainer] = []  # kept, and with them all that they hold of the job's store
+    for turn in range(6):
+        time.sleep(0.2 * (turn % 2 == RANK))
+        trainers.append(launch(program, timeout=20))
+        losses.append(float(trainers[-1].step({"x": inputs["x"]}).loss))
+        trainers[-1].close()
+    return {"losses": losses}
+
+
 def trainer_that_breaks(how: str) -> Trainer:
     """A trainer after its first step; on the last rank the second one ends in its middle."""
     world = int(os.environ["WORLD_SIZE"])
@@ -155,7 +169,7 @@ def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         uncaught(scenario)
         return
-    run = {"collectives": collectives, "train": train}.get(scenario)
+    run = {"collectives": collectives, "train": train, "again": again}.get(scenario)
     found = run() if run else broken(scenario)
     (folder / f"{RANK}.json").write_text(json.dumps(found))
     # A dead peer would make an orderly shutdown wait.

@@ -24,7 +24,7 @@ from tests.passes.test_fuse_legal import Scaled
 
 
 class Layer(nn.Module):
-    """A product, a GELU that is a template's, and what no template is."""
+    """A norm that is a template's, products, a GELU, and what no template is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ EVERYTHING = {"optimizer": True, "accumulate": 2, "clip_grad_norm": 1.0, "precis
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "everything": {**EVERYTHING, "recompute": "full", "storage": {"zero": 3, "axes": ["dp"]}},
-    "part of it": {"fuse": {"exclude": ["sin", "h.1.norm"], "templates": ["bias_gelu"]}},
+    "part of it": {"fuse": {"exclude": ["sin", "h.0.norm"], "templates": ["layer_norm"]}},
 }
 
 
@@ -84,29 +84,29 @@ def test_calls_and_bytes_add_up_to_the_program(name: str) -> None:
 
 
 def test_text(golden: Any) -> None:
-    """A template that makes again what forward made; a generated kernel; calls that are none, for several reasons."""
-    kernels = ("d.h.1.bias_gelu_backward", "d.h.1.fused_cos_mul")
+    """A template; generated kernels, one that rematerialises; calls that are none, for several reasons."""
+    kernels = ("d.h.1.norm.layer_norm_backward", "d.h.1.fused_add_gelu_backward", "d.h.1.fused_cos_mul")
     shown = [planned("plain").explain(name) for name in (*kernels, "d.h.1.down.sum", "h.1.cumsum", "sum.all_reduce")]
     assert isinstance(shown.pop(), Explanation)  # a collective is explained as one
-    shown += [planned("part of it").explain(name) for name in ("h.0.sin", "h.1.norm.native_layer_norm")]
+    shown += [planned("part of it").explain(name) for name in ("h.0.sin", "h.0.norm.native_layer_norm")]
     text = "\n\n".join(map(str, shown))
     golden("kernels.txt", re.sub(r"\S*(test_explain_kernels.py):\d+", r"\1:N", text))
 
 
 def test_a_call_is_explained_by_the_kernel_that_it_is_in() -> None:
     program = planned("plain")
-    whole = program.explain("d.h.1.bias_gelu_backward")
+    whole = program.explain("d.h.1.fused_add_gelu_backward")
     assert isinstance(whole, KernelExplanation)
     for part in whole.calls:
         assert program.explain(f"%{part.name}") == whole
-    assert str(program.explain("h.1.gelu")).startswith("%h.1.up.bias_gelu: 2 calls as one kernel, forward")
+    assert str(program.explain("h.1.gelu")).startswith("%h.1.up.fused_add_gelu: 2 calls as one kernel, forward")
 
 
 def test_a_template_that_the_plan_leaves_out_is_named() -> None:
-    found = planned("part of it").explain("d.h.1.gelu_backward")
+    found = planned("part of it").explain("d.h.1.norm.native_layer_norm_backward")
     assert isinstance(found, KernelExplanation)
     assert not found.template
-    assert found.generated == "the template bias_gelu_backward would compute it, and the plan leaves that out"
+    assert found.generated == "the template layer_norm_backward would compute it, and the plan leaves that out"
 
 
 def test_a_loaded_program_explains_its_kernels_the_same(tmp_path: Path) -> None:

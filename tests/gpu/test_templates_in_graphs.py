@@ -7,8 +7,6 @@ bfloat16's roundings of 1/256, it does not matter.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -40,7 +38,7 @@ def test_gradients_are_as_near_as_unfused_ones(name: str) -> None:
     exact = run(single.body, single)
     program = compiled(name, {"precision": "bf16"}, False)
     fused = fuse(program.body)
-    assert sum(node.target in OPS.values() for node in fused.calls()) >= 8
+    assert any(node.target in OPS.values() for node in fused.calls())
     plain, ours = run(program.body, program), run(fused, program)
     largest = max(want.norm() for key, want in exact.items() if key.startswith("grad"))
     for key, want in exact.items():
@@ -67,15 +65,6 @@ LOSS = (
 ALONE = {
     "loss with a bias": LOSS.replace("{c}", "30522"),
     "longer loss with a bias": LOSS.replace("{c}", "50304"),
-    "squared_relu": (
-        "squared_relu[512|1000](f32[1000]@0:0,1, {t}[512,1000]){{%2=add(%1, %0); %3=maximum(%2, 0.0); %4=square(%3)}}->"
-        "{t}[512,1000]=%4"
-    ),
-    "squared_relu_backward": (
-        "squared_relu_backward[512|1000](f32[1000]@0:0,1, {t}[512,1000], {t}[512,1000]){{%3=add(%1, %0); "
-        "%4=maximum(%3, 0.0); %5=mul(%4, 2.0); %6=mul(%2, %5); %7=le(%4, 0.0); %8=where(%7, 0.0, %6); %9=csum(%8)}}->"
-        "{t}[512,1000]=%8, f32[1000]=%9@0:0,1"
-    ),
 }
 
 
@@ -108,25 +97,38 @@ def check(kernel: Kernel, apart: float) -> None:
     assert repeats == {1}, f"{kernel.name} is not remembered"
 
 
+def added_norm() -> tuple[Kernel, list[int]]:
+    """A norm after a sum, and which of its inputs are [rows, cols]."""
+    kernel = next(one for one in templates("gpt2") if one.name == "add_layer_norm")
+    binding = launcher(kernel).match.binding
+    return kernel, [int(binding[name] or 0) for name in ("x", "residual")]
+
+
+def drawn(kernel: Kernel) -> list[torch.Tensor]:
+    return [torch.randn(given.shape, device="cuda").to(given.dtype) for given in kernel.inputs]
+
+
 def test_operands_that_lie_in_one_another_are_told_apart() -> None:
     """Remembered from a call in which two operands were one tensor, another call would read the wrong one."""
-    kernel = next(one for one in templates("llama") if one.name == "gated")
-    x, y = (torch.randn(kernel.inputs[0].shape, device="cuda", dtype=kernel.inputs[0].dtype) for _ in range(2))
+    kernel, (first, second) = added_norm()
+    other = drawn(kernel)
+    same = [other[first] if at == second else x for at, x in enumerate(other)]
     run_template = type(launcher(kernel))(kernel, launcher(kernel).match)
-    same, other = run_template([x, x]), run_template([x, y])
-    again = run_template([x, y])
-    assert not torch.equal(same[0], other[0])
-    assert torch.equal(other[0], again[0])
-    exact = reference.run(kernel, [x.double(), y.double()])
-    assert (other[0].double() - exact[0]).norm() <= APART * exact[0].norm()
+    results = [run_template(inputs)[-1] for inputs in (same, other, other)]
+    assert not torch.equal(results[0], results[1])
+    assert torch.equal(results[1], results[2])
+    exact = reference.run(kernel, [x.double() for x in other])[-1]
+    assert (results[1].double() - exact).norm() <= APART * exact.norm()
 
 
 def test_tensors_that_are_not_aligned() -> None:
-    kernel = next(one for one in templates("llama") if one.name == "gated")
-    shape = kernel.inputs[0].shape
-    size = math.prod(shape)
-    run_template = launcher(kernel)
-    run_template([torch.randn(shape, device="cuda").bfloat16() for _ in range(2)])
-    off = [torch.randn(size + 1, device="cuda").bfloat16()[1:].view(shape) for _ in range(2)]
+    kernel, _ = added_norm()
+    run_template, inputs = launcher(kernel), drawn(kernel)
+    run_template(inputs)
+    off: list[torch.Tensor] = []
+    for x in inputs:
+        wider = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")
+        off.append(wider[1:].view(x.shape).copy_(x))
     exact = reference.run(kernel, [x.double() for x in off])
-    assert (run_template(off)[0].double() - exact[0]).norm() <= APART * exact[0].norm()
+    for y, want in zip(run_template(off), exact, strict=True):
+        assert (y.double() - want).norm() <= APART * want.norm()

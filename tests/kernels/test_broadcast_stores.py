@@ -118,8 +118,9 @@ def test_a_sum_over_rows_is_stored_in_no_row() -> None:
 
 def test_a_row_stored_whole_is_no_template() -> None:
     """A template writes a row's numbers once."""
-    steps = "%2=square(%0); %3=rsum(%2); %4=mul(%3, 0.015625); %5=add(%4, 1e-06); %6=rsqrt(%5); %7=mul(%0, %6)"
-    line = "a[30|64](f32[30,64], f32[64]@0:0,1){" + steps + "; %8=mul(%7, %1)}->f32[30,64]=%8, f32[30"
-    small: Kernel = parse(line + "]=%6@0:1,0")
+    steps = "%2=rsum(%0); %3=mul(%2, 0.015625); %4=sub(%0, %3); %5=square(%4); %6=rsum(%5); %7=mul(%6, 0.015625); "
+    steps += "%8=add(%7, 1e-06); %9=rsqrt(%8); %10=mul(%4, %9); %11=mul(%10, %1)"
+    line = "a[30|64](f32[30,64], f32[64]@0:0,1){" + steps + "}->f32[30,64]=%11, f32[30"
+    small: Kernel = parse(line + "]=%9@0:1,0")
     assert match_template(small) is not None
-    assert match_template(parse(line + ",64]=%6")) is None
+    assert match_template(parse(line + ",64]=%9")) is None

@@ -28,32 +28,26 @@ def operands(kernel: Kernel, match: Match, inputs: list[Tensor]) -> tuple[Operan
             numbers[name] = float(at)
             continue
         x = strided_view(inputs[int(at)], kernel.inputs[int(at)].access_map, kernel.space)
-        whole = kind in ("full", "mask", "flag")
+        whole = kind == "full"
         tensors[name] = x.expand(kernel.space).reshape(match.rows, match.cols) if whole else x.reshape(-1)
     return tensors, numbers
 
 
 def results(match: Match, o: Operands, n: dict[str, float]) -> Results:
-    return TWINS[match.template.name](o, n, match.template.options.get("act", ""))
+    return TWINS[match.template.name](o, n)
 
 
 def _sum(o: Operands, *names: str) -> Tensor:
     return torch.stack([o[name].expand_as(o[names[0]]) for name in names if name in o]).sum(0)
 
 
-def _layer_norm(o: Operands, n: dict[str, float], act: str) -> Results:
+def _layer_norm(o: Operands, n: dict[str, float]) -> Results:
     h = _sum(o, "x", "before", "residual")
     y, mean, rstd = reference.layer_norm(h, o.get("weight"), o.get("bias"), n["eps"])
     return {"y": y, "sum": h, "mean": mean, "rstd": rstd}
 
 
-def _rms_norm(o: Operands, n: dict[str, float], act: str) -> Results:
-    h = _sum(o, "x", "before", "residual")
-    y, rstd = reference.rms_norm(h, o.get("weight"), n["eps"])
-    return {"y": y, "sum": h, "squares": h.square().sum(-1), "rstd": rstd}
-
-
-def _backward(o: Operands, n: dict[str, float], act: str) -> Results:
+def _backward(o: Operands, n: dict[str, float]) -> Results:
     dy = _sum(o, "dy", "more")
     weight = o.get("weight", torch.ones(dy.shape[1], dtype=dy.dtype))
     dx, dw, db = reference.layer_norm_backward(dy, o["x"], weight, o["mean"], o["rstd"], o.get("residual"))
@@ -62,26 +56,7 @@ def _backward(o: Operands, n: dict[str, float], act: str) -> Results:
     return {"dx": dx, "dweight": dw, "dbias": db, "dbefore": dx.sum(0)}
 
 
-def _gelu(o: Operands, n: dict[str, float], act: str) -> Results:
-    return {"y": reference.bias_gelu(o["x"], o.get("bias"), act)}
-
-
-def _gelu_backward(o: Operands, n: dict[str, float], act: str) -> Results:
-    dx, _ = reference.bias_gelu_backward(o["dy"], o["x"], o.get("bias"), act)
-    return {"dx": dx, "dbias": dx.sum(0)}
-
-
-def _gated(o: Operands, n: dict[str, float], act: str) -> Results:
-    return {"y": reference.gated(o["gate"], o["up"], act)}
-
-
-def _gated_backward(o: Operands, n: dict[str, float], act: str) -> Results:
-    dgate, dup = reference.gated_backward(o["dy"], o["gate"], o["up"], act)
-    assert dup is not None
-    return {"dgate": dgate, "dup": dup}
-
-
-def _cross_entropy(o: Operands, n: dict[str, float], act: str) -> Results:
+def _cross_entropy(o: Operands, n: dict[str, float]) -> Results:
     logits, target = _sum(o, "logits", "bias"), o["target"].long()
     scale = o["scale"] if "scale" in o else 1 / o["count"]
     loss, lse, dlogits = reference.cross_entropy(logits, target, scale.reshape(()), int(n["ignore"]))
@@ -89,29 +64,9 @@ def _cross_entropy(o: Operands, n: dict[str, float], act: str) -> Results:
     return {"dlogits": dlogits, "total": (lse - top).exp(), "picked": lse - loss - top}
 
 
-def _softmax(o: Operands, n: dict[str, float], act: str) -> Results:
-    """Of a mask that is added: those that fill are the business of the templates' own test."""
-    assert "fill" not in n
-    return {"y": torch.softmax(o["x"] * n["scale"] + o.get("mask", torch.zeros(())), -1)}
-
-
-def _softmax_backward(o: Operands, n: dict[str, float], act: str) -> Results:
-    return {"dx": reference.softmax_backward(o["dy"], o["y"], n["scale"])}
-
-
-TWINS: dict[str, Callable[[Operands, dict[str, float], str], Results]] = {
+TWINS: dict[str, Callable[[Operands, dict[str, float]], Results]] = {
     "layer_norm": _layer_norm,
     "add_layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "add_rms_norm": _rms_norm,
     "layer_norm_backward": _backward,
-    "bias_gelu": _gelu,
-    "bias_gelu_backward": _gelu_backward,
-    "squared_relu": _gelu,
-    "squared_relu_backward": _gelu_backward,
-    "gated": _gated,
-    "gated_backward": _gated_backward,
     "cross_entropy": _cross_entropy,
-    "softmax": _softmax,
-    "softmax_backward": _softmax_backward,
 }

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import shardc
 from kernels_triton.ir.kernel import Kernel
-from kernels_triton.match.op import kernel_of
 from shardc.cost.memory import memory
 from shardc.ir.graph import Graph, info, op_name
 from shardc.ir.verify import violations
@@ -22,7 +21,6 @@ from shardc.passes.fusion.analysis.traffic import node_bytes
 from shardc.passes.fusion.fuse import fuse
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.passes.eager_attention import HEADS, MODELS, SEQ, Filled, causal, chains
-from tests.passes.test_fuse_templates import agree
 
 SCORES = 2 * HEADS * SEQ * SEQ
 
@@ -102,32 +100,6 @@ def test_values_are_the_single_devices(name: str) -> None:
 def test_it_stays_a_call_if_a_plan_says_so() -> None:
     body = fuse(compiled("gpt2").body, exclude=("_softmax",))
     assert [op_name(n.target) for n in body.calls()].count("_softmax") == 1
-
-
-def test_templates_where_it_is_just_softmax() -> None:
-    """Without dropout backward is a template; forward has a mask that is computed, and is generated."""
-    body = fuse(compiled("gpt2, no dropout").body)
-    names = [op_name(n.target) for n in body.calls() if (k := kernel_of(n.target, n.args)) and k.cols == SEQ]
-    assert names.count("shardc.softmax_backward") == 1
-    batch = torch.randn(2, HEADS, SEQ, SEQ), torch.zeros(2, 1, SEQ, SEQ).masked_fill(~causal()[:, None], -torch.inf)
-    program = shardc.compile(Masked(), batch, mesh="dp=1", plan={"fuse": True})
-    names = [op_name(n.target) for n in program.body.calls()]
-    assert (names.count("shardc.softmax"), names.count("shardc.softmax_backward")) == (1, 1)
-    for node in program.body.calls():
-        if (kernel := kernel_of(node.target, node.args)) is not None and kernel.name.startswith("softmax"):
-            agree(kernel)
-    assert program.verify().ok
-
-
-class Masked(nn.Module):
-    """Softmax with a mask that is added, between two products that read it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(SEQ, SEQ, bias=False), nn.Linear(SEQ, 4)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.b((self.a(x) * 0.5 + mask).softmax(-1)).square().mean()
 
 
 class Drawn(nn.Module):

@@ -21,8 +21,9 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.ir": """
-            __init__ account annotation arena buckets call_slots collectives derive_provenance diagnostic dot files
-            graph hardware in_flight in_place index_operands layers liveness mesh microbatch ops ops.accumulate
+            __init__ account annotation arena buckets call_slots caller collectives default_device
+            derive_provenance diagnostic dot files graph hardware in_flight in_place index_operands layers liveness mesh microbatch
+            ops ops.accumulate
             ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context
             ops.fused_attention ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax ops.squares
             ops.streams overlap overlap_schedule parse placement plain program provenance python schema storages text
@@ -70,7 +71,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "kernels_triton.bucket": "__init__ kernel layout prepared_call",
-        "kernels_triton.match": "__init__ algebra launcher match op pattern run softmaxes source table variants",
+        "kernels_triton.match": "__init__ algebra launcher match op pattern run source table variants",
     },
     {
         "kernels_triton.gate": """

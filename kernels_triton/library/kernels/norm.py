@@ -9,8 +9,7 @@ Backward, with `xhat = (h - mean) * rstd`, `g = dy * w` and means over the row:
 
 The sums over rows stay in the registers of a few persistent programs, where a thread has GROUP neighbouring columns.
 Each program writes one partial row, and `column_sums` adds these in a fixed order. RMSNorm is the same without the mean
-(`MEAN` is None). Optional operands are None: BEFORE, a bias of x; RES; SUM; MORE, added to dy. SQUARES: forward stores
-a row's sum of squares in RSTD.
+(`MEAN` is None). Optional operands are None: BEFORE, a bias of x; RES; SUM; MORE, added to dy.
 """
 
 import triton
@@ -37,7 +36,7 @@ def _summed(X, BEFORE, RES, SUM, r, at, m, cm, x_stride, res_stride, kept: tl.co
 def _norm_tile(
     t, ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    HOLD: tl.constexpr, SQUARES: tl.constexpr, ONCE: tl.constexpr, AGAIN: tl.constexpr,
+    HOLD: tl.constexpr, ONCE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """The t-th ROWS rows. `ws` and `bs` are weight and bias, unless ONCE. AGAIN: rows are reread, from a cache."""
     kept: tl.constexpr = "evict_last" if AGAIN else ""
@@ -69,7 +68,7 @@ def _norm_tile(
             squares += xs[i] * xs[i]
         variance = tl.sum(squares, 1, keep_dims=True) / COLS
     rstd = tl.rsqrt(variance + eps)
-    tl.store(RSTD + r, variance * COLS if SQUARES else rstd, mask=rm)
+    tl.store(RSTD + r, rstd, mask=rm)
     for i in tl.static_range(CHUNKS):
         cm = i * BLOCK + c < COLS
         if AGAIN:
@@ -107,28 +106,28 @@ def _weights(W, B, c, COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.conste
 def norm_forward(
     X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
     COLS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, SQUARES: tl.constexpr, ONCE: tl.constexpr, AGAIN: tl.constexpr,
+    HOLD: tl.constexpr, ONCE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """HOLD: weight and bias are loaded early and stay in registers; otherwise they are loaded at their use. ONCE: a
     program has one tile. A loop of one iteration costs up to 5 % of a short row's time."""
     if ONCE:
         _norm_tile(
             tl.program_id(0), (), (), X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
-            COLS, CHUNKS, BLOCK, ROWS, HOLD, SQUARES, True, AGAIN,
+            COLS, CHUNKS, BLOCK, ROWS, HOLD, True, AGAIN,
         )  # fmt: skip
     else:
         ws, bs = _weights(W, B, tl.arange(0, BLOCK)[None, :], COLS, CHUNKS, BLOCK)
         for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
             _norm_tile(
                 t, ws, bs, X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
-                COLS, CHUNKS, BLOCK, ROWS, True, SQUARES, False, AGAIN,
+                COLS, CHUNKS, BLOCK, ROWS, True, False, AGAIN,
             )  # fmt: skip
 
 
 @triton.jit
 def norm_forward_looped(
     X, BEFORE, RES, SUM, W, B, Y, MEAN, RSTD, rows, x_stride, res_stride, eps,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program. Means and squared deviations of blocks are merged by Chan's formula, without cancellation in
     long rows. If a block's sum may be inexact, all numbers are differences from the mean of the first block, which
@@ -171,7 +170,7 @@ def norm_forward_looped(
     if MEAN is not None:
         mean += pivot
         tl.store(MEAN + r, mean)
-    tl.store(RSTD + r, squares if SQUARES else rstd)
+    tl.store(RSTD + r, rstd)
     for start in tl.range(0, COLS, BLOCK):
         m = start + c < COLS
         # Reread the operands rather than SUM, which other threads of the program may still be writing.

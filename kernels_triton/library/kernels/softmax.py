@@ -3,8 +3,7 @@
 Row r is query `r % QUERIES` of head `r // QUERIES % HEADS`; causal keeps column c where `c <= query + COLS - QUERIES`.
 Columns past the edge are not read, neither in forward nor in backward. The edge of a load is rounded up to 16 columns,
 because a mask that may end anywhere would make every load scalar. The exact edge is applied in registers. A fully
-masked row is all zeros, as in torch's attention; with EXACT it is NaN, as in torch's softmax. FILL replaces a column
-where a boolean mask is False, or with HIDES where it is True. Backward: `dx = scale * y * (dy - sum(dy * y))`.
+masked row is all zeros, as in torch's attention. Backward: `dx = scale * y * (dy - sum(dy * y))`.
 
 Long causal rows compute only the blocks up to the edge, with separate code for each number of blocks. Columns past
 these are stored as zeros at once. The longest rows come first, so that short rows fill the end.
@@ -15,10 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _read(
-    X, r, x_stride, c, m, scale, MASK, mask_row, edge, CAUSAL: tl.constexpr,
-    FILL: tl.constexpr = float("-inf"), HIDES: tl.constexpr = False,
-):  # fmt: skip
+def _read(X, r, x_stride, c, m, scale, MASK, mask_row, edge, CAUSAL: tl.constexpr):
     """A block of logits, scaled and masked; minus infinity in masked columns."""
     if CAUSAL:
         m = m & (c < (edge // 16 + 1) * 16)
@@ -26,7 +22,7 @@ def _read(
     if MASK is not None:
         mask = tl.load(MASK + mask_row + c, mask=m, other=0)
         if MASK.dtype.element_ty == tl.int8:
-            x = tl.where((mask != 0) == HIDES, FILL, x)
+            x = tl.where(mask != 0, x, float("-inf"))
         else:
             x += mask.to(tl.float32)
     if CAUSAL:
@@ -41,14 +37,13 @@ def _mask_row(r, QUERIES: tl.constexpr, HEADS: tl.constexpr, batch_stride, head_
 
 
 @triton.jit
-def _exponentials(xs, CHUNKS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constexpr):
+def _exponentials(xs, CHUNKS: tl.constexpr, DIM: tl.constexpr):
     """exp(x - maximum) for all chunks of a row, which lies along DIM, and the reciprocal of their sum."""
     tops = xs[0]
     for i in tl.static_range(1, CHUNKS):
         tops = tl.maximum(tops, xs[i])
     top = tl.max(tops, DIM, keep_dims=True)
-    if not EXACT:
-        top = tl.where(top == float("-inf"), 0.0, top)
+    top = tl.where(top == float("-inf"), 0.0, top)
     es = ()
     for i in tl.static_range(CHUNKS):
         e = tl.exp(xs[i] - top)
@@ -59,8 +54,7 @@ def _exponentials(xs, CHUNKS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constex
             totals += e
     total = tl.sum(totals, DIM, keep_dims=True)
     inverse = 1.0 / total
-    if not EXACT:
-        inverse = tl.where(total == 0.0, 0.0, inverse)
+    inverse = tl.where(total == 0.0, 0.0, inverse)
     return es, inverse
 
 
@@ -68,7 +62,6 @@ def _exponentials(xs, CHUNKS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constex
 def _forward_tile(
     t, X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
     COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
-    EXACT: tl.constexpr, FILL: tl.constexpr, HIDES: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The t-th ROWS rows."""
@@ -83,9 +76,9 @@ def _forward_tile(
     xs = ()
     for i in tl.static_range(CHUNKS):
         m = rm & (i * BLOCK + c < COLS)
-        x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
+        x = _read(X, r, x_stride, i * BLOCK + c, m, scale, MASK, mask_row, edge, CAUSAL)
         xs = xs + (x,)
-    es, inverse = _exponentials(xs, CHUNKS, 1, EXACT)
+    es, inverse = _exponentials(xs, CHUNKS, 1)
     for i in tl.static_range(CHUNKS):
         m = rm & (i * BLOCK + c < COLS)
         tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=m)
@@ -95,7 +88,6 @@ def _forward_tile(
 def softmax_forward(
     X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
     COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
-    EXACT: tl.constexpr, FILL: tl.constexpr, HIDES: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -103,13 +95,13 @@ def softmax_forward(
     if ONCE:
         _forward_tile(
             tl.program_id(0), X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
-            COLS, QUERIES, HEADS, CAUSAL, EXACT, FILL, HIDES, CHUNKS, BLOCK, ROWS,
+            COLS, QUERIES, HEADS, CAUSAL, CHUNKS, BLOCK, ROWS,
         )  # fmt: skip
     else:
         for t in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
             _forward_tile(
                 t, X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
-                COLS, QUERIES, HEADS, CAUSAL, EXACT, FILL, HIDES, CHUNKS, BLOCK, ROWS,
+                COLS, QUERIES, HEADS, CAUSAL, CHUNKS, BLOCK, ROWS,
             )  # fmt: skip
 
 
@@ -131,7 +123,7 @@ def _seen_forward(
     for i in tl.static_range(SEEN):
         x = _read(X, r, x_stride, i * BLOCK + c, i * BLOCK + c < COLS, scale, MASK, mask_row, edge, i == SEEN - 1)
         xs = xs + (x,)
-    es, inverse = _exponentials(xs, SEEN, 0, False)
+    es, inverse = _exponentials(xs, SEEN, 0)
     for i in tl.static_range(SEEN):
         tl.store(Y + r * COLS + i * BLOCK + c, (es[i] * inverse).to(Y.dtype.element_ty), mask=i * BLOCK + c < COLS)
 
@@ -162,7 +154,7 @@ def causal_forward(
 def softmax_forward_looped(
     X, MASK, Y, rows, x_stride, scale, batch_stride, head_stride, query_stride,
     COLS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
-    EXACT: tl.constexpr, FILL: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: maximum and sum in one pass, then the row again."""
     r = tl.program_id(0).to(tl.int64)
@@ -177,17 +169,16 @@ def softmax_forward_looped(
     top = float("-inf")
     total = 0.0
     for start in tl.range(0, end, BLOCK):
-        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
+        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL)
         now = tl.maximum(top, tl.max(x, 0))
         safe = tl.where(now == float("-inf"), 0.0, now)
         total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe), 0)
         top = now
     inverse = 1.0 / total
-    if not EXACT:
-        top = tl.where(top == float("-inf"), 0.0, top)
-        inverse = tl.where(total == 0.0, 0.0, inverse)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    inverse = tl.where(total == 0.0, 0.0, inverse)
     for start in tl.range(0, COLS, BLOCK):
-        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL, FILL, HIDES)
+        x = _read(X, r, x_stride, start + c, start + c < COLS, scale, MASK, mask_row, edge, CAUSAL)
         y = tl.exp(x - top) * inverse
         tl.store(Y + r * COLS + start + c, y.to(Y.dtype.element_ty), mask=start + c < COLS)
 

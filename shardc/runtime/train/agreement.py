@@ -36,22 +36,24 @@ HINTS = {
 }
 
 
-def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: timedelta) -> None:
-    """Return where every rank has the same facts. Every rank must call it.
+def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: timedelta) -> str:
+    """Return where every rank has the same facts: a name for this launch, which no other launch of the job has.
+
+    Every rank must call it. What the ranks leave in the store from then on belongs under that name: a store outlives a
+    launch, and so does what an earlier one left there, addresses of its group among it.
 
     Raises ShardcError: SC541 names the ranks whose facts are others than most ranks', SC543 the ranks that did not come
     within the limit, or the end of the process that holds the store.
     """
+    meeting = f"launch/{store.add(f'launches/{rank}', 1)}"  # the rank's so many-th
     if world == 1:
-        return
-    # A store may outlive a launch: this is the rank's so many-th.
-    meeting = f"launch/{store.add(f'launches/{rank}', 1)}"
+        return meeting
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items()}
     told = _exchanged(store, f"{meeting}/hashes", rank, world, hashes, limit)
     names = dict.fromkeys(name for one in told for name in one)
     differing = [name for name in names if len({one.get(name, "") for one in told}) > 1]
     if not differing:
-        return
+        return meeting
     texts = _exchanged(store, f"{meeting}/texts", rank, world, {n: facts.get(n, "") for n in differing}, limit)
     _await_readers(store, f"{meeting}/read", rank, world)
     raise ShardcError(*(_differs(name, [one.get(name, "") for one in texts]) for name in differing))

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from shardc.ir.caller import warn
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic, error
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
@@ -228,7 +228,7 @@ def _warn_of_nothing(trainer: Steps, scheduler: Scheduler | None) -> None:
         what = "every learning rate of the optimizer is 0"
     if hint:
         said = Diagnostic("SC553", f"train makes steps that change no parameter: {what}", "warning", hint=hint)
-        warnings.warn(str(said), stacklevel=3)
+        warn(str(said))
 
 
 def check_scheduler(scheduler: Scheduler | None, optimizer: torch.optim.Optimizer | None) -> None:

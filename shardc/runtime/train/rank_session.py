@@ -23,6 +23,9 @@ from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.train.agreement import absent, agree
 from shardc.torch_compat import job_store
 
+IDENTITY = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_stores: dict[tuple[str | None, ...], Any] = {}  # by the job that the environment names
+
 
 class Member:
     """Joins the job on construction, unless the process is in one already: gloo on CPUs, NCCL on GPUs.
@@ -47,19 +50,32 @@ class Member:
         self._owns_group = not dist.is_initialized()
         store = self._meet() if self._owns_group else job_store()
         common = {**(facts or {}), "device": self.device.type}
-        agree(dist.PrefixStore("shardc", store), self.rank, self.world, common, self.limit)
+        self._launch = agree(dist.PrefixStore("shardc", store), self.rank, self.world, common, self.limit)
         if self._owns_group:
             # Named, NCCL connects at once; else at a group's first collective, where all its ranks must take part.
             named = self.device if self.on_gpu else None
             backend = "nccl" if self.on_gpu else "gloo"
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.limit, device_id=named
+                backend,
+                store=dist.PrefixStore(f"shardc/{self._launch}/group", store),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=self.limit,
+                device_id=named,
             )
 
     def _meet(self) -> Any:
-        """The store of the job, which the ranks find each other through."""
+        """The store of the job, which the ranks find each other through: one for all launches of a process.
+
+        Rank 0 holds the store. If it were ended after a launch and made again for the next, a rank that is early would
+        still meet the old one.
+        """
+        job = tuple(os.environ.get(name) for name in IDENTITY)
         try:
-            return next(iter(dist.rendezvous("env://", self.rank, self.world, timeout=self.limit)))[0]
+            if job not in _stores:
+                _stores[job] = next(iter(dist.rendezvous("env://", self.rank, self.world, timeout=self.limit)))[0]
+            _stores[job].set_timeout(self.limit)
+            return _stores[job]
         except dist.DistError as failure:
             raise absent([], self.limit) from failure
 
@@ -80,8 +96,8 @@ class Member:
             raise blame(failure) from failure
 
     def store(self, name: str) -> Any:
-        """Where the ranks leave notes for each other, under a name."""
-        return dist.PrefixStore(f"shardc/{name}", job_store())
+        """Where the ranks leave notes for each other in this launch, under a name."""
+        return dist.PrefixStore(f"shardc/{self._launch}/{name}", job_store())
 
     def leave(self) -> None:
         if self._owns_group and dist.is_initialized():

@@ -15,13 +15,13 @@ state at the launch.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 
+from shardc.ir.caller import warn
 from shardc.ir.diagnostic import Diagnostic, ShardcError, listed
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
@@ -98,10 +98,9 @@ class Peers:
             raise ShardcError(*_diagnostics([*given, *far], when, launching))
         names = listed(item.name for item, _, _ in computed)
         ranks = ranks_text(sorted({rank for _, _, some in computed for rank in some}))
-        warnings.warn(
+        warn(
             f"{when}: {ranks} and the others differ in what they hold of {names}, by {max(gaps):.1g} of its size: "
-            "rounding that is not the same on all ranks, as of kernels that are not deterministic",
-            stacklevel=4,
+            "rounding that is not the same on all ranks, as of kernels that are not deterministic"
         )
 
     def _holders(self, item: Item) -> tuple[tuple[int, ...], ...]:

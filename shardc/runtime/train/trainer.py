@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import ShardcError, error, suggest
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.microbatch import GIVEN
@@ -98,6 +99,7 @@ class Trainer:
         self.gradients_used = False  # by the caller: `sgd` or `gather_grads`
         self.intact = True  # no step was left halfway: its error may have come after it wrote over the state
 
+    @on_cpu
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
         self._unchanged()
@@ -171,6 +173,7 @@ class Trainer:
         roles = {role for role, _ in self._outputs}
         return "param" in roles and "grad" not in roles
 
+    @on_cpu
     def gather_grads(self) -> Tensors:
         """The last step's gradients, whole; every rank must call it.
 
@@ -189,6 +192,7 @@ class Trainer:
         self.gradients_used = True
         return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
 
+    @on_cpu
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
         """Parameters and buffers, whole, under all their names; role "state" adds moments. Every rank must call it."""
         if isinstance(roles, str) or not set(roles) <= set(STATE_ROLES):
@@ -209,6 +213,7 @@ class Trainer:
         self._checkpoints = self._checkpoints or self.engine.checkpoints()
         return self._checkpoints
 
+    @on_cpu
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> Saving:
         """Write a checkpoint of all state, with `extra` (plain data) beside it; every rank must call it.
 
@@ -218,6 +223,7 @@ class Trainer:
         position = Position(self.steps, self.seed, extra or {})
         return self.checkpoints.save(path, self._held(), position, asynchronous)
 
+    @on_cpu
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
         position = self.checkpoints.load(path, self._held(), strict)

@@ -1,7 +1,7 @@
 """Writes fusion groups into the graph: one call each, whose results keep the names of the values that they replace.
 
     %fused_add_tanh.0, %mlp.tanh = shardc.fused([%mlp.mm, %mlp.bias], "fused_add_tanh[...](...){...}->...")
-    %bias_gelu, %mlp.gelu = shardc.bias_gelu([%mlp.mm, %mlp.bias], "bias_gelu[...](...){...}->...")
+    %mlp.gelu = shardc.fused([%mlp.mm, %mlp.bias], "fused_add_gelu[...](...){...}->...")
 
 A kernel that computes what a template does becomes the template's op; every other becomes `shardc.fused`.
 
