@@ -27,13 +27,13 @@ JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MAST
 def place_of(path: str | Path) -> Path:
     """The absolute path of a checkpoint that the user named. Raises ShardcError (SC408) for what names no folder."""
     try:
-        place = Path(path).absolute()
-        unfit = "holds a NUL byte" if "\0" in str(place) else None if place.name else "is the root of all files"
+        folder = Path(path).absolute()
+        unfit = "holds a NUL byte" if "\0" in str(folder) else None if folder.name else "is the root of all files"
     except TypeError:
-        place, unfit = None, f"is a {type(path).__name__}"
-    if place is None or unfit is not None:
+        folder, unfit = None, f"is a {type(path).__name__}"
+    if folder is None or unfit is not None:
         raise error("SC408", f"the path {path!r} of a checkpoint {unfit}", hint="give the path of a folder: 'out/run'")
-    return place
+    return folder
 
 
 def find(path: Path) -> Path:
@@ -82,8 +82,8 @@ def begin(path: Path, step: int) -> Path:
         raise error("SC408", f"{path} exists, and is no checkpoint: it is not replaced", hint=hint)
     path.parent.mkdir(parents=True, exist_ok=True)
     _recover(path)
-    for one in _begun(path):
-        shutil.rmtree(one)
+    for draft in _begun(path):
+        shutil.rmtree(draft)
     folder = temporary(path, step)
     folder.mkdir()
     return folder
@@ -135,7 +135,11 @@ def _candidates(path: Path) -> Iterator[Path]:
 
 def _begun(path: Path) -> list[Path]:
     pattern = re.compile(re.escape(path.name) + r"\.tmp-\d+(-[0-9a-f]{8})?")
-    return [one for one in path.parent.iterdir() if pattern.fullmatch(one.name)] if path.parent.is_dir() else []
+    return (
+        [sibling for sibling in path.parent.iterdir() if pattern.fullmatch(sibling.name)]
+        if path.parent.is_dir()
+        else []
+    )
 
 
 def _recover(path: Path) -> None:

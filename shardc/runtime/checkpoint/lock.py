@@ -87,13 +87,13 @@ class FolderLock:
                 raise self._taken(owner)
             return self._placed(os.replace)
 
-    def _placed(self, place: Callable[[Path, Path], None]) -> bool:
+    def _placed(self, put: Callable[[Path, Path], None]) -> bool:
         """Write what says whose the lock is, and put it in its place; False if that could not be."""
         about = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
         about |= {"run": os.environ.get("TORCHELASTIC_RUN_ID", ""), "processes": _processes()}
         try:
             self._draft.write_text(json.dumps(about), encoding="utf-8")
-            place(self._draft, self._file)
+            put(self._draft, self._file)
         except (FileExistsError, FileNotFoundError):  # the latter: another process has tidied the draft away
             return False
         finally:
@@ -142,14 +142,14 @@ class FolderLock:
             return {}
 
     def _stale(self, owner: dict[str, Any], renewed: float) -> bool:
-        near = owner.get("host") == socket.gethostname() and owner.get("processes", _processes()) == _processes()
-        if near and isinstance(pid := owner.get("pid"), int):
+        local = owner.get("host") == socket.gethostname() and owner.get("processes", _processes()) == _processes()
+        if local and isinstance(pid := owner.get("pid"), int):
             return pid == os.getpid() or _started(pid) != owner.get("started")
         return time.time() - renewed > STALE
 
     def _taken(self, owner: dict[str, Any]) -> Exception:
-        who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another job"
-        message = f"the checkpoint {self._path} is being written by another job: {who}"
+        writer = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another job"
+        message = f"the checkpoint {self._path} is being written by another job: {writer}"
         return error("SC551", message, hint=f"give each job a folder of its own, or end the other ({self._file})")
 
     def _renew(self) -> None:

@@ -68,7 +68,7 @@ class Held:
 def writes(type: TensorType, mesh: Mesh, rank: int) -> bool:
     """Whether a rank is the lowest of those that hold the same: it is the first on every axis that does not shard."""
     sharding = mesh.resolve(sorted(type.axes))
-    return all(at == 0 for axis, at in mesh.coordinate(rank).items() if axis not in sharding)
+    return all(coordinate == 0 for axis, coordinate in mesh.coordinate(rank).items() if axis not in sharding)
 
 
 def chunks_of(type: TensorType, mesh: Mesh, rank: int) -> dict[torch.Size, tuple[ChunkStorageMetadata, Local]]:
@@ -79,30 +79,30 @@ def chunks_of(type: TensorType, mesh: Mesh, rank: int) -> dict[torch.Size, tuple
     elif dims and all(dims):
         row = math.prod(max(whole.stop - whole.start for whole, _ in runs) for runs in dims[1:]) * type.dtype.itemsize
         dims[0] = [part for run in dims[0] for part in _cut(*run, max(1, CHUNK_BYTES // row))]
-    found: dict[torch.Size, tuple[ChunkStorageMetadata, Local]] = {}
+    chunks: dict[torch.Size, tuple[ChunkStorageMetadata, Local]] = {}
     for runs in product(*dims):
         offsets = torch.Size([whole.start for whole, _ in runs])
         sizes = torch.Size([whole.stop - whole.start for whole, _ in runs])
-        found[offsets] = ChunkStorageMetadata(offsets, sizes), tuple(local for _, local in runs)
-    return found
+        chunks[offsets] = ChunkStorageMetadata(offsets, sizes), tuple(local for _, local in runs)
+    return chunks
 
 
 def _cut(whole: slice, local: slice, rows: int) -> list[tuple[slice, slice]]:
     starts = range(0, whole.stop - whole.start, rows)
-    ends = [min(at + rows, whole.stop - whole.start) for at in starts]
+    ends = [min(start + rows, whole.stop - whole.start) for start in starts]
     return [
-        (slice(whole.start + at, whole.start + end), slice(local.start + at, local.start + end))
-        for at, end in zip(starts, ends, strict=True)
+        (slice(whole.start + start, whole.start + end), slice(local.start + start, local.start + end))
+        for start, end in zip(starts, ends, strict=True)
     ]
 
 
 class SaveShards(DefaultSavePlanner):
     """Plans the chunks that this rank writes: all that it holds of the tensors given."""
 
-    def __init__(self, held: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
+    def __init__(self, tensors: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._held = held
-        self._chunks = {name: chunks_of(one.type, mesh, rank) for name, one in held.items()}
+        self._held = tensors
+        self._chunks = {name: chunks_of(entry.type, mesh, rank) for name, entry in tensors.items()}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -132,18 +132,18 @@ class LoadShards(LoadPlanner):
 
     def __init__(self, named: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
         self._mesh = mesh
-        self._tensors = {name: one.tensor.detach() for name, one in named.items() if one.tensor is not None}
+        self._tensors = {name: entry.tensor.detach() for name, entry in named.items() if entry.tensor is not None}
         self._types = {name: named[name].type for name in self._tensors}
         self._chunks = {name: chunks_of(type, mesh, rank) for name, type in self._types.items()}
         self._metadata: Metadata | None = None
 
     def items(self, metadata: Metadata) -> list[ReadItem]:
-        found: list[ReadItem] = []
+        items: list[ReadItem] = []
         for name, chunks in self._chunks.items():
             stored = metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            found += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in chunks.values()])
-        return found
+            items += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in chunks.values()])
+        return items
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -205,9 +205,9 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).value()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([self._checked(result) for result in results])
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([self._checked(result) for result in results])
+        return future
 
     def _checked(self, result: WriteResult) -> Checked:
         name, offset, length = stored_at(result.storage_data)
@@ -247,8 +247,10 @@ class Reader(FileSystemReader):
         return self._index
 
 
-def names_of(stored: Sequence[str], held: Mapping[str, Held]) -> dict[str, str]:
+def names_of(stored: Sequence[str], tensors: Mapping[str, Held]) -> dict[str, str]:
     """Under which of its names each tensor was stored; those that were not are left out."""
     known = set(stored)
-    found = {name: next((n for n in (name, *one.aliases) if n in known), None) for name, one in held.items()}
-    return {name: own for name, own in found.items() if own is not None}
+    stored_names = {
+        name: next((n for n in (name, *entry.aliases) if n in known), None) for name, entry in tensors.items()
+    }
+    return {name: stored_name for name, stored_name in stored_names.items() if stored_name is not None}

@@ -68,8 +68,8 @@ class FlatBuffer:
         from kernels_triton.bucket.prepared_call import PreparedPack
 
         args, xs = self._args, [None if slot is None else fixed.get(slot, slot) for slot in self._reads]
-        there = {at for at, x in enumerate(xs) if x is not None}
-        laid = pack_layout(self._numels, args["leads"], args["mids"], 1, args["unit"], self.dtype, there)
+        present = {index for index, x in enumerate(xs) if x is not None}
+        laid = pack_layout(self._numels, args["leads"], args["mids"], 1, args["unit"], self.dtype, present)
         if laid is None:
             return None
         self._zeroed = False
@@ -111,6 +111,6 @@ def prepare_unpack(
 
     args, dtype = given(unpack), type_of(unpack.all_input_nodes[0]).dtype
     shapes, rows = shapes_of(args["shapes"], args["ranks"]), args["rows"]
-    there = {at for at in used if rows > 1 or args["leads"][at] > 1 or at in places}
-    laid = unpack_layout(shapes, args["leads"], args["mids"], args["sizes"], rows, args["unit"], dtype, there)
+    buffered = {index for index in used if rows > 1 or args["leads"][index] > 1 or index in places}
+    laid = unpack_layout(shapes, args["leads"], args["mids"], args["sizes"], rows, args["unit"], dtype, buffered)
     return None if laid is None else PreparedUnpack(laid, flat, shapes, places, used, dtype, device)

@@ -39,8 +39,8 @@ def out_of_range(
     return None
 
 
-def instruction_failed(instruction: CallInstruction, failure: Exception, where: str) -> ShardcError | None:
-    """The error for a call (`where`: of which rank) whose op refused its operands; None for a failure of another kind.
+def instruction_failed(instruction: CallInstruction, failure: Exception, location: str) -> ShardcError | None:
+    """The error for a call whose op refused its operands; None for a failure of another kind. `location`: its rank.
 
     A program that was compiled here gives every op what it takes. A file can say what no check of types sees.
     """
@@ -50,7 +50,7 @@ def instruction_failed(instruction: CallInstruction, failure: Exception, where: 
     reason = str(failure).strip().partition("\n")[0]
     return error(
         "SC511",
-        f"%{about.name}, {where}: {type(failure).__name__}: {reason}",
+        f"%{about.name}, {location}: {type(failure).__name__}: {reason}",
         location=about.source or None,
         source_text=about.source_text or None,
         fqn=about.fqn or None,

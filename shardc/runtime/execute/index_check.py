@@ -90,7 +90,7 @@ class IndexCheck:
         bad, position = outside
         inputs = {port.name: env[s] for s, (port, _) in self._inputs.items() if port.name in names}
         bad_positions = {name: (x == bad).nonzero() for name, x in inputs.items()}
-        matching = [name for name, where in bad_positions.items() if len(where)]
+        matching = [name for name, positions in bad_positions.items() if len(positions)]
         if slot in self._inputs or len(matching) == 1:
             name = self._inputs[slot][0].name if slot in self._inputs else matching[0]
             return f"input '{name}' holds {bad} at {bad_positions[name][0].tolist()}", name
@@ -118,9 +118,9 @@ def _is_integer(value: fx.Node) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _needed_for(computed: Sequence[CallInstruction], wanted: Iterable[int]) -> tuple[CallInstruction, ...]:
+def _needed_for(computed: Sequence[CallInstruction], results: Iterable[int]) -> tuple[CallInstruction, ...]:
     """The instructions among `computed` that lead to the wanted slots."""
-    slots, needed = set(wanted), list[CallInstruction]()
+    slots, needed = set(results), list[CallInstruction]()
     for instruction in reversed(computed):
         if any(slot in slots for _, _, slot in instruction.yields):
             slots.update(instruction.reads)

@@ -143,8 +143,8 @@ class Routine:
 
     def _member_place(self, piece: Piece) -> Place:
         flat = self._flats[piece.layout.pack]
-        place = flat.member_view(piece.at)
-        return place(self.empty) if flat.slot in self._fixed else place
+        view = flat.member_view(piece.at)
+        return view(self.empty) if flat.slot in self._fixed else view
 
     def _write_in_place(self, code: CodeLine, instruction: CallInstruction, over: dict[int, Place]) -> CodeLine:
         """A call of several results, some of which are written to given places."""
@@ -170,8 +170,8 @@ class Routine:
 
         def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
             args, kwargs = arguments(env)
-            told = {p: place if isinstance(place, torch.Tensor) else place(env) for p, place in places}
-            return args, {**kwargs, "over": told}
+            destinations = {p: place if isinstance(place, torch.Tensor) else place(env) for p, place in places}
+            return args, {**kwargs, "over": destinations}
 
         return index, INTO[op].run, placed, into, free
 
@@ -204,8 +204,8 @@ class Routine:
     def _explain(
         self, failure: Exception, index: int, monitor: Monitor | None, env: Sequence[Any], within: str
     ) -> Exception:
-        where = self.names[index] + within
-        failure.add_note(f"in instruction {where}, on rank {self.rank}")
+        name = self.names[index] + within
+        failure.add_note(f"in instruction {name}, on rank {self.rank}")
         if isinstance(failure, ShardcError):
             return failure
         instruction = self.listing.instructions[index]
@@ -214,7 +214,7 @@ class Routine:
         index_error = out_of_range(instruction, self.rank, [env[slot] for slot in instruction.reads])
         why = f"{type(failure).__name__}: {failure}" if index_error is None else str(index_error).partition("\n")[0]
         if monitor is not None:
-            monitor.report_own_failure(f"{why} in instruction {where}")
+            monitor.report_own_failure(f"{why} in instruction {name}")
         return index_error or instruction_failed(instruction, failure, f"on rank {self.rank}{within}") or failure
 
 

@@ -51,16 +51,16 @@ class ProcessGroupCommunicator:
         axes: Iterable[Sequence[str]],
         timeout: timedelta,
         copies: Sequence[Sequence[int]] | None = None,
-        own: int = 0,
+        copy_index: int = 0,
         also: Iterable[Sequence[int]] = (),
     ) -> None:
         copies = [range(mesh.world_size)] if copies is None else copies
-        self.mesh, self.rank, self._job = mesh, rank, copies[own]
+        self.mesh, self.rank, self._job = mesh, rank, copies[copy_index]
         everyone = tuple(sorted(member for copy in copies for member in copy))
         self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
         within = [ranks for names in (*axes, mesh.names) for ranks in mesh.groups(names)]
-        for wanted in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
-            members = tuple(sorted(wanted))
+        for group in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
+            members = tuple(sorted(group))
             if len(members) > 1 and members not in self._groups:
                 self._groups[members] = dist.new_group(list(members), timeout=timeout)
         self._members: dict[tuple[str, ...], _Members] = {}

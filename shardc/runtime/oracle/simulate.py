@@ -86,7 +86,7 @@ def supplied(
 
     A tied tensor may come under any of its names. A seed that is not given is 0.
     """
-    found: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     problems: list[Diagnostic] = []
     lost: list[Port] = []
     for port, type in ports:
@@ -94,16 +94,16 @@ def supplied(
         if name is not None:
             value = inputs[name]
             problems += _misfits(port, value, type, any_float)
-            found.append(value)
+            values.append(value)
         elif port.role == "seed":
-            found.append(torch.zeros(type.shape, dtype=type.dtype))
+            values.append(torch.zeros(type.shape, dtype=type.dtype))
         else:
             lost.append(port)
     if lost:
         problems.append(missing(lost, did_you_mean(lost[0].name, inputs, "supplied inputs")))
     if problems:
         raise ShardcError(*problems)
-    return found
+    return values
 
 
 def missing(ports: Sequence[Port], hint: str) -> Diagnostic:
@@ -127,8 +127,8 @@ def _misfits(port: Port, value: torch.Tensor, type: TensorType, any_float: bool)
         return [Diagnostic("SC501", message, tensor=port.name, hint=hint)]
     loose = any_float and value.dtype.is_floating_point and type.dtype.is_floating_point
     if value.dtype != type.dtype and not loose:
-        given, wanted = (DTYPE_NAMES.get(d, str(d)) for d in (value.dtype, type.dtype))
-        message = f"{port.role} '{port.name}' has dtype {given}, the program was compiled for {wanted}"
+        value_dtype, port_dtype = (DTYPE_NAMES.get(d, str(d)) for d in (value.dtype, type.dtype))
+        message = f"{port.role} '{port.name}' has dtype {value_dtype}, the program was compiled for {port_dtype}"
         return [Diagnostic("SC501", message, tensor=port.name, hint="cast it, or compile again with this batch")]
     return []
 
@@ -197,8 +197,8 @@ def _call(
         except Exception as failure:
             failure.add_note(f"in instruction {instruction.where}, simulated")
             for rank in range(len(contexts)):
-                held = [values[rank] if values else None for values in operands]
-                if (named := out_of_range(instruction, rank, held)) is not None:
+                operands_of_rank = [values[rank] if values else None for values in operands]
+                if (named := out_of_range(instruction, rank, operands_of_rank)) is not None:
                     raise named from failure
             if (refused := instruction_failed(instruction, failure, "simulated")) is not None:
                 raise refused from failure
@@ -214,11 +214,11 @@ def _call(
 
 def summed(totals: PerRank, terms: PerRank) -> PerRank:
     """Rank by rank; ranks that share both go on sharing one tensor."""
-    done: dict[tuple[int, int], torch.Tensor] = {}
+    sums: dict[tuple[int, int], torch.Tensor] = {}
     for total, term in zip(totals, terms, strict=True):
-        if (id(total), id(term)) not in done:
-            done[id(total), id(term)] = total + term
-    return [done[id(total), id(term)] for total, term in zip(totals, terms, strict=True)]
+        if (id(total), id(term)) not in sums:
+            sums[id(total), id(term)] = total + term
+    return [sums[id(total), id(term)] for total, term in zip(totals, terms, strict=True)]
 
 
 def assembled(values: PerRank | None, node: fx.Node, mesh: Mesh) -> torch.Tensor:
@@ -246,7 +246,7 @@ def _each(
     instruction: CallInstruction, env: list[Any], operands: Sequence[Any], contexts: Sequence[RankContext]
 ) -> list[Any]:
     """The result of a call on every rank, computed once for the ranks that cannot differ."""
-    done: dict[tuple[int, ...], Any] = {}
+    results_by_key: dict[tuple[int, ...], Any] = {}
     results: list[Any] = []
     reader = AXES_READ.get(instruction.target)
     for rank, context in enumerate(contexts):
@@ -254,10 +254,10 @@ def _each(
         key = tuple(id(values[rank]) for values in operands)
         if reader is not None:
             key += tuple(context.index((axis,)) for axis in reader(*args, **kwargs))
-        if key not in done:
+        if key not in results_by_key:
             with running(context):
-                done[key] = instruction.target(*args, **kwargs)
-        results.append(done[key])
+                results_by_key[key] = instruction.target(*args, **kwargs)
+        results.append(results_by_key[key])
     return results
 
 
