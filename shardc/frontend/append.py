@@ -40,9 +40,9 @@ class Append:
         **kwargs: Any,
     ) -> fx.Node:  # fmt: skip
         if type is None:
-            found = infer(target, args, kwargs)
-            assert isinstance(found, TensorType), f"{target} has several results"
-            type = found
+            result_type = infer(target, args, kwargs)
+            assert isinstance(result_type, TensorType), f"{target} has several results"
+            type = result_type
         with self.graph.fx.inserting_before(self.end):
             node = self.graph.fx.call_function(target, args, kwargs)
         named = self.graph.unique(f"{name}.{op_name(target).removeprefix('shardc.').partition('.')[0]}")
@@ -60,19 +60,19 @@ class Append:
             if about.constant and key in self.constants:
                 of[node] = self.constants[key]
                 continue
-            made = self.call(
+            constant = self.call(
                 f"opt.{name}", module_of(name), node.target, *args, type=about.type, constant=about.constant, **kwargs
             )
-            of[node] = made
+            of[node] = constant
             if about.constant:
-                self.constants[key] = made
+                self.constants[key] = constant
         return [of[node] for node in body.output_values]
 
     def cast(self, name: str, fqn: str, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         """The value in a dtype, which it may have already."""
-        found = info(value).type
-        assert found is not None
-        if found.dtype == dtype:
+        type = info(value).type
+        assert type is not None
+        if type.dtype == dtype:
             return value
         return self.call(name, fqn, aten._to_copy.default, value, dtype=dtype)
 

@@ -68,12 +68,12 @@ def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[
 
 def constants_as_inputs(graph: fx.Graph, after: fx.Node) -> dict[str, fx.Node]:
     """Turn each captured tensor into one placeholder; returns attribute of the GraphModule -> placeholder."""
-    found: dict[str, fx.Node] = {}
+    constants: dict[str, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         target = str(node.target)
-        if target not in found:
+        if target not in constants:
             with graph.inserting_after(after):
-                after = found[target] = graph.placeholder(f"constant_{len(found)}")
-        node.replace_all_uses_with(found[target])
+                after = constants[target] = graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(constants[target])
         graph.erase_node(node)
-    return found
+    return constants

@@ -88,10 +88,10 @@ def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int)
     update = trace_update(optimizer, group, shape, torch.float64)
     draw = torch.Generator().manual_seed(0)
     param = torch.randn(shape, dtype=torch.float64, generator=draw)
-    eager, mine = param.clone(), param.clone()
+    eager, traced = param.clone(), param.clone()
     state = {s.key: torch.full(s.shape, s.fill, dtype=s.dtype) for s in update.states}
-    kept: dict[str, Any] = _starting_state(optimizer, group, eager)
-    bare, step = _bare(optimizer, {**group, "params": [eager]}, {eager: kept} if kept else {})
+    starting_state: dict[str, Any] = _starting_state(optimizer, group, eager)
+    bare, step = _bare(optimizer, {**group, "params": [eager]}, {eager: starting_state} if starting_state else {})
     runner = fx.Interpreter(fx.GraphModule({}, update.graph.fx))
     for lr in (0.1, 0.05, 0.0):
         eager.grad = torch.randn(shape, dtype=torch.float64, generator=draw)
@@ -100,10 +100,10 @@ def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int)
         with _default_dtype(torch.float64), torch.no_grad():
             step()
             lr_now = torch.tensor(lr, dtype=torch.float64)
-            mine, *after = runner.run(mine, eager.grad, lr_now, *state.values())
+            traced, *after = runner.run(traced, eager.grad, lr_now, *state.values())
         state = dict(zip(state, after, strict=True))
         real = {"parameter": eager, **bare.state[eager]}
-        for key, value in {"parameter": mine, **state}.items():
+        for key, value in {"parameter": traced, **state}.items():
             expected = torch.as_tensor(real[key], dtype=torch.float64)
             if not torch.allclose(value.double(), expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
                 raise refused(optimizer, f"traced, its steps are not those that it makes itself: the {key} differs")
@@ -131,16 +131,17 @@ def _trace(
     fakes = [torch_compat.fake_like(mode, torch.empty(s, dtype=d, device="meta")) for s, d in kinds]
 
     def update(param: Tensor, grad: Tensor, lr: Tensor, *values: Tensor) -> list[Tensor]:
-        kept = {s.key: Number(v) if s.number else v for s, v in zip(states, values, strict=True)}
+        traced_state = {s.key: Number(v) if s.number else v for s, v in zip(states, values, strict=True)}
         param.grad = grad
         options = {"params": [param], "lr": Number(lr), "capturable": capturable}
-        bare, step = _bare(optimizer, {**group, **{k: v for k, v in options.items() if k in group}}, {param: kept})
+        options = {k: v for k, v in options.items() if k in group}
+        bare, step = _bare(optimizer, {**group, **options}, {param: traced_state})
         with traced_numbers():
             step()
-        found: dict[str, Any] = bare.state[param]
-        if found.keys() != kept.keys():
-            raise refused(optimizer, f"its state changes from {sorted(kept)} to {sorted(found)}")
-        return [param, *(v.tensor if isinstance(v, Number) else v for v in found.values())]
+        new_state: dict[str, Any] = bare.state[param]
+        if new_state.keys() != traced_state.keys():
+            raise refused(optimizer, f"its state changes from {sorted(traced_state)} to {sorted(new_state)}")
+        return [param, *(v.tensor if isinstance(v, Number) else v for v in new_state.values())]
 
     try:
         with torch_compat.compiling() if capturable else nullcontext():
@@ -217,7 +218,7 @@ def _states(
 ) -> tuple[State, ...]:
     """What the state is before the first step: seen in a real step of a small parameter that is 0, with no gradient."""
     param = torch.zeros((3,) * max(1, len(shape)), dtype=dtype)
-    found: list[State] = []
+    states: list[State] = []
     for key, value in _first_step(optimizer, group, param, _starting_state(optimizer, group, param)).items():
         t = torch.as_tensor(value)
         if t.dim() and t.shape != param.shape:
@@ -227,8 +228,8 @@ def _states(
             raise refused(optimizer, f"its state {key} does not start as one number")
         scalar = t.dtype if t.dtype == torch.bool else torch.float64
         number = not isinstance(value, Tensor)
-        found.append(State(key, shape, t.dtype, fill) if t.dim() else State(key, (), scalar, fill, number))
-    return tuple(found)
+        states.append(State(key, shape, t.dtype, fill) if t.dim() else State(key, (), scalar, fill, number))
+    return tuple(states)
 
 
 def _first_step(
@@ -252,8 +253,8 @@ def _starting_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], 
     try:
         _first_step(optimizer, group, torch.zeros_like(like), {})
     except ShardcError:
-        mine: Mapping[Tensor, dict[str, Any]] = optimizer.state
-        state = next((mine[p] for p in group["params"] if mine.get(p)), None)
+        optimizer_state: Mapping[Tensor, dict[str, Any]] = optimizer.state
+        state = next((optimizer_state[p] for p in group["params"] if optimizer_state.get(p)), None)
         if state is None:
             raise
         return {key: _resized(optimizer, value, like) for key, value in state.items()}
@@ -267,8 +268,8 @@ def _resized(optimizer: torch.optim.Optimizer, value: Any, like: Tensor) -> Any:
         raise refused(
             optimizer, "its state lies on the meta device", "make the optimizer when the model is on a real one"
         )
-    one = float(value.flatten()[0])
-    return torch.full_like(like, one) if value.dim() else torch.tensor(one, dtype=value.dtype)
+    first = float(value.flatten()[0])
+    return torch.full_like(like, first) if value.dim() else torch.tensor(first, dtype=value.dtype)
 
 
 @contextmanager
