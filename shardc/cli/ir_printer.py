@@ -34,20 +34,20 @@ class Printer:
     def used(self) -> bool:
         return bool(self.wanted) or self.diff
 
-    def watch(self, one: Pass, graph: Graph, _: float) -> None:
-        chosen = one.name in self.wanted or (self.diff and not self.wanted)
-        self.seen.append(one.name)
+    def watch(self, pass_: Pass, graph: Graph, _: float) -> None:
+        chosen = pass_.name in self.wanted or (self.diff and not self.wanted)
+        self.seen.append(pass_.name)
         if not self.used:
             return
         if self.diff:
             after = print_graph(graph, comments=False, keep=keep_only(self.module_filter)).splitlines()
             if chosen and graph.name in self.before:
-                last, before = self.before[graph.name]
-                for line in difflib.unified_diff(before, after, last, one.name, n=1, lineterm=""):
+                last, previous = self.before[graph.name]
+                for line in difflib.unified_diff(previous, after, last, pass_.name, n=1, lineterm=""):
                     typer.echo(line)
-            self.before[graph.name] = one.name, after
+            self.before[graph.name] = pass_.name, after
         elif chosen:
-            typer.echo(f"# after {one.name}\n{print_graph(graph, keep=keep_only(self.module_filter))}")
+            typer.echo(f"# after {pass_.name}\n{print_graph(graph, keep=keep_only(self.module_filter))}")
 
     def check(self) -> None:
         """Every pass that was asked for did run."""
