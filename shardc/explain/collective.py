@@ -62,8 +62,8 @@ class Explanation:
         sent = f"{human_bytes(c.bytes_per_rank)} sent by a rank{often}, of a payload of {human_bytes(c.payload_bytes)}"
         over = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
         lines = [f"%{c.value}: {c.kind}{op} {over}, {PHASES[c.phase]}, {sent}"]
-        place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
-        lines += [f"  --> {place}"] if place else []
+        location = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
+        lines += [f"  --> {location}"] if location else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
         lines += field_lines("stage", self.stages)
         lines += field_lines("bucket", self.bucket)
@@ -74,11 +74,11 @@ class Explanation:
             lines += field_lines("way", _way(trail.steps))
         lines += field_lines("inherent", self.inherent)
         lines += self._advice()
-        left = f", {self.untried} left out for lack of time" if self.untried else ""
-        lines += field_lines("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{left}")
+        untried = f", {self.untried} left out for lack of time" if self.untried else ""
+        lines += field_lines("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{untried}")
         for first in self.failed[:1]:
-            many = f"{len(self.failed)} of them" if len(self.failed) > 1 else "one of them"
-            lines += field_lines("failed", f"{many} failed to compile: a bug in shardc, please report: {first}")
+            number = f"{len(self.failed)} of them" if len(self.failed) > 1 else "one of them"
+            lines += field_lines("failed", f"{number} failed to compile: a bug in shardc, please report: {first}")
         return "\n".join(lines)
 
     def _advice(self) -> list[str]:
@@ -109,18 +109,18 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     target, bucket = _in_bucket(program, find(program, value))
     bound, options = bound_of(program), options_of(program)
     node = program.body.by_name(target.value)
-    found = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, node))
-    removed = removals(program.reference, options, found.moved, found.cost, found.candidates, seconds)
-    inherent = "" if any(change.saves for change in removed.changes) else _inherent(found.moved, found.trails)
+    findings = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, node))
+    removed = removals(program.reference, options, findings.moved, findings.cost, findings.candidates, seconds)
+    inherent = "" if any(change.saves for change in removed.changes) else _inherent(findings.moved, findings.trails)
     about = info(node)
     return Explanation(
         target,
         about.fqn,
         about.source_text,
-        tuple(found.trails),
+        tuple(findings.trails),
         removed.changes,
         removed.tried,
-        len(found.candidates) - removed.tried,
+        len(findings.candidates) - removed.tried,
         removed.failed,
         inherent,
         bucket=bucket,
@@ -148,13 +148,13 @@ def find(program: Program, value: str | int) -> Collective:
     known = program.collectives()
     if isinstance(value, str) and not value.lstrip("-").isdecimal():
         name = value.removeprefix("%")
-        found = next((c for c in known if c.value == name), None)
-        if found is not None:
-            return found
+        match = next((c for c in known if c.value == name), None)
+        if match is not None:
+            return match
         for bucket in known:
-            for one in members(program.body.by_name(bucket.value)).values():
-                if info(one).name == name:
-                    return replace(member(program.body, one), times=bucket.times)
+            for tensor_of_bucket in members(program.body.by_name(bucket.value)).values():
+                if info(tensor_of_bucket).name == name:
+                    return replace(member(program.body, tensor_of_bucket), times=bucket.times)
         hint = did_you_mean(name, (c.value for c in known), "collectives")
         raise error("SC106", f"'{name}' is no collective of the program", hint=hint)
     if not -len(known) <= int(value) < len(known):
@@ -192,19 +192,19 @@ def _look(graph: Graph, bound: list[Bound], value: fx.Node) -> _Findings:
     if node is None:
         message = f"compiling the program's reference anew does not give %{about.name}: another compiler wrote it"
         raise error("SC403", message, hint="compile the model again")
-    found = trails(graph, node)
+    causes = trails(graph, node)
     moved = collective(graph, node)
     assert moved is not None
-    return _Findings(moved, found, measure(graph), propose(graph, bound, found))
+    return _Findings(moved, causes, measure(graph), propose(graph, bound, causes))
 
 
-def _inherent(target: Collective, found: list[Trail]) -> str:
+def _inherent(target: Collective, causes: list[Trail]) -> str:
     """Why nothing but giving up the split helps."""
-    axis = " and ".join(dict.fromkeys(t.axis for t in found))
-    if any(t.stored for t in found):
+    axis = " and ".join(dict.fromkeys(t.axis for t in causes))
+    if any(t.stored for t in causes):
         return f"storage keeps parts over {axis} of what is computed with whole: less memory for this communication"
     if target.kind in ("all_reduce", "reduce_scatter"):
-        gradient = any(t.gradient for t in found)
+        gradient = any(t.gradient for t in causes)
         what = "the terms of the gradient are" if gradient else "what is summed here is"
         if target.op != "sum":
             what = f"what the {target.op} is taken of is"

@@ -50,11 +50,11 @@ class Trail:
 def trails(graph: Graph, moved: fx.Node) -> list[Trail]:
     """A trail for each axis of a collective; axes of one annotation and one reason are one trail."""
     causes = Causes(graph)
-    found: dict[tuple[str, str], Trail] = {}
+    by_reason: dict[tuple[str, str], Trail] = {}
     for axis in given(moved)["axes"]:
         trail = _trail(causes, moved, axis)
-        found.setdefault((trail.why, trail.cause), trail)
-    return list(found.values())
+        by_reason.setdefault((trail.why, trail.cause), trail)
+    return list(by_reason.values())
 
 
 def _trail(causes: Causes, moved: fx.Node, axis: str) -> Trail:
@@ -63,8 +63,8 @@ def _trail(causes: Causes, moved: fx.Node, axis: str) -> Trail:
     if moved.target in REDUCTIONS:
         why = _sum(what, name)
     else:
-        at = f"dim {_dim_of(*what.starts[0])} of %{info(source).name}" if what.starts else f"%{info(source).name}"
-        why = f"{at} is sharded over {name}, as {_made(what.call)}"
+        dim_text = f"dim {_dim_of(*what.starts[0])} of %{info(source).name}" if what.starts else f"%{info(source).name}"
+        why = f"{dim_text} is sharded over {name}, as {_made(what.call)}"
     reads = list(_readers(moved))
     port = _returned_as(graph, reads)
     reader, needed, claims = _needed(moved, reads, axis, name) if port is None else (None, _returned_text(port), [])
@@ -124,7 +124,7 @@ def _needed(
         return user, f"{name} has no sharding rule and runs whole on every rank", []
     projection = project(user)
     split = split_of(user, projection)
-    at = operands(user).index(value)
+    position = operands(user).index(value)
     claims = [p for p, axes in split.items() if axis in axes]
     claimed = [
         (v, own.index(p))
@@ -138,7 +138,7 @@ def _needed(
         kind = given(moved)["op"]
         if kind != "sum":
             return user, f"{name} needs the {kind} over all ranks", []
-        if projection.linear != "joint" and at not in projection.linear:
+        if projection.linear != "joint" and position not in projection.linear:
             return user, f"{name} is not linear in it: it needs the sum, not the parts", []
         others = [v for v in operands(user) if v is not value and producer(v)[0].target not in REDUCTIONS]
         if projection.linear == "joint" and others:
@@ -146,7 +146,7 @@ def _needed(
         return user, f"{name} could carry the parts on, but summing here moves the fewest bytes", []
     whole = before(moved)
     lost = [i for i, axes in enumerate(type_of(whole).placement) if axis in axes] if before(value) is whole else []
-    blocked = [i for i in lost if projection.operands[at][i] in projection.blocked]
+    blocked = [i for i in lost if projection.operands[position][i] in projection.blocked]
     if blocked:
         return user, f"{name} needs dim {_dim_of(whole, blocked[0])} of it whole{_notation(user)}", []
     if claimed:

@@ -141,7 +141,7 @@ def removals(
     seconds: float,
 ) -> Removals:
     """Try candidates, the likeliest first, for some seconds."""
-    found: list[Change] = []
+    changes: list[Change] = []
     failed: list[str] = []
     deadline = time.monotonic() + seconds
     tried = 0
@@ -154,16 +154,16 @@ def removals(
         except ShardcError:
             continue  # nobody asked for this plan: one that is refused is no candidate
         except Exception as bug:
-            said, _, _ = str(bug).partition("\n")
-            failed.append(f"{type(bug).__name__}: {said} ({text})")
+            reason, _, _ = str(bug).partition("\n")
+            failed.append(f"{type(bug).__name__}: {reason} ({text})")
             continue
         if _removed(target, now, cost):
             work = cost.work / now.work - 1 if now.work else 0.0
             sent, params = cost.sent - now.sent, cost.parameter_bytes - now.parameter_bytes
             same = any(_base(c) == _base(target) and set(c.axes) & set(target.axes) for c in cost.collectives)
-            found.append(Change(text, plan, sent, params, work, _instead(now, cost), same))
-    found.sort(key=lambda c: (c.gives_up, c.sent, c.parameter_bytes))
-    return Removals(tuple(found), tried, tuple(failed))
+            changes.append(Change(text, plan, sent, params, work, _instead(now, cost), same))
+    changes.sort(key=lambda c: (c.gives_up, c.sent, c.parameter_bytes))
+    return Removals(tuple(changes), tried, tuple(failed))
 
 
 def _removed(target: Collective, now: Cost, then: Cost) -> bool:
@@ -178,9 +178,9 @@ def _removed(target: Collective, now: Cost, then: Cost) -> bool:
     return not same and alike(then) < alike(now)
 
 
-def _base(one: Collective) -> str:
+def _base(collective: Collective) -> str:
     """The name of the value that a collective moves."""
-    return re.sub(rf"\.{one.kind}(_\d+)?$", "", one.value)
+    return re.sub(rf"\.{collective.kind}(_\d+)?$", "", collective.value)
 
 
 def _instead(now: Cost, then: Cost) -> tuple[str, ...]:
@@ -193,8 +193,8 @@ def _instead(now: Cost, then: Cost) -> tuple[str, ...]:
             kinds[key] = kinds.get(key, 0) + 1
         return kinds
 
-    before = count(now)
-    more = ((kind, axes, n - before.get((kind, axes), 0)) for (kind, axes), n in count(then).items())
+    counts = count(now)
+    more = ((kind, axes, n - counts.get((kind, axes), 0)) for (kind, axes), n in count(then).items())
     return tuple(f"{n} {kind} over {axes}" for kind, axes, n in more if n > 0)
 
 
