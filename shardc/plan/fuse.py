@@ -34,11 +34,11 @@ class Fusing(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Fusing) or value == {}:
             return value
-        said: object = {"enabled": value} if isinstance(value, bool) else value
-        if not isinstance(said, Mapping):
+        options: object = {"enabled": value} if isinstance(value, bool) else value
+        if not isinstance(options, Mapping):
             hint = "write fuse: true, or fuse: {enabled: true, exclude: [tanh]}"
             raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
-        return {"enabled": True, **cast(Mapping[str, object], said)}
+        return {"enabled": True, **cast(Mapping[str, object], options)}
 
     @field_validator("enabled", mode="before")
     @classmethod
@@ -86,9 +86,9 @@ class Fusing(BaseModel):
 
     def dumped(self) -> object:
         """As plain data, in its short form if it has one."""
-        said: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
-        said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
-        return {"enabled": self.enabled, **said} if said else self.enabled
+        options: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
+        options |= {"templates": list(self.templates)} if self.templates != NAMES else {}
+        return {"enabled": self.enabled, **options} if options else self.enabled
 
 
 def says_something(value: Any) -> Any:

@@ -93,9 +93,9 @@ class Pipelining(BaseModel):
         except ShardcError as wrong:
             raise ShardcError(*(source_of(info).locate(d, "pipeline", "memory") for d in wrong.diagnostics)) from None
 
-    def located(self, found: Diagnostic, *keys: str) -> Diagnostic:
+    def located(self, diagnostic: Diagnostic, *keys: str) -> Diagnostic:
         """What is wrong with it, at the line of the first of these keys that was written."""
-        return self._written.source.locate(found, *self._path(keys))
+        return self._written.source.locate(diagnostic, *self._path(keys))
 
     def place(self, *keys: str) -> str | None:
         """The line of the first of these keys that was written, or its own."""

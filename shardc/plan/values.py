@@ -133,11 +133,11 @@ class Recomputing(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Recomputing) or value == {}:
             return value
-        said: object = {"mode": value} if isinstance(value, str) else value
+        options: object = {"mode": value} if isinstance(value, str) else value
         forms = "write full, selective, {budget: 20GiB}, or {mode: full, collectives: true}"
-        if not isinstance(said, Mapping):
-            raise error("SC208", f"'recompute' should be a mode or a budget, not {said!r}", hint=forms)
-        read = dict(cast(Mapping[str, object], said))
+        if not isinstance(options, Mapping):
+            raise error("SC208", f"'recompute' should be a mode or a budget, not {options!r}", hint=forms)
+        read = dict(cast(Mapping[str, object], options))
         if "budget" in read:
             read = {"mode": "budget", **read, "budget": read_bytes(read["budget"])}
         mode, modes = read.get("mode"), get_args(RecomputeMode)
@@ -204,9 +204,9 @@ class LossOver(BaseModel):
         """As plain data, without what is at its default."""
         return self.model_dump(exclude_defaults=True)
 
-    def located(self, found: Diagnostic) -> Diagnostic:
+    def located(self, diagnostic: Diagnostic) -> Diagnostic:
         """The diagnostic, pointing at the key."""
-        return self._written.source.locate(found, "loss")
+        return self._written.source.locate(diagnostic, "loss")
 
 
 class Bucketing(BaseModel):
@@ -224,19 +224,19 @@ class Bucketing(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Bucketing) or value == {}:
             return value
-        said = cast(Mapping[str, object], value).get("size") if isinstance(value, Mapping) else value
+        size = cast(Mapping[str, object], value).get("size") if isinstance(value, Mapping) else value
         if isinstance(value, Mapping) and (
             unknown := [key for key in cast(Mapping[str, object], value) if key != "size"]
         ):
             hint = did_you_mean(str(unknown[0]), ["size"], "keys of bucket")
             raise error("SC208", f"'bucket' has no key '{unknown[0]}'", hint=hint)
-        if isinstance(said, bool):
-            return {"size": None if said else 0}
-        if not isinstance(said, int | str):
+        if isinstance(size, bool):
+            return {"size": None if size else 0}
+        if not isinstance(size, int | str):
             raise error(
-                "SC208", f"'bucket' should be bytes, not {said!r}", hint="write bucket: true, or bucket: 25 MiB"
+                "SC208", f"'bucket' should be bytes, not {size!r}", hint="write bucket: true, or bucket: 25 MiB"
             )
-        return {"size": read_bytes(said)}
+        return {"size": read_bytes(size)}
 
     def dumped(self) -> object:
         """As plain data, in its short form."""
@@ -268,8 +268,8 @@ class Dtypes(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Dtypes):
             return value
-        said: object = value if isinstance(value, Mapping) else {"compute": value}
-        read = dict(cast(Mapping[str, object], said))
+        options: object = value if isinstance(value, Mapping) else {"compute": value}
+        read = dict(cast(Mapping[str, object], options))
         if "compute" not in read:
             hint = "write precision: bf16, or precision: {compute: bf16, master: fp32}"
             raise error("SC208", "'precision' does not say what to compute in", hint=hint)
@@ -346,8 +346,8 @@ def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], me
 def read_count(value: object, info: ValidationInfo, *path: str) -> int:
     """Read a whole number from 1 to MOST; what YAML reads as true is none."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-        most = f" to {MOST}" if isinstance(value, int) and value > MOST else ""
-        message = f"'{'.'.join(path)}' should be a whole number from 1{most}, not {value!r}"
+        upper_bound = f" to {MOST}" if isinstance(value, int) and value > MOST else ""
+        message = f"'{'.'.join(path)}' should be a whole number from 1{upper_bound}, not {value!r}"
         wrong = Diagnostic("SC208", message, hint=f"write {path[-1]}: 4, say")
         raise ShardcError(source_of(info).locate(wrong, *path))
     return value
@@ -358,12 +358,12 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def read_bytes(value: object) -> int:
     """Read 4096, "512 KiB", "2MiB", "1.5GB"."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if found is None or isinstance(value, bool) or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or isinstance(value, bool) or match[2].upper() not in _UNITS:
         raise error("SC208", f"{value!r} is not a number of bytes", hint='write 4096, "512 KiB" or "2 MiB"')
-    size = float(found[1]) * _UNITS[found[2].upper()]
+    size = float(match[1]) * _UNITS[match[2].upper()]
     if size > MOST_BYTES:
-        raise error("SC208", f"{found[0].strip()[:40]} is more bytes than there are", hint="a rank has some GiB")
+        raise error("SC208", f"{match[0].strip()[:40]} is more bytes than there are", hint="a rank has some GiB")
     return round(size)
 
 
