@@ -44,13 +44,13 @@ def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: f
         torch.save(state_of(program), folder / "state.pt")
         job = mp.spawn(_rank, (nproc, name, _free_port(), steps, lr), nproc, join=False)
         assert job is not None
-        seen = 0
+        reported = 0
         try:
             while not job.join(timeout=POLL):
-                seen = _report(folder, seen, report)
+                reported = _report(folder, reported, report)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as failure:
             raise _why(folder, failure) from None
-        _report(folder, seen, report)
+        _report(folder, reported, report)
 
 
 def step_inputs(program: Program, batch: Any) -> Inputs:
@@ -107,11 +107,11 @@ def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) ->
         sys.exit(1)
 
 
-def _report(folder: Path, seen: int, report: Report) -> int:
+def _report(folder: Path, reported: int, report: Report) -> int:
     """Pass on the losses that rank 0 has written since; how many there are now."""
     path = folder / "losses"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    for step, line in enumerate(lines[seen:], seen):
+    for step, line in enumerate(lines[reported:], reported):
         report(step, float(line))
     return len(lines)
 

@@ -59,10 +59,10 @@ def stage_table(program: StagedProgram, peaks: tuple[int, ...]) -> RenderableTyp
     )
     for c in range(len(program.lists.ranks)):
         for stage in program.lists.stages_of(c):
-            forward, back = _sent(program, c, stage)
+            forward, backward = _sent(program, c, stage)
             table.add_row(
                 *(str(stage), str(c), modules(program, stage), f"{costs[stage] / (sum(costs) or 1.0):.1%}"),
-                *(str(_parameters(program, stage)), human_bytes(forward), human_bytes(back)),
+                *(str(_parameters(program, stage)), human_bytes(forward), human_bytes(backward)),
                 human_bytes(peaks[c]) if stage == program.lists.stages_of(c)[0] else "",
             )
     return table
@@ -95,14 +95,14 @@ def modules(program: StagedProgram, stage: int) -> str:
     units = dict.fromkeys(layer_or_module(about.fqn) for about in calls)
     # What a module does itself, between the modules in it, does not name it here.
     outermost = [unit for unit in units if unit and not any(other.startswith(f"{unit}.") for other in units)]
-    named: list[tuple[str, int, int]] = []  # a name, and from where to where if it is numbered
+    ranges: list[tuple[str, int, int]] = []  # a name, and from where to where if it is numbered
     for unit in outermost:
         base, index = list_and_index(unit)
-        if index >= 0 and named and named[-1][0] == base and named[-1][2] == index - 1:
-            named[-1] = (base, named[-1][1], index)
+        if index >= 0 and ranges and ranges[-1][0] == base and ranges[-1][2] == index - 1:
+            ranges[-1] = (base, ranges[-1][1], index)
         else:
-            named.append((base, index, index) if index >= 0 else (unit, -1, -1))
-    shown = [name if a < 0 else f"{name}.{a}" + (f"-{b}" if b > a else "") for name, a, b in named]
+            ranges.append((base, index, index) if index >= 0 else (unit, -1, -1))
+    shown = [name if a < 0 else f"{name}.{a}" + (f"-{b}" if b > a else "") for name, a, b in ranges]
     more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
     return (", ".join(shown[:NAMED]) or "the model's own") + more
 
@@ -121,13 +121,13 @@ def _sent(program: StagedProgram, c: int, stage: int) -> tuple[int, int]:
 
 
 def _communications(program: StagedProgram, c: int) -> Iterator[Communication]:
-    listed, pipeline = program.lists.ranks[c], program.lists.pipeline
+    instructions, pipeline = program.lists.ranks[c], program.lists.pipeline
     forward = {name for stage in pipeline.stages for name in stage.forward.makes}
-    for i in listed:
+    for i in instructions:
         if isinstance(i, Send):
             yield Communication("fwd" if i.value in forward else "bwd", program.axis, "send", 1, i.bytes)
     yield from map(communication, rank_costs.rank_collectives(program, c))
-    for i in listed:
+    for i in instructions:
         if size := rank_costs.stage_sum_bytes(program, c, i):
             phase = "bwd" if isinstance(i, ReduceGrads) else "opt"
             yield Communication(phase, program.axis, "all_reduce (sum)", 1, size)

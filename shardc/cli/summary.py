@@ -34,8 +34,8 @@ def fusion(program: Program) -> list[str]:
         return []
     if not any(node.target in KERNELS for node in program.body.calls()):
         return [Plan.parse(program.plan.get("text", "")).fuse.without_kernels]
-    (calls, unfused), (kernels, moved) = program.plan["traffic"]
-    return [f"fused: {calls} kernels are {kernels}, and move {human_bytes(moved)} instead of {human_bytes(unfused)}"]
+    (calls, unfused), (kernels, fused) = program.plan["traffic"]
+    return [f"fused: {calls} kernels are {kernels}, and move {human_bytes(fused)} instead of {human_bytes(unfused)}"]
 
 
 def parameters(program: Program) -> str:

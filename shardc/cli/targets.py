@@ -245,25 +245,25 @@ def _config(transformers: Any, name: str, options: dict[str, Any], seq: int) -> 
     types = list(transformers.CONFIG_MAPPING.keys())
     if name not in types:
         raise error("SC105", f"transformers has no model type '{name}'", hint=did_you_mean(name, types, "model types"))
-    plain = transformers.AutoConfig.for_model(name)
-    attribute_map: dict[str, str] = getattr(plain, "attribute_map", {})
+    default = transformers.AutoConfig.for_model(name)
+    attribute_map: dict[str, str] = getattr(default, "attribute_map", {})
     for key in options:
-        if not hasattr(plain, key):
-            hint = did_you_mean(key, [k for k in plain.to_dict() if not k.startswith("_")], "keys")
+        if not hasattr(default, key):
+            hint = did_you_mean(key, [k for k in default.to_dict() if not k.startswith("_")], "keys")
             raise error("SC105", f"the configuration of '{name}' has no key '{key}'", hint=hint)
-    sizes = {k: n for k, n in SMALL.items() if isinstance(getattr(plain, k, None), int)}
+    sizes = {k: n for k, n in SMALL.items() if isinstance(getattr(default, k, None), int)}
     small: dict[str, Any] = {attribute_map.get(k, k): n for k, n in sizes.items()}
-    if hasattr(plain, "num_key_value_heads"):
+    if hasattr(default, "num_key_value_heads"):
         small["num_key_value_heads"] = SMALL["num_key_value_heads"]
     if "num_key_value_heads" in attribute_map:  # another name for the heads, which are as many then
         small.pop("num_key_value_heads", None)
         small |= {attribute_map[k]: SMALL[k] for k in ("num_attention_heads",) if k in attribute_map}
-    if all(isinstance(getattr(plain, key, None), list | tuple) for key in SMALL_STAGES):
+    if all(isinstance(getattr(default, key, None), list | tuple) for key in SMALL_STAGES):
         small |= SMALL_STAGES
     small |= {attribute_map.get(k, k): max(SMALL[k], seq) for k in SMALL_POSITIONS if attribute_map.get(k, k) in small}
-    quiet = {k: v for k, v in (("use_cache", False), ("num_labels", 10)) if hasattr(plain, k)}
-    tokens = {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(plain, k)}
-    tokens |= {"decoder_start_token_id": 0} if getattr(plain, "is_encoder_decoder", False) else {}
+    quiet = {k: v for k, v in (("use_cache", False), ("num_labels", 10)) if hasattr(default, k)}
+    tokens = {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, k)}
+    tokens |= {"decoder_start_token_id": 0} if getattr(default, "is_encoder_decoder", False) else {}
     chosen = {attribute_map.get(k, k): v for k, v in options.items()}
     return transformers.AutoConfig.for_model(name, **{**small, **quiet, **tokens, **chosen})
 
@@ -287,13 +287,15 @@ def _sample(config: Any, kind: str, padded: bool, batch: int, seq: int) -> dict[
     """A batch with labels; `kind` is the model's main input. Where no mask is causal, a `padded` batch has one."""
     side, channels = getattr(config, "image_size", 32), getattr(config, "num_channels", 3)
     if kind == "pixel_values":
-        each = channels * side * side
+        sample_size = channels * side * side
     else:
-        each = max(seq, config.num_mel_bins * 2 * config.max_source_positions if kind == "input_features" else 0)
-    if batch * each > MOST_ELEMENTS:
-        message = f"a batch of {batch:,} times {each:,} elements is larger than a command makes"
+        sample_size = max(seq, config.num_mel_bins * 2 * config.max_source_positions if kind == "input_features" else 0)
+    if batch * sample_size > MOST_ELEMENTS:
+        message = f"a batch of {batch:,} times {sample_size:,} elements is larger than a command makes"
         raise error(
-            "SC105", message, hint=f"write a batch of at most {max(1, MOST_ELEMENTS // each):,}, or a smaller seq"
+            "SC105",
+            message,
+            hint=f"write a batch of at most {max(1, MOST_ELEMENTS // sample_size):,}, or a smaller seq",
         )
     if kind == "pixel_values":
         pixels = torch.randn(batch, channels, side, side)

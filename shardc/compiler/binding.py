@@ -142,9 +142,9 @@ def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[
 
 def idle_axes(traced: Traced, mesh: Mesh, bound: Sequence[Bound], store: Store) -> list[Diagnostic]:
     """A warning for each axis of the mesh that no annotation makes use of, or one for the whole mesh."""
-    named = {axis for one in (*bound, *store.bound) for axis in one.placement.axes}
-    named |= set(store.axes) if store.zero else set()
-    used = {axis.partition(":")[0] for axis in named}
+    axes = {axis for one in (*bound, *store.bound) for axis in one.placement.axes}
+    axes |= set(store.axes) if store.zero else set()
+    used = {axis.partition(":")[0] for axis in axes}
     idle = [axis for axis in mesh.names if axis not in used and mesh.size(axis) > 1]
     if not idle:
         return []

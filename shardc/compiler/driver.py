@@ -87,8 +87,8 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     if staged.body is not body:  # which no rank runs
         body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]
         return CompiledGraphs(reference, body, fused.mesh, fused)
-    moved = (traffic(unfused.body), traffic(fused.body)) if plan.fuse.enabled else None
-    return CompiledGraphs(reference, fused.body, fused.mesh, traffic=moved)
+    bytes_moved = (traffic(unfused.body), traffic(fused.body)) if plan.fuse.enabled else None
+    return CompiledGraphs(reference, fused.body, fused.mesh, traffic=bytes_moved)
 
 
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:

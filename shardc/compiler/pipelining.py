@@ -74,8 +74,10 @@ def _cut(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh, hardware: Ha
     if activations > result.costs.memory:
         limit = human_bytes(round(result.costs.memory))
         message = f"a rank holds {human_bytes(round(activations))} of activations; the limit is {limit}"
-        over = Diagnostic("SC214", message, hint="write schedule: auto, more microbatches of fewer rows, or recompute")
-        raise ShardcError(pipeline.located(over, "memory"))
+        diagnostic = Diagnostic(
+            "SC214", message, hint="write schedule: auto, more microbatches of fewer rows, or recompute"
+        )
+        raise ShardcError(pipeline.located(diagnostic, "memory"))
     if plan.recompute.mode == "budget":
         _within_budget(plan.recompute.budget, activations, body)
     return result

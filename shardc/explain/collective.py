@@ -60,8 +60,8 @@ class Explanation:
         op = f" ({c.op})" if c.op else ""
         often = f", {c.times} times a step" if c.times > 1 else ""
         sent = f"{human_bytes(c.bytes_per_rank)} sent by a rank{often}, of a payload of {human_bytes(c.payload_bytes)}"
-        over = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
-        lines = [f"%{c.value}: {c.kind}{op} {over}, {PHASES[c.phase]}, {sent}"]
+        axes = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
+        lines = [f"%{c.value}: {c.kind}{op} {axes}, {PHASES[c.phase]}, {sent}"]
         location = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
         lines += [f"  --> {location}"] if location else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
@@ -131,16 +131,16 @@ def _in_bucket(program: Program, target: Collective) -> tuple[Collective, str]:
     """A member of a bucket, and with what it travels; the largest where the bucket itself is meant."""
     body = program.body
     node = body.by_name(target.value)
-    moved = bucket_of(node) or node
-    inside = list(members(moved).values())
-    if not inside:
+    bucket_value = bucket_of(node) or node
+    bucketed = list(members(bucket_value).values())
+    if not bucketed:
         return target, ""
-    if node is moved:
-        node = max(inside, key=lambda value: type_of(value).local_bytes(body.mesh))
+    if node is bucket_value:
+        node = max(bucketed, key=lambda value: type_of(value).local_bytes(body.mesh))
         target = replace(member(body, node), times=target.times)
-    others = [info(value).name for value in inside if value is not node]
+    others = [info(value).name for value in bucketed if value is not node]
     shown = ", ".join(f"%{name}" for name in others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    return target, f"%{info(moved).name}, with {len(others)} others: {shown}"
+    return target, f"%{info(bucket_value).name}, with {len(others)} others: {shown}"
 
 
 def find(program: Program, value: str | int) -> Collective:
@@ -187,24 +187,24 @@ def hardware_of(program: Program) -> Hardware:
 
 def _look(graph: Graph, bound: list[Bound], value: fx.Node) -> _Findings:
     """What is known of a collective of the body. What a later pass made is looked up by its origin."""
-    named, about = {info(node).name: node for node in graph.calls()}, info(value)
-    node = named.get(about.name) or (named.get(about.origin.of) if about.origin is not None else None)
+    nodes, about = {info(node).name: node for node in graph.calls()}, info(value)
+    node = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if node is None:
         message = f"compiling the program's reference anew does not give %{about.name}: another compiler wrote it"
         raise error("SC403", message, hint="compile the model again")
-    causes = trails(graph, node)
-    moved = collective(graph, node)
-    assert moved is not None
-    return _Findings(moved, causes, measure(graph), propose(graph, bound, causes))
+    axis_trails = trails(graph, node)
+    moved_collective = collective(graph, node)
+    assert moved_collective is not None
+    return _Findings(moved_collective, axis_trails, measure(graph), propose(graph, bound, axis_trails))
 
 
-def _inherent(target: Collective, causes: list[Trail]) -> str:
+def _inherent(target: Collective, axis_trails: list[Trail]) -> str:
     """Why nothing but giving up the split helps."""
-    axis = " and ".join(dict.fromkeys(t.axis for t in causes))
-    if any(t.stored for t in causes):
+    axis = " and ".join(dict.fromkeys(t.axis for t in axis_trails))
+    if any(t.stored for t in axis_trails):
         return f"storage keeps parts over {axis} of what is computed with whole: less memory for this communication"
     if target.kind in ("all_reduce", "reduce_scatter"):
-        gradient = any(t.gradient for t in causes)
+        gradient = any(t.gradient for t in axis_trails)
         what = "the terms of the gradient are" if gradient else "what is summed here is"
         if target.op != "sum":
             what = f"what the {target.op} is taken of is"
@@ -226,5 +226,5 @@ def field_lines(label: str, text: str) -> list[str]:
     """One thing that an explanation says; nothing where there is nothing to say."""
     if not text:
         return []
-    first, *more = text.splitlines()
-    return [f"  {label + ':':<10}{first}", *(f"            {line}" for line in more)]
+    first, *lines = text.splitlines()
+    return [f"  {label + ':':<10}{first}", *(f"            {line}" for line in lines)]

@@ -266,12 +266,10 @@ def _fusion(graph: str, before: Graph, after: Graph, fusing: Fusing, hardware: H
     given_up = {name for record in watcher.records.values() for name in record.calls}
     for name, node in stays.items():
         why = watcher.not_fused.get(name) or NotFused(NOTHING if name in given_up else NEW)
-        size, beside = (
-            bytes_after.get(node, 0),
-            tuple((kernel_of_name.get(other, other), reason) for other, reason in why.beside),
-        )
+        size = bytes_after.get(node, 0)
+        blockers = tuple((kernel_of_name.get(other, other), reason) for other, reason in why.beside)
         fusion.stayed[name] = CallExplanation(
-            name, graph, info(node), op_name(node.target), total_bytes.get(name, 0), size, why.why, beside
+            name, graph, info(node), op_name(node.target), total_bytes.get(name, 0), size, why.why, blockers
         )
     return fusion
 

@@ -77,11 +77,11 @@ def _of_annotation(
     dim_index = next((d for d, dim in enumerate(dims) if axis in dim.axes), None)
     if dim_index is None:
         return
-    rest = _other(dims[dim_index], axis)
+    other_axes = _other(dims[dim_index], axis)
     for d, dim in enumerate(dims):  # the axis on another dim
         if d != dim_index and type.shape[d] > 1:
             moved = [*dims]
-            moved[dim_index] = DimPlacement(rest, dims[dim_index].blocks if rest else 1)
+            moved[dim_index] = DimPlacement(other_axes, dims[dim_index].blocks if other_axes else 1)
             moved[d] = DimPlacement((*dim.axes, axis), dim.blocks)
             yield _rewrite(bound, line, Placement(tuple(moved)), str(annotation.placement))
     blocks = 1
@@ -92,7 +92,7 @@ def _of_annotation(
             blocked[dim_index] = DimPlacement(dims[dim_index].axes, blocks)
             yield _rewrite(bound, line, Placement(tuple(blocked)), str(annotation.placement))
     dropped = [*dims]
-    dropped[dim_index] = DimPlacement(rest) if rest else OPEN
+    dropped[dim_index] = DimPlacement(other_axes) if other_axes else OPEN
     remaining = Placement(tuple(dropped))
     if remaining.axes:
         yield _rewrite(bound, line, remaining, str(annotation.placement))
@@ -104,7 +104,11 @@ def _of_annotation(
 def _without(annotation: Bound, axis: str) -> Bound | None:
     """The annotation without an axis; None when that was all it said."""
     dims = tuple(
-        dim if axis not in dim.axes else DimPlacement(rest, dim.blocks) if (rest := _other(dim, axis)) else OPEN
+        dim
+        if axis not in dim.axes
+        else DimPlacement(other_axes, dim.blocks)
+        if (other_axes := _other(dim, axis))
+        else OPEN
         for dim in annotation.placement.dims
     )
     placement = Placement(dims)
@@ -166,8 +170,8 @@ def _rewrite(
         old = plan.get((line.kind, name))
         plan[line.kind, name] = line_bound if old is None else replace(line_bound, location=old.location)
     under = SECTIONS[line.kind]
-    words = f"write {text}" if previous is None else f'write {text} instead of "{previous}"'
-    return f"under {under}, {words}", tuple(plan.values())
+    instruction = f"write {text}" if previous is None else f'write {text} instead of "{previous}"'
+    return f"under {under}, {instruction}", tuple(plan.values())
 
 
 def _parameters(ends: Sequence[fx.Node]) -> Iterator[fx.Node]:

@@ -67,8 +67,8 @@ class TransferExplanation:
     def __str__(self) -> str:
         t = self.transfer
         often = f", {t.times} times a step" if t.times > 1 else ""
-        way = f"send over {self.axis} from stage {t.origin} to stage {t.target}"
-        lines = [f"%{t.name}: {way}, {PHASES[t.phase]}, {human_bytes(t.bytes_per_rank)} sent by a rank{often}"]
+        route = f"send over {self.axis} from stage {t.origin} to stage {t.target}"
+        lines = [f"%{t.name}: {route}, {PHASES[t.phase]}, {human_bytes(t.bytes_per_rank)} sent by a rank{often}"]
         location = ", ".join(filter(None, (t.source, self.fqn and f"in {self.fqn}")))
         lines += [f"  --> {location}"] if location else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
@@ -126,14 +126,15 @@ def explain_step(program: Program, staged: StagedProgram, value: str | int) -> E
 
 def _explained(program: Program, pipelined: StagedProgram, transfer: ReportedTransfer) -> TransferExplanation:
     about = info(program.body.by_name(transfer.value))
-    home = transfer_report.stage_coordinates(pipelined)
+    coordinates = transfer_report.stage_coordinates(pipelined)
     reader = next(_readers(pipelined, transfer), None)
-    read = "a result of it" if reader is None else f"%{info(reader).name} ({op_name(reader.target)})"
-    why = f"stage {transfer.origin} makes it, on ranks with {pipelined.axis}={home[transfer.origin]}"
-    needed = f"{read} of stage {transfer.target} reads it, on ranks with {pipelined.axis}={home[transfer.target]}"
+    consumer = "a result of it" if reader is None else f"%{info(reader).name} ({op_name(reader.target)})"
+    why = f"stage {transfer.origin} makes it, on ranks with {pipelined.axis}={coordinates[transfer.origin]}"
+    ranks = f"ranks with {pipelined.axis}={coordinates[transfer.target]}"
+    needed = f"{consumer} of stage {transfer.target} reads it, on {ranks}"
     search = _Search.of(program, pipelined)
     places = search.places(transfer.cuts)
-    recuts, tried = search.try_those_that_send_less(places, home)
+    recuts, tried = search.try_those_that_send_less(places, coordinates)
     inherent = ""
     if not any(recut.cost <= DEARER for recut in recuts):
         what = "sends less and leaves the stages as balanced" if recuts else "sends less"
@@ -168,26 +169,30 @@ class _Search:
     def of(cls, program: Program, pipelined: StagedProgram) -> _Search:
         analysis = finest_analysis(program.body)
         starts = _starts(analysis, pipelined)
-        now = transfer_report.crossing_bytes(pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined))
+        bytes_now = transfer_report.crossing_bytes(
+            pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined)
+        )
         hardware = hardware_of(program)
-        return cls(program.body, analysis, starts, unit_costs(analysis, hardware), cut_bytes(analysis), now, hardware)
+        return cls(
+            program.body, analysis, starts, unit_costs(analysis, hardware), cut_bytes(analysis), bytes_now, hardware
+        )
 
     def places(self, cuts: range) -> list[tuple[int, ...]]:
         """The other starts of stages that moving one of these cuts would give, what sends least first."""
         ends = (*self.starts, len(self.analysis.units))
-        moved = [
+        alternatives = [
             (*self.starts[:cut], unit, *self.starts[cut + 1 :])
             for cut in cuts
             for unit in range(ends[cut - 1] + 1, ends[cut + 1])
             if unit != self.starts[cut]
         ]
-        return sorted(moved, key=self._crossing)
+        return sorted(alternatives, key=self._crossing)
 
     def _crossing(self, starts: Sequence[int]) -> int:
         return sum(self.crossing[unit] for unit in starts[1:])
 
     def try_those_that_send_less(
-        self, places: Sequence[tuple[int, ...]], home: Mapping[int, int]
+        self, places: Sequence[tuple[int, ...]], coordinates: Mapping[int, int]
     ) -> tuple[tuple[Recut, ...], int]:
         recuts: list[Recut] = []
         deadline, tried = time.monotonic() + SECONDS, 0
@@ -200,7 +205,7 @@ class _Search:
                     continue  # a module that runs twice is cut at where it first does
                 tried += 1
                 recut = cut(self.body, None, split, self.hardware)
-                saved = transfer_report.crossing_bytes(recut.pipeline, home) - self.now
+                saved = transfer_report.crossing_bytes(recut.pipeline, coordinates) - self.now
             except ShardcError:
                 continue  # nobody asked for this cut
             if saved < 0:
@@ -216,8 +221,10 @@ def _starts(analysis: StepAnalysis, pipelined: StagedProgram) -> tuple[int, ...]
     """The first unit of each stage: where its calls are. Of what became a kernel only some still have their names."""
     stages = enumerate(pipelined.stages)
     nodes = ((index, node) for index, stage in stages for node in stage.forward.fx.nodes)
-    home = {info(node).name: index for index, node in nodes if node.op == "call_function"}
-    unit_stages = [{home[info(call).name] for call in unit.calls if info(call).name in home} for unit in analysis.units]
+    stage_of = {info(node).name: index for index, node in nodes if node.op == "call_function"}
+    unit_stages = [
+        {stage_of[info(call).name] for call in unit.calls if info(call).name in stage_of} for unit in analysis.units
+    ]
     starts = [0]
     for stage in range(1, len(pipelined.stages)):
         starts.append(next(index for index in range(starts[-1] + 1, len(unit_stages)) if stage in unit_stages[index]))

@@ -136,7 +136,7 @@ def removals(
     reference: Graph,
     options: Options,
     target: Collective,
-    now: Cost,
+    current: Cost,
     candidates: Sequence[tuple[str, tuple[Bound, ...]]],
     seconds: float,
 ) -> Removals:
@@ -157,16 +157,16 @@ def removals(
             reason, _, _ = str(bug).partition("\n")
             failed.append(f"{type(bug).__name__}: {reason} ({text})")
             continue
-        if _removed(target, now, cost):
-            work = cost.work / now.work - 1 if now.work else 0.0
-            sent, params = cost.sent - now.sent, cost.parameter_bytes - now.parameter_bytes
+        if _removed(target, current, cost):
+            work = cost.work / current.work - 1 if current.work else 0.0
+            sent, params = cost.sent - current.sent, cost.parameter_bytes - current.parameter_bytes
             same = any(_base(c) == _base(target) and set(c.axes) & set(target.axes) for c in cost.collectives)
-            changes.append(Change(text, plan, sent, params, work, _instead(now, cost), same))
+            changes.append(Change(text, plan, sent, params, work, _instead(current, cost), same))
     changes.sort(key=lambda c: (c.gives_up, c.sent, c.parameter_bytes))
     return Removals(tuple(changes), tried, tuple(failed))
 
 
-def _removed(target: Collective, now: Cost, then: Cost) -> bool:
+def _removed(target: Collective, current: Cost, changed: Cost) -> bool:
     """It is gone, and has not merely moved to another value."""
 
     def alike(cost: Cost) -> int:
@@ -174,8 +174,10 @@ def _removed(target: Collective, now: Cost, then: Cost) -> bool:
         return sum((c.kind, c.axes, c.phase) == key for c in cost.collectives)
 
     base = _base(target)
-    same = any(_base(c) == base and c.kind == target.kind and set(c.axes) & set(target.axes) for c in then.collectives)
-    return not same and alike(then) < alike(now)
+    same = any(
+        _base(c) == base and c.kind == target.kind and set(c.axes) & set(target.axes) for c in changed.collectives
+    )
+    return not same and alike(changed) < alike(current)
 
 
 def _base(collective: Collective) -> str:
@@ -183,7 +185,7 @@ def _base(collective: Collective) -> str:
     return re.sub(rf"\.{collective.kind}(_\d+)?$", "", collective.value)
 
 
-def _instead(now: Cost, then: Cost) -> tuple[str, ...]:
+def _instead(current: Cost, changed: Cost) -> tuple[str, ...]:
     """Kinds of collectives of which there are more than before: `2 all_gather over tp`."""
 
     def count(cost: Cost) -> dict[tuple[str, str], int]:
@@ -193,9 +195,9 @@ def _instead(now: Cost, then: Cost) -> tuple[str, ...]:
             kinds[key] = kinds.get(key, 0) + 1
         return kinds
 
-    counts = count(now)
-    more = ((kind, axes, n - counts.get((kind, axes), 0)) for (kind, axes), n in count(then).items())
-    return tuple(f"{n} {kind} over {axes}" for kind, axes, n in more if n > 0)
+    counts = count(current)
+    added = ((kind, axes, n - counts.get((kind, axes), 0)) for (kind, axes), n in count(changed).items())
+    return tuple(f"{n} {kind} over {axes}" for kind, axes, n in added if n > 0)
 
 
 def _difference(count: int, what: str) -> str:

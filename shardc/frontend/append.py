@@ -45,8 +45,8 @@ class Append:
             type = result_type
         with self.graph.fx.inserting_before(self.end):
             node = self.graph.fx.call_function(target, args, kwargs)
-        named = self.graph.unique(f"{name}.{op_name(target).removeprefix('shardc.').partition('.')[0]}")
-        set_info(node, ValueInfo(named, type, fqn=fqn, phase="opt", constant=constant))
+        unique_name = self.graph.unique(f"{name}.{op_name(target).removeprefix('shardc.').partition('.')[0]}")
+        set_info(node, ValueInfo(unique_name, type, fqn=fqn, phase="opt", constant=constant))
         return node
 
     def instance(self, body: Graph, values: tuple[fx.Node, ...], name: str) -> list[fx.Node]:

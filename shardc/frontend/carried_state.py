@@ -60,8 +60,8 @@ def carried(
     warnings: list[Diagnostic] = []
     counted = _names(change for change in between.changes() if change.counts)
     if _effects(first, keys) != _effects(second, _expressions(second, known)):
-        read = {id(t) for t in _constants(second).values()} - known.keys()
-        names = _names(c for c in unexplained if any(id(t) in read for t in left_tensors([c])))
+        constants_read = {id(t) for t in _constants(second).values()} - known.keys()
+        names = _names(c for c in unexplained if any(id(t) in constants_read for t in left_tensors([c])))
         names = names or [name for name in _names(unexplained) if name not in counted]
         names = names or ([] if counted else _names(changes))
         if names:

@@ -68,13 +68,13 @@ def _keep_statistics(graph: Graph) -> None:
         for value in (user for user in list(node.users) if user.args[1] != 0):
             traced = type_of(value)
             update(value, type=replace(traced, dtype=torch.float32))
-            others = [user for user in value.users if user.target is not LAYER_NORM_BACKWARD]
-            if others:
+            readers = [user for user in value.users if user.target is not LAYER_NORM_BACKWARD]
+            if readers:
                 with graph.fx.inserting_after(value):
                     cast = graph.call(
                         torch.ops.aten._to_copy.default, (value,), {"dtype": traced.dtype}, like=value, type=traced
                     )
-                for user in others:
+                for user in readers:
                     user.replace_input_with(value, cast)
 
 

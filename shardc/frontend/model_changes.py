@@ -93,8 +93,10 @@ class CompiledModel:
                 f"{name} {'frozen' if old else 'trained'}" for name, p, old in trained if p.requires_grad != old
             ]
         for variables, recorded in zip(self._variables, self._variables_before, strict=True):
-            now = _comparable(variables.items())
-            changes += [f"another {name}, which the loss reads" for name in recorded if now.get(name) != recorded[name]]
+            current = _comparable(variables.items())
+            changes += [
+                f"another {name}, which the loss reads" for name in recorded if current.get(name) != recorded[name]
+            ]
         if [version_of(t) for t in self._constants] != self._versions:
             pairs = zip(self._constants, self._versions, strict=True)
             written = [t for t, version in pairs if version_of(t) != version]
@@ -105,12 +107,12 @@ class CompiledModel:
         """The same, and whatever else the model holds that is another than it was; walks the whole model."""
         if changes := self.changes():
             return changes
-        others = dict.fromkeys(
+        changed_names = dict.fromkeys(
             c.attribute for c in self._snapshot.changes() if c.attribute not in self._changed_attributes
         )
         pairs = zip(self._names, self._params, self._hooks, strict=True)
         hooked = [name for name, p, hooks in pairs if gradient_hooks(p) != hooks]
-        return [*(f"another {name}" for name in others), *(f"other hooks on {name}" for name in hooked)]
+        return [*(f"another {name}" for name in changed_names), *(f"other hooks on {name}" for name in hooked)]
 
     def refuse_changes(self) -> None:
         """Raise ShardcError (SC124) where something that is built into the program is not as it was.
@@ -145,8 +147,8 @@ def changed(changes: list[str]) -> ShardcError:
 
 
 def _plain_of(prefix: str, items: Mapping[str, Any], changed_attributes: Collection[str]) -> _Values | None:
-    plain = (k for k, v in items.items() if f"{prefix}{k}" not in changed_attributes and (k not in _HOOKS or v))
-    keys = tuple(k for k in plain if k in _HOOKS or _is_plain(items[k]))
+    plain_keys = (k for k, v in items.items() if f"{prefix}{k}" not in changed_attributes and (k not in _HOOKS or v))
+    keys = tuple(k for k in plain_keys if k in _HOOKS or _is_plain(items[k]))
     if not keys:
         return None
     read = itemgetter(*keys)
@@ -157,11 +159,11 @@ def _plain_of(prefix: str, items: Mapping[str, Any], changed_attributes: Collect
 def _differences(record: _Values) -> Iterator[str]:
     recorded = record.before if len(record.keys) > 1 else (record.before,)
     for key, before in zip(record.keys, recorded, strict=True):
-        now = record.items.get(key)
-        if key in _HOOKS and now != before:
+        current = record.items.get(key)
+        if key in _HOOKS and current != before:
             yield f"other hooks on {record.prefix.rstrip('.') or 'the model itself'}"
-        elif now != before:
-            yield f"{record.prefix}{key} = {now!r}, not {before!r}"
+        elif current != before:
+            yield f"{record.prefix}{key} = {current!r}, not {before!r}"
 
 
 def _functions(value: object) -> Iterator[FunctionType]:
@@ -187,5 +189,5 @@ def _copied(value: Any) -> Any:
 
 def _comparable(items: Mapping[object, Any]) -> dict[object, Any]:
     """Plain values as they are, tensors by identity; all else a step may change for itself."""
-    plain = {name: _copied(value) for name, value in items.items() if _is_plain(value)}
-    return plain | {name: id(value) for name, value in items.items() if isinstance(value, Tensor)}
+    copies = {name: _copied(value) for name, value in items.items() if _is_plain(value)}
+    return copies | {name: id(value) for name, value in items.items() if isinstance(value, Tensor)}

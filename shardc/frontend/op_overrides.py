@@ -173,8 +173,8 @@ class RandomOps:
 
         def less(x: Tensor, bound: float) -> Tensor:
             """Layers dropped at a rate of 0, as some of transformers' models decide it: `if torch.rand([]) < 0.0:`."""
-            drawn = torch_compat.node_of(x) if x.dim() == 0 and bound <= 0.0 else None
-            return torch.tensor(False) if drawn is not None and drawn.target is RANDOM_UNIFORM else NotImplemented
+            node = torch_compat.node_of(x) if x.dim() == 0 and bound <= 0.0 else None
+            return torch.tensor(False) if node is not None and node.target is RANDOM_UNIFORM else NotImplemented
 
         def made(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
             def make(

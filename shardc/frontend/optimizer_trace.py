@@ -91,18 +91,20 @@ def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int)
     eager, traced = param.clone(), param.clone()
     state = {s.key: torch.full(s.shape, s.fill, dtype=s.dtype) for s in update.states}
     starting_state: dict[str, Any] = _starting_state(optimizer, group, eager)
-    bare, step = _bare(optimizer, {**group, "params": [eager]}, {eager: starting_state} if starting_state else {})
+    bare_optimizer, step = _bare(
+        optimizer, {**group, "params": [eager]}, {eager: starting_state} if starting_state else {}
+    )
     runner = fx.Interpreter(fx.GraphModule({}, update.graph.fx))
     for lr in (0.1, 0.05, 0.0):
         eager.grad = torch.randn(shape, dtype=torch.float64, generator=draw)
         eager.grad.reshape(-1)[1:2] = 0  # as an embedding's rows that no token asked for
-        bare.param_groups[0]["lr"] = lr
+        bare_optimizer.param_groups[0]["lr"] = lr
         with _default_dtype(torch.float64), torch.no_grad():
             step()
             lr_now = torch.tensor(lr, dtype=torch.float64)
             traced, *after = runner.run(traced, eager.grad, lr_now, *state.values())
         state = dict(zip(state, after, strict=True))
-        real = {"parameter": eager, **bare.state[eager]}
+        real = {"parameter": eager, **bare_optimizer.state[eager]}
         for key, value in {"parameter": traced, **state}.items():
             expected = torch.as_tensor(real[key], dtype=torch.float64)
             if not torch.allclose(value.double(), expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
@@ -135,10 +137,10 @@ def _trace(
         param.grad = grad
         options = {"params": [param], "lr": Number(lr), "capturable": capturable}
         options = {k: v for k, v in options.items() if k in group}
-        bare, step = _bare(optimizer, {**group, **options}, {param: traced_state})
+        bare_optimizer, step = _bare(optimizer, {**group, **options}, {param: traced_state})
         with traced_numbers():
             step()
-        new_state: dict[str, Any] = bare.state[param]
+        new_state: dict[str, Any] = bare_optimizer.state[param]
         if new_state.keys() != traced_state.keys():
             raise refused(optimizer, f"its state changes from {sorted(traced_state)} to {sorted(new_state)}")
         return [param, *(v.tensor if isinstance(v, Number) else v for v in new_state.values())]
@@ -178,18 +180,18 @@ def _graph(gm: fx.GraphModule, names: Sequence[str]) -> Graph:
 def _elementwise(optimizer: torch.optim.Optimizer, graph: Graph, shape: tuple[int, ...]) -> None:
     for node in graph.calls():
         rule = find_rule(node.target)
-        filled = node.target is aten.full.default or (
+        is_full = node.target is aten.full.default or (
             node.target is aten.expand.default and not type_of(operands(node)[0]).shape
         )
-        pointwise = filled or (rule is not None and rule.kind == "pointwise")
+        pointwise = is_full or (rule is not None and rule.kind == "pointwise")
         if not pointwise or info(node).type is None or type_of(node).shape not in ((), shape):
             raise refused(optimizer, f"its update is not elementwise: it computes {op_name(node.target)}")
 
 
 # ---------------------------------------------------------------------- the state and the optimizer of a probe
 def _bare(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Any]]) -> Any:
-    plain = {key: False for key in ("foreach", "fused", "differentiable") if key in group}
-    return torch_compat.bare_optimizer(optimizer, {**group, **plain}, state)
+    flags = {key: False for key in ("foreach", "fused", "differentiable") if key in group}
+    return torch_compat.bare_optimizer(optimizer, {**group, **flags}, state)
 
 
 class _First(dict[str, Any]):
@@ -236,16 +238,16 @@ def _first_step(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor, start: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state that a step starts from, or makes."""
-    seen = _First(start)
+    recorder = _First(start)
     param.grad = torch.zeros_like(param)
     options = {"params": [param], "lr": float(group["lr"]), "capturable": False}
-    _, step = _bare(optimizer, {**group, **{k: v for k, v in options.items() if k in group}}, {param: seen})
+    _, step = _bare(optimizer, {**group, **{k: v for k, v in options.items() if k in group}}, {param: recorder})
     try:
         with torch.no_grad():
             step()
     except Exception as problem:
         raise refused(optimizer, _line(problem)) from problem
-    return {key: value for key, value in seen.first.items() if value is not None}
+    return {key: value for key, value in recorder.first.items() if value is not None}
 
 
 def _starting_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor) -> dict[str, Any]:

@@ -38,10 +38,10 @@ def complete_inputs(graph: Graph, known_inputs: Mapping[str, Tensor], seed: int)
             inputs[port.name] = torch.tensor(seed)
         elif port.role in ("param", "buffer"):
             type = type_of(node)
-            drawn = torch.rand(type.shape, generator=generator) * 0.2
+            values = torch.rand(type.shape, generator=generator) * 0.2
             # Weights around 0; vectors, which may be variances or scales of a norm, below 1.
-            drawn = drawn - 0.1 if type.ndim > 1 else 1 - drawn
-            inputs[port.name] = drawn.to(type.dtype)
+            values = values - 0.1 if type.ndim > 1 else 1 - values
+            inputs[port.name] = values.to(type.dtype)
     return inputs
 
 

@@ -160,12 +160,12 @@ class Origins:
     def where_raised(self, traceback: TracebackType | None) -> tuple[str, str]:
         """The same for an exception."""
         location = ("", "")
-        inside = False
+        inside_root = False
         while traceback is not None:
             code = traceback.tb_frame.f_code
-            if inside and self._is_foreign(code.co_filename):
+            if inside_root and self._is_foreign(code.co_filename):
                 location = place(code.co_filename, traceback.tb_lineno)
-            inside = inside or code is self.root
+            inside_root = inside_root or code is self.root
             traceback = traceback.tb_next
         return location
 
@@ -271,8 +271,8 @@ def _first_mention(module: nn.Module, word: str, better: str) -> dict[str, str |
             continue
         if path is None or path.startswith(_TORCH):
             continue
-        fits = [i for i, line in enumerate(lines) if re.search(rf"\w\.{re.escape(word)}\b", line)]
-        best = [i for i in fits if better in lines[i]] or fits
+        matching = [i for i, line in enumerate(lines) if re.search(rf"\w\.{re.escape(word)}\b", line)]
+        best = [i for i in matching if better in lines[i]] or matching
         if best:
             location, text = place(path, start + best[0])
             return {"location": location, "source_text": text or None}

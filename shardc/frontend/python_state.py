@@ -113,9 +113,9 @@ class Snapshot:
         """What differs now, item by item."""
         changes: list[Change] = []
         for recorded in self._held:
-            now = recorded.holder.items()
-            for key in {**recorded.items, **now}:
-                before, after = recorded.items.get(key, ABSENT), now.get(key, ABSENT)
+            current = recorded.holder.items()
+            for key in {**recorded.items, **current}:
+                before, after = recorded.items.get(key, ABSENT), current.get(key, ABSENT)
                 if not _same(before, after):
                     changes.append(Change(_below(recorded.place, recorded.holder, key), before, after))
         return changes

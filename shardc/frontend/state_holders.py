@@ -62,9 +62,9 @@ class Container:
         return {id(value): value for value in values} if isinstance(self._value, set) else dict(enumerate(values))
 
     def restore(self, items: Mapping[object, Any]) -> None:
-        now = self.items()
-        if [*map(id, now.values())] == [*map(id, items.values())] and (
-            not isinstance(self._value, dict) or [*now] == [*items]
+        current = self.items()
+        if [*map(id, current.values())] == [*map(id, items.values())] and (
+            not isinstance(self._value, dict) or [*current] == [*items]
         ):
             return
         self._kind.clear(self._value)
@@ -91,11 +91,11 @@ class Attributes:
         return {name: value for name, value in values.items() if value is not ABSENT}
 
     def restore(self, items: Mapping[object, Any]) -> None:
-        now = self.items()
+        current = self.items()
         for name in self._names:
-            if name in items and now.get(name, ABSENT) is not items[name]:
+            if name in items and current.get(name, ABSENT) is not items[name]:
                 setattr(self._value, name, items[name])
-            elif name not in items and name in now:
+            elif name not in items and name in current:
                 delattr(self._value, name)
 
 
@@ -220,8 +220,8 @@ class Position:
 
 def holders_of(value: Any) -> list[Holder]:
     """The places that a value is, or has its attributes in."""
-    how = _how_held(type(value))
-    return how(value) if how is not None else []
+    holders = _how_held(type(value))
+    return holders(value) if holders is not None else []
 
 
 @lru_cache(maxsize=4096)

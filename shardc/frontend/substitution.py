@@ -162,13 +162,13 @@ def view_like(view: Tensor, base: _Base, start: int) -> Tensor | None:
 
 
 # ------------------------------------------------------------------ what must not be
-def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], changed: Iterable[str] = ()) -> None:
+def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], written: Iterable[str] = ()) -> None:
     """Raise ShardcError (SC121) where tensors of the model or the batch lie in the same memory and one of them changes.
 
     A program keeps each parameter, buffer and input by itself: what is written to one would not be seen in the other.
-    Parameters that are trained change; `changed` names buffers and inputs that do.
+    Parameters that are trained change; `written` names buffers and inputs that do.
     """
-    changing = {name for name, p in model.named_parameters() if p.requires_grad} | set(changed)
+    changing = {name for name, p in model.named_parameters() if p.requires_grad} | set(written)
     tensors = dict(model.named_parameters())
     params = {id(p) for p in tensors.values()}
     tensors |= {name: b for name, b in model.named_buffers() if id(b) not in params}

@@ -73,9 +73,9 @@ def trace(
         diagnostics = carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
     finally:
         step.before.restore()
-        drawn = generators.drawn()
+        random_diagnostics = generators.drawn()
         generators.restore()
-    diagnostics += drawn
+    diagnostics += random_diagnostics
     refuse_kept(step.recorded.held(but=inputs))
     batch_tensors = dict(zip(call.names, call.tensors, strict=True))
     refuse_shared_memory(model, batch_tensors, [*step.written_buffers, *step.written])
@@ -206,22 +206,25 @@ class _Step:
             param_gradients if self.casts is None else self.casts.gradients(param_gradients, origins.within)
         )
         outputs = torch_compat.flatten_with_paths(output) if self.with_outputs else []
-        seen = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
+        output_tensors = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
         self.results = [("loss", "loss")]
         self.results.extend(("grad", name) for name in param_gradients)
         self.results.extend(("buffer", name) for name in changed_buffers)
-        self.results.extend(("output", path) for path in seen)
+        self.results.extend(("output", path) for path in output_tensors)
         nodes_left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
         self.left = {key: node for key, node in nodes_left if node is not None}
         self._refuse_reshaped(inputs)
         batch_tensors = zip(self.call.names, tensors[count[1] :], strict=False)
         self.written = tuple(name for name, t in batch_tensors if torch_compat.was_written(t))
         self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
-        return [loss, *param_gradients.values(), *changed_buffers.values(), *seen.values()]
+        return [loss, *param_gradients.values(), *changed_buffers.values(), *output_tensors.values()]
 
     def _refuse_reshaped(self, inputs: Mapping[str, Tensor]) -> None:
-        for (name, now), original in zip(inputs.items(), self.call.tensors, strict=False):
-            if now.shape != original.shape or now.stride() != torch_compat.fake_like(self.mode, original).stride():
+        for (name, traced), original in zip(inputs.items(), self.call.tensors, strict=False):
+            if (
+                traced.shape != original.shape
+                or traced.stride() != torch_compat.fake_like(self.mode, original).stride()
+            ):
                 message = f"forward changes the shape of its input '{name}' in place"
                 raise error("SC104", message, tensor=name, hint="compute another: x = x.unsqueeze(1), x.mT")
 
@@ -259,9 +262,9 @@ def _without_mutation(
         result = run()
         if node in returned:
             # Looked up now: a later op may mutate this value, and then it is no longer what the module returned.
-            became = torch_compat.node_of(result)
-            if became is not None:
-                new_origins.module_outputs += [(name, became) for name in returned[node]]
+            new_node = torch_compat.node_of(result)
+            if new_node is not None:
+                new_origins.module_outputs += [(name, new_node) for name in returned[node]]
         return result
 
     inputs = [t.detach() for t in inputs]
@@ -337,18 +340,18 @@ def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]
     aliases: dict[Tensor, list[str]] = {}
     for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(t, []).append(name)
-    rest = iter(placeholders)
+    nodes = iter(placeholders)
     inputs = [
-        TracedInput("param", name, tuple(aliases[p][1:]), p.requires_grad, next(rest))
+        TracedInput("param", name, tuple(aliases[p][1:]), p.requires_grad, next(nodes))
         for name, p in step.params.items()
     ]
     inputs += [
-        TracedInput("buffer", name, tuple(aliases[b][1:]), False, next(rest)) for name, b in step.buffers.items()
+        TracedInput("buffer", name, tuple(aliases[b][1:]), False, next(nodes)) for name, b in step.buffers.items()
     ]
-    inputs += [TracedInput("input", name, (), False, next(rest)) for name in step.call.names]
-    inputs += [TracedInput("state", SCALE, (), False, next(rest))] if step.scaled else []
-    inputs += [TracedInput("share", SHARE, (), False, next(rest))] if step.weighted else []
-    return [*inputs, TracedInput("seed", "seed", (), False, next(rest))]
+    inputs += [TracedInput("input", name, (), False, next(nodes)) for name in step.call.names]
+    inputs += [TracedInput("state", SCALE, (), False, next(nodes))] if step.scaled else []
+    inputs += [TracedInput("share", SHARE, (), False, next(nodes))] if step.weighted else []
+    return [*inputs, TracedInput("seed", "seed", (), False, next(nodes))]
 
 
 def _rewrite_meta(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> None:

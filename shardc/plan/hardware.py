@@ -106,10 +106,10 @@ def read_file(path: Path) -> Hardware:
         raise ShardcError(Diagnostic("SC208", message, location=str(path), hint=hint)) from None
     if not isinstance(content, dict):
         raise ShardcError(Diagnostic("SC208", "the file has no quantities", location=str(path), hint=hint))
-    read = {str(key): read_quantity(str(key), value) for key, value in cast(dict[object, Any], content).items()}
-    if problems := problems_of(read):
+    quantities = {str(key): read_quantity(str(key), value) for key, value in cast(dict[object, Any], content).items()}
+    if problems := problems_of(quantities):
         raise ShardcError(*(replace(wrong, location=str(path)) for wrong in problems.values()))
-    return Hardware.of(read)
+    return Hardware.of(quantities)
 
 
 def _files() -> dict[str, Path]:

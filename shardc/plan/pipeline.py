@@ -129,8 +129,8 @@ class Pipelining(BaseModel):
         if stages is None:
             stages = ranks * virtual
         if stages != ranks * virtual:
-            each = "one stage" if virtual == 1 else f"{virtual} stages"
-            message = f"{stages} stages do not go on {ranks} ranks of axis '{self.axis}' with {each} on each"
+            stages_per_rank = "one stage" if virtual == 1 else f"{virtual} stages"
+            message = f"{stages} stages do not go on {ranks} ranks of axis '{self.axis}' with {stages_per_rank} on each"
             hint = f"make it {ranks * virtual} stages, or virtual: N with stages = {ranks} x N"
             keys = ("virtual", "stages", "split")
             raise ShardcError(self.located(Diagnostic("SC220", message, hint=hint), *keys))

@@ -119,13 +119,13 @@ class Plan(BaseModel):
         """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
         maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
         maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
-        keys: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
-        plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
-        plain |= {"hardware": hardware, "align": align, "bucket": bucket}
-        plain |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
-        plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
+        written_maps: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
+        values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
+        values |= {"hardware": hardware, "align": align, "bucket": bucket}
+        values |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
+        values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
-        return cls.from_dict({**keys, **{key: value for key, value in plain.items() if value is not None}})
+        return cls.from_dict({**written_maps, **{key: value for key, value in values.items() if value is not None}})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: Source | None = None) -> Plan:
@@ -198,10 +198,10 @@ class Plan(BaseModel):
         """Both plans; where they say something of the same pattern or key, the other one is heard."""
         merged: dict[str, object] = {kind: {**getattr(self, kind), **getattr(other, kind)} for kind in KINDS}
         merged["budget"] = {**self.budget, **other.budget}
-        rest = {key: getattr(other, key) for key in other.model_fields_set if key not in merged}
+        remaining = {key: getattr(other, key) for key in other.model_fields_set if key not in merged}
         if other.mesh is None:
-            rest.pop("mesh", None)
-        return self.model_copy(update={**merged, **rest})
+            remaining.pop("mesh", None)
+        return self.model_copy(update={**merged, **remaining})
 
     @property
     def microbatches(self) -> int:
@@ -323,13 +323,13 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     if isinstance(ours, ShardcError):
         return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
-        inside = path[0] if len(path) > 1 else None
+        section = path[0] if len(path) > 1 else None
         parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
         parts |= {"fuse": Fusing, "pipeline": Pipelining}
-        known = parts.get(inside or "", Plan).model_fields
+        known = parts.get(section or "", Plan).model_fields
         key = problem["loc"][-1]
-        hint = did_you_mean(str(key), known, f"keys of {inside or 'a plan'}")
-        return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{key}'", hint=hint), *path),)
+        hint = did_you_mean(str(key), known, f"keys of {section or 'a plan'}")
+        return (source.locate(Diagnostic("SC208", f"{section or 'a plan'} has no key '{key}'", hint=hint), *path),)
     reason = problem["msg"] if problem["type"] == "literal_error" else problem["msg"].partition(",")[0]
     expected = reason.removeprefix("Input should be ")
     message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"

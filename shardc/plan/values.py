@@ -137,23 +137,23 @@ class Recomputing(BaseModel):
         forms = "write full, selective, {budget: 20GiB}, or {mode: full, collectives: true}"
         if not isinstance(options, Mapping):
             raise error("SC208", f"'recompute' should be a mode or a budget, not {options!r}", hint=forms)
-        read = dict(cast(Mapping[str, object], options))
-        if "budget" in read:
-            read = {"mode": "budget", **read, "budget": read_bytes(read["budget"])}
-        mode, modes = read.get("mode"), get_args(RecomputeMode)
+        fields = dict(cast(Mapping[str, object], options))
+        if "budget" in fields:
+            fields = {"mode": "budget", **fields, "budget": read_bytes(fields["budget"])}
+        mode, modes = fields.get("mode"), get_args(RecomputeMode)
         if mode not in modes:
             hint = forms if mode is None else did_you_mean(str(mode), modes, "modes")
             raise error("SC208", "'recompute' has no mode" + (f" '{mode}'" if mode else ""), hint=hint)
-        if (mode == "budget") != ("budget" in read):
-            unfit = "lacks its bytes" if mode == "budget" else f"goes with no budget: '{mode}' knows none"
-            raise error("SC208", f"'recompute: {mode}' {unfit}", hint=forms)
-        return read
+        if (mode == "budget") != ("budget" in fields):
+            problem = "lacks its bytes" if mode == "budget" else f"goes with no budget: '{mode}' knows none"
+            raise error("SC208", f"'recompute: {mode}' {problem}", hint=forms)
+        return fields
 
     def dumped(self) -> object:
         """As plain data, in its short form if it has one."""
         if self.mode == "budget":
-            more: dict[str, object] = {"collectives": True} if self.collectives else {}
-            return {"budget": bytes_text(self.budget), **more}
+            flags: dict[str, object] = {"collectives": True} if self.collectives else {}
+            return {"budget": bytes_text(self.budget), **flags}
         return {"mode": self.mode, "collectives": True} if self.collectives else self.mode
 
 
@@ -192,13 +192,13 @@ class LossOver(BaseModel):
             raise error(
                 "SC208", f"'loss' should be mean, or weighted by the tokens of an input, not {value!r}", hint=forms
             )
-        read = dict(cast(Mapping[str, object], value))
+        fields = dict(cast(Mapping[str, object], value))
         keys = ("tokens", "ignore", "shift")
-        if unknown := [key for key in read if key not in keys]:
+        if unknown := [key for key in fields if key not in keys]:
             raise error(
                 "SC208", f"'loss' has no key '{unknown[0]}'", hint=did_you_mean(unknown[0], keys, "keys of loss")
             )
-        return read
+        return fields
 
     def dumped(self) -> dict[str, object]:
         """As plain data, without what is at its default."""
@@ -269,11 +269,11 @@ class Dtypes(BaseModel):
         if isinstance(value, Dtypes):
             return value
         options: object = value if isinstance(value, Mapping) else {"compute": value}
-        read = dict(cast(Mapping[str, object], options))
-        if "compute" not in read:
+        fields = dict(cast(Mapping[str, object], options))
+        if "compute" not in fields:
             hint = "write precision: bf16, or precision: {compute: bf16, master: fp32}"
             raise error("SC208", "'precision' does not say what to compute in", hint=hint)
-        return read
+        return fields
 
     @field_validator("compute", "master", "reduce", mode="before")
     @classmethod

@@ -302,10 +302,12 @@ def _check_fit(
     reasons = [("another shape", shapes, None), ("another dtype", dtypes, "compile for the same precision")]
     if strict:
         lines = [f"{n} (did you mean '{suggestion}'?)" if (suggestion := suggest(n, unused)) else n for n in missing]
-        hint = lost = "load(strict=False) reads what there is, and leaves the rest as it was"
+        hint = missing_hint = "load(strict=False) reads what there is, and leaves the rest as it was"
         if missing and all(tensors[name].role == "state" for name in missing):
-            lost = "it was saved without an optimizer, or with another: load(strict=False) starts the optimizer afresh"
-        reasons += [("no values in it", lines, lost), ("no place in the program", unused, hint)]
+            missing_hint = (
+                "it was saved without an optimizer, or with another: load(strict=False) starts the optimizer afresh"
+            )
+        reasons += [("no values in it", lines, missing_hint), ("no place in the program", unused, hint)]
     problems = [
         Diagnostic(
             "SC406",

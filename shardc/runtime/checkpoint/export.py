@@ -110,14 +110,14 @@ def gathered(checkpoints: Checkpoints, name: str, entry: Held) -> torch.Tensor |
 def _files(types: Mapping[str, TensorType], limit: int) -> dict[str, list[str]]:
     """Which tensors go into which file, in their order."""
     bins: list[list[str]] = [[]]
-    filled = 0
+    file_size = 0
     for name, type in types.items():
         size = type.numel() * type.dtype.itemsize
-        if bins[-1] and filled + size > limit:
+        if bins[-1] and file_size + size > limit:
             bins.append([])
-            filled = 0
+            file_size = 0
         bins[-1].append(name)
-        filled += size
+        file_size += size
     if len(bins) == 1:
         return {"model.safetensors": bins[0]}
     return {f"model-{i + 1:05d}-of-{len(bins):05d}.safetensors": names for i, names in enumerate(bins)}

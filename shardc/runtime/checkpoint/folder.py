@@ -28,11 +28,13 @@ def place_of(path: str | Path) -> Path:
     """The absolute path of a checkpoint that the user named. Raises ShardcError (SC408) for what names no folder."""
     try:
         folder = Path(path).absolute()
-        unfit = "holds a NUL byte" if "\0" in str(folder) else None if folder.name else "is the root of all files"
+        problem = "holds a NUL byte" if "\0" in str(folder) else None if folder.name else "is the root of all files"
     except TypeError:
-        folder, unfit = None, f"is a {type(path).__name__}"
-    if folder is None or unfit is not None:
-        raise error("SC408", f"the path {path!r} of a checkpoint {unfit}", hint="give the path of a folder: 'out/run'")
+        folder, problem = None, f"is a {type(path).__name__}"
+    if folder is None or problem is not None:
+        raise error(
+            "SC408", f"the path {path!r} of a checkpoint {problem}", hint="give the path of a folder: 'out/run'"
+        )
     return folder
 
 
@@ -57,12 +59,12 @@ def find(path: Path) -> Path:
         if (path / METADATA).is_file():
             hint = "read another program's with torch.distributed.checkpoint, and pass the tensors to launch(state=...)"
             raise error("SC405", f"the checkpoint {path} is not shardc's, or not whole: no {MANIFEST}", hint=hint)
-        inside = [one.name for one in path.iterdir() if (one / MANIFEST).is_file()]
-        hint = f"in it are the checkpoints {', '.join(sorted(inside))}" if inside else None
+        nested = [one.name for one in path.iterdir() if (one / MANIFEST).is_file()]
+        hint = f"in it are the checkpoints {', '.join(sorted(nested))}" if nested else None
         raise error("SC407", f"{path} is no checkpoint: it has no {MANIFEST}", hint=hint)
-    beside = [one.name for one in path.parent.iterdir() if (one / MANIFEST).is_file()] if path.parent.is_dir() else []
+    siblings = [one.name for one in path.parent.iterdir() if (one / MANIFEST).is_file()] if path.parent.is_dir() else []
     raise error(
-        "SC407", f"there is no checkpoint at {path}", hint=did_you_mean(path.name, beside, "checkpoints beside it")
+        "SC407", f"there is no checkpoint at {path}", hint=did_you_mean(path.name, siblings, "checkpoints beside it")
     )
 
 

@@ -93,8 +93,8 @@ def _files(path: Path) -> list[Path]:
         return [path / name for name in sorted(set(weight_map.values()))]
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not files:
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, [name for name in beside if name != path.name], "files beside it")
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, [name for name in siblings if name != path.name], "files beside it")
         if (path / MANIFEST).is_file():
             hint = "it is a checkpoint: launch with init=, and then trainer.load(path)"
         raise error("SC504", f"there are no safetensors at {path}", hint=hint)

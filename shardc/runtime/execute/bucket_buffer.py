@@ -69,11 +69,11 @@ class FlatBuffer:
 
         args, xs = self._args, [None if slot is None else fixed.get(slot, slot) for slot in self._reads]
         present = {index for index, x in enumerate(xs) if x is not None}
-        laid = pack_layout(self._numels, args["leads"], args["mids"], 1, args["unit"], self.dtype, present)
-        if laid is None:
+        layout = pack_layout(self._numels, args["leads"], args["mids"], 1, args["unit"], self.dtype, present)
+        if layout is None:
             return None
         self._zeroed = False
-        return PreparedPack(laid, xs, fixed.get(self.slot, self.tensor), self.dtype, self.device)
+        return PreparedPack(layout, xs, fixed.get(self.slot, self.tensor), self.dtype, self.device)
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -91,8 +91,10 @@ def prepare_pack(
 
     args, dtype = given(pack), type_of(pack).dtype
     numels = [math.prod(type_of(x).local_shape(graph.mesh)) for x in operands(pack)]
-    laid = pack_layout(numels, args["leads"], args["mids"], args["rows"], args["unit"], dtype, range(len(numels)))
-    return None if laid is None else PreparedPack(laid, [fixed.get(slot, slot) for slot in reads], None, dtype, device)
+    layout = pack_layout(numels, args["leads"], args["mids"], args["rows"], args["unit"], dtype, range(len(numels)))
+    return (
+        None if layout is None else PreparedPack(layout, [fixed.get(slot, slot) for slot in reads], None, dtype, device)
+    )
 
 
 def prepare_unpack(
@@ -112,5 +114,5 @@ def prepare_unpack(
     args, dtype = given(unpack), type_of(unpack.all_input_nodes[0]).dtype
     shapes, rows = shapes_of(args["shapes"], args["ranks"]), args["rows"]
     buffered = {index for index in used if rows > 1 or args["leads"][index] > 1 or index in places}
-    laid = unpack_layout(shapes, args["leads"], args["mids"], args["sizes"], rows, args["unit"], dtype, buffered)
-    return None if laid is None else PreparedUnpack(laid, flat, shapes, places, used, dtype, device)
+    layout = unpack_layout(shapes, args["leads"], args["mids"], args["sizes"], rows, args["unit"], dtype, buffered)
+    return None if layout is None else PreparedUnpack(layout, flat, shapes, places, used, dtype, device)

@@ -144,8 +144,8 @@ class Executor:
             code = GraphCode(graph, self.context, self.rank, self.peers.device, self.arena)
             self._parts[id(graph)] = _PartCode(code, self.program, self.program.lists.pipeline.part(i), self._add)
         part = self._parts[id(graph)]
-        read = [self.program.lists.pipeline.value_key(name, i.microbatch) for name in part.reads]
-        consumed = [value for value in read if value in freed]
+        values_read = [self.program.lists.pipeline.value_key(name, i.microbatch) for name in part.reads]
+        consumed = [value for value in values_read if value in freed]
         return partial(part.run, i.microbatch, consumed, counter, f" of {instruction_text(i)}")
 
     def _gather(self, i: Gather, counter: int) -> Act:

@@ -32,10 +32,12 @@ def out_of_range(
         value = operand[p.value]
         if value is None or value.device.type != "cpu":  # after an assertion on a GPU nothing can be read from it
             continue
-        outside = p.first_outside(value)
-        if outside is not None:
+        first_bad = p.first_outside(value)
+        if first_bad is not None:
             name = f"%{info(p.value).name}"
-            return ShardcError(index_diagnostic(instruction.node, p, f"{name} holds {outside[0]} on rank {rank}", name))
+            return ShardcError(
+                index_diagnostic(instruction.node, p, f"{name} holds {first_bad[0]} on rank {rank}", name)
+            )
     return None
 
 

@@ -117,12 +117,12 @@ class Routine:
             over = [(self._write_of[v], p, slot) for v, p, slot in instruction.yields if v in self._write_of]
             pieces = {p or 0: self._pieces[v] for v, p, _ in instruction.yields if v in self._pieces}
             if instruction.node.target in INTO:
-                inside: dict[int, Place] = {
+                result_places: dict[int, Place] = {
                     p or 0: _held_place(self._slots[write.over]) for write, p, _ in over if write.op is not None
                 }
-                inside |= {p: self._member_place(piece) for p, piece in pieces.items()}
-                inside |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
-                code[-1] = self._write_in_place(code[-1], instruction, inside)
+                result_places |= {p: self._member_place(piece) for p, piece in pieces.items()}
+                result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
+                code[-1] = self._write_in_place(code[-1], instruction, result_places)
             elif pieces:
                 code[-1] = _produce_at(code[-1], pieces[0].make, self._member_place(pieces[0]))
             for value, _, slot in instruction.yields:

@@ -56,8 +56,8 @@ class ProcessGroupCommunicator:
     ) -> None:
         copies = [range(mesh.world_size)] if copies is None else copies
         self.mesh, self.rank, self._job = mesh, rank, copies[copy_index]
-        everyone = tuple(sorted(member for copy in copies for member in copy))
-        self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+        all_ranks = tuple(sorted(member for copy in copies for member in copy))
+        self._groups: dict[tuple[int, ...], Any] = {all_ranks: dist.group.WORLD}
         within = [ranks for names in (*axes, mesh.names) for ranks in mesh.groups(names)]
         for group in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
             members = tuple(sorted(group))

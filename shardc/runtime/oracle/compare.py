@@ -49,5 +49,5 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float = 
         return 0.0
     a, b = (x if x.is_complex() else x.double() for x in (actual, expected))
     gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-    worst = float(gap.nan_to_num(nan=math.inf).max())
-    return worst / max(magnitude(expected), floor, sys.float_info.min)
+    largest_gap = float(gap.nan_to_num(nan=math.inf).max())
+    return largest_gap / max(magnitude(expected), floor, sys.float_info.min)

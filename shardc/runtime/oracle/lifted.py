@@ -68,15 +68,15 @@ def copied(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]
     copies: list[Tensor] = [t.detach() for t in tensors]
     for members in groups.values():
         dtypes = {tensors[i].dtype for i in members}
-        wide = _widened(dtypes.pop(), dtype) if len(dtypes) == 1 else None
+        wide_dtype = _widened(dtypes.pop(), dtype) if len(dtypes) == 1 else None
         first = tensors[members[0]]
-        if len(members) == 1 or wide is None:  # memory that is read as several dtypes: nothing may change
+        if len(members) == 1 or wide_dtype is None:  # memory that is read as several dtypes: nothing may change
             for i in members:
-                kind = tensors[i].dtype if wide is None else wide
+                kind = tensors[i].dtype if wide_dtype is None else wide_dtype
                 copies[i] = tensors[i].detach().to("cpu", kind, copy=True)
             continue
         size = first.untyped_storage().nbytes() // first.element_size()
-        whole = first.detach().as_strided((size,), (1,), 0).to("cpu", wide, copy=True)
+        whole = first.detach().as_strided((size,), (1,), 0).to("cpu", wide_dtype, copy=True)
         for i in members:
             copies[i] = whole.as_strided(tensors[i].shape, tensors[i].stride(), tensors[i].storage_offset())
     return copies

@@ -88,7 +88,7 @@ def supplied(
     """
     values: list[torch.Tensor] = []
     problems: list[Diagnostic] = []
-    lost: list[Port] = []
+    absent: list[Port] = []
     for port, type in ports:
         name = next((name for name in (port.name, *port.aliases) if name in inputs), None)
         if name is not None:
@@ -98,9 +98,9 @@ def supplied(
         elif port.role == "seed":
             values.append(torch.zeros(type.shape, dtype=type.dtype))
         else:
-            lost.append(port)
-    if lost:
-        problems.append(missing(lost, did_you_mean(lost[0].name, inputs, "supplied inputs")))
+            absent.append(port)
+    if absent:
+        problems.append(missing(absent, did_you_mean(absent[0].name, inputs, "supplied inputs")))
     if problems:
         raise ShardcError(*problems)
     return values
@@ -110,8 +110,8 @@ def missing(ports: Sequence[Port], hint: str) -> Diagnostic:
     """One diagnostic for all inputs that are missing: a model has hundreds."""
     first, *others = ports
     message = f"{first.role} '{first.name}' was not supplied" + (f", nor were {len(others)} others" if others else "")
-    listed = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
-    cause = "missing too: " + ", ".join(listed) if others else None
+    shown_names = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
+    cause = "missing too: " + ", ".join(shown_names) if others else None
     return Diagnostic("SC504", message, tensor=first.name, cause=cause, hint=hint)
 
 

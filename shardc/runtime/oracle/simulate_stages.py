@@ -86,8 +86,8 @@ def simulate_stages(
 class _Coordinate:
     """Where the ranks of one coordinate on the pipeline's axis are in their list, and what they have."""
 
-    def __init__(self, listed: Sequence[Instruction]) -> None:
-        self.steps = split_batches(listed)
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.steps = split_batches(instructions)
         self.at = 0
         self.posted: list[Transfer] = []  # of the present batch: what is not done
         self.values: dict[ValueKey, Held] = {}
@@ -258,13 +258,13 @@ class _Machine:
 
     def _compute(self, rank: int, i: Compute) -> None:
         c, microbatch = self.coordinates[rank], i.microbatch
-        part, which = self.lists.pipeline.part(i), PART_OF[type(i)]
-        graph = self.program.stages[i.stage][which]
-        read: Held = {}
+        part, phase = self.lists.pipeline.part(i), PART_OF[type(i)]
+        graph = self.program.stages[i.stage][phase]
+        values_read: Held = {}
         for name in part.reads:
-            read |= self._there(rank, self.lists.pipeline.value_key(name, microbatch), i)
+            values_read |= self._there(rank, self.lists.pipeline.value_key(name, microbatch), i)
         produced: Held = {}
-        for port, values in self._run(graph, c, read, microbatch).items():
+        for port, values in self._run(graph, c, values_read, microbatch).items():
             if port.role == "value":
                 produced[port.name] = values
             elif port.role == "sum":
@@ -318,17 +318,17 @@ class _Machine:
         if self.returned is not None:
             self.returned(port, node, values)
 
-    def _run(self, graph: Graph, c: _Coordinate, read: Held, microbatch: int) -> dict[Port, PerRank]:
+    def _run(self, graph: Graph, c: _Coordinate, values_read: Held, microbatch: int) -> dict[Port, PerRank]:
         listing = self.listings.get(id(graph))
         if listing is None:
             self.listings[id(graph)] = listing = list_calls(graph, self.numerics)
-        inputs = [self._input(port, c, read, microbatch) for port in graph.inputs]
+        inputs = [self._input(port, c, values_read, microbatch) for port in graph.inputs]
         watch = None if self.observe is None else partial(self.observe, self.coordinates.index(c), microbatch)
         return dict(zip(graph.outputs, run_local(listing, inputs, self.numerics, watch), strict=True))
 
-    def _input(self, port: Port, c: _Coordinate, read: Held, microbatch: int) -> PerRank:
+    def _input(self, port: Port, c: _Coordinate, values_read: Held, microbatch: int) -> PerRank:
         if port.role == "value":
-            return read[port.name]
+            return values_read[port.name]
         if port.role == "sum":
             return c.sums[port.name]
         if port.role == "buffer" and port.name in c.buffers:
@@ -348,8 +348,8 @@ class _Machine:
     def _there(self, rank: int, value: ValueKey, i: Instruction) -> Held:
         c = self.coordinates[rank]
         if value not in c.values:
-            when = "after it is freed" if value in c.gone else "before it is there"
-            raise _wrong("SC524", f"uses {_name(value)} {when}", rank, i)
+            reason = "after it is freed" if value in c.gone else "before it is there"
+            raise _wrong("SC524", f"uses {_name(value)} {reason}", rank, i)
         return c.values[value]
 
     def _put(self, rank: int, value: ValueKey, tensors: Held, i: Instruction) -> None:

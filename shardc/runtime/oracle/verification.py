@@ -67,11 +67,11 @@ def verify_program(
     drawn = batch is None and _lies_on_meta(program.sample)
     batch = program.sample if batch is None and not drawn else batch
     names = [port.name for port in reference.inputs if port.role == "input"]
-    twice = any(port.role in LEFT for port in reference.outputs)
+    has_state = any(port.role in LEFT for port in reference.outputs)
     reports: list[Report] = []
     next_state: dict[str, Tensor] = {}
     with _Eager(program, batch, dtype, params is not None) as eager:
-        for part in (batch, other_rows(batch))[: 2 if twice else 1]:
+        for part in (batch, other_rows(batch))[: 2 if has_state else 1]:
             inputs = {**program.inputs(part, params), **next_state}
             if drawn and reports:
                 inputs |= other_rows({name: inputs[name] for name in names})
@@ -82,7 +82,7 @@ def verify_program(
             reports.append(verify(program.staged, reference, inputs, dtype, *against, order))
             if not reports[-1].ok:
                 break
-            if not twice and witness is not None and (second_witness := eager.step(part, gradients)) is not None:
+            if not has_state and witness is not None and (second_witness := eager.step(part, gradients)) is not None:
                 reports[-1] = beside_another(reports[-1], reference, inputs, dtype, expected, second_witness)
             next_state = {port.name: value for port, value in expected.items() if port.role in LEFT}
     return worst_of(reports)

@@ -86,8 +86,8 @@ class _Ranks:
         def compare(c: int, microbatch: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
             if mismatches:
                 return
-            once = microbatch < 0 or len(namesakes.references.get(info(node).name, ())) == 1
-            wrong = namesakes.differs(node, values, 0 if once else microbatch, self.mesh)
+            single = microbatch < 0 or len(namesakes.references.get(info(node).name, ())) == 1
+            wrong = namesakes.differs(node, values, 0 if single else microbatch, self.mesh)
             if wrong is not None:
                 mismatches.append(replace(wrong, ranks=tuple(self.program.rank_of(c, i) for i in wrong.ranks)))
 
@@ -174,9 +174,9 @@ def verify(
             spread = spreads.get(port, 0.0) / max(magnitude(reference_value), floor, sys.float_info.min)
             error = max(relative_error(actual[port], reference_value, floor), spread)
         checked = eager.get((port.role, port.name)) if eager else None
-        beside = None if checked is None else scales.eager_error(port, checked)
-        if port in actual or beside is not None:
-            rows.append(Row(port.role, port.name, error, tuple(reference_value.shape), beside))
+        eager_error = None if checked is None else scales.eager_error(port, checked)
+        if port in actual or eager_error is not None:
+            rows.append(Row(port.role, port.name, error, tuple(reference_value.shape), eager_error))
     written = [name for name, value in inputs.items() if version_of(value) != versions[name]]
     rows += [Row("input", name, math.inf, tuple(inputs[name].shape)) for name in written]
     rows += _lost(reference, rows, eager or {})
@@ -208,8 +208,8 @@ def beside_another(
     for row in report.rows:
         checked = eager.get((row.role, row.name))
         if checked is not None:
-            beside = scales.eager_error(ports[row.role, row.name], checked)
-            row = replace(row, eager_error=max(row.eager_error or 0.0, beside, key=number))
+            eager_error = scales.eager_error(ports[row.role, row.name], checked)
+            row = replace(row, eager_error=max(row.eager_error or 0.0, eager_error, key=number))
         rows.append(row)
     return replace(report, rows=(*rows, *_lost(reference, rows, eager)))
 
@@ -250,13 +250,13 @@ def _lost(reference: Graph, rows: Sequence[Row], eager: Mapping[tuple[str, str],
     """What eager PyTorch changes and the program does not return."""
     names = {name: port.name for port in reference.inputs for name in (port.name, *port.aliases)}
     seen = {(row.role, row.name) for row in rows}
-    lost: list[Row] = []
+    rows_lost: list[Row] = []
     for (role, name), value in eager.items():
         gradient = role == "grad" and any(row.role == "grad" for row in rows) and magnitude(value) > 0
         kind = "buffer" if role == CHANGED else role
         if (gradient or role == CHANGED) and (kind, names.get(name, name)) not in seen:
-            lost.append(Row(kind, name, 0.0, tuple(value.shape), math.inf))
-    return lost
+            rows_lost.append(Row(kind, name, 0.0, tuple(value.shape), math.inf))
+    return rows_lost
 
 
 @dataclass(frozen=True)
@@ -309,14 +309,14 @@ class Namesakes:
     ) -> tuple[int, ...]:
         """Ranks whose own shard is wrong; of a pending reduction no rank is right or wrong alone."""
         type = type_of(node)
-        everyone = tuple(range(mesh.world_size))
+        all_ranks = tuple(range(mesh.world_size))
         if type.partial:
-            return everyone
+            return all_ranks
         scale = max(magnitude(reference), floor)
         wrong: list[int] = []
-        for rank in everyone:
+        for rank in all_ranks:
             # Put the rank's shard into the right tensor: padding then falls away by itself.
-            mixed = {r: shard(reference, type, mesh, r) for r in everyone} | {rank: values[rank]}
+            mixed = {r: shard(reference, type, mesh, r) for r in all_ranks} | {rank: values[rank]}
             replicas_gap = replica_spread(mixed, type, mesh)
             gap = relative_error(assemble(mixed, type, mesh), reference, scale)
             gap = max(gap, replicas_gap / max(scale, sys.float_info.min))

@@ -70,8 +70,8 @@ def sides(answers: Sequence[Any]) -> tuple[int, dict[Any, list[int]]]:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 1, 2, 5`, `ranks 8, 9, 10, 11 and 60 more`."""
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def absent(ranks: Sequence[int], limit: timedelta) -> ShardcError:
@@ -109,18 +109,22 @@ def _await_readers(store: Any, topic: str, rank: int, world: int) -> None:
 
 
 def _differs(name: str, texts: Sequence[str]) -> Diagnostic:
-    usual, others = sides(texts)
+    majority, others = sides(texts)
     different = sorted(rank for ranks in others.values() for rank in ranks)
     has = "has" if len(different) == 1 else "have"
-    message = f"{ranks_text(different)} {has} {'other' if name.endswith('s') else 'another'} {name} than rank {usual}"
-    lines = [line for text, ranks in others.items() for line in _first_difference(texts[usual], usual, text, ranks[0])]
+    message = (
+        f"{ranks_text(different)} {has} {'other' if name.endswith('s') else 'another'} {name} than rank {majority}"
+    )
+    lines = [
+        line for text, ranks in others.items() for line in _first_difference(texts[majority], majority, text, ranks[0])
+    ]
     return Diagnostic("SC541", message, cause="\n".join(lines), hint=HINTS.get(name))
 
 
-def _first_difference(usual: str, rank: int, other: str, different: int) -> list[str]:
-    for line, (a, b) in enumerate(zip_longest(usual.split("\n"), other.split("\n"))):
+def _first_difference(majority_text: str, rank: int, other_text: str, different: int) -> list[str]:
+    for line, (a, b) in enumerate(zip_longest(majority_text.split("\n"), other_text.split("\n"))):
         if a != b:
-            place = f", line {line + 1}" if "\n" in usual + other else ""
+            place = f", line {line + 1}" if "\n" in majority_text + other_text else ""
             return [f"rank {rank}{place}: {_window(a, b)}", f"rank {different}{place}: {_window(b, a)}"]
     return []
 

@@ -167,7 +167,7 @@ def train(
             run.take_up(trainer, folder, scheduler)
     if trainer.steps > steps:  # it was saved in a later call, which will come
         return
-    begun = trainer.steps if run.begun is None else run.begun
+    first_step = trainer.steps if run.begun is None else run.begun
     run.begun = None
     saved = trainer.steps
     line = _Line(trainer.steps, steps) if progress and trainer.leads else None
@@ -175,11 +175,11 @@ def train(
     def save(asynchronous: bool) -> None:
         nonlocal saved
         if folder is not None and saved != trainer.steps:
-            trainer.save(folder, extra={"begun": begun, **_position(scheduler)}, asynchronous=asynchronous)
+            trainer.save(folder, extra={"begun": first_step, **_position(scheduler)}, asynchronous=asynchronous)
             saved = run.step = trainer.steps
             run.place = folder
 
-    skipped = trainer.steps - begun
+    skipped = trainer.steps - first_step
     with line or nullcontext(), Interruptions() as interruptions:
         try:
             for batch in islice(batches, skipped, skipped + steps - trainer.steps):
@@ -195,7 +195,7 @@ def train(
                 if line is not None:
                     line.show(metrics)
                 yield metrics
-                if trainer.leads and trainer.steps == begun + skipped + 1:
+                if trainer.leads and trainer.steps == first_step + skipped + 1:
                     _warn_of_nothing(trainer, scheduler)
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
@@ -262,8 +262,11 @@ class Interruptions:
 
     def __enter__(self) -> Interruptions:
         if threading.current_thread() is threading.main_thread():
-            for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-                if signal.getsignal(number) is usual:
+            for number, default_handler in (
+                (signal.SIGINT, signal.default_int_handler),
+                (signal.SIGTERM, signal.SIG_DFL),
+            ):
+                if signal.getsignal(number) is default_handler:
                     self._before[number] = signal.signal(number, self._heard)
         return self
 

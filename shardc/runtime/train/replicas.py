@@ -82,8 +82,10 @@ class Peers:
             return
         classes = {holders: index for index, holders in enumerate(dict.fromkeys(h for _, h in shared))}
         hashes = torch.stack([fingerprint(item.value, self.device) for item, _ in shared])
-        which = torch.tensor([classes[holders] for _, holders in shared], device=self.device)
-        digests = hashes.new_zeros(len(classes)).index_add_(0, which, hashes * _weights(len(shared), self.device))
+        class_indices = torch.tensor([classes[holders] for _, holders in shared], device=self.device)
+        digests = hashes.new_zeros(len(classes)).index_add_(
+            0, class_indices, hashes * _weights(len(shared), self.device)
+        )
         rows = self._gathered(digests)
         if not any(_differ(rows, holders, index) for holders, index in classes.items()):
             return

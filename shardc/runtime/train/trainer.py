@@ -324,15 +324,15 @@ class Trainer:
 
 def _all_supplied(ports: Sequence[Port], sources: Sequence[Source], on_meta: bool) -> None:
     """Better to miss a tensor now than after an hour of loading others."""
-    lost = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
-    if not lost:
+    absent = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
+    if not absent:
         return
     weights = [name for source in sources for name in source.names if ":" not in name]  # not the optimizer's state
-    guess = suggest(lost[0].name, weights)
+    guess = suggest(absent[0].name, weights)
     hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
     if on_meta and guess is None:
         hint = f"the model lies on the meta device and has no values: {hint}; then trainer.load(...)"
-    raise ShardcError(missing(lost, f"did you mean '{guess}'?" if guess else hint))
+    raise ShardcError(missing(absent, f"did you mean '{guess}'?" if guess else hint))
 
 
 def launch(
