@@ -37,7 +37,7 @@ PLAN = "__shardc_plan__"  # the attribute of a module, or of its class, that hol
 
 
 def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan:
-    """What the model's classes, the model itself and the argument say, later ones over earlier ones."""
+    """The plans of the model's classes, of the model and of the argument, merged in this order: later ones win."""
     merged = Plan()
     for fqn, module in model.named_modules():
         class_plan = getattr(type(module), PLAN, None)
@@ -141,7 +141,7 @@ def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[
 
 
 def idle_axes(traced: Traced, mesh: Mesh, bound: Sequence[Bound], store: Store) -> list[Diagnostic]:
-    """A warning for each axis of the mesh that no annotation makes use of, or one for the whole mesh."""
+    """A warning for each axis of the mesh that no annotation uses, or one for the whole mesh."""
     axes = {axis for one in (*bound, *store.bound) for axis in one.placement.axes}
     axes |= set(store.axes) if store.zero else set()
     used = {axis.partition(":")[0] for axis in axes}
@@ -186,14 +186,14 @@ def _same(ranks: int) -> str:
 
 
 def _use(axis: str, name: str) -> str:
-    """What might have been meant by an axis."""
+    """The hint for the use of an idle axis."""
     placement_hint = f'place the batch, as in plan={{"inputs": {{"{name}": "{axis}"}}}}, or parameters'
     stages = f"put stages of the model along it: pipeline: {{axis: {axis}, microbatches: 8}}"
     return f"{stages}; or {placement_hint}" if axis.startswith(("pp", "pipe", "stage")) else placement_hint
 
 
 def check_module(model: object) -> None:
-    """Raise SC110 for what is no module."""
+    """Raise SC110 unless it is a module."""
     if not isinstance(model, nn.Module):
         what, hint = f"a {type(model).__name__}", "write it as the forward of a module"
         if isinstance(model, type):
@@ -207,7 +207,7 @@ def check_module(model: object) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Raise SC102 for what cannot be called as a loss is."""
+    """Raise SC102 unless it can be called as a loss."""
     if loss is None:
         return
     hint = "pass a function (output, batch) -> scalar tensor"
@@ -224,7 +224,7 @@ def check_loss(loss: object) -> None:
 
 
 def read_plan(plan: object) -> Plan:
-    """A plan, however it is given."""
+    """A plan from any form that a user may give."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, Mapping):
@@ -235,7 +235,7 @@ def read_plan(plan: object) -> Plan:
 
 
 def read_mesh(mesh: Any) -> Mesh:
-    """A mesh, however it is given."""
+    """A mesh from any form that a user may give."""
     if mesh is None:
         raise error(
             "SC210", "there is no mesh", hint='pass mesh=Mesh(dp=2, tp=2), or write "mesh: dp=2, tp=2" in the plan'

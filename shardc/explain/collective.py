@@ -93,7 +93,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What is read off the graph that the program was lowered from, while it exists."""
+    """Facts of the graph that the program was lowered from, collected while it exists."""
 
     moved: Collective  # in that graph, which has it in another form where a pass after it made one of several
     trails: list[Trail]
@@ -181,12 +181,12 @@ def options_of(program: Program) -> Options:
 
 
 def hardware_of(program: Program) -> Hardware:
-    """What the program was compiled for."""
+    """The hardware that the program was compiled for."""
     return Hardware.of(program.plan.get("hardware", {})).on(program.mesh)
 
 
 def _look(graph: Graph, bound: list[Bound], value: fx.Node) -> _Findings:
-    """What is known of a collective of the body. What a later pass made is looked up by its origin."""
+    """The findings for a collective of the body. A value of a later pass is looked up by its origin."""
     nodes, about = {info(node).name: node for node in graph.calls()}, info(value)
     node = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if node is None:
@@ -199,7 +199,7 @@ def _look(graph: Graph, bound: list[Bound], value: fx.Node) -> _Findings:
 
 
 def _inherent(target: Collective, axis_trails: list[Trail]) -> str:
-    """Why nothing but giving up the split helps."""
+    """Why no change helps except giving up the split."""
     axis = " and ".join(dict.fromkeys(t.axis for t in axis_trails))
     if any(t.stored for t in axis_trails):
         return f"storage keeps parts over {axis} of what is computed with whole: less memory for this communication"
@@ -223,7 +223,7 @@ def _way(steps: tuple[Step, ...]) -> str:
 
 
 def field_lines(label: str, text: str) -> list[str]:
-    """One thing that an explanation says; nothing where there is nothing to say."""
+    """The lines of one field of an explanation; empty if the field has no text."""
     if not text:
         return []
     first, *lines = text.splitlines()

@@ -70,7 +70,7 @@ def _all(graph: Graph, bound: Sequence[Bound], trails: Sequence[Trail]) -> Itera
 def _of_annotation(
     graph: Graph, bound: Sequence[Bound], annotation: Bound, value: fx.Node, atom: int, axis: str
 ) -> Iterator[tuple[str, tuple[Bound, ...]]]:
-    """Write the annotation otherwise, or not at all."""
+    """Change the annotation, or leave it out."""
     line = _line(bound, annotation.kind, annotation.name)
     type = type_of(value)
     dims = list(annotation.placement.padded(type.ndim))
@@ -102,7 +102,7 @@ def _of_annotation(
 
 
 def _without(annotation: Bound, axis: str) -> Bound | None:
-    """The annotation without an axis; None when that was all it said."""
+    """The annotation without an axis; None if nothing is left of it."""
     dims = tuple(
         dim
         if axis not in dim.axes
@@ -156,7 +156,7 @@ def _line(
 
 
 def _pattern(name: str) -> str:
-    """One for all layers, and for all calls of a module ("h.0#2")."""
+    """The pattern of a name in all layers, and of all calls of a module ("h.0#2")."""
     return in_every_layer(name.partition("#")[0])
 
 

@@ -85,7 +85,7 @@ def _trail(causes: Causes, collective_call: fx.Node, axis: str) -> Trail:
 
 # ---------------------------------------------------------------------- what lies before
 def _sum(what: Left, axis: str) -> str:
-    """How a pending sum came about, in words."""
+    """The text of how a pending sum came about."""
     part = "its own part of the sum"
     if any(kind != "sum" for _, kind in type_of(what.value).partial):
         part = "only its own part"

@@ -35,7 +35,7 @@ GAVE_UP = 0.01  # more work than this means that some op is no longer split
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank does in a step under one plan."""
+    """The cost of a step on one rank under one plan."""
 
     collectives: tuple[Collective, ...]
     parameter_bytes: int
@@ -167,7 +167,7 @@ def removals(
 
 
 def _removed(target: Collective, current: Cost, changed: Cost) -> bool:
-    """It is gone, and has not merely moved to another value."""
+    """Whether the collective is gone, and has not merely moved to another value."""
 
     def alike(cost: Cost) -> int:
         key = target.kind, target.axes, target.phase

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Append:
-    """The calls are of phase "opt", and named `opt.` and the parameter that they are about."""
+    """Appends calls of phase "opt". Their names are `opt.` and the parameter that they belong to."""
 
     graph: Graph
     last: fx.Node = field(init=False)  # placeholder
@@ -50,7 +50,7 @@ class Append:
         return node
 
     def instance(self, body: Graph, values: tuple[fx.Node, ...], name: str) -> list[fx.Node]:
-        """A copy of a small graph applied to `values`; what it returns."""
+        """Append a copy of a small graph, applied to `values`. Returns its results."""
         of = dict(zip(body.placeholders, values, strict=True))
         for node in body.calls():
             args = fx.map_arg(node.args, of.__getitem__)
@@ -69,7 +69,7 @@ class Append:
         return [of[node] for node in body.output_values]
 
     def cast(self, name: str, fqn: str, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """The value in a dtype, which it may have already."""
+        """The value in the given dtype. Returns the value itself if it has that dtype."""
         type = info(value).type
         assert type is not None
         if type.dtype == dtype:

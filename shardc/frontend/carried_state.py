@@ -95,7 +95,7 @@ def _names(changes: Iterable[Change]) -> list[str]:
 
 
 def _said(model: nn.Module, message: str, names: list[str], cause: str | None = None) -> Diagnostic:
-    """The warning, at the line where the first of the attributes is spoken of."""
+    """The warning, at the line that first mentions the first of the attributes."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     fqn, fields = named_at(model, names[0])
     return Diagnostic("SC109", message.format(shown), "warning", fqn=fqn or None, cause=cause, hint=HINT, **fields)
@@ -122,7 +122,7 @@ def _expressions(gm: fx.GraphModule, known: Mapping[int, str]) -> dict[fx.Node, 
 
 
 def _data(t: Tensor) -> str:
-    """Of a real tensor its value; one left behind by a trace, which has none, is like no other."""
+    """The value of a real tensor. A tensor left behind by a trace has none, and equals no other."""
     if torch_compat.is_fake(t):
         return f"left {id(t)}"
     data = b"" if t.is_meta else t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -130,7 +130,7 @@ def _data(t: Tensor) -> str:
 
 
 def _effects(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[str]:
-    """What a graph returns, and in order what it writes of what its inputs have a part in."""
+    """The results of a graph, and in order its writes of values that depend on its inputs."""
     inputs = _from_inputs(gm.graph)
     written = [names[node] for node in gm.graph.nodes if torch_compat.mutates(node) and node in inputs]
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
@@ -139,7 +139,7 @@ def _effects(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[str]:
 
 
 def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Values that an input has a part in, be it by a write into the tensor that they are a view of."""
+    """Values that depend on an input, also by a write into the tensor that they are a view of."""
     derived = {node for node in graph.nodes if node.op == "placeholder"}
     count = 0
     while count < len(derived):

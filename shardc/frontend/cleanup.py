@@ -17,7 +17,7 @@ OURS = ("aten", "shardc", "prims")
 
 
 def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[fx.Node, fx.Node]:
-    """Erase what means nothing in a graph of values, and spell views one way. Returns erased node -> its stand-in."""
+    """Erase ops that have no effect in a graph of values, and normalise views. Returns erased node -> replacement."""
     role = {i.node: i for i in inputs}
     replaced: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):

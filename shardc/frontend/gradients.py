@@ -38,7 +38,7 @@ LARGEST_SCALE = 2.0**32
 
 @dataclass(frozen=True)
 class Final:
-    """Gradients as the optimizer gets them, and what was found on the way."""
+    """The gradients that the optimizer gets, with their norm, whether all are finite, and the loss's scale."""
 
     gradients: dict[str, fx.Node]
     norm: fx.Node | None = None  # of all of them, before clipping
@@ -110,7 +110,7 @@ def _squares(append: Append, gradients: Mapping[str, fx.Node]) -> fx.Node:
 
 
 def _ratio(append: Append, norm: fx.Node, limit: float) -> fx.Node:
-    """What gradients are multiplied by so that their norm becomes at most the limit."""
+    """The factor by which gradients are multiplied, so that their norm is at most the limit."""
     inverse = append.call(
         "opt.clip", "", aten.reciprocal.default, append.call("opt.clip", "", aten.add.Tensor, norm, EPSILON)
     )

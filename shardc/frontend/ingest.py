@@ -88,7 +88,7 @@ def _refuse_namesakes(ports: list[Port]) -> None:
 
 
 def rank_of(node: fx.Node) -> int:
-    """How many dims a traced value has, before ingest takes the graph over and after."""
+    """The number of dims of a traced value, before or after `ingest`."""
     return node.meta["val"].ndim if "val" in node.meta else type_of(node).ndim
 
 

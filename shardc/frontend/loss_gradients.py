@@ -39,7 +39,7 @@ class Hooks:
 
     @property
     def functions(self) -> list[Hook]:
-        """All of them."""
+        """The hooks of all parameters."""
         return [
             hook for kind in (self.on_gradient, self.after_accumulation) for hooks in kind.values() for hook in hooks
         ]

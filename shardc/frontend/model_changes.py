@@ -32,7 +32,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class _Values:
-    """What a dictionary holds under some keys, how to read it all at once, and what it was."""
+    """Items of a dictionary: the keys, a function that reads them all at once, and their recorded values."""
 
     prefix: str
     items: Mapping[str, Any]
@@ -44,7 +44,8 @@ class _Values:
 class CompiledModel:
     """A model and a loss function at the time when they were compiled.
 
-    `constants` are the tensors that the program has for its own; `own` names attributes that forward itself changes.
+    `constants` are the tensors that the program has for its own; `changed_attributes` names those that forward
+    itself changes.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class CompiledModel:
         return changes
 
     def all_changes(self) -> list[str]:
-        """The same, and whatever else the model holds that is another than it was; walks the whole model."""
+        """The same, and every other attribute of the model that has changed. It walks the whole model."""
         if changes := self.changes():
             return changes
         changed_names = dict.fromkeys(
@@ -131,11 +132,11 @@ class CompiledModel:
             self._state_versions = versions
 
     def accept_values(self) -> None:
-        """The values that the model has now are those that a trainer starts from."""
+        """Record the model's present values as those that a trainer starts from."""
         self._state_versions = [version_of(t) for t in self._state]
 
     def put_back(self) -> None:
-        """Tensors were written to for a while, and are now what they were."""
+        """Record that tensors were written to temporarily and are now restored."""
         self.accept_values()
         self._versions = [version_of(t) for t in self._constants]
 
@@ -188,6 +189,6 @@ def _copied(value: Any) -> Any:
 
 
 def _comparable(items: Mapping[object, Any]) -> dict[object, Any]:
-    """Plain values as they are, tensors by identity; all else a step may change for itself."""
+    """Plain values by content, tensors by identity. Everything else may be changed by a step, and is left out."""
     copies = {name: _copied(value) for name, value in items.items() if _is_plain(value)}
     return copies | {name: id(value) for name, value in items.items() if isinstance(value, Tensor)}

@@ -195,7 +195,7 @@ def _bare(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Map
 
 
 class _First(dict[str, Any]):
-    """An optimizer's state for one parameter, which remembers what was first put under each key."""
+    """An optimizer's state for one parameter, which records the first value of each key."""
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         super().__init__(start)
@@ -218,7 +218,7 @@ def _copied(value: Any) -> Any:
 def _states(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[State, ...]:
-    """What the state is before the first step: seen in a real step of a small parameter that is 0, with no gradient."""
+    """The state before the first step, observed in a real step of a small parameter that is 0, with no gradient."""
     param = torch.zeros((3,) * max(1, len(shape)), dtype=dtype)
     states: list[State] = []
     for key, value in _first_step(optimizer, group, param, _starting_state(optimizer, group, param)).items():
@@ -276,7 +276,7 @@ def _resized(optimizer: torch.optim.Optimizer, value: Any, like: Tensor) -> Any:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """In what precision optimizers keep the scalars of their state."""
+    """Set the dtype in which optimizers keep the scalars of their state."""
     original = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -57,7 +57,7 @@ class Precision:
         return self.compute == torch.float16
 
     def stored(self, p: Tensor) -> torch.dtype:
-        """What a parameter is stored in. A frozen one is never updated, so it needs no more digits than it has."""
+        """The dtype that a parameter is stored in. A frozen one is never updated, and keeps its dtype."""
         return self.master if p.is_floating_point() and p.requires_grad else p.dtype
 
 
@@ -90,7 +90,7 @@ class Casts:
         return used
 
     def gradients(self, gradients: Mapping[str, Tensor], within: Within) -> dict[str, Tensor]:
-        """Gradients that are to be reduced in more digits than parameters are stored in."""
+        """The gradients, cast to the dtype of reductions if that is wider than their parameters' dtype."""
         widened = dict(gradients)
         for name, g in gradients.items():
             if g.dtype in HALF and self.precision.reduce not in HALF:
@@ -102,12 +102,12 @@ class Casts:
         return tuple(t if name in self.inputs else self._to(t, self.precision.compute) for name, t in tensors.items())
 
     def wide(self, tree: Any) -> Any:
-        """An output, or a loss, with its halves in float32."""
+        """An output, or a loss, with its 16-bit tensors in float32."""
         return _mapped(tree, lambda t: t.float() if t.dtype in HALF else t)
 
     @contextmanager
     def keeping(self) -> Generator[None]:
-        """Surround what is kept with casts, while the model runs."""
+        """Surround the kept modules with casts, while the model runs."""
         compute, master = self.precision.compute, self.precision.master
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:

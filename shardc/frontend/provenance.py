@@ -58,7 +58,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is known of one node when it is made. `number` links a backward node to its forward node."""
+    """The provenance of one node. `number` links a backward node to its forward node."""
 
     fqn: str = ""
     source: str = ""
@@ -69,7 +69,7 @@ class Origin:
 
 @dataclass
 class Origins:
-    """The origins of all nodes of a trace in the making."""
+    """The origins of all nodes of a trace that is being recorded."""
 
     names: dict[nn.Module, str]  # modules by identity -> FQN
     root: CodeType  # code of the function being traced: the walk up the frames ends there

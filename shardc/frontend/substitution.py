@@ -30,7 +30,7 @@ Entry = tuple[nn.Module, str, str, Tensor]  # module, "_parameters" or "_buffers
 
 
 class _Base(NamedTuple):
-    """A tensor of the model, and what stands for it."""
+    """A tensor of the model, and the traced tensor that stands for it."""
 
     name: str
     original: Tensor
@@ -71,7 +71,7 @@ class StandIns:
 
     @contextmanager
     def active(self) -> Generator[None]:
-        """While this is entered, the traced tensors are what the model and its functions work on."""
+        """A context in which the model and its functions use the traced tensors."""
         with (
             torch_compat.swapped(self.entries),
             torch_compat.substituting(self.find, self.asked, self._refuse_assigned),

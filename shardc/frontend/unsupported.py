@@ -61,7 +61,7 @@ def refuse_sparse(node: fx.Node, origins: Origins) -> None:
 
 
 def untrained(params: Collection[str]) -> ShardcError:
-    """The error over a model that has nothing to train."""
+    """The error for a model that has nothing to train."""
     if not params:
         return error("SC102", "the model has no parameters, so there is nothing to train", hint="register some")
     message = "the model has no trainable parameter: all of them are frozen"

@@ -60,7 +60,7 @@ class Fusing(BaseModel):
 
     @property
     def without_kernels(self) -> str:
-        """What to say of a program that has none."""
+        """The message for a program that has no kernels."""
         if not self.enabled:
             return "no call is fused: write fuse: true in the plan"
         if not self.exclude:
@@ -69,7 +69,7 @@ class Fusing(BaseModel):
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The patterns of what stays calls."""
+        """The patterns of calls that are not fused."""
         return tuple(one.pattern for one in self.exclude)
 
     @field_validator("templates", mode="before")
@@ -99,7 +99,7 @@ def says_something(value: Any) -> Any:
 
 
 def _instead(name: object) -> str:
-    """What to write in the place of a name that is no template's."""
+    """The hint for a name that is not a template's."""
     known = f"known are {', '.join(NAMES)}"
     if name in ops.__all__:
         plain = f"kernels_triton.ops.{name} is a plain function; in a graph the generator writes what it computes"

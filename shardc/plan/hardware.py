@@ -87,12 +87,12 @@ def read_quantity(name: str, value: Any) -> Any:
 
 
 def names() -> list[str]:
-    """What hardware may be called."""
+    """The known names of hardware."""
     return sorted({DEFAULT_NAME, *_files()})
 
 
 def named(name: str) -> Hardware:
-    """The hardware of that name. Raises ShardcError (SC208) where its file says what is no quantity."""
+    """The hardware of that name. Raises ShardcError (SC208) if its file has a value that is no quantity."""
     return DEFAULT if name == DEFAULT_NAME else read_file(_files()[name])
 
 

@@ -28,7 +28,7 @@ from shardc.schedule import schedules
 
 
 class Layout(NamedTuple):
-    """How many stages there are, and how many of them on each rank."""
+    """The number of stages, and the number of stages on each rank."""
 
     stages: int
     virtual: int
@@ -94,7 +94,7 @@ class Pipelining(BaseModel):
             raise ShardcError(*(source_of(info).locate(d, "pipeline", "memory") for d in wrong.diagnostics)) from None
 
     def located(self, diagnostic: Diagnostic, *keys: str) -> Diagnostic:
-        """What is wrong with it, at the line of the first of these keys that was written."""
+        """The diagnostic, at the line of the first of these keys that was written."""
         return self._written.source.locate(diagnostic, *self._path(keys))
 
     def place(self, *keys: str) -> str | None:

@@ -195,7 +195,7 @@ class Plan(BaseModel):
         return tuple(cast(Annotations, getattr(self, kind)).values())
 
     def merge(self, other: Plan) -> Plan:
-        """Both plans; where they say something of the same pattern or key, the other one is heard."""
+        """Both plans merged. For a pattern or key that both have, the other plan's value is used."""
         merged: dict[str, object] = {kind: {**getattr(self, kind), **getattr(other, kind)} for kind in KINDS}
         merged["budget"] = {**self.budget, **other.budget}
         remaining = {key: getattr(other, key) for key in other.model_fields_set if key not in merged}
@@ -205,12 +205,12 @@ class Plan(BaseModel):
 
     @property
     def microbatches(self) -> int:
-        """Into how many parts a step's batch is split: those of the pipeline, or those that are accumulated."""
+        """The number of parts that a step's batch is split into: the pipeline's, or those that are accumulated."""
         return self.accumulate if self.pipeline is None else self.pipeline.microbatches
 
     @property
     def bucket_bytes(self) -> int:
-        """Up to how many bytes of collectives travel as one."""
+        """The most bytes of collectives that are coalesced into one."""
         return self.hardware.value.bucket_bytes if self.bucket.size is None else self.bucket.size
 
     def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
@@ -317,7 +317,7 @@ def _budget_axis(axis: str, mesh: Mesh) -> Diagnostic | None:
 
 
 def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
-    """What pydantic found, as ours: the key's line, and the nearest key for a typo."""
+    """An error of pydantic as diagnostics: with the key's line, and the nearest key for a typo."""
     path: tuple[str, ...] = tuple(str(part) for part in problem["loc"])
     ours = problem.get("ctx", {}).get("error")
     if isinstance(ours, ShardcError):

@@ -52,7 +52,7 @@ MOST_BYTES = 2**60
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plan's values were written: a file with the line of each key, or one line of Python for all of them."""
+    """The source of a plan's values: a file with the line of each key, or one line of Python for all of them."""
 
     name: str | None = None
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
@@ -159,7 +159,7 @@ class Recomputing(BaseModel):
 
 @dataclass(frozen=True)
 class Written:
-    """Where a key of a plan stands; two are equal wherever that is."""
+    """The location of a key of a plan. All locations compare equal."""
 
     source: Source = field(default=Source(), compare=False)
 
@@ -344,7 +344,7 @@ def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], me
 
 
 def read_count(value: object, info: ValidationInfo, *path: str) -> int:
-    """Read a whole number from 1 to MOST; what YAML reads as true is none."""
+    """Read a whole number from 1 to MOST. YAML's true is not accepted."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
         upper_bound = f" to {MOST}" if isinstance(value, int) and value > MOST else ""
         message = f"'{'.'.join(path)}' should be a whole number from 1{upper_bound}, not {value!r}"

@@ -4,8 +4,8 @@
     extra = trainer.load("out/step-1000")            # on any mesh and plan, in a job or in simulation
     model.load_state_dict(load_state_dict("out/step-1000"))
 
-A rank writes its own shards and reads its own; see `checkpoint_planners` for how, `checkpoint_folder` for why a crash
-never costs the checkpoint before. All ranks must call each of these; what fails on one of them fails on all.
+A rank writes its own shards and reads its own (`planners`). A crash never costs the previous checkpoint (`folder`). All
+ranks must call each of these functions; what fails on one rank fails on all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands: with the tensors, all that makes the next step what it would have been."""
+    """The progress of training. Together with the tensors it determines the next step."""
 
     step: int
     seed: int
@@ -64,19 +64,19 @@ class Saving:
         return self._outcome.done()
 
     def settle(self) -> None:
-        """Wait, and raise what nobody was told yet."""
+        """Wait, and raise the error of the save if it was not raised before."""
         if not self._reported:
             self.wait()
         self._outcome.exception()
 
 
 class Checkpoints:
-    """One process's way to disk: which shards are its own, and whom it agrees with. Without a group it is alone.
+    """Writes and reads the shards of one process, and agrees with the other ranks. Without a group there are none.
 
-    The group is gloo's, and for checkpoints alone: while one is written in the background, steps go on. Where a job has
-    several copies of the mesh, which hold different tensors (a pipeline's stages), `ranks` says of each tensor which
-    ranks of the job answer for it, in the order of the mesh's; `own` is this one's number in the job, and `whole` the
-    job's mesh.
+    The group is gloo's, and for checkpoints alone: while one is written in the background, steps go on. A job may have
+    several copies of the mesh, which hold different tensors (a pipeline's stages). `ranks` then gives for each tensor
+    the ranks of the job that write it, in the order of the mesh's ranks. `job_rank` is this rank's number in the job,
+    and `whole` is the job's mesh.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Checkpoints:
         return Position(manifest.step, manifest.seed, manifest.extra)
 
     def agreed(self, act: Callable[[], T]) -> T:
-        """Do something that can fail on some ranks only: then it fails on all, for the first one's reason."""
+        """Run an action that can fail on some ranks only. It then fails on all, with the first failing rank's error."""
         result: list[T] = []
         failure: Exception | None = None
         try:
@@ -195,7 +195,7 @@ class Checkpoints:
             self._locks.clear()
 
     def together(self, step: int, seconds: float = 10.0) -> bool:
-        """Have all ranks of the job made as many steps, and do all ask within so many seconds?"""
+        """Whether all ranks of the job have made the same number of steps and call this within the given seconds."""
         if self.group is None:
             return True
         try:
@@ -207,11 +207,11 @@ class Checkpoints:
         return steps == [step] * len(steps)
 
     def _own(self, entry: Held) -> Held:
-        """Alone, a process holds every tensor whole, whatever the program would have its ranks hold."""
+        """The entry with the layout that this process holds: without a group, every tensor is whole."""
         return entry if self.group is not None else replace(entry, type=entry.type.replicated())
 
     def _writes(self, name: str, entry: Held) -> bool:
-        """Whether this rank writes its shard: nobody before it has the same."""
+        """Whether this rank writes its shard: no lower rank holds the same shard."""
         return (
             entry.tensor is not None
             and self.ranks(name)[self.rank] == self.job_rank
@@ -265,7 +265,7 @@ def load_state_dict(path: str | Path, roles: Sequence[str] = ("param", "buffer")
 
 
 def _tensors(tensors: Mapping[str, Held]) -> dict[str, torch.Tensor]:
-    """By the same names on every rank, as torch would have it; of what a rank does not hold, nothing is asked."""
+    """The state dict for torch, with the same names on every rank. A tensor that the rank lacks is an empty one."""
     return {name: torch.empty(0) if entry.tensor is None else entry.tensor for name, entry in tensors.items()}
 
 
@@ -285,7 +285,7 @@ def _check_fit(
     metadata: Metadata,
     strict: bool,
 ) -> None:
-    """Raise SC406, with all that does not fit, unless every tensor can be read as it is."""
+    """Raise SC406, listing every tensor that does not fit, unless every tensor can be read unchanged."""
     taken = set(named.values())
     unused = [n for n, record in manifest.tensors.items() if taken.isdisjoint((n, *record.aliases))]
     missing = [name for name in tensors if name not in named]
@@ -324,7 +324,7 @@ def _check_fit(
 
 @contextmanager
 def _explained(what: str, blame: Callable[[Exception], Exception] | None) -> Generator[None]:
-    """What torch raises, as our errors: of an agreed failure its cause, of a lost rank whose fault it is."""
+    """Turn torch's exceptions into shardc's errors: the cause of an agreed failure, or the rank to blame."""
     try:
         yield
     except CheckpointException as failure:

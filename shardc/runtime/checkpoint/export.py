@@ -70,7 +70,7 @@ def export(
 
 @contextmanager
 def _written(folder: Path) -> Generator[None]:
-    """What goes wrong with files as SC408, for instance a full disk, which does not stay full of what is half done."""
+    """Raise file errors, such as a full disk, as SC408, and remove the drafts."""
     try:
         yield
     except ShardcError:
@@ -124,7 +124,7 @@ def _files(types: Mapping[str, TensorType], limit: int) -> dict[str, list[str]]:
 
 
 def _put_in_place(folder: Path, files: Mapping[str, list[str]], size: int) -> None:
-    """Replace what weights the folder has; a configuration or a tokenizer beside them stays."""
+    """Replace the weights in the folder. A configuration or a tokenizer beside them stays."""
     (folder / INDEX).unlink(missing_ok=True)
     for name in files:
         os.replace(folder / DRAFTS / name, folder / name)

@@ -69,7 +69,7 @@ def find(path: Path) -> Path:
 
 
 def present(path: Path) -> bool:
-    """Is there anything to go on from at `path`: a whole checkpoint, or something that `find` has to refuse?"""
+    """Whether `path` has a checkpoint to resume from: a whole one, or something that `find` refuses."""
     try:
         find(path)
     except ShardcError as failure:
@@ -78,7 +78,7 @@ def present(path: Path) -> bool:
 
 
 def begin(path: Path, step: int) -> Path:
-    """An empty folder to write in. What crashed saves have left is tidied; what is no checkpoint is not touched."""
+    """An empty folder to write in. Leftovers of crashed saves are removed; other files are not touched."""
     if path.exists() and not (path / METADATA).is_file() and not _is_empty(path):
         hint = "give the path of a folder of its own; one that is there already is replaced, if it is a checkpoint"
         raise error("SC408", f"{path} exists, and is no checkpoint: it is not replaced", hint=hint)
@@ -92,13 +92,13 @@ def begin(path: Path, step: int) -> Path:
 
 
 def temporary(path: Path, step: int) -> Path:
-    """The folder that a save writes in: of one name on all ranks of a job, and of another in each job."""
+    """The folder that a save writes in. All ranks of a job use one name; each job uses another name."""
     job = ":".join(os.environ[name] for name in JOB if name in os.environ) or str(os.getpid())
     return path.with_name(f"{path.name}.tmp-{step}-{zlib.crc32(job.encode()):08x}")
 
 
 def discard(folder: Path) -> None:
-    """Remove what a failed save has half written. What is whole stays, and is the newest that `find` knows."""
+    """Remove the incomplete folder of a failed save. A whole one stays, as the newest that `find` knows."""
     try:
         Manifest.read(folder)
     except ShardcError:
@@ -106,7 +106,7 @@ def discard(folder: Path) -> None:
 
 
 def publish(folder: Path, path: Path) -> None:
-    """Let a folder that is complete take its place."""
+    """Move a complete folder to its place."""
     sync(folder)
     replaced = _replaced(path)
     if path.exists():
@@ -145,7 +145,7 @@ def _begun(path: Path) -> list[Path]:
 
 
 def _recover(path: Path) -> None:
-    """Let the newest whole checkpoint have its name again, where a crash left it under another."""
+    """Rename the newest whole checkpoint to `path` if a crash left it under another name."""
     try:
         newest = find(path)
     except ShardcError:

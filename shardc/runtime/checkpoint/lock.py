@@ -47,7 +47,7 @@ class FolderLock:
         self._beats: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Raises ShardcError (SC551) where another job has it, with who that is."""
+        """Take the lock. Raises ShardcError (SC551), naming the owner, if another job has it."""
         if self._owner().get("id") == self._id:
             self._tidy()
             return
@@ -72,7 +72,7 @@ class FolderLock:
                     self._file.unlink()
 
     def _created(self) -> bool:
-        """Make the file, whole from its first moment, unless there is one."""
+        """Create the complete lock file atomically, unless there is one."""
         return self._placed(os.link)
 
     def _took_over(self) -> bool:
@@ -88,7 +88,7 @@ class FolderLock:
             return self._placed(os.replace)
 
     def _placed(self, put: Callable[[Path, Path], None]) -> bool:
-        """Write what says whose the lock is, and put it in its place; False if that could not be."""
+        """Write a draft that names the owner, and put it in the place of the lock. False if that failed."""
         about = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
         about |= {"run": os.environ.get("TORCHELASTIC_RUN_ID", ""), "processes": _processes()}
         try:
@@ -124,7 +124,7 @@ class FolderLock:
         return self._file.with_name(f"{self._file.name}.{_host()}-{os.getpid()}-{self._id}")
 
     def _tidy(self) -> None:
-        """Remove the drafts of processes that are gone, and its own where the disk did not let it."""
+        """Remove the drafts of processes that have ended, and own drafts whose removal failed before."""
         with suppress(OSError):
             for path in self._file.parent.iterdir():
                 name = path.name.removeprefix(self._file.name)
@@ -160,7 +160,7 @@ class FolderLock:
 
 
 def _content(file: IO[bytes]) -> dict[str, Any]:
-    """What a lock says; nothing where it is none."""
+    """The fields of a lock file; empty if the file is no lock."""
     try:
         content = json.loads(file.read())
     except (OSError, ValueError, RecursionError):

@@ -38,7 +38,7 @@ TensorName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class Piece(NamedTuple):
-    """A stretch of a file, and the tensor that it holds a part of."""
+    """A range of bytes of a file, and the tensor that they are a part of."""
 
     file: str
     offset: int
@@ -233,7 +233,7 @@ def _body(folder: Path) -> _Body:
 
 
 def _is_tensor(tensor: TensorStorageMetadata) -> bool:
-    """Are the size, the dtype and the chunks of a tensor what they say they are?"""
+    """Whether the size, the dtype and the chunks of a tensor have valid types and bounds."""
     size = tensor.size
     if not _is_size(size) or not isinstance(tensor.properties.dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
         return False
@@ -250,7 +250,7 @@ def _is_tensor(tensor: TensorStorageMetadata) -> bool:
 
 
 def _are_all_of(tensor: TensorStorageMetadata) -> bool:
-    """Do the chunks of a tensor have each of its elements once?"""
+    """Whether the chunks of a tensor cover each of its elements exactly once."""
     if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
         return False
     boxes = sorted(

@@ -57,7 +57,7 @@ Local = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of a trainer: what this process has of it, and what that is a part of. None: other stages hold it."""
+    """A tensor of a trainer: the shard of this process, and the type of the whole. None: other stages hold it."""
 
     tensor: torch.Tensor | None
     type: TensorType
@@ -97,7 +97,7 @@ def _cut(whole: slice, local: slice, rows: int) -> list[tuple[slice, slice]]:
 
 
 class SaveShards(DefaultSavePlanner):
-    """Plans the chunks that this rank writes: all that it holds of the tensors given."""
+    """Plans the chunks that this rank writes: its shards of the given tensors."""
 
     def __init__(self, tensors: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -186,7 +186,7 @@ class Checked(WriteResult):
 
 
 class Writer(FileSystemWriter):
-    """Writes beside `path`, and takes its place when all is on disk. A tied tensor is indexed under all its names."""
+    """Writes beside `path`, and moves there when all is on disk. A tied tensor is indexed under all its names."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(temporary(path, manifest.step), per_thread_copy_ahead=0)
@@ -237,7 +237,7 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads by an index that was checked, and not by the one that torch would unpickle."""
+    """Reads with a checked index, instead of the one that torch would unpickle."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -248,7 +248,7 @@ class Reader(FileSystemReader):
 
 
 def names_of(stored: Sequence[str], tensors: Mapping[str, Held]) -> dict[str, str]:
-    """Under which of its names each tensor was stored; those that were not are left out."""
+    """The name under which each tensor was stored. Tensors that were not stored are left out."""
     known = set(stored)
     stored_names = {
         name: next((n for n in (name, *entry.aliases) if n in known), None) for name, entry in tensors.items()

@@ -1,4 +1,4 @@
-"""Where parameters come from, one tensor at a time and of each only the slices that are asked for.
+"""Sources of parameters, read one tensor at a time, and of each tensor only the requested slices.
 
 A source is a mapping of tensors, a safetensors file, or a directory of them with its index; several are asked in turn.
 """
@@ -22,7 +22,7 @@ Init = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name, each read when it is asked for."""
+    """Tensors by name. Each is read when it is requested."""
 
     names: Collection[str]
     read: Callable[[str], Read]

@@ -45,7 +45,7 @@ class FlatBuffer:
         return flat
 
     def member_view(self, index: int) -> Callable[[list[Any]], Tensor]:
-        """Where member `at` is."""
+        """The view of the flat tensor that is member `at`."""
         shape, start = self.layout.shapes[index], self.layout.starts[index]
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 

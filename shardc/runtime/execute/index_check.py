@@ -119,7 +119,7 @@ def _is_integer(value: fx.Node) -> bool:
 
 
 def _needed_for(computed: Sequence[CallInstruction], results: Iterable[int]) -> tuple[CallInstruction, ...]:
-    """The instructions among `computed` that lead to the wanted slots."""
+    """The instructions among `computed` that lead to the slots `results`."""
     slots, needed = set(results), list[CallInstruction]()
     for instruction in reversed(computed):
         if any(slot in slots for _, _, slot in instruction.yields):

@@ -41,7 +41,7 @@ class ProcessGroupCommunicator:
 
     Creating a group is itself collective: every rank creates all groups in the same order, also groups without it. A
     job may have several `copies` of the mesh; each lists the job's ranks in the order of the mesh's ranks. This rank is
-    `rank` of copy `own`. `also` lists further groups of the job's ranks.
+    `rank` of copy `copy_index`. `also` lists further groups of the job's ranks.
     """
 
     def __init__(

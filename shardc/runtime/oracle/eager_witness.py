@@ -55,7 +55,7 @@ class EagerTraining:
 
     @contextmanager
     def active(self) -> Generator[EagerTraining]:
-        """While this is entered, the model is lifted and steps are made; whatever they change is put back."""
+        """A context in which the model is lifted and may make steps. Everything that they change is restored."""
         snapshot = Snapshot(self.model, self.loss)
         with _same_random_numbers(), Lifted(self._tensors(snapshot), self.dtype), plain_attention():
             try:
@@ -141,7 +141,7 @@ class EagerTraining:
             self._updates.append(update)
 
     def _updated(self, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Witness:
-        """Clip, then step; the parameters and the optimizer's state afterwards, and the norm."""
+        """Clip, then step. Returns the new parameters, the optimizer's new state, and the norm."""
         assert self.optimizer is not None
         results: Witness = {}
         for name, value in gradients.items():
@@ -160,7 +160,7 @@ class EagerTraining:
         return results
 
     def _tensors(self, snapshot: Snapshot) -> Iterator[Tensor]:
-        """What a step may read or write: the model's own tensors, and those that it holds by the way."""
+        """The tensors that a step may read or write: the model's, the optimizer's, and those in the model's objects."""
         yield from chain(self.model.parameters(), self.model.buffers(), snapshot.tensors())
         if self.optimizer is not None:
             yield from (p for group in self.optimizer.param_groups for p in group["params"])
@@ -172,7 +172,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def _same_random_numbers() -> Generator[None]:
-    """Leave every generator of random numbers as it is found."""
+    """Restore the state of every random number generator afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:

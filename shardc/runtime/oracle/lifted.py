@@ -1,4 +1,4 @@
-"""Tensors of a user's, for a while in another dtype and in memory of their own; then as they were.
+"""Moves the user's tensors temporarily to another dtype and to memory of their own, and restores them.
 
 with Lifted(tensors, torch.float64):      # the same objects: hooks, ties and views of one another stay
     ...                                   # whatever is written here is gone afterwards
@@ -83,7 +83,7 @@ def copied(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]
 
 
 def copied_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """A batch of copies: nothing that is done to them reaches the caller's."""
+    """A batch of copies. Writes to them do not reach the caller's tensors."""
     leaves, structure = flatten(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _is_plain(leaf)]
     for i, copy in zip(places, copied([leaves[i] for i in places], dtype), strict=True):

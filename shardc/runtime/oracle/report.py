@@ -27,7 +27,7 @@ EAGER_HALF = 1e-1  # of a model that casts to half precision itself
 
 @dataclass(frozen=True)
 class Row:
-    """One output compared. `eager_error` is the reference's own error against eager PyTorch, where that was given."""
+    """One compared output. `eager_error` is the reference's own error against eager PyTorch, if that was run."""
 
     role: str
     name: str
@@ -67,7 +67,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; true when every row is within the tolerance."""
+    """The result of `verify`. It is true when every row is within the tolerance."""
 
     rows: tuple[Row, ...]
     tolerance: float

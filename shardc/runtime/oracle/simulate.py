@@ -213,7 +213,7 @@ def _call(
 
 
 def summed(totals: PerRank, terms: PerRank) -> PerRank:
-    """Rank by rank; ranks that share both go on sharing one tensor."""
+    """The sums rank by rank. Ranks that share both operands share the sum."""
     sums: dict[tuple[int, int], torch.Tensor] = {}
     for total, term in zip(totals, terms, strict=True):
         if (id(total), id(term)) not in sums:
@@ -222,13 +222,13 @@ def summed(totals: PerRank, terms: PerRank) -> PerRank:
 
 
 def assembled(values: PerRank | None, node: fx.Node, mesh: Mesh) -> torch.Tensor:
-    """The global tensor of a value, given what each rank has of it."""
+    """The global tensor of a value, given each rank's shard."""
     assert values is not None, f"output {info(node).name} was freed"
     return assemble(dict(enumerate(values)), type_of(node), mesh)
 
 
 def sharded(value: torch.Tensor, type: TensorType, mesh: Mesh) -> PerRank:
-    """What each rank stores of a global tensor."""
+    """The shard that each rank stores of a global tensor."""
     if not type.axes:
         return [value.contiguous()] * mesh.world_size
     shards: dict[tuple[int, ...], torch.Tensor] = {}
@@ -298,7 +298,7 @@ def _meet(
 
 
 def exchange(rows: Sequence[torch.Tensor], how: Exchange) -> PerRank:
-    """What each member of a group receives, given what each brings; what is the same for several is one object."""
+    """The tensor that each member of a group receives, given its operand. Equal results are one object."""
     count = len(rows)
     match how.kind:
         case "all_reduce":

@@ -84,7 +84,7 @@ def simulate_stages(
 
 
 class _Coordinate:
-    """Where the ranks of one coordinate on the pipeline's axis are in their list, and what they have."""
+    """The state of the ranks of one coordinate on the pipeline's axis: their position in the list, and their values."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self.steps = split_batches(instructions)
@@ -106,7 +106,7 @@ class _Coordinate:
 
     @property
     def present(self) -> Instruction | None:
-        """What it stands at; None at the end, and for transfers."""
+        """The present instruction; None at the end of the list, and for transfers."""
         return None if self.at >= len(self.steps) or self.posted else self.steps[self.at][0]
 
 
@@ -168,7 +168,7 @@ class _Machine:
         return moves
 
     def _transfers(self, rank: int, c: _Coordinate) -> list[Callable[[], None]]:
-        """The first posted send to each peer, if it may go now; buffered, receives by themselves."""
+        """The moves of posted transfers: the first send to each peer, and, if sends are buffered, the receives."""
         transfers: list[Callable[[], None]] = []
         seen: set[tuple[type, int]] = set()
         for i in c.posted:
@@ -280,7 +280,7 @@ class _Machine:
         assert not produced, f"{instruction_text(i)} makes {', '.join(produced)}, which the pipeline does not know"
 
     def _reduce(self, rank: int, i: ReduceGrads) -> None:
-        """Over the other axes: shards, it may be, take the place of what a stage has summed."""
+        """Reduce a sum over the other axes. Its shards may then replace the stage's sum."""
         c = self.coordinates[rank]
         for graph in graphs_of(self.program, rank, i):
             outputs = self._run(graph, c, {}, -1)

@@ -111,7 +111,7 @@ def _lies_on_meta(batch: Any) -> bool:
 
 
 class _Eager:
-    """The model in eager PyTorch, or why it cannot be asked (`absent`); how `near` the reference should come to it."""
+    """The model in eager PyTorch, or why it does not run (`absent`). `near` is the reference's tolerance against it."""
 
     def __init__(self, program: CompiledStep, batch: Any, dtype: torch.dtype, other_params: bool) -> None:
         self.program, self.near, self._stack = program, EAGER_TOLERANCE, ExitStack()
@@ -137,7 +137,7 @@ class _Eager:
             self.program.compiled.put_back()
 
     def step(self, batch: Any, gradients: Mapping[str, Tensor]) -> Witness | None:
-        """One step on `batch`, the optimizer's on `gradients`; None where the model cannot be asked."""
+        """One step on `batch`, with the optimizer's update on `gradients`. None if the model does not run."""
         while not self.absent:
             if started := self.training is None:
                 self.training = self._stack.enter_context(self._training(self._kinds[0]).active())

@@ -36,7 +36,7 @@ OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it t
 
 
 def in_order(seed: int | None) -> Choose:
-    """Who goes next, of those that can: the first, or whoever a seed picks."""
+    """The choice of the next move among the possible ones: the first, or a seeded random one."""
     return first if seed is None else random.Random(seed).randrange
 
 
@@ -215,7 +215,7 @@ def beside_another(
 
 
 class _Scales:
-    """What the errors of each output are measured against."""
+    """The scales by which the errors of each output are divided."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class _Scales:
 
 
 def _lost(reference: Graph, rows: Sequence[Row], eager: Mapping[tuple[str, str], torch.Tensor]) -> list[Row]:
-    """What eager PyTorch changes and the program does not return."""
+    """Rows for gradients and buffers that eager PyTorch changes and the program does not return."""
     names = {name: port.name for port in reference.inputs for name in (port.name, *port.aliases)}
     seen = {(row.role, row.name) for row in rows}
     rows_lost: list[Row] = []
@@ -261,7 +261,7 @@ def _lost(reference: Graph, rows: Sequence[Row], eager: Mapping[tuple[str, str],
 
 @dataclass(frozen=True)
 class Namesakes:
-    """What the single device makes of each value, by name: those of each microbatch in turn."""
+    """The single device's values by name, one for each microbatch in turn."""
 
     references: Mapping[str, Sequence[torch.Tensor]]
     dtype: torch.dtype

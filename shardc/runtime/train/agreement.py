@@ -85,7 +85,7 @@ def absent(ranks: Sequence[int], limit: timedelta) -> ShardcError:
 def _exchanged(
     store: Any, topic: str, rank: int, world: int, answer: Mapping[str, str], limit: timedelta
 ) -> list[dict[str, str]]:
-    """What every rank has to say on a topic."""
+    """Every rank's answer on a topic."""
     keys = [f"{topic}/{other}" for other in range(world)]
     try:
         store.set(keys[rank], json.dumps(dict(answer)))
@@ -101,7 +101,7 @@ def _exchanged(
 
 
 def _await_readers(store: Any, topic: str, rank: int, world: int) -> None:
-    """Wait until every rank has read what all have to say: the store ends with the process that holds it."""
+    """Wait until every rank has read all answers: the store ends with the process that holds it."""
     keys = [f"{topic}/{other}" for other in range(world)]
     with suppress(dist.DistError):  # a rank that is gone has read it, or needs it no more
         store.set(keys[rank], "")

@@ -39,7 +39,7 @@ class Engine(Protocol):
 
     @property
     def shards(self) -> Keeping:
-        """How tensors become what is held, and whole again."""
+        """Converts whole tensors to the held form, and back."""
         ...
 
     def holds(self, name: str) -> bool:
@@ -59,7 +59,7 @@ class Engine(Protocol):
     def checkpoints(self) -> Checkpoints: ...
 
     def timed(self, act: Callable[[], object]) -> Any:
-        """Do something that makes one step; when each rank did what."""
+        """Run an action that makes one step, and return the timeline of all ranks."""
         ...
 
     def close(self, failure: BaseException | None = None) -> None: ...

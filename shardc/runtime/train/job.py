@@ -90,7 +90,7 @@ class Job:
         return self.executor.run(state, parts, self.monitor, self._clock)
 
     def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
-        """Of all ranks, each of which looks at its own stages' gradients."""
+        """The result for all ranks. Each rank checks the gradients of its own stages."""
         params = [port.name for port in self.body.inputs if port.role == "param"]
         last = next(i for i in reversed(self.program.lists.ranks[self.c]) if isinstance(i, (Optimizer, RunBody)))
         graph, *_ = graphs_of(self.program, self.c, last)
@@ -128,7 +128,7 @@ class Job:
 
 
 def _graphs_of(program: StagedProgram, c: int) -> list[Graph]:
-    """All that a coordinate's ranks run."""
+    """All graphs that a coordinate's ranks run."""
     graphs: dict[int, Graph] = {}
     for instruction in program.lists.ranks[c]:
         graphs |= {id(graph): graph for graph in graphs_of(program, c, instruction)}

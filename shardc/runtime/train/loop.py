@@ -37,7 +37,7 @@ from shardc.torch_compat import count_optimizer_step
 
 
 class Scheduler(Protocol):
-    """What of a `torch.optim.lr_scheduler` the loop needs."""
+    """The part of a `torch.optim.lr_scheduler` that the loop uses."""
 
     optimizer: torch.optim.Optimizer
 
@@ -47,7 +47,7 @@ class Scheduler(Protocol):
 
 
 class Result(Protocol):
-    """What of a step's result the metrics are made from."""
+    """The part of a step's result that the metrics are computed from."""
 
     @property
     def loss(self) -> torch.Tensor: ...
@@ -56,7 +56,7 @@ class Result(Protocol):
 
 
 class Steps(Protocol):
-    """What of a trainer the loop needs."""
+    """The part of a trainer that the loop uses."""
 
     steps: int
     gradients_used: bool  # by the caller, since the launch
@@ -125,7 +125,7 @@ class Run:
     begun: int | None = None  # the step at which the batches began that a checkpoint was made among
 
     def take_up(self, trainer: Steps, folder: Path, scheduler: Scheduler | None) -> None:
-        """Go on from a checkpoint, if there is one that the trainer does not stand at."""
+        """Resume from a checkpoint, unless the trainer is already at it."""
         if present(folder) and (self.place, self.step) != (folder, trainer.steps):
             extra = trainer.load(folder)
             trainer.run = self

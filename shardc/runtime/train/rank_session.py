@@ -111,7 +111,7 @@ class Keeping(Protocol):
     def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
 
     def whole(self, tensor: torch.Tensor, type: TensorType) -> torch.Tensor:
-        """What all ranks that hold a tensor have of it; all of these must call it."""
+        """The whole tensor, gathered from all ranks that hold it; all of these must call it."""
         ...
 
 

@@ -191,7 +191,7 @@ def _gap(rows: torch.Tensor) -> float:
 
 
 def _diagnostics(differing: Sequence[tuple[Item, Sequence[int]]], when: str, launching: bool) -> list[Diagnostic]:
-    """One for each kind of thing that differs."""
+    """One diagnostic for each kind of item that differs."""
     kinds: dict[str, list[tuple[Item, Sequence[int]]]] = {}
     for item, ranks in differing:
         kinds.setdefault(item.role if item.role in WHAT else "state", []).append((item, ranks))

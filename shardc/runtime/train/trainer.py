@@ -282,7 +282,7 @@ class Trainer:
         return feeds_by_microbatch
 
     def _compare(self, state: Tensors, fed: Sequence[Feed]) -> None:
-        """What is held and fed is what the other ranks hold and feed, where they share it."""
+        """Compare state and batch with the other ranks', where they share them."""
         if self.engine.peers is None:
             return
         ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
@@ -305,7 +305,7 @@ class Trainer:
         self.engine.peers.check(items, "at the launch", launching=True)
 
     def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A gradient or buffer in the layout of the state that it belongs to."""
+        """A gradient or buffer in the layout of the input that it belongs to."""
         output_type, input_type = self._outputs[role, name], self._inputs[name][1]
         if output_type.dims == input_type.dims and not output_type.partial:
             return value
