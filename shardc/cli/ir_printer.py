@@ -24,7 +24,7 @@ class Printer:
     `before` has the text of each graph after the last pass over it, and that pass: the step's, and those of stages.
     """
 
-    wanted: tuple[str, ...]
+    pass_names: tuple[str, ...]
     diff: bool
     module_filter: str | None
     seen: list[str] = field(default_factory=list[str])
@@ -32,10 +32,10 @@ class Printer:
 
     @property
     def used(self) -> bool:
-        return bool(self.wanted) or self.diff
+        return bool(self.pass_names) or self.diff
 
     def watch(self, pass_: Pass, graph: Graph, _: float) -> None:
-        chosen = pass_.name in self.wanted or (self.diff and not self.wanted)
+        chosen = pass_.name in self.pass_names or (self.diff and not self.pass_names)
         self.seen.append(pass_.name)
         if not self.used:
             return
@@ -51,7 +51,7 @@ class Printer:
 
     def check(self) -> None:
         """Every pass that was asked for did run."""
-        for name in self.wanted:
+        for name in self.pass_names:
             if name not in self.seen:
                 hint = did_you_mean(name, self.seen, "passes")
                 raise error("SC105", f"--print-after: there is no pass '{name}'", hint=hint)

@@ -16,7 +16,7 @@ from shardc.ir.collectives import human_bytes
 def kernel_list(program: Program) -> list[RenderableType]:
     """Every kernel, then the other calls that move something, those of one op and one reason in a row."""
     graph_fusions = fusions(program, program.staged)
-    if not any(one.kernels for one in graph_fusions):
+    if not any(fusion.kernels for fusion in graph_fusions):
         return [Text(asked_of(program).without_kernels), *([_others(graph_fusions)] if graph_fusions else [])]
     table = table_of("kernel", "runs", "calls", "phase", "moved", "before", "line", number=(2, 4, 5))
     for fusion in graph_fusions:

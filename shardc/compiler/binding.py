@@ -85,8 +85,8 @@ def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
         matched, wrong = matches(by_pattern, names, key, aliases if kind == "param" else None)
         problems += wrong
         refused: set[str] = set()  # a pattern that fits no layer is said once
-        each = calls if kind == "activation" else {}
-        named = [(name, annotation) for base, annotation in matched.items() for name in each.get(base, [base])]
+        calls_of = calls if kind == "activation" else {}
+        named = [(name, annotation) for base, annotation in matched.items() for name in calls_of.get(base, [base])]
         for name, annotation in named:
             try:
                 annotation.check(mesh, (outputs if kind == "output" else shapes)[name], name)
@@ -142,7 +142,7 @@ def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[
 
 def idle_axes(traced: Traced, mesh: Mesh, bound: Sequence[Bound], store: Store) -> list[Diagnostic]:
     """A warning for each axis of the mesh that no annotation uses, or one for the whole mesh."""
-    axes = {axis for one in (*bound, *store.bound) for axis in one.placement.axes}
+    axes = {axis for binding in (*bound, *store.bound) for axis in binding.placement.axes}
     axes |= set(store.axes) if store.zero else set()
     used = {axis.partition(":")[0] for axis in axes}
     idle = [axis for axis in mesh.names if axis not in used and mesh.size(axis) > 1]

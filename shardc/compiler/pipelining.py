@@ -107,11 +107,11 @@ def _placed(plan: Plan, axis: str) -> Iterator[Diagnostic]:
     """Every annotation that names the pipeline's axis."""
     what = f"'{axis}' is the pipeline's axis: its ranks run stages, and none holds a shard along it"
     kinds = ("params", "inputs", "activations", "outputs")
-    placed = [one for kind in kinds for one in plan.annotations(kind)]
-    for one in (*placed, *plan.storage.params.values()):
-        if any(named.partition(":")[0] == axis for named in one.placement.axes):
+    placed = [annotation for kind in kinds for annotation in plan.annotations(kind)]
+    for annotation in (*placed, *plan.storage.params.values()):
+        if any(name.partition(":")[0] == axis for name in annotation.placement.axes):
             hint = "place it over the other axes; which stage has it is for `split` to say"
-            yield Diagnostic("SC223", what, location=one.origin, tensor=one.cause(), hint=hint)
+            yield Diagnostic("SC223", what, location=annotation.origin, tensor=annotation.cause(), hint=hint)
     if axis in plan.storage.axes:
         hint = "each rank stores the parameters of its own stages already: name the other axes"
         yield Diagnostic("SC223", what, cause=f"storage.axes: {list(plan.storage.axes)}", hint=hint)

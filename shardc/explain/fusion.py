@@ -73,7 +73,7 @@ class KernelExplanation:
 
     @property
     def before(self) -> int:
-        return sum(one.bytes for one in self.calls)
+        return sum(call.bytes for call in self.calls)
 
     @property
     def after(self) -> int:
@@ -85,7 +85,7 @@ class KernelExplanation:
         lines = [f"%{self.name}: {number}, {PHASES[self.about.phase]}, {size}", *_place(self.about)]
         runs = f"shardc.{self.template}, a hand-tuned template" if self.template else f"generated: {self.generated}"
         lines += field_lines("runs", runs)
-        rows = [(f"%{one.name}", one.op, human_bytes(one.bytes), one.source) for one in self.calls]
+        rows = [(f"%{call.name}", call.op, human_bytes(call.bytes), call.source) for call in self.calls]
         lines += field_lines("fuses", "\n".join(_columns(rows)))
         lines += field_lines("reads", f"{human_bytes(self.read)}: {_named(self.reads)}")
         lines += field_lines("writes", f"{human_bytes(self.written)}: {_named(self.writes)}")

@@ -129,10 +129,12 @@ def _needed(
     position = operands(user).index(value)
     claims = [p for p, axes in split.items() if axis in axes]
     claimed = [
-        (v, own.index(p))
-        for v, own in zip([*operands(user), *results(user)], (*projection.operands, *projection.results), strict=True)
+        (v, factors.index(p))
+        for v, factors in zip(
+            [*operands(user), *results(user)], (*projection.operands, *projection.results), strict=True
+        )
         for p in claims
-        if v is not None and v is not value and p in own and axis in type_of(v).placement[own.index(p)]
+        if v is not None and v is not value and p in factors and axis in type_of(v).placement[factors.index(p)]
     ]
     if collective_call.target in REDUCTIONS:
         if axis in type_of(value).axes and claims:

@@ -113,9 +113,11 @@ def _work(graph: Graph, node: fx.Node) -> float:
         return 0.0
     projection = project(node)
     floats = [
-        own for v, own in zip(operands(node), projection.operands, strict=True) if type_of(v).dtype.is_floating_point
+        factors
+        for v, factors in zip(operands(node), projection.operands, strict=True)
+        if type_of(v).dtype.is_floating_point
     ]
-    shared = {p for own in floats for p in own if sum(p in other for other in floats) > 1}
+    shared = {p for factors in floats for p in factors if sum(p in other for other in floats) > 1}
     if not any(shared - set(side) for side in projection.results):
         return 0.0
     split = split_of(node, projection)

@@ -40,7 +40,7 @@ def carried(
     id of the tensor. `retrace` traces a second step.
     """
     if written := _changed_in_place(model, first):
-        diagnostic = _said(model, IN_PLACE, [*written])
+        diagnostic = _warning(model, IN_PLACE, [*written])
         fields = {key: value for key, value in _place_of(next(iter(written.values())), origins).items() if value}
         raise ShardcError(replace(diagnostic, severity="error", **fields))
     changes = snapshot.changes()
@@ -56,7 +56,7 @@ def carried(
         second = retrace()
     except Exception as problem:  # of a step that the user did not ask for: it is the cause, not the error
         why = f"a second step raises {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
-        return [_said(model, READ, _names(unexplained) or _names(changes), why)]
+        return [_warning(model, READ, _names(unexplained) or _names(changes), why)]
     warnings: list[Diagnostic] = []
     counted = _names(change for change in between.changes() if change.counts)
     if _effects(first, keys) != _effects(second, _expressions(second, known)):
@@ -65,9 +65,9 @@ def carried(
         names = names or [name for name in _names(unexplained) if name not in counted]
         names = names or ([] if counted else _names(changes))
         if names:
-            warnings.append(_said(model, READ, names))
+            warnings.append(_warning(model, READ, names))
     if counted:
-        warnings.append(_said(model, COUNTED, counted))
+        warnings.append(_warning(model, COUNTED, counted))
     return warnings
 
 
@@ -94,7 +94,7 @@ def _names(changes: Iterable[Change]) -> list[str]:
     return list(dict.fromkeys(change.attribute for change in changes))
 
 
-def _said(model: nn.Module, message: str, names: list[str], cause: str | None = None) -> Diagnostic:
+def _warning(model: nn.Module, message: str, names: list[str], cause: str | None = None) -> Diagnostic:
     """The warning, at the line that first mentions the first of the attributes."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     fqn, fields = named_at(model, names[0])

@@ -199,7 +199,7 @@ class Origins:
             looking = self._line_of_torch(problem.__traceback__)
             if looking:
                 text_of_torch = looking[1]
-                hint = next((said for word, said in _OF_TORCH.items() if word in text_of_torch), _LEAVE_OUT)
+                hint = next((text_hint for word, text_hint in _OF_TORCH.items() if word in text_of_torch), _LEAVE_OUT)
             elif _MADE_PYTHON.search(text):
                 hint = "leave it a tensor here; .item(), float() and the like are for what trainer.step returns"
             message = "this needs the values of a tensor, which are unknown while compiling"
@@ -215,7 +215,7 @@ class Origins:
             return error("SC101", message, **fields, hint=hint)
         message = f"{type(problem).__name__}: {str(problem).strip() or 'no message'}"
         hint = "does the model run on this batch without shardc?"
-        hint = next((instead for said, instead in _INSTEAD.items() if said in message), hint)
+        hint = next((instead for phrase, instead in _INSTEAD.items() if phrase in message), hint)
         if cast and any(words in message for words in ("dtype", "scalar type", "should be the same")):
             hint = KEEP_HINT
         return error("SC104", message, **fields, hint=hint)

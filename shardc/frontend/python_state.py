@@ -126,7 +126,7 @@ class Snapshot:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """The arrays of numpy, and how the user would write each."""
-        return ((at.path, value) for at, value in self._values() if type(value).__name__ == "ndarray")
+        return ((place.path, value) for place, value in self._values() if type(value).__name__ == "ndarray")
 
     def _values(self) -> Iterator[tuple[Place, Any]]:
         return _walked(list(self._of_holders()))
@@ -170,9 +170,9 @@ def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
         todo += [(place.item(i) if deeper else place, part) for i, part in enumerate(inside(value))]
         for holder in holders_of(value):
             todo += [
-                (_below(place, holder, key), held)
-                for key, held in holder.items().items()
-                if type(held) not in _LEAVES  # most of what modules hold
+                (_below(place, holder, key), item)
+                for key, item in holder.items().items()
+                if type(item) not in _LEAVES  # most of what modules hold
             ]
 
 

@@ -230,7 +230,7 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
     if cls in CONTAINERS:
         return lambda value: [Container(value)]
     if issubclass(cls, type):
-        return lambda value: [held] if (held := held_by_class(value)[0]) is not None else []
+        return lambda value: [holder] if (holder := held_by_class(value)[0]) is not None else []
     if issubclass(cls, ContextVar):
         return lambda variable: [Context(variable)]
     if issubclass(cls, (bytearray, array)):
@@ -358,6 +358,6 @@ def _content(cell: CellType) -> Any:
 
 
 def _slots(cls: type) -> list[str]:
-    names: Iterator[Any] = (getattr(one, "__slots__", ()) for one in cls.__mro__ if one.__module__ != "builtins")
-    flat = [name for some in names for name in ([some] if isinstance(some, str) else some)]
+    names: Iterator[Any] = (getattr(base, "__slots__", ()) for base in cls.__mro__ if base.__module__ != "builtins")
+    flat = [name for slots in names for name in ([slots] if isinstance(slots, str) else slots)]
     return [name for name in flat if name not in ("__dict__", "__weakref__")]

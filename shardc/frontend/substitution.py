@@ -47,7 +47,7 @@ class StandIns:
         a parameter goes, also where forward has moved its module since."""
         names = first_names(model) | {id(p): name for name, p in own_params.items()}
         self.model = model
-        self.asked: list[Exception] = []  # of those who wanted a tensor's values, whether or not they caught the error
+        self.value_reads: list[Exception] = []  # of reads of a tensor's values, caught or not
         self._by_id: dict[int, _Base] = {}
         self._extents: list[tuple[Extent, _Base]] = []
         self.entries: list[Entry] = []
@@ -74,7 +74,7 @@ class StandIns:
         """A context in which the model and its functions use the traced tensors."""
         with (
             torch_compat.swapped(self.entries),
-            torch_compat.substituting(self.find, self.asked, self._refuse_assigned),
+            torch_compat.substituting(self.find, self.value_reads, self._refuse_assigned),
         ):
             yield
 

@@ -197,8 +197,8 @@ class _Step:
             grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
             stand_ins.refuse_changed()
             changed_buffers = buffers_after(self.model, buffers, used, stand_ins.places)
-        if stand_ins.asked:  # and caught: forward has gone on as it would not in eager PyTorch
-            raise stand_ins.asked[0]
+        if stand_ins.value_reads:  # and caught: forward has gone on as it would not in eager PyTorch
+            raise stand_ins.value_reads[0]
 
         self.unused = tuple(name for name, grad in grads.items() if grad is None)
         param_gradients = {name: grad for name, grad in grads.items() if grad is not None}

@@ -53,10 +53,12 @@ class Fusing(BaseModel):
     def _read_exclude(cls, value: Any, info: ValidationInfo) -> Any:
         origin = source_of(info).origin("fuse", "exclude")
         patterns = (value,) if isinstance(value, (str, Annotation)) else value
-        if not isinstance(patterns, (list, tuple)) or not all(isinstance(one, (str, Annotation)) for one in patterns):
+        if not isinstance(patterns, (list, tuple)) or not all(
+            isinstance(pattern, (str, Annotation)) for pattern in patterns
+        ):
             hint = "write exclude: [tanh, '**.mlp.act']"
             raise error("SC208", f"what is not fused should be a list of patterns, not {value!r}", hint=hint)
-        return tuple(Annotation(one, P(), origin) if isinstance(one, str) else one for one in patterns)
+        return tuple(Annotation(pattern, P(), origin) if isinstance(pattern, str) else pattern for pattern in patterns)
 
     @property
     def without_kernels(self) -> str:
@@ -70,7 +72,7 @@ class Fusing(BaseModel):
     @property
     def left(self) -> tuple[str, ...]:
         """The patterns of calls that are not fused."""
-        return tuple(one.pattern for one in self.exclude)
+        return tuple(annotation.pattern for annotation in self.exclude)
 
     @field_validator("templates", mode="before")
     @classmethod

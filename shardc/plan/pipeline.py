@@ -103,7 +103,7 @@ class Pipelining(BaseModel):
 
     def _path(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         paths = [("pipeline", key) for key in keys]
-        return next((one for one in paths if one in self._written.source.lines), ("pipeline",))
+        return next((path for path in paths if path in self._written.source.lines), ("pipeline",))
 
     def on(self, mesh: Mesh) -> Layout:
         """The stages, and how many of them each rank of the axis has.

@@ -321,7 +321,7 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     path: tuple[str, ...] = tuple(str(part) for part in problem["loc"])
     ours = problem.get("ctx", {}).get("error")
     if isinstance(ours, ShardcError):
-        return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
+        return tuple(d if d.location else source.locate(d, *path[:1]) for d in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
         section = path[0] if len(path) > 1 else None
         parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}

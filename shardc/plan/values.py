@@ -111,7 +111,7 @@ class Storage(BaseModel):
         if "axes" in data:
             data["axes"] = list(self.axes)
         if self.params:
-            data["params"] = {pattern: str(one.placement) for pattern, one in self.params.items()}
+            data["params"] = {pattern: str(annotation.placement) for pattern, annotation in self.params.items()}
         return data
 
 
@@ -291,7 +291,10 @@ class Dtypes(BaseModel):
     def _read_keep(cls, value: Any, info: ValidationInfo) -> tuple[Annotation, ...]:
         patterns: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
         origin = source_of(info).origin("precision", "keep")
-        return tuple(one if isinstance(one, Annotation) else Annotation(str(one), P(), origin) for one in patterns)
+        return tuple(
+            pattern if isinstance(pattern, Annotation) else Annotation(str(pattern), P(), origin)
+            for pattern in patterns
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Dtypes:
@@ -314,7 +317,7 @@ class Dtypes(BaseModel):
         """As plain data, in its short form if it has one."""
         data = self.model_dump(exclude_defaults=True, exclude={"keep"})
         if self.keep:
-            data["keep"] = [one.pattern for one in self.keep]
+            data["keep"] = [annotation.pattern for annotation in self.keep]
         return self.compute if data.keys() == {"compute"} else data
 
 
@@ -334,8 +337,8 @@ def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], me
         try:
             placed = Placement.of(placement, mesh=mesh)
         except ShardcError as wrong:
-            for one in wrong.diagnostics:
-                problems.append(source.locate(replace(one, tensor=pattern), *path, pattern))
+            for diagnostic in wrong.diagnostics:
+                problems.append(source.locate(replace(diagnostic, tensor=pattern), *path, pattern))
             continue
         read[pattern] = Annotation(pattern, placed, source.origin(*path, pattern))
     if problems:

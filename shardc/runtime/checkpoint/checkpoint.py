@@ -115,7 +115,7 @@ class Checkpoints:
         self.settle()
         folder = place_of(path)
         self.reserve(folder)
-        tensors = {name: self._own(entry) for name, entry in tensors.items()}
+        tensors = {name: self._entry_held(entry) for name, entry in tensors.items()}
         extra = _plain(position.extra)
         stored = {name: Stored(tensor.role, tensor.aliases) for name, tensor in tensors.items()}
         manifest = Manifest(position.step, position.seed, str(self._job), extra, stored)
@@ -133,7 +133,7 @@ class Checkpoints:
         """Read a checkpoint into tensors that are there; they change only if all of it is in order on all ranks."""
         self.settle()
         folder_path = place_of(path)
-        tensors = {name: self._own(entry) for name, entry in tensors.items()}
+        tensors = {name: self._entry_held(entry) for name, entry in tensors.items()}
 
         def opened() -> tuple[Path, Manifest, LoadShards, Reader]:
             folder = find(folder_path)
@@ -166,14 +166,14 @@ class Checkpoints:
         failure: Exception | None = None
         try:
             result.append(act())
-        except Exception as one:
-            failure = one
+        except Exception as raised:
+            failure = raised
         failures: list[Exception | None] = [failure]
         if self.group is not None:
             failures = [None] * dist.get_world_size(self.group)
             with _explained("a rank was lost", self._blame):
                 dist.all_gather_object(failures, failure, group=self.group)
-        first = failure or next((one for one in failures if one is not None), None)
+        first = failure or next((reported for reported in failures if reported is not None), None)
         if first is not None:
             raise first
         return result[0]
@@ -206,7 +206,7 @@ class Checkpoints:
             return False
         return steps == [step] * len(steps)
 
-    def _own(self, entry: Held) -> Held:
+    def _entry_held(self, entry: Held) -> Held:
         """The entry with the layout that this process holds: without a group, every tensor is whole."""
         return entry if self.group is not None else replace(entry, type=entry.type.replicated())
 

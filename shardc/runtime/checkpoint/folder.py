@@ -59,10 +59,11 @@ def find(path: Path) -> Path:
         if (path / METADATA).is_file():
             hint = "read another program's with torch.distributed.checkpoint, and pass the tensors to launch(state=...)"
             raise error("SC405", f"the checkpoint {path} is not shardc's, or not whole: no {MANIFEST}", hint=hint)
-        nested = [one.name for one in path.iterdir() if (one / MANIFEST).is_file()]
+        nested = [folder.name for folder in path.iterdir() if (folder / MANIFEST).is_file()]
         hint = f"in it are the checkpoints {', '.join(sorted(nested))}" if nested else None
         raise error("SC407", f"{path} is no checkpoint: it has no {MANIFEST}", hint=hint)
-    siblings = [one.name for one in path.parent.iterdir() if (one / MANIFEST).is_file()] if path.parent.is_dir() else []
+    others = path.parent.iterdir() if path.parent.is_dir() else ()
+    siblings = [other.name for other in others if (other / MANIFEST).is_file()]
     raise error(
         "SC407", f"there is no checkpoint at {path}", hint=did_you_mean(path.name, siblings, "checkpoints beside it")
     )

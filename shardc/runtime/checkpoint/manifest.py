@@ -170,7 +170,7 @@ class Manifest:
             if not isinstance(position, MetadataIndex) or position.fqn not in stored:
                 return "places a tensor that it does not describe"
             file, offset, length = stored_at(info)
-            if [type(one) for one in (file, offset, length)] != [str, int, int] or min(offset, length) < 0:
+            if [type(field) for field in (file, offset, length)] != [str, int, int] or min(offset, length) < 0:
                 return f"places '{position.fqn}' nowhere"
             if offset + length > self.files.get(file, -1):
                 return f"places '{position.fqn}' in {file!r}, which has no such piece"

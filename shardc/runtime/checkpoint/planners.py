@@ -219,7 +219,7 @@ class Writer(FileSystemWriter):
         tensors = metadata.state_dict_metadata
         rows: dict[str, list[list[int]]] = {}
         tied: list[WriteResult] = []
-        for result in (one for of_rank in results for one in of_rank):
+        for result in (result for results_of_rank in results for result in results_of_rank):
             assert isinstance(result, Checked)
             name, offset, length = stored_at(result.storage_data)
             rows.setdefault(name, []).append([offset, length, result.crc])
@@ -231,7 +231,7 @@ class Writer(FileSystemWriter):
         with (self._folder / METADATA).open("rb+") as file:
             os.fsync(file.fileno())  # torch does so before the last of it is written
             rows[METADATA] = [[0, size, crc_of(file, 0, size)]]
-        files = {one.name: one.stat().st_size for one in sorted(self._folder.iterdir())}
+        files = {file.name: file.stat().st_size for file in sorted(self._folder.iterdir())}
         replace(self._manifest, files=files, checks=rows).write(self._folder)
         publish(self._folder, self._place)
 

@@ -220,7 +220,7 @@ class Monitor:
             return
         deadline = time.monotonic() + 3 * BEAT
         with contextlib.suppress(Exception):
-            while not all(one.closed or one.failed or one.terminated for one in self._records().values()):
+            while not all(record.closed or record.failed or record.terminated for record in self._records().values()):
                 if not self._store.check(["dead"]):
                     ended = Record(self._beat, self.step, self.counter, **why)
                     self._store.set("dead", json.dumps([0, asdict(ended)]))

@@ -87,7 +87,7 @@ class Routine:
             if instruction.reads and self._fixed.keys() >= set(instruction.reads) and views(instruction.node):
                 args, kwargs = instruction.arguments(self._fixed)
                 result, into = instruction.target(*args, **kwargs), _result_slots(instruction)
-                results = {into: result} if isinstance(into, int) else {slot: result[at] for at, slot in into}
+                results = {into: result} if isinstance(into, int) else {slot: result[index] for index, slot in into}
                 if all(arena.holds(x) for x in results.values()):
                     self._fixed |= results
                     self._viewed.add(instruction.node)
