@@ -190,7 +190,7 @@ def compile(
         loss=loss,
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
-        compiled=CompiledModel(model, loss, traced.constants, traced.own),
+        compiled=CompiledModel(model, loss, traced.constants, traced.changed_attributes),
         recompile=partial(
             compile, model, batch, mesh=mesh, plan=plan, loss=loss, optimizer=optimizer, strict=strict, watch=watch
         ),

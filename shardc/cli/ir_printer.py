@@ -24,7 +24,7 @@ class Printer:
     `before` has the text of each graph after the last pass over it, and that pass: the step's, and those of stages.
     """
 
-    wanted: tuple[str, ...]
+    pass_names: tuple[str, ...]
     diff: bool
     module_filter: str | None
     seen: list[str] = field(default_factory=list[str])
@@ -32,26 +32,26 @@ class Printer:
 
     @property
     def used(self) -> bool:
-        return bool(self.wanted) or self.diff
+        return bool(self.pass_names) or self.diff
 
-    def watch(self, one: Pass, graph: Graph, _: float) -> None:
-        chosen = one.name in self.wanted or (self.diff and not self.wanted)
-        self.seen.append(one.name)
+    def watch(self, pass_: Pass, graph: Graph, _: float) -> None:
+        chosen = pass_.name in self.pass_names or (self.diff and not self.pass_names)
+        self.seen.append(pass_.name)
         if not self.used:
             return
         if self.diff:
             after = print_graph(graph, comments=False, keep=keep_only(self.module_filter)).splitlines()
             if chosen and graph.name in self.before:
-                last, before = self.before[graph.name]
-                for line in difflib.unified_diff(before, after, last, one.name, n=1, lineterm=""):
+                last, previous = self.before[graph.name]
+                for line in difflib.unified_diff(previous, after, last, pass_.name, n=1, lineterm=""):
                     typer.echo(line)
-            self.before[graph.name] = one.name, after
+            self.before[graph.name] = pass_.name, after
         elif chosen:
-            typer.echo(f"# after {one.name}\n{print_graph(graph, keep=keep_only(self.module_filter))}")
+            typer.echo(f"# after {pass_.name}\n{print_graph(graph, keep=keep_only(self.module_filter))}")
 
     def check(self) -> None:
         """Every pass that was asked for did run."""
-        for name in self.wanted:
+        for name in self.pass_names:
             if name not in self.seen:
                 hint = did_you_mean(name, self.seen, "passes")
                 raise error("SC105", f"--print-after: there is no pass '{name}'", hint=hint)

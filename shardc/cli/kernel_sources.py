@@ -12,9 +12,9 @@ from shardc.ir.graph import Graph, info
 from shardc.plan.fuse import Fusing
 
 
-def emit_triton(graphs: Iterable[Graph], asked: Fusing) -> str:
+def emit_triton(graphs: Iterable[Graph], fusing: Fusing) -> str:
     """Each distinct kernel once, headed by the calls that run it: generated, or a template's launches and functions.
-    Without kernels a comment that says why, by what the plan `asked` for."""
+    Without kernels a comment that says why, by what the plan `fusing` for."""
     callers: dict[tuple[str, bool], list[str]] = {}
     for graph in graphs:
         for node in graph.calls():
@@ -22,7 +22,7 @@ def emit_triton(graphs: Iterable[Graph], asked: Fusing) -> str:
                 key = (str(node.args[1]), node.target in OPS.values())
                 callers.setdefault(key, []).append(info(node).name)
     if not callers:
-        return f"# {asked.without_kernels}\n"
+        return f"# {fusing.without_kernels}\n"
     parts: list[str] = []
     shown: set[tuple[str, str]] = set()
     for (line, template), names in callers.items():

@@ -44,36 +44,36 @@ def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: f
         torch.save(state_of(program), folder / "state.pt")
         job = mp.spawn(_rank, (nproc, name, _free_port(), steps, lr), nproc, join=False)
         assert job is not None
-        seen = 0
+        reported = 0
         try:
             while not job.join(timeout=POLL):
-                seen = _report(folder, seen, report)
+                reported = _report(folder, reported, report)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as failure:
             raise _why(folder, failure) from None
-        _report(folder, seen, report)
+        _report(folder, reported, report)
 
 
 def step_inputs(program: Program, batch: Any) -> Inputs:
     """The batch by the program's input names; without one, random values that any model takes."""
     ports = [(p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)]
-    wanted = {port.name: type for port, type in ports if port.role == "input"}
+    types = {port.name: type for port, type in ports if port.role == "input"}
     if batch is not None:
-        given = batch_inputs(batch, list(wanted), program.plan.get("batch"))
-        return Inputs({name: t.detach().clone() for name, t in given.items()})
+        tensors = batch_inputs(batch, list(types), program.plan.get("batch"))
+        return Inputs({name: t.detach().clone() for name, t in tensors.items()})
     generator = torch.Generator().manual_seed(0)
     # Whole numbers are indices more often than not: 0 and 1 are in any table.
-    return Inputs({name: _random(type.shape, type.dtype, 1.0, generator) for name, type in wanted.items()})
+    return Inputs({name: _random(type.shape, type.dtype, 1.0, generator) for name, type in types.items()})
 
 
 def state_of(program: Program) -> dict[str, Tensor]:
     """Parameters and buffers: the model's, or where it has none (a loaded program, a meta model) small random ones."""
-    found = {name: t.clone() for name, t in {**program.constants, **model_state(program.model)}.items()}
+    state = {name: t.clone() for name, t in {**program.constants, **model_state(program.model)}.items()}
     generator = torch.Generator().manual_seed(0)
     for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
-        if port.role in ("param", "buffer") and not any(name in found for name in (port.name, *port.aliases)):
+        if port.role in ("param", "buffer") and not any(name in state for name in (port.name, *port.aliases)):
             type = type_of(value)
-            found[port.name] = _random(type.shape, type.dtype, 0.1, generator)
-    return found
+            state[port.name] = _random(type.shape, type.dtype, 0.1, generator)
+    return state
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, scale: float, generator: torch.Generator) -> Tensor:
@@ -85,8 +85,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, scale: float, generator:
 def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) -> None:
     """One process."""
     # What torchrun would set.
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in own.items()})
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in variables.items()})
     torch.set_num_threads(max(1, torch.get_num_threads() // world))
     folder = Path(name)
     try:
@@ -107,11 +107,11 @@ def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) ->
         sys.exit(1)
 
 
-def _report(folder: Path, seen: int, report: Report) -> int:
+def _report(folder: Path, reported: int, report: Report) -> int:
     """Pass on the losses that rank 0 has written since; how many there are now."""
     path = folder / "losses"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    for step, line in enumerate(lines[seen:], seen):
+    for step, line in enumerate(lines[reported:], reported):
         report(step, float(line))
     return len(lines)
 
@@ -119,8 +119,8 @@ def _report(folder: Path, seen: int, report: Report) -> int:
 def _why(folder: Path, failure: mp.ProcessExitedException | mp.ProcessRaisedException) -> ShardcError:
     """The diagnostic that the first rank to fail has left; of one that was killed, that it is dead."""
     for path in sorted(folder.glob("error.*"), key=lambda p: p.stat().st_mtime_ns):
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        return ShardcError(*(Diagnostic(**fields) for fields in found))
+        records: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return ShardcError(*(Diagnostic(**fields) for fields in records))
     first, _, rest = str(failure).strip().partition("\n")
     cause = rest.strip().rsplit("\n", 1)[-1] or None
     return error("SC502", f"rank {failure.error_index} died: {first}", cause=cause)

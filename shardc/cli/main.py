@@ -179,8 +179,8 @@ def explain(
             _out().print(part)
         return
     with _progress("trying changes of the plan"):
-        found = program.explain(value)
-    typer.echo(str(found))
+        explanation = program.explain(value)
+    typer.echo(str(explanation))
 
 
 @app.command(epilog=EPILOG)
@@ -221,9 +221,9 @@ def timeline(
     """Say when each rank of a pipeline would do what, where it idles, and how many microbatches it holds."""
     program, _ = _program(target, plan, mesh, strict, meta=True)
     _diagnose(program.diagnostics)
-    found = program.timeline()
-    typer.echo(found.text(width))
-    for path, write in ((svg, found.to_svg), (trace, found.to_trace)):
+    measured = program.timeline()
+    typer.echo(measured.text(width))
+    for path, write in ((svg, measured.to_svg), (trace, measured.to_trace)):
         if path is not None:
             write(path)
 
@@ -290,22 +290,22 @@ def _program(
 ) -> tuple[Program, Any]:
     """The compiled target and its sample batch, which a saved program lacks."""
     with _progress(f"loading {text}"):
-        found = load(text, meta=meta)
-    if isinstance(found, Program):
+        target = load(text, meta=meta)
+    if isinstance(target, Program):
         if plan is not None or mesh is not None or (printer is not None and printer.used):
             message = f"{text} is compiled already: --plan, --mesh, --print-after and --diff do not apply"
             raise error("SC105", message, hint="give the model that it was compiled from")
-        return found, None
-    return _compile(found, plan, mesh, strict, printer), found.batch
+        return target, None
+    return _compile(target, plan, mesh, strict, printer), target.batch
 
 
 def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, printer: Printer | None) -> Program:
     with _progress("tracing") as say:
 
-        def watch(one: Pass, graph: Graph, seconds: float) -> None:
-            say(f"{one.name} done, {seconds:.1f} s")
+        def watch(pass_: Pass, graph: Graph, seconds: float) -> None:
+            say(f"{pass_.name} done, {seconds:.1f} s")
             if printer is not None:
-                printer.watch(one, graph, seconds)
+                printer.watch(pass_, graph, seconds)
 
         return api.compile(
             target.model, target.batch, mesh=_mesh(mesh), plan=plan, loss=target.loss, strict=strict, watch=watch
@@ -321,8 +321,8 @@ def _mesh(text: str | None) -> Mesh | None:
 
 def _verify(program: Program, batch: Any, shown: Console) -> None:
     with _progress("simulating all ranks"):
-        own = program.model is not None and not any(p.is_meta for p in program.model.parameters())
-        report = program.verify(batch, params=None if own else state_of(program))
+        has_values = program.model is not None and not any(p.is_meta for p in program.model.parameters())
+        report = program.verify(batch, params=None if has_values else state_of(program))
     shown.print(str(report), markup=False, highlight=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(MISMATCH)
@@ -358,9 +358,9 @@ def _write(text: str, output: Path | None) -> None:
         write_text(output, text)
 
 
-def _diagnose(found: tuple[Diagnostic, ...]) -> None:
-    for one in found:
-        typer.echo(one.render(), err=True)
+def _diagnose(diagnostics: tuple[Diagnostic, ...]) -> None:
+    for diagnostic in diagnostics:
+        typer.echo(diagnostic.render(), err=True)
 
 
 @contextmanager

@@ -37,11 +37,11 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
         f"{len(pipelined.stages)} stages along {pipelined.axis}, {lists.schedule}, {lists.microbatches} microbatches"
     )
     head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {stages}"
-    most = max(range(len(lists.ranks)), key=lambda c: rank_costs.total_bytes_sent(pipelined, c))
+    busiest = max(range(len(lists.ranks)), key=lambda c: rank_costs.total_bytes_sent(pipelined, c))
     timeline = program.timeline()
     phases = ("fwd", "bwd", "opt")
-    sent = communication_table(sorted(_communications(pipelined, most), key=lambda one: phases.index(one.phase)))
-    sent.title, sent.title_justify = f"a rank of {pipelined.axis}={most}, which sends most", "left"
+    sent = communication_table(sorted(_communications(pipelined, busiest), key=lambda row: phases.index(row.phase)))
+    sent.title, sent.title_justify = f"a rank of {pipelined.axis}={busiest}, which sends most", "left"
     return [
         Text(f"{head}\n{parameters(program)} (the fullest)\n{work(program.flops())} (the busiest)"),
         stage_table(pipelined, timeline.peak_bytes),
@@ -52,17 +52,17 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
 
 def stage_table(program: StagedProgram, peaks: tuple[int, ...]) -> RenderableType:
     """A row a stage: where it is, its modules, its share of the cost, and what it sends on of one microbatch."""
-    costs = [one.forward + one.dgrad + one.wgrad for one in program.costs.stages]
+    costs = [stage.forward + stage.dgrad + stage.wgrad for stage in program.costs.stages]
     table = table_of(
         *("stage", program.axis, "modules", "cost", "parameters", "sent forward", "and back", "held at most"),
         number=(0, 1, 3, 4, 5, 6, 7),
     )
     for c in range(len(program.lists.ranks)):
         for stage in program.lists.stages_of(c):
-            forward, back = _sent(program, c, stage)
+            forward, backward = _sent(program, c, stage)
             table.add_row(
                 *(str(stage), str(c), modules(program, stage), f"{costs[stage] / (sum(costs) or 1.0):.1%}"),
-                *(str(_parameters(program, stage)), human_bytes(forward), human_bytes(back)),
+                *(str(_parameters(program, stage)), human_bytes(forward), human_bytes(backward)),
                 human_bytes(peaks[c]) if stage == program.lists.stages_of(c)[0] else "",
             )
     return table
@@ -72,29 +72,37 @@ def communication_list(program: Program) -> list[RenderableType]:
     """What `explain` is asked about: collectives, and what stages send each other, numbered on."""
     collectives, transfers = program.collectives(), program.transfers()
     table = table_of("#", "transfer", "from stage", "to", "phase", "sent by a rank", "line", number=(0, 2, 3, 5))
-    for i, one in enumerate(transfers, len(collectives)):
-        sent = f"{human_bytes(one.bytes_per_rank)} x{one.times}"
-        table.add_row(str(i), f"%{one.name}", str(one.origin), str(one.target), one.phase, sent, one.source)
-    found = [collective_list(collectives)] if collectives or not transfers else []
-    return [*found, table] if transfers else found
+    for i, transfer in enumerate(transfers, len(collectives)):
+        sent = f"{human_bytes(transfer.bytes_per_rank)} x{transfer.times}"
+        table.add_row(
+            str(i),
+            f"%{transfer.name}",
+            str(transfer.origin),
+            str(transfer.target),
+            transfer.phase,
+            sent,
+            transfer.source,
+        )
+    tables = [collective_list(collectives)] if collectives or not transfers else []
+    return [*tables, table] if transfers else tables
 
 
 def modules(program: StagedProgram, stage: int) -> str:
     """The layers and modules of a stage, in the order of its forward; neighbours as a range: `h.0-3, ln_f, lm_head`."""
     # What several stages run, such as a mask, names the first of them.
-    before = {info(call).name for bodies in program.stages[:stage] for call in bodies.forward.calls()}
-    own = [info(call) for call in program.stages[stage].forward.calls() if info(call).name not in before]
-    units = dict.fromkeys(layer_or_module(about.fqn) for about in own)
+    earlier = {info(call).name for bodies in program.stages[:stage] for call in bodies.forward.calls()}
+    calls = [info(call) for call in program.stages[stage].forward.calls() if info(call).name not in earlier]
+    units = dict.fromkeys(layer_or_module(about.fqn) for about in calls)
     # What a module does itself, between the modules in it, does not name it here.
-    found = [unit for unit in units if unit and not any(other.startswith(f"{unit}.") for other in units)]
-    named: list[tuple[str, int, int]] = []  # a name, and from where to where if it is numbered
-    for unit in found:
-        base, at = list_and_index(unit)
-        if at >= 0 and named and named[-1][0] == base and named[-1][2] == at - 1:
-            named[-1] = (base, named[-1][1], at)
+    outermost = [unit for unit in units if unit and not any(other.startswith(f"{unit}.") for other in units)]
+    ranges: list[tuple[str, int, int]] = []  # a name, and from where to where if it is numbered
+    for unit in outermost:
+        base, index = list_and_index(unit)
+        if index >= 0 and ranges and ranges[-1][0] == base and ranges[-1][2] == index - 1:
+            ranges[-1] = (base, ranges[-1][1], index)
         else:
-            named.append((base, at, at) if at >= 0 else (unit, -1, -1))
-    shown = [name if a < 0 else f"{name}.{a}" + (f"-{b}" if b > a else "") for name, a, b in named]
+            ranges.append((base, index, index) if index >= 0 else (unit, -1, -1))
+    shown = [name if a < 0 else f"{name}.{a}" + (f"-{b}" if b > a else "") for name, a, b in ranges]
     more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
     return (", ".join(shown[:NAMED]) or "the model's own") + more
 
@@ -113,13 +121,13 @@ def _sent(program: StagedProgram, c: int, stage: int) -> tuple[int, int]:
 
 
 def _communications(program: StagedProgram, c: int) -> Iterator[Communication]:
-    listed, pipeline = program.lists.ranks[c], program.lists.pipeline
+    instructions, pipeline = program.lists.ranks[c], program.lists.pipeline
     forward = {name for stage in pipeline.stages for name in stage.forward.makes}
-    for i in listed:
+    for i in instructions:
         if isinstance(i, Send):
             yield Communication("fwd" if i.value in forward else "bwd", program.axis, "send", 1, i.bytes)
     yield from map(communication, rank_costs.rank_collectives(program, c))
-    for i in listed:
+    for i in instructions:
         if size := rank_costs.stage_sum_bytes(program, c, i):
             phase = "bwd" if isinstance(i, ReduceGrads) else "opt"
             yield Communication(phase, program.axis, "all_reduce (sum)", 1, size)

@@ -34,8 +34,8 @@ def fusion(program: Program) -> list[str]:
         return []
     if not any(node.target in KERNELS for node in program.body.calls()):
         return [Plan.parse(program.plan.get("text", "")).fuse.without_kernels]
-    (before, unfused), (after, moved) = program.plan["traffic"]
-    return [f"fused: {before} kernels are {after}, and move {human_bytes(moved)} instead of {human_bytes(unfused)}"]
+    (calls, unfused), (kernels, fused) = program.plan["traffic"]
+    return [f"fused: {calls} kernels are {kernels}, and move {human_bytes(fused)} instead of {human_bytes(unfused)}"]
 
 
 def parameters(program: Program) -> str:
@@ -46,18 +46,18 @@ def parameters(program: Program) -> str:
     return f"{len(ports)} parameters, {sharded} sharded: {human_bytes(stored)} a rank of {human_bytes(whole)}"
 
 
-def work(done: Flops) -> str:
+def work(products: Flops) -> str:
     """What a rank computes, phase by phase."""
-    phases = [(PHASES[phase], done.of_phase(phase)) for phase in PHASES]
+    phases = [(PHASES[phase], products.of_phase(phase)) for phase in PHASES]
     parts = ", ".join(f"{name} {human_flops(count)}" for name, count in phases if count)
-    return f"{human_flops(done.total)} a rank in products" + (f": {parts}" if parts else "")
+    return f"{human_flops(products.total)} a rank in products" + (f": {parts}" if parts else "")
 
 
-def collective_table(found: Sequence[Collective]) -> RenderableType:
+def collective_table(collectives: Sequence[Collective]) -> RenderableType:
     """Counts and bytes a step, a row for each phase, axes and kind."""
-    if not found:
+    if not collectives:
         return Text("no collectives: every rank works alone")
-    return communication_table(map(communication, found))
+    return communication_table(map(communication, collectives))
 
 
 class Communication(NamedTuple):
@@ -68,15 +68,15 @@ class Communication(NamedTuple):
     bytes: int  # sent by a rank in a step
 
 
-def communication(one: Collective) -> Communication:
-    kind = one.kind + (f" ({one.op})" if one.op else "")
-    return Communication(one.phase, ".".join(one.axes), kind, one.times, one.bytes_per_step)
+def communication(collective: Collective) -> Communication:
+    kind = collective.kind + (f" ({collective.op})" if collective.op else "")
+    return Communication(collective.phase, ".".join(collective.axes), kind, collective.times, collective.bytes_per_step)
 
 
-def communication_table(found: Iterable[Communication]) -> Table:
+def communication_table(communications: Iterable[Communication]) -> Table:
     """A row for each phase, axes and kind, and one for all."""
     rows: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for phase, axes, kind, times, size in found:
+    for phase, axes, kind, times, size in communications:
         count, sent = rows.get((phase, axes, kind), (0, 0))
         rows[phase, axes, kind] = (count + times, sent + size)
     table = table_of("phase", "axis", "collective", "count", "sent by a rank", number=(3, 4))
@@ -88,32 +88,33 @@ def communication_table(found: Iterable[Communication]) -> Table:
     return table
 
 
-def collective_list(found: Sequence[Collective]) -> RenderableType:
+def collective_list(collectives: Sequence[Collective]) -> RenderableType:
     """Every collective with its number and where it comes from: what `explain` is asked about."""
     table = table_of("#", "value", "collective", "axis", "phase", "sent by a rank", "line", number=(0, 5))
-    for i, one in enumerate(found):
-        kind = one.kind + (f" ({one.op})" if one.op else "")
-        sent = human_bytes(one.bytes_per_rank) + (f" x{one.times}" if one.times > 1 else "")
-        table.add_row(str(i), f"%{one.value}", kind, ".".join(one.axes), one.phase, sent, one.source)
+    for i, collective in enumerate(collectives):
+        kind = collective.kind + (f" ({collective.op})" if collective.op else "")
+        sent = human_bytes(collective.bytes_per_rank) + (f" x{collective.times}" if collective.times > 1 else "")
+        axes = ".".join(collective.axes)
+        table.add_row(str(i), f"%{collective.value}", kind, axes, collective.phase, sent, collective.source)
     return table
 
 
-def rank_view(program: Program, rank: int, held: Container[str], along: Sequence[str]) -> list[RenderableType]:
+def rank_view(program: Program, rank: int, names: Container[str], along: Sequence[str]) -> list[RenderableType]:
     """A rank's coordinate, its groups along the axes that it communicates over, and its parameters' local shapes.
 
-    `held` are those that it has; it communicates over the axes `along` besides.
+    `names` are those that it has; it communicates over the axes `along` besides.
     """
     mesh = program.mesh
-    place = ", ".join(f"{axis}={at}" for axis, at in mesh.coordinate(rank).items())
+    coordinate = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinate(rank).items())
     groups = table_of("axis", "group", "position", number=(2,))
     for axes in dict.fromkeys([*(c.axes for c in program.collectives()), *((axis,) for axis in along)]):
         members = " ".join(map(str, mesh.group_of(rank, axes)))
         groups.add_row(".".join(axes), members, str(mesh.index(rank, axes)))
     shapes = table_of("parameter", "whole", "here", "bytes", number=(3,))
     for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
-        if port.role == "param" and port.name in held:
+        if port.role == "param" and port.name in names:
             shapes.add_row(*_shape_row(port, type_of(value), program.body))
-    return [Text(f"rank {rank} of {mesh.world_size}: {place}"), groups, shapes]
+    return [Text(f"rank {rank} of {mesh.world_size}: {coordinate}"), groups, shapes]
 
 
 def _shape_row(port: Port, type: TensorType, body: Graph) -> tuple[str, ...]:

@@ -99,14 +99,14 @@ def _from_file(path: Path, name: str) -> Target:
         hint = did_you_mean(name, _factories(module), f"functions in {path}")
         raise error("SC105", f"{path} has no function '{name}'", location=str(path), hint=hint)
     try:
-        made: object = factory()
+        result: object = factory()
     except ShardcError:
         raise
     except BaseException as problem:  # also what asks to leave: sys.exit in a factory ends no command without a word
         raise _failed(f"{name}() failed", path, problem) from problem
-    parts: list[Any] = [*cast("tuple[Any, ...]", made)] if isinstance(made, tuple) else []
+    parts: list[Any] = [*cast("tuple[Any, ...]", result)] if isinstance(result, tuple) else []
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
-        message = f"{name}() returned {_shape(made)}, not (model, batch) or (model, batch, loss)"
+        message = f"{name}() returned {_shape(result)}, not (model, batch) or (model, batch, loss)"
         raise error("SC105", message, location=str(path), hint="return the nn.Module first, then a sample batch")
     return Target(parts[0], parts[1], parts[2] if len(parts) == 3 else None)
 
@@ -142,17 +142,18 @@ def _factories(module: ModuleType) -> list[str]:
 
 def _failed(what: str, path: Path, problem: BaseException) -> ShardcError:
     """The user's own line in the file that raised."""
-    own = path.resolve()  # as Python names the file that it loads, however the user named it
-    frames = [f for f in traceback.extract_tb(problem.__traceback__) if Path(f.filename).resolve() == own]
-    where, line = (f"{path}:{frames[-1].lineno}", frames[-1].line) if frames else (str(path), None)
+    own_file = path.resolve()  # as Python names the file that it loads, however the user named it
+    frames = [f for f in traceback.extract_tb(problem.__traceback__) if Path(f.filename).resolve() == own_file]
+    location, line = (f"{path}:{frames[-1].lineno}", frames[-1].line) if frames else (str(path), None)
     message = f"{what}: {type(problem).__name__}" + (f": {problem}" if str(problem) else "")
-    return error("SC105", message, location=where, source_text=line or None, hint="does it run under python by itself?")
+    hint = "does it run under python by itself?"
+    return error("SC105", message, location=location, source_text=line or None, hint=hint)
 
 
-def _shape(made: object) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(part).__name__ for part in cast('tuple[Any, ...]', made))})"
-    return type(made).__name__
+def _shape(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in cast('tuple[Any, ...]', value))})"
+    return type(value).__name__
 
 
 # ---------------------------------------------------------------------- Hugging Face
@@ -174,9 +175,9 @@ def _hugging_face(text: str, meta: bool) -> Target:
     try:
         config = _config(transformers, name, options, seq)
         for key in SMALL:
-            own, size = getattr(config, "attribute_map", {}).get(key, key), getattr(config, key, None)
-            if isinstance(size, int) and (size > 1 or own in options or key in options):
-                _refuse_size(own, size)
+            attribute, size = getattr(config, "attribute_map", {}).get(key, key), getattr(config, key, None)
+            if isinstance(size, int) and (size > 1 or attribute in options or key in options):
+                _refuse_size(attribute, size)
     except ShardcError:
         raise
     except Exception as problem:
@@ -199,10 +200,10 @@ def _hugging_face(text: str, meta: bool) -> Target:
 
 def _refuse_size(key: str, size: object) -> None:
     """Raise ShardcError (SC105) for what is no size of a model or a batch."""
-    most = MOST_LAYERS if "layers" in key or key == "n_layer" else MOST
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+    largest = MOST_LAYERS if "layers" in key or key == "n_layer" else MOST
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= largest:
         shown = repr(size) if len(repr(size)) < 30 else f"{repr(size)[:12]}..."
-        hint = f"write a whole number from 1 to {most:,}, in digits"
+        hint = f"write a whole number from 1 to {largest:,}, in digits"
         raise error("SC105", f"'{key}' is {shown}, which is no size", hint=hint)
 
 
@@ -244,26 +245,27 @@ def _config(transformers: Any, name: str, options: dict[str, Any], seq: int) -> 
     types = list(transformers.CONFIG_MAPPING.keys())
     if name not in types:
         raise error("SC105", f"transformers has no model type '{name}'", hint=did_you_mean(name, types, "model types"))
-    plain = transformers.AutoConfig.for_model(name)
-    own: dict[str, str] = getattr(plain, "attribute_map", {})
+    default = transformers.AutoConfig.for_model(name)
+    attribute_map: dict[str, str] = getattr(default, "attribute_map", {})
     for key in options:
-        if not hasattr(plain, key):
-            hint = did_you_mean(key, [k for k in plain.to_dict() if not k.startswith("_")], "keys")
+        if not hasattr(default, key):
+            hint = did_you_mean(key, [k for k in default.to_dict() if not k.startswith("_")], "keys")
             raise error("SC105", f"the configuration of '{name}' has no key '{key}'", hint=hint)
-    small: dict[str, Any] = {own.get(k, k): n for k, n in SMALL.items() if isinstance(getattr(plain, k, None), int)}
-    if hasattr(plain, "num_key_value_heads"):
+    sizes = {k: n for k, n in SMALL.items() if isinstance(getattr(default, k, None), int)}
+    small: dict[str, Any] = {attribute_map.get(k, k): n for k, n in sizes.items()}
+    if hasattr(default, "num_key_value_heads"):
         small["num_key_value_heads"] = SMALL["num_key_value_heads"]
-    if "num_key_value_heads" in own:  # another name for the heads, which are as many then
+    if "num_key_value_heads" in attribute_map:  # another name for the heads, which are as many then
         small.pop("num_key_value_heads", None)
-        small |= {own[k]: SMALL[k] for k in ("num_attention_heads",) if k in own}
-    if all(isinstance(getattr(plain, key, None), list | tuple) for key in SMALL_STAGES):
+        small |= {attribute_map[k]: SMALL[k] for k in ("num_attention_heads",) if k in attribute_map}
+    if all(isinstance(getattr(default, key, None), list | tuple) for key in SMALL_STAGES):
         small |= SMALL_STAGES
-    small |= {own.get(k, k): max(SMALL[k], seq) for k in SMALL_POSITIONS if own.get(k, k) in small}
-    quiet = {k: v for k, v in (("use_cache", False), ("num_labels", 10)) if hasattr(plain, k)}
-    tokens = {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(plain, k)}
-    tokens |= {"decoder_start_token_id": 0} if getattr(plain, "is_encoder_decoder", False) else {}
-    given = {own.get(k, k): v for k, v in options.items()}
-    return transformers.AutoConfig.for_model(name, **{**small, **quiet, **tokens, **given})
+    small |= {attribute_map.get(k, k): max(SMALL[k], seq) for k in SMALL_POSITIONS if attribute_map.get(k, k) in small}
+    quiet = {k: v for k, v in (("use_cache", False), ("num_labels", 10)) if hasattr(default, k)}
+    tokens = {k: 0 for k in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, k)}
+    tokens |= {"decoder_start_token_id": 0} if getattr(default, "is_encoder_decoder", False) else {}
+    chosen = {attribute_map.get(k, k): v for k, v in options.items()}
+    return transformers.AutoConfig.for_model(name, **{**small, **quiet, **tokens, **chosen})
 
 
 def _auto_class(transformers: Any, config: Any, text: str) -> Any:
@@ -285,13 +287,15 @@ def _sample(config: Any, kind: str, padded: bool, batch: int, seq: int) -> dict[
     """A batch with labels; `kind` is the model's main input. Where no mask is causal, a `padded` batch has one."""
     side, channels = getattr(config, "image_size", 32), getattr(config, "num_channels", 3)
     if kind == "pixel_values":
-        each = channels * side * side
+        sample_size = channels * side * side
     else:
-        each = max(seq, config.num_mel_bins * 2 * config.max_source_positions if kind == "input_features" else 0)
-    if batch * each > MOST_ELEMENTS:
-        message = f"a batch of {batch:,} times {each:,} elements is larger than a command makes"
+        sample_size = max(seq, config.num_mel_bins * 2 * config.max_source_positions if kind == "input_features" else 0)
+    if batch * sample_size > MOST_ELEMENTS:
+        message = f"a batch of {batch:,} times {sample_size:,} elements is larger than a command makes"
         raise error(
-            "SC105", message, hint=f"write a batch of at most {max(1, MOST_ELEMENTS // each):,}, or a smaller seq"
+            "SC105",
+            message,
+            hint=f"write a batch of at most {max(1, MOST_ELEMENTS // sample_size):,}, or a smaller seq",
         )
     if kind == "pixel_values":
         pixels = torch.randn(batch, channels, side, side)
@@ -299,5 +303,5 @@ def _sample(config: Any, kind: str, padded: bool, batch: int, seq: int) -> dict[
     tokens = torch.randint(1, config.vocab_size, (batch, seq))
     if kind == "input_features":  # two frames a position: the encoder halves them
         return {kind: torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions), "labels": tokens}
-    given = {"input_ids": tokens, "labels": tokens}
-    return given | {"attention_mask": torch.ones_like(tokens)} if padded else given
+    inputs = {"input_ids": tokens, "labels": tokens}
+    return inputs | {"attention_mask": torch.ones_like(tokens)} if padded else inputs

@@ -37,12 +37,12 @@ PLAN = "__shardc_plan__"  # the attribute of a module, or of its class, that hol
 
 
 def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan:
-    """What the model's classes, the model itself and the argument say, later ones over earlier ones."""
+    """The plans of the model's classes, of the model and of the argument, merged in this order: later ones win."""
     merged = Plan()
     for fqn, module in model.named_modules():
-        own = getattr(type(module), PLAN, None)
-        if own is not None:
-            merged = merged.merge(_under(fqn, own))
+        class_plan = getattr(type(module), PLAN, None)
+        if class_plan is not None:
+            merged = merged.merge(_under(fqn, class_plan))
         attached = module.__dict__.get(PLAN)
         if attached is not None:
             merged = merged.merge(_under(fqn, attached))
@@ -73,7 +73,7 @@ def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
     shapes = {i.name: rank_of(i.node) for i in traced.inputs}
     shapes |= {name: rank_of(node) for name, node in traced.modules.items()}
     outputs = {o.name: rank_of(o.node) for o in traced.outputs if o.role == "output"}
-    found: list[Bound] = []
+    bounds: list[Bound] = []
     problems: list[Diagnostic] = []
     for kind, key, names in (
         ("param", "params", [i.name for i in state]),
@@ -81,35 +81,41 @@ def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
         ("activation", "activations", list(calls)),
         ("output", "outputs", list(outputs)),
     ):
-        some = plan.annotations(cast(Any, key))
-        matched, wrong = matches(some, names, key, aliases if kind == "param" else None)
+        by_pattern = plan.annotations(cast(Any, key))
+        matched, wrong = matches(by_pattern, names, key, aliases if kind == "param" else None)
         problems += wrong
         refused: set[str] = set()  # a pattern that fits no layer is said once
-        each = calls if kind == "activation" else {}
-        for name, one in [(name, one) for base, one in matched.items() for name in each.get(base, [base])]:
+        calls_of = calls if kind == "activation" else {}
+        named = [(name, annotation) for base, annotation in matched.items() for name in calls_of.get(base, [base])]
+        for name, annotation in named:
             try:
-                one.check(mesh, (outputs if kind == "output" else shapes)[name], name)
+                annotation.check(mesh, (outputs if kind == "output" else shapes)[name], name)
             except ShardcError as unfit:
-                problems += unfit.diagnostics if one.pattern not in refused else ()
-                refused.add(one.pattern)
-            found.append(Bound(kind, name, one.placement, one.origin, one.pattern))
+                problems += unfit.diagnostics if annotation.pattern not in refused else ()
+                refused.add(annotation.pattern)
+            bounds.append(Bound(kind, name, annotation.placement, annotation.origin, annotation.pattern))
     if problems:
         raise ShardcError(*problems)
-    return found
+    return bounds
 
 
 def bind_precision(plan: Plan) -> tuple[Precision | None, bool]:
     """The dtypes that a plan asks for, and whether to look for gradients that are not finite."""
-    said, mode = plan.precision, plan.nonfinite
-    if said is None:
+    dtypes, mode = plan.precision, plan.nonfinite
+    if dtypes is None:
         return None, mode in ("skip", "raise")
-    found = Precision(
-        DTYPES[said.compute], DTYPES[said.master], DTYPES[said.reduce], said.keep, said.loss_scale, said.growth_interval
+    precision = Precision(
+        DTYPES[dtypes.compute],
+        DTYPES[dtypes.master],
+        DTYPES[dtypes.reduce],
+        dtypes.keep,
+        dtypes.loss_scale,
+        dtypes.growth_interval,
     )
-    if found.scaled and mode not in (None, "skip"):
+    if precision.scaled and mode not in (None, "skip"):
         hint = "leave nonfinite out: an overflow is how the loss's scale finds its size"
         raise error("SC208", f"float16 skips steps that overflow, and cannot {mode} them", hint=hint)
-    return found, found.scaled or mode in ("skip", "raise")
+    return precision, precision.scaled or mode in ("skip", "raise")
 
 
 def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[Store, frozenset[str]]:
@@ -135,10 +141,10 @@ def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[
 
 
 def idle_axes(traced: Traced, mesh: Mesh, bound: Sequence[Bound], store: Store) -> list[Diagnostic]:
-    """A warning for each axis of the mesh that no annotation makes use of, or one for the whole mesh."""
-    named = {axis for one in (*bound, *store.bound) for axis in one.placement.axes}
-    named |= set(store.axes) if store.zero else set()
-    used = {axis.partition(":")[0] for axis in named}
+    """A warning for each axis of the mesh that no annotation uses, or one for the whole mesh."""
+    axes = {axis for binding in (*bound, *store.bound) for axis in binding.placement.axes}
+    axes |= set(store.axes) if store.zero else set()
+    used = {axis.partition(":")[0] for axis in axes}
     idle = [axis for axis in mesh.names if axis not in used and mesh.size(axis) > 1]
     if not idle:
         return []
@@ -161,8 +167,8 @@ def whole_gradients(plan: Plan) -> list[Diagnostic]:
     cause = "each rank adds them up whole, and they are reduced once, after the last microbatch"
     less = "leave out accumulate" if plan.accumulate > 1 else "add stages: a rank has the gradients of its own alone"
     hint = f"to hold less, {less}" if zero == 3 else f"write zero: 1, which holds as much; to hold less, {less}"
-    found = Diagnostic("SC216", message, "warning" if zero == 2 else "note", cause=cause, hint=hint)
-    return [found if plan.pipeline is None else plan.pipeline.located(found, "microbatches")]
+    diagnostic = Diagnostic("SC216", message, "warning" if zero == 2 else "note", cause=cause, hint=hint)
+    return [diagnostic if plan.pipeline is None else plan.pipeline.located(diagnostic, "microbatches")]
 
 
 def without_gradient(traced: Traced) -> list[Diagnostic]:
@@ -180,14 +186,14 @@ def _same(ranks: int) -> str:
 
 
 def _use(axis: str, name: str) -> str:
-    """What might have been meant by an axis."""
-    place = f'place the batch, as in plan={{"inputs": {{"{name}": "{axis}"}}}}, or parameters'
+    """The hint for the use of an idle axis."""
+    placement_hint = f'place the batch, as in plan={{"inputs": {{"{name}": "{axis}"}}}}, or parameters'
     stages = f"put stages of the model along it: pipeline: {{axis: {axis}, microbatches: 8}}"
-    return f"{stages}; or {place}" if axis.startswith(("pp", "pipe", "stage")) else place
+    return f"{stages}; or {placement_hint}" if axis.startswith(("pp", "pipe", "stage")) else placement_hint
 
 
 def check_module(model: object) -> None:
-    """Raise SC110 for what is no module."""
+    """Raise SC110 unless it is a module."""
     if not isinstance(model, nn.Module):
         what, hint = f"a {type(model).__name__}", "write it as the forward of a module"
         if isinstance(model, type):
@@ -201,7 +207,7 @@ def check_module(model: object) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Raise SC102 for what cannot be called as a loss is."""
+    """Raise SC102 unless it can be called as a loss."""
     if loss is None:
         return
     hint = "pass a function (output, batch) -> scalar tensor"
@@ -218,7 +224,7 @@ def check_loss(loss: object) -> None:
 
 
 def read_plan(plan: object) -> Plan:
-    """A plan, however it is given."""
+    """A plan from any form that a user may give."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, Mapping):
@@ -229,16 +235,16 @@ def read_plan(plan: object) -> Plan:
 
 
 def read_mesh(mesh: Any) -> Mesh:
-    """A mesh, however it is given."""
+    """A mesh from any form that a user may give."""
     if mesh is None:
         raise error(
             "SC210", "there is no mesh", hint='pass mesh=Mesh(dp=2, tp=2), or write "mesh: dp=2, tp=2" in the plan'
         )
     if isinstance(mesh, Mesh):
         return mesh
-    found = Plan.of(mesh=mesh).mesh
-    assert found is not None
-    return found
+    bound = Plan.of(mesh=mesh).mesh
+    assert bound is not None
+    return bound
 
 
 def _under(fqn: str, plan: Plan) -> Plan:

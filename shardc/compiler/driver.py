@@ -87,8 +87,8 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     if staged.body is not body:  # which no rank runs
         body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]
         return CompiledGraphs(reference, body, fused.mesh, fused)
-    moved = (traffic(unfused.body), traffic(fused.body)) if plan.fuse.enabled else None
-    return CompiledGraphs(reference, fused.body, fused.mesh, traffic=moved)
+    bytes_moved = (traffic(unfused.body), traffic(fused.body)) if plan.fuse.enabled else None
+    return CompiledGraphs(reference, fused.body, fused.mesh, traffic=bytes_moved)
 
 
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
@@ -104,15 +104,15 @@ def distribute(reference: Graph, bound: Sequence[Bound], options: Options, last:
     """One rank's body of a step, which has no kernels yet; or what it is after the pass `last`."""
     todo = body_passes(bound, cuts_of(reference, bound), options)
     if last is not None:
-        todo = todo[: 1 + next(i for i, one in enumerate(todo) if isinstance(one, last))]
+        todo = todo[: 1 + next(i for i, pass_ in enumerate(todo) if isinstance(pass_, last))]
     return run(reference.copy(), todo, options)
 
 
 def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:
     """The same lists over graphs as ranks run them, or before they are `fused`: each pass goes through all of them."""
     *before_fusion, fuse = part_passes(options)
-    for one in before_fusion:
-        staged = staged.transformed(lambda graph, one=one: run(graph, [one], options))
+    for pass_ in before_fusion:
+        staged = staged.transformed(lambda graph, pass_=pass_: run(graph, [pass_], options))
     if staged.body in staged.graphs():  # of a pipeline, the cut has judged what a step holds
         options.recompute.settle(staged.body)
     return staged.transformed(lambda graph: run(graph, [fuse], options)) if fused else staged

@@ -91,13 +91,13 @@ def part_passes(options: Options) -> list[Pass]:
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
     """Run passes in turn, checking after each what it ensures."""
     verified: list[object] = []
-    for one in todo:
+    for pass_ in todo:
         start = time.perf_counter()
-        after = one.run(graph)
+        after = pass_.run(graph)
         seconds = time.perf_counter() - start
         contents = _contents(after)
         changed = len(contents) != len(verified) or not all(map(operator.is_, contents, verified))
-        inspect(one, graph, after, seconds, options, changed=changed)
+        inspect(pass_, graph, after, seconds, options, changed=changed)
         graph, verified = after, contents
     return graph
 
@@ -110,7 +110,9 @@ def _contents(graph: Graph) -> list[object]:
     return contents
 
 
-def inspect(one: Pass, before: Graph, after: Graph, seconds: float, options: Options, *, changed: bool = True) -> None:
+def inspect(
+    pass_: Pass, before: Graph, after: Graph, seconds: float, options: Options, *, changed: bool = True
+) -> None:
     """Verify what a pass left, and show it. A pass that edits in place gives the same graph twice.
 
     Where nothing has `changed` since the pass before it, what holds of every graph holds still.
@@ -118,12 +120,12 @@ def inspect(one: Pass, before: Graph, after: Graph, seconds: float, options: Opt
     """
     if options.verify:
         broken = violations(after) if changed else []
-        broken += [line for check in ENSURES.get(one.name, ()) for line in check(after)]
+        broken += [line for check in ENSURES.get(pass_.name, ()) for line in check(after)]
         if after is not before:
-            broken += [line for check in PRESERVES.get(one.name, ()) for line in check(before, after)]
-        assert not broken, f"{one.name} broke the graph '{after.name}':\n" + "\n".join(broken[:20])
+            broken += [line for check in PRESERVES.get(pass_.name, ()) for line in check(before, after)]
+        assert not broken, f"{pass_.name} broke the graph '{after.name}':\n" + "\n".join(broken[:20])
     if options.watch is not None:
-        options.watch(one, after, seconds)
+        options.watch(pass_, after, seconds)
 
 
 def report_missing_rules(graph: Graph, *, strict: bool) -> None:
@@ -140,14 +142,14 @@ def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
     for node in graph.calls():
         if find_rule(node.target) is None:
             gaps.setdefault(str(node.target), []).append(node)
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for op, calls in sorted(gaps.items()):
         modules = Counter(info(call).fqn or "the model" for call in calls)
         lines = sorted({info(call).source for call in calls if info(call).source})
         shown = ", ".join(f"{fqn} ({n})" if n > 1 else fqn for fqn, n in modules.most_common(4))
         more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
         runs = "1 call runs" if len(calls) == 1 else f"{len(calls)} calls run"
-        found.append(
+        diagnostics.append(
             Diagnostic(
                 "SC301",
                 f"{op} has no sharding rule: {runs} replicated, in {shown}{more}",
@@ -157,7 +159,7 @@ def missing_rules(graph: Graph, severity: str) -> list[Diagnostic]:
                 hint=_rule_to_register(calls[0]),
             )
         )
-    return found
+    return diagnostics
 
 
 def _rule_to_register(call: fx.Node) -> str:
@@ -210,15 +212,16 @@ def refuse_unfit(graph: Graph) -> None:
 def cuts_of(graph: Graph, bound: Sequence[Bound]) -> list[DimCut]:
     """The factorisations that blocked placements ask for: `3*tp` of 96 is (3, 32)."""
     cuts: list[DimCut] = []
-    for one in bound:
-        value = find_value(graph, one)
+    for annotation in bound:
+        value = find_value(graph, annotation)
         if value is None:
             continue
         shape = type_of(value).shape
-        for d, wanted in enumerate(one.placement.dims[: len(shape)]):
-            if wanted.blocks > 1 and shape[d] % wanted.blocks == 0:
+        for d, dim_placement in enumerate(annotation.placement.dims[: len(shape)]):
+            if dim_placement.blocks > 1 and shape[d] % dim_placement.blocks == 0:
                 port = next(
-                    (p.name for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value), one.name
+                    (p.name for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value),
+                    annotation.name,
                 )
-                cuts.append((port, d, (wanted.blocks, shape[d] // wanted.blocks)))
+                cuts.append((port, d, (dim_placement.blocks, shape[d] // dim_placement.blocks)))
     return cuts

@@ -65,30 +65,34 @@ def _cut(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh, hardware: Ha
         raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
     try:
         memory = None if pipeline.memory is None else float(pipeline.memory)
-        made = scheduled(staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis)
+        result = scheduled(
+            staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis
+        )
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "schedule", "memory") for d in wrong.diagnostics)) from None
-    held = max(peak_activations(made.lists.work(c), made.costs) for c in range(len(made.lists.ranks)))
-    if held > made.costs.memory:
-        limit = human_bytes(round(made.costs.memory))
-        message = f"a rank holds {human_bytes(round(held))} of activations; the limit is {limit}"
-        over = Diagnostic("SC214", message, hint="write schedule: auto, more microbatches of fewer rows, or recompute")
-        raise ShardcError(pipeline.located(over, "memory"))
+    activations = max(peak_activations(result.lists.work(c), result.costs) for c in range(len(result.lists.ranks)))
+    if activations > result.costs.memory:
+        limit = human_bytes(round(result.costs.memory))
+        message = f"a rank holds {human_bytes(round(activations))} of activations; the limit is {limit}"
+        diagnostic = Diagnostic(
+            "SC214", message, hint="write schedule: auto, more microbatches of fewer rows, or recompute"
+        )
+        raise ShardcError(pipeline.located(diagnostic, "memory"))
     if plan.recompute.mode == "budget":
-        _within_budget(plan.recompute.budget, held, body)
-    return made
+        _within_budget(plan.recompute.budget, activations, body)
+    return result
 
 
-def _within_budget(budget: int, held: float, body: Graph) -> None:
+def _within_budget(budget: int, activations: float, body: Graph) -> None:
     """Recompute keeps one microbatch of the whole model within a budget; here what a rank holds is compared with it."""
     all_done = [d for d in body.diagnostics if d.code == "SC214"]
     body.diagnostics = [d for d in body.diagnostics if d.code != "SC214"]
-    if held > budget:
+    if activations > budget:
         message = (
-            f"a rank holds {human_bytes(round(held))} of activations, those of all microbatches under way; "
+            f"a rank holds {human_bytes(round(activations))} of activations, those of all microbatches under way; "
             f"the budget is {human_bytes(budget)}"
         )
-        hint = "add stages" if all_done else f"write recompute: {{budget: {human_bytes(int(budget**2 / held))}}}"
+        hint = "add stages" if all_done else f"write recompute: {{budget: {human_bytes(int(budget**2 / activations))}}}"
         body.diagnostics.append(Diagnostic("SC214", message, "warning", hint=f"{hint}, or use smaller microbatches"))
 
 
@@ -103,19 +107,19 @@ def _placed(plan: Plan, axis: str) -> Iterator[Diagnostic]:
     """Every annotation that names the pipeline's axis."""
     what = f"'{axis}' is the pipeline's axis: its ranks run stages, and none holds a shard along it"
     kinds = ("params", "inputs", "activations", "outputs")
-    placed = [one for kind in kinds for one in plan.annotations(kind)]
-    for one in (*placed, *plan.storage.params.values()):
-        if any(named.partition(":")[0] == axis for named in one.placement.axes):
+    placed = [annotation for kind in kinds for annotation in plan.annotations(kind)]
+    for annotation in (*placed, *plan.storage.params.values()):
+        if any(name.partition(":")[0] == axis for name in annotation.placement.axes):
             hint = "place it over the other axes; which stage has it is for `split` to say"
-            yield Diagnostic("SC223", what, location=one.origin, tensor=one.cause(), hint=hint)
+            yield Diagnostic("SC223", what, location=annotation.origin, tensor=annotation.cause(), hint=hint)
     if axis in plan.storage.axes:
         hint = "each rank stores the parameters of its own stages already: name the other axes"
         yield Diagnostic("SC223", what, cause=f"storage.axes: {list(plan.storage.axes)}", hint=hint)
 
 
-def _located(found: Diagnostic, pipeline: Pipelining, *keys: str) -> Diagnostic:
+def _located(diagnostic: Diagnostic, pipeline: Pipelining, *keys: str) -> Diagnostic:
     """A proof's errors have places of their own, in lists that the user never wrote."""
-    return pipeline.located(found, *keys) if found.location is None else found
+    return pipeline.located(diagnostic, *keys) if diagnostic.location is None else diagnostic
 
 
 def _split(mesh: Mesh, body: Graph) -> Mesh:

@@ -39,18 +39,18 @@ def refuse_false(program: Program, staged: StagedProgram) -> None:
     _refuse(bound_faults(staged))
     # By number too: the ends of all ranks have one name.
     numbered = {f"pipeline's graph {i}, @{g.name}": g for i, g in enumerate((staged.body, *staged.graphs()))}
-    every = {"body": body, "reference": reference, **{name: g for name, g in numbered.items() if g is not body}}
-    refuse_unsound(every)
-    found: list[Fault] = []
-    for graph in every.values():
-        found += type_faults(graph)
-        if len(found) >= SHOWN:
+    graphs = {"body": body, "reference": reference, **{name: g for name, g in numbered.items() if g is not body}}
+    refuse_unsound(graphs)
+    faults: list[Fault] = []
+    for graph in graphs.values():
+        faults += type_faults(graph)
+        if len(faults) >= SHOWN:
             break
-    found += single_faults(reference) + step_faults(reference)
+    faults += single_faults(reference) + step_faults(reference)
     for whole in dict.fromkeys((body, staged.body)):
-        found += step_faults(whole) + list(_interface(whole, reference))
-    found += list(_constants(reference, program.constants)) + list(_meshes(program, staged))
-    _refuse(found)
+        faults += step_faults(whole) + list(_interface(whole, reference))
+    faults += list(_constants(reference, program.constants)) + list(_meshes(program, staged))
+    _refuse(faults)
     refuse_record(program.plan, reference)
     proof = prove(staged.lists)
     if not proof.ok:
@@ -69,9 +69,9 @@ def parse(text: str, filename: str = "<text>") -> Graph:
     return graph
 
 
-def _refuse(found: list[Fault]) -> None:
-    if found:
-        raise ShardcError(*(fault.diagnostic(HINT) for fault in found[:SHOWN]))
+def _refuse(faults: list[Fault]) -> None:
+    if faults:
+        raise ShardcError(*(fault.diagnostic(HINT) for fault in faults[:SHOWN]))
 
 
 def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
@@ -81,7 +81,7 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
     inputs = [port.name for port in reference.inputs if port.role == "input"]
     if body.tokens is not None and body.tokens.input not in inputs:
         yield Fault(body.name, f"its loss is weighted by '{body.tokens.input}', which is no input")
-    for side, mine, other in (
+    for side, values, other in (
         (
             "input",
             zip(body.inputs, body.placeholders, strict=True),
@@ -93,12 +93,12 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
             zip(reference.outputs, reference.output_values, strict=True),
         ),
     ):
-        wanted = [(port, type_of(value)) for port, value in other]
-        given = [(port, type_of(value), value) for port, value in mine]
-        if len(given) != len(wanted):
-            yield Fault(body.name, f"{len(given)} {side}s, and {len(wanted)} of the reference")
+        reference_ports = [(port, type_of(value)) for port, value in other]
+        ports = [(port, type_of(value), value) for port, value in values]
+        if len(ports) != len(reference_ports):
+            yield Fault(body.name, f"{len(ports)} {side}s, and {len(reference_ports)} of the reference")
             return
-        for (port, type, value), (twin, global_type) in zip(given, wanted, strict=True):
+        for (port, type, value), (twin, global_type) in zip(ports, reference_ports, strict=True):
             if port != twin:
                 yield Fault(
                     body.name, f"{side} {port.role} '{port.name}' is {twin.role} '{twin.name}' to the reference", value

@@ -44,8 +44,8 @@ class Rank:
 
     def text(self, *, comments: bool = True) -> str:
         """Its instruction list and the graphs that this runs; or the body."""
-        place = ", ".join(f"{axis}={at}" for axis, at in self.coordinate.items())
-        head = f"# rank {self.number} of {self.program.mesh.world_size}: {place}\n"
+        coordinate = ", ".join(f"{axis}={index}" for axis, index in self.coordinate.items())
+        head = f"# rank {self.number} of {self.program.mesh.world_size}: {coordinate}\n"
         return head + self.program.text(self._c, comments=comments)
 
     def __str__(self) -> str:

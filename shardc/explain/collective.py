@@ -60,10 +60,10 @@ class Explanation:
         op = f" ({c.op})" if c.op else ""
         often = f", {c.times} times a step" if c.times > 1 else ""
         sent = f"{human_bytes(c.bytes_per_rank)} sent by a rank{often}, of a payload of {human_bytes(c.payload_bytes)}"
-        over = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
-        lines = [f"%{c.value}: {c.kind}{op} {over}, {PHASES[c.phase]}, {sent}"]
-        place = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
-        lines += [f"  --> {place}"] if place else []
+        axes = f"over {'.'.join(c.axes)} ({c.group_size} ranks)"
+        lines = [f"%{c.value}: {c.kind}{op} {axes}, {PHASES[c.phase]}, {sent}"]
+        location = ", ".join(filter(None, (c.source, self.fqn and f"in {self.fqn}")))
+        lines += [f"  --> {location}"] if location else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
         lines += field_lines("stage", self.stages)
         lines += field_lines("bucket", self.bucket)
@@ -74,11 +74,11 @@ class Explanation:
             lines += field_lines("way", _way(trail.steps))
         lines += field_lines("inherent", self.inherent)
         lines += self._advice()
-        left = f", {self.untried} left out for lack of time" if self.untried else ""
-        lines += field_lines("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{left}")
+        untried = f", {self.untried} left out for lack of time" if self.untried else ""
+        lines += field_lines("tried", f"{self.tried} changes of the plan; {len(self.changes)} remove it{untried}")
         for first in self.failed[:1]:
-            many = f"{len(self.failed)} of them" if len(self.failed) > 1 else "one of them"
-            lines += field_lines("failed", f"{many} failed to compile: a bug in shardc, please report: {first}")
+            number = f"{len(self.failed)} of them" if len(self.failed) > 1 else "one of them"
+            lines += field_lines("failed", f"{number} failed to compile: a bug in shardc, please report: {first}")
         return "\n".join(lines)
 
     def _advice(self) -> list[str]:
@@ -93,7 +93,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What is read off the graph that the program was lowered from, while it exists."""
+    """Facts of the graph that the program was lowered from, collected while it exists."""
 
     moved: Collective  # in that graph, which has it in another form where a pass after it made one of several
     trails: list[Trail]
@@ -109,18 +109,18 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     target, bucket = _in_bucket(program, find(program, value))
     bound, options = bound_of(program), options_of(program)
     node = program.body.by_name(target.value)
-    found = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, node))
-    removed = removals(program.reference, options, found.moved, found.cost, found.candidates, seconds)
-    inherent = "" if any(change.saves for change in removed.changes) else _inherent(found.moved, found.trails)
+    findings = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, node))
+    removed = removals(program.reference, options, findings.moved, findings.cost, findings.candidates, seconds)
+    inherent = "" if any(change.saves for change in removed.changes) else _inherent(findings.moved, findings.trails)
     about = info(node)
     return Explanation(
         target,
         about.fqn,
         about.source_text,
-        tuple(found.trails),
+        tuple(findings.trails),
         removed.changes,
         removed.tried,
-        len(found.candidates) - removed.tried,
+        len(findings.candidates) - removed.tried,
         removed.failed,
         inherent,
         bucket=bucket,
@@ -131,16 +131,16 @@ def _in_bucket(program: Program, target: Collective) -> tuple[Collective, str]:
     """A member of a bucket, and with what it travels; the largest where the bucket itself is meant."""
     body = program.body
     node = body.by_name(target.value)
-    moved = bucket_of(node) or node
-    inside = list(members(moved).values())
-    if not inside:
+    bucket_value = bucket_of(node) or node
+    bucketed = list(members(bucket_value).values())
+    if not bucketed:
         return target, ""
-    if node is moved:
-        node = max(inside, key=lambda value: type_of(value).local_bytes(body.mesh))
+    if node is bucket_value:
+        node = max(bucketed, key=lambda value: type_of(value).local_bytes(body.mesh))
         target = replace(member(body, node), times=target.times)
-    others = [info(value).name for value in inside if value is not node]
+    others = [info(value).name for value in bucketed if value is not node]
     shown = ", ".join(f"%{name}" for name in others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    return target, f"%{info(moved).name}, with {len(others)} others: {shown}"
+    return target, f"%{info(bucket_value).name}, with {len(others)} others: {shown}"
 
 
 def find(program: Program, value: str | int) -> Collective:
@@ -148,13 +148,13 @@ def find(program: Program, value: str | int) -> Collective:
     known = program.collectives()
     if isinstance(value, str) and not value.lstrip("-").isdecimal():
         name = value.removeprefix("%")
-        found = next((c for c in known if c.value == name), None)
-        if found is not None:
-            return found
+        match = next((c for c in known if c.value == name), None)
+        if match is not None:
+            return match
         for bucket in known:
-            for one in members(program.body.by_name(bucket.value)).values():
-                if info(one).name == name:
-                    return replace(member(program.body, one), times=bucket.times)
+            for tensor_of_bucket in members(program.body.by_name(bucket.value)).values():
+                if info(tensor_of_bucket).name == name:
+                    return replace(member(program.body, tensor_of_bucket), times=bucket.times)
         hint = did_you_mean(name, (c.value for c in known), "collectives")
         raise error("SC106", f"'{name}' is no collective of the program", hint=hint)
     if not -len(known) <= int(value) < len(known):
@@ -181,30 +181,30 @@ def options_of(program: Program) -> Options:
 
 
 def hardware_of(program: Program) -> Hardware:
-    """What the program was compiled for."""
+    """The hardware that the program was compiled for."""
     return Hardware.of(program.plan.get("hardware", {})).on(program.mesh)
 
 
 def _look(graph: Graph, bound: list[Bound], value: fx.Node) -> _Findings:
-    """What is known of a collective of the body. What a later pass made is looked up by its origin."""
-    named, about = {info(node).name: node for node in graph.calls()}, info(value)
-    node = named.get(about.name) or (named.get(about.origin.of) if about.origin is not None else None)
+    """The findings for a collective of the body. A value of a later pass is looked up by its origin."""
+    nodes, about = {info(node).name: node for node in graph.calls()}, info(value)
+    node = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if node is None:
         message = f"compiling the program's reference anew does not give %{about.name}: another compiler wrote it"
         raise error("SC403", message, hint="compile the model again")
-    found = trails(graph, node)
-    moved = collective(graph, node)
-    assert moved is not None
-    return _Findings(moved, found, measure(graph), propose(graph, bound, found))
+    axis_trails = trails(graph, node)
+    moved_collective = collective(graph, node)
+    assert moved_collective is not None
+    return _Findings(moved_collective, axis_trails, measure(graph), propose(graph, bound, axis_trails))
 
 
-def _inherent(target: Collective, found: list[Trail]) -> str:
-    """Why nothing but giving up the split helps."""
-    axis = " and ".join(dict.fromkeys(t.axis for t in found))
-    if any(t.stored for t in found):
+def _inherent(target: Collective, axis_trails: list[Trail]) -> str:
+    """Why no change helps except giving up the split."""
+    axis = " and ".join(dict.fromkeys(t.axis for t in axis_trails))
+    if any(t.stored for t in axis_trails):
         return f"storage keeps parts over {axis} of what is computed with whole: less memory for this communication"
     if target.kind in ("all_reduce", "reduce_scatter"):
-        gradient = any(t.gradient for t in found)
+        gradient = any(t.gradient for t in axis_trails)
         what = "the terms of the gradient are" if gradient else "what is summed here is"
         if target.op != "sum":
             what = f"what the {target.op} is taken of is"
@@ -223,8 +223,8 @@ def _way(steps: tuple[Step, ...]) -> str:
 
 
 def field_lines(label: str, text: str) -> list[str]:
-    """One thing that an explanation says; nothing where there is nothing to say."""
+    """The lines of one field of an explanation; empty if the field has no text."""
     if not text:
         return []
-    first, *more = text.splitlines()
-    return [f"  {label + ':':<10}{first}", *(f"            {line}" for line in more)]
+    first, *lines = text.splitlines()
+    return [f"  {label + ':':<10}{first}", *(f"            {line}" for line in lines)]

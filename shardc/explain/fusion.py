@@ -73,7 +73,7 @@ class KernelExplanation:
 
     @property
     def before(self) -> int:
-        return sum(one.bytes for one in self.calls)
+        return sum(call.bytes for call in self.calls)
 
     @property
     def after(self) -> int:
@@ -81,11 +81,11 @@ class KernelExplanation:
 
     def __str__(self) -> str:
         size = f"{human_bytes(self.after)} moved instead of {human_bytes(self.before)}"
-        many = f"{len(self.calls)} calls as one kernel" if len(self.calls) > 1 else "one call as a kernel"
-        lines = [f"%{self.name}: {many}, {PHASES[self.about.phase]}, {size}", *_place(self.about)]
+        number = f"{len(self.calls)} calls as one kernel" if len(self.calls) > 1 else "one call as a kernel"
+        lines = [f"%{self.name}: {number}, {PHASES[self.about.phase]}, {size}", *_place(self.about)]
         runs = f"shardc.{self.template}, a hand-tuned template" if self.template else f"generated: {self.generated}"
         lines += field_lines("runs", runs)
-        rows = [(f"%{one.name}", one.op, human_bytes(one.bytes), one.source) for one in self.calls]
+        rows = [(f"%{call.name}", call.op, human_bytes(call.bytes), call.source) for call in self.calls]
         lines += field_lines("fuses", "\n".join(_columns(rows)))
         lines += field_lines("reads", f"{human_bytes(self.read)}: {_named(self.reads)}")
         lines += field_lines("writes", f"{human_bytes(self.written)}: {_named(self.writes)}")
@@ -149,37 +149,38 @@ def explain_value(program: Program, value: str | int, staged: StagedProgram) -> 
         if unknown.code != "SC106" or str(value).lstrip("-").isdecimal():
             raise
         name = str(value).removeprefix("%")
-        made = fusions(program, staged)
-        found = explain_kernel(made, name)
-        if found is None and made:
+        graph_fusions = fusions(program, staged)
+        explanation = explain_kernel(graph_fusions, name)
+        if explanation is None and graph_fusions:
             message = f"'{name}' is no collective, kernel or call of the program"
-            names = [*(one.value for one in program.collectives()), *(known for one in made for known in one.names)]
+            names = [collective.value for collective in program.collectives()]
+            names += [known for fusion in graph_fusions for known in fusion.names]
             raise error("SC106", message, hint=did_you_mean(name, names, "collectives and kernels")) from unknown
-        if found is None:
+        if explanation is None:
             raise
-        return found
+        return explanation
 
 
-def explain_kernel(made: list[Fusion], name: str) -> KernelExplanation | CallExplanation | None:
+def explain_kernel(graph_fusions: list[Fusion], name: str) -> KernelExplanation | CallExplanation | None:
     """Explain a kernel or a call by name; None if there is none. In a pipeline, `GRAPH:NAME` selects one of several."""
-    every = [(one, it) for one in made if (it := one.of(name)) is not None]
-    if not every and ":" in name:
+    matching = [(fusion, part) for fusion in graph_fusions if (part := fusion.of(name)) is not None]
+    if not matching and ":" in name:
         graph, _, name = name.partition(":")
-        every = [(one, it) for one in made if one.graph == graph and (it := one.of(name))]
-    if len(every) > 1:
-        named = " or ".join(f"'{one.graph}:{name}'" for one, _ in every)
-        raise error("SC106", f"'{name}' is in {len(every)} graphs of the pipeline", hint=f"write {named}")
-    return every[0][1] if every else None
+        matching = [(fusion, part) for fusion in graph_fusions if fusion.graph == graph and (part := fusion.of(name))]
+    if len(matching) > 1:
+        named = " or ".join(f"'{fusion.graph}:{name}'" for fusion, _ in matching)
+        raise error("SC106", f"'{name}' is in {len(matching)} graphs of the pipeline", hint=f"write {named}")
+    return matching[0][1] if matching else None
 
 
 def fusions(program: Program, staged: StagedProgram) -> list[Fusion]:
     """What fusion did to each graph of a program; an empty list if the plan does not fuse."""
-    asked = Plan.parse(program.plan.get("text", ""))
-    if not asked.fuse.enabled:
+    plan = Plan.parse(program.plan.get("text", ""))
+    if not plan.fuse.enabled:
         return []
     before, after = graphs_by_name(unfused(program)), graphs_by_name(staged)
     hardware = hardware_of(program)
-    return [_fusion(name if len(after) > 1 else "", before[name], after[name], asked.fuse, hardware) for name in after]
+    return [_fusion(name if len(after) > 1 else "", before[name], after[name], plan.fuse, hardware) for name in after]
 
 
 def asked_of(program: Program) -> Fusing:
@@ -232,9 +233,9 @@ class _KernelRecord:
         )
 
 
-def _fusion(graph: str, before: Graph, after: Graph, asked: Fusing, hardware: Hardware) -> Fusion:
-    watcher = _FusionWatcher({value: pattern for pattern in asked.left for value in excluded(before, [pattern])})
-    if print_graph(fuse(before, asked.left, asked.templates, watcher, hardware)) != print_graph(after):
+def _fusion(graph: str, before: Graph, after: Graph, fusing: Fusing, hardware: Hardware) -> Fusion:
+    watcher = _FusionWatcher({value: pattern for pattern in fusing.left for value in excluded(before, [pattern])})
+    if print_graph(fuse(before, fusing.left, fusing.templates, watcher, hardware)) != print_graph(after):
         message = "compiling the program's reference anew does not give its kernels: it was written by another compiler"
         raise error("SC403", message, hint="compile the model again")
     fusion = Fusion(graph)
@@ -261,22 +262,20 @@ def _fusion(graph: str, before: Graph, after: Graph, asked: Fusing, hardware: Ha
             fusion.gone[about.name] = CallExplanation(about.name, graph, about, op, size, 0, why)
     for node, record in records.items():
         name = info(node).name
-        fusion.kernels[name] = _explained(graph, node, record, tuple(calls[name]), asked, after)
+        fusion.kernels[name] = _explained(graph, node, record, tuple(calls[name]), fusing, after)
     given_up = {name for record in watcher.records.values() for name in record.calls}
     for name, node in stays.items():
         why = watcher.not_fused.get(name) or NotFused(NOTHING if name in given_up else NEW)
-        size, beside = (
-            bytes_after.get(node, 0),
-            tuple((kernel_of_name.get(other, other), reason) for other, reason in why.beside),
-        )
+        size = bytes_after.get(node, 0)
+        blockers = tuple((kernel_of_name.get(other, other), reason) for other, reason in why.beside)
         fusion.stayed[name] = CallExplanation(
-            name, graph, info(node), op_name(node.target), total_bytes.get(name, 0), size, why.why, beside
+            name, graph, info(node), op_name(node.target), total_bytes.get(name, 0), size, why.why, blockers
         )
     return fusion
 
 
 def _explained(
-    graph: str, node: fx.Node, record: _KernelRecord, calls: tuple[FusedCall, ...], asked: Fusing, after: Graph
+    graph: str, node: fx.Node, record: _KernelRecord, calls: tuple[FusedCall, ...], fusing: Fusing, after: Graph
 ) -> KernelExplanation:
     kernel = kernel_of(node.target, node.args)
     assert kernel is not None
@@ -320,9 +319,9 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _place(about: ValueInfo) -> list[str]:
-    place = ", ".join(filter(None, (about.source, about.fqn and f"in {about.fqn}")))
+    location = ", ".join(filter(None, (about.source, about.fqn and f"in {about.fqn}")))
     text = about.source_text.strip()
-    return [*([f"  --> {place}"] if place else []), *([f"   | {text}"] if text else [])]
+    return [*([f"  --> {location}"] if location else []), *([f"   | {text}"] if text else [])]
 
 
 def _named(names: tuple[str, ...]) -> str:

@@ -39,12 +39,12 @@ class _Line:
 def propose(graph: Graph, bound: Sequence[Bound], trails: Sequence[Trail]) -> list[tuple[str, tuple[Bound, ...]]]:
     """Candidates as (what to write, the whole plan), the likeliest first, none twice."""
     seen: set[tuple[tuple[str, str, str], ...]] = {_key(bound)}
-    found: list[tuple[str, tuple[Bound, ...]]] = []
+    edits: list[tuple[str, tuple[Bound, ...]]] = []
     for text, plan in _all(graph, bound, trails):
         if (key := _key(plan)) not in seen:
             seen.add(key)
-            found.append((text, plan))
-    return found
+            edits.append((text, plan))
+    return edits
 
 
 def _key(plan: Sequence[Bound]) -> tuple[tuple[str, str, str], ...]:
@@ -54,9 +54,9 @@ def _key(plan: Sequence[Bound]) -> tuple[tuple[str, str, str], ...]:
 def _all(graph: Graph, bound: Sequence[Bound], trails: Sequence[Trail]) -> Iterator[tuple[str, tuple[Bound, ...]]]:
     for trail in trails:
         for value, atom in trail.roots:
-            one = next((b for b in bound if graph.seeds[value].cause == b.requirement), None)
-            if one is not None:
-                yield from _of_annotation(graph, bound, one, value, atom, trail.axis)
+            annotation = next((b for b in bound if graph.seeds[value].cause == b.requirement), None)
+            if annotation is not None:
+                yield from _of_annotation(graph, bound, annotation, value, atom, trail.axis)
     for trail in trails:
         for value in _parameters(trail.ends):
             port = next(p for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value)
@@ -68,49 +68,53 @@ def _all(graph: Graph, bound: Sequence[Bound], trails: Sequence[Trail]) -> Itera
 
 
 def _of_annotation(
-    graph: Graph, bound: Sequence[Bound], one: Bound, value: fx.Node, atom: int, axis: str
+    graph: Graph, bound: Sequence[Bound], annotation: Bound, value: fx.Node, atom: int, axis: str
 ) -> Iterator[tuple[str, tuple[Bound, ...]]]:
-    """Write the annotation otherwise, or not at all."""
-    line = _line(bound, one.kind, one.name)
+    """Change the annotation, or leave it out."""
+    line = _line(bound, annotation.kind, annotation.name)
     type = type_of(value)
-    dims = list(one.placement.padded(type.ndim))
-    at = next((d for d, dim in enumerate(dims) if axis in dim.axes), None)
-    if at is None:
+    dims = list(annotation.placement.padded(type.ndim))
+    dim_index = next((d for d, dim in enumerate(dims) if axis in dim.axes), None)
+    if dim_index is None:
         return
-    rest = _other(dims[at], axis)
+    other_axes = _other(dims[dim_index], axis)
     for d, dim in enumerate(dims):  # the axis on another dim
-        if d != at and type.shape[d] > 1:
+        if d != dim_index and type.shape[d] > 1:
             moved = [*dims]
-            moved[at] = DimPlacement(rest, dims[at].blocks if rest else 1)
+            moved[dim_index] = DimPlacement(other_axes, dims[dim_index].blocks if other_axes else 1)
             moved[d] = DimPlacement((*dim.axes, axis), dim.blocks)
-            yield _rewrite(bound, line, Placement(tuple(moved)), str(one.placement))
+            yield _rewrite(bound, line, Placement(tuple(moved)), str(annotation.placement))
     blocks = 1
-    for piece in type.dims[at][:-1]:  # the axis within each of n blocks
+    for piece in type.dims[dim_index][:-1]:  # the axis within each of n blocks
         blocks *= piece.size
-        if blocks != dims[at].blocks:
+        if blocks != dims[dim_index].blocks:
             blocked = [*dims]
-            blocked[at] = DimPlacement(dims[at].axes, blocks)
-            yield _rewrite(bound, line, Placement(tuple(blocked)), str(one.placement))
+            blocked[dim_index] = DimPlacement(dims[dim_index].axes, blocks)
+            yield _rewrite(bound, line, Placement(tuple(blocked)), str(annotation.placement))
     dropped = [*dims]
-    dropped[at] = DimPlacement(rest) if rest else OPEN
-    left = Placement(tuple(dropped))
-    if left.axes:
-        yield _rewrite(bound, line, left, str(one.placement))
+    dropped[dim_index] = DimPlacement(other_axes) if other_axes else OPEN
+    remaining = Placement(tuple(dropped))
+    if remaining.axes:
+        yield _rewrite(bound, line, remaining, str(annotation.placement))
     else:
         plan = tuple(b for b in bound if not (b.kind == line.kind and b.name in line.names))
-        yield f'leave out {line.pattern} = "{one.placement}"', plan
+        yield f'leave out {line.pattern} = "{annotation.placement}"', plan
 
 
-def _without(one: Bound, axis: str) -> Bound | None:
-    """The annotation without an axis; None when that was all it said."""
+def _without(annotation: Bound, axis: str) -> Bound | None:
+    """The annotation without an axis; None if nothing is left of it."""
     dims = tuple(
-        dim if axis not in dim.axes else DimPlacement(rest, dim.blocks) if (rest := _other(dim, axis)) else OPEN
-        for dim in one.placement.dims
+        dim
+        if axis not in dim.axes
+        else DimPlacement(other_axes, dim.blocks)
+        if (other_axes := _other(dim, axis))
+        else OPEN
+        for dim in annotation.placement.dims
     )
-    left = Placement(dims)
-    if left == one.placement:
-        return one
-    return replace(one, placement=left) if left.axes else None
+    placement = Placement(dims)
+    if placement == annotation.placement:
+        return annotation
+    return replace(annotation, placement=placement) if placement.axes else None
 
 
 def _other(dim: DimPlacement, axis: str) -> tuple[str, ...]:
@@ -122,21 +126,21 @@ def _placed(
 ) -> Iterator[tuple[str, tuple[Bound, ...]]]:
     """The axis on each dim of a tensor in turn, its other axes as they are now."""
     line = _line(bound, kind, name, (p.name for p in graph.inputs) if kind == "param" else graph.activations)
-    own = graph.mesh.resolve(axis)
-    before = next((str(b.placement) for b in bound if b.kind == kind and b.name == name), None)
+    axes_of = graph.mesh.resolve(axis)
+    previous = next((str(b.placement) for b in bound if b.kind == kind and b.name == name), None)
     for d, n in enumerate(type.shape):
-        if n == 1 or any(a in own for atom in type.dims[d] for a in atom.axes):
+        if n == 1 or any(a in axes_of for atom in type.dims[d] for a in atom.axes):
             continue
         dims: list[DimPlacement] = []
         for i, dim in enumerate(type.dims):
-            axes = graph.mesh.merged(tuple(a for atom in dim for a in atom.axes if a not in own))
+            axes = graph.mesh.merged(tuple(a for atom in dim for a in atom.axes if a not in axes_of))
             axes = (*axes, axis) if i == d else axes
             dims.append(DimPlacement(axes) if axes else UNSHARDED)
         try:
             placement = Placement(tuple(dims))
         except ShardcError:
             continue  # two atoms of one dim share a sub-axis
-        yield _rewrite(bound, line, placement, before)
+        yield _rewrite(bound, line, placement, previous)
 
 
 def _line(
@@ -145,29 +149,29 @@ def _line(
     """All tensors that are placed alike with this one, or could be: the same name in every layer."""
     pattern = _pattern(name)
     same = [b for b in bound if b.kind == kind and _pattern(b.name) == pattern]
-    mine = next((b for b in same if b.name == name), None)
-    alike = [b.name for b in same if mine is not None and b.placement == mine.placement]
-    every = alike or [n for n in names if _pattern(n) == pattern]
-    return _Line(kind, pattern if len(every) > 1 else name, tuple(every or [name]))  # type: ignore[arg-type]
+    same_name = next((b for b in same if b.name == name), None)
+    alike = [b.name for b in same if same_name is not None and b.placement == same_name.placement]
+    names_of_line = alike or [n for n in names if _pattern(n) == pattern]
+    return _Line(kind, pattern if len(names_of_line) > 1 else name, tuple(names_of_line or [name]))  # type: ignore[arg-type]
 
 
 def _pattern(name: str) -> str:
-    """One for all layers, and for all calls of a module ("h.0#2")."""
+    """The pattern of a name in all layers, and of all calls of a module ("h.0#2")."""
     return in_every_layer(name.partition("#")[0])
 
 
 def _rewrite(
-    bound: Sequence[Bound], line: _Line, placement: Placement, before: str | None
+    bound: Sequence[Bound], line: _Line, placement: Placement, previous: str | None
 ) -> tuple[str, tuple[Bound, ...]]:
     text = f'{line.pattern} = "{placement}"'
     plan = {(b.kind, b.name): b for b in bound}
     for name in line.names:
-        made = Bound(line.kind, name, placement)
+        line_bound = Bound(line.kind, name, placement)
         old = plan.get((line.kind, name))
-        plan[line.kind, name] = made if old is None else replace(made, location=old.location)
+        plan[line.kind, name] = line_bound if old is None else replace(line_bound, location=old.location)
     under = SECTIONS[line.kind]
-    words = f"write {text}" if before is None else f'write {text} instead of "{before}"'
-    return f"under {under}, {words}", tuple(plan.values())
+    instruction = f"write {text}" if previous is None else f'write {text} instead of "{previous}"'
+    return f"under {under}, {instruction}", tuple(plan.values())
 
 
 def _parameters(ends: Sequence[fx.Node]) -> Iterator[fx.Node]:

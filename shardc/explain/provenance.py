@@ -47,43 +47,45 @@ class Trail:
     ends: tuple[fx.Node, ...]  # the calls before and after
 
 
-def trails(graph: Graph, moved: fx.Node) -> list[Trail]:
+def trails(graph: Graph, collective_call: fx.Node) -> list[Trail]:
     """A trail for each axis of a collective; axes of one annotation and one reason are one trail."""
     causes = Causes(graph)
-    found: dict[tuple[str, str], Trail] = {}
-    for axis in given(moved)["axes"]:
-        trail = _trail(causes, moved, axis)
-        found.setdefault((trail.why, trail.cause), trail)
-    return list(found.values())
+    by_reason: dict[tuple[str, str], Trail] = {}
+    for axis in given(collective_call)["axes"]:
+        trail = _trail(causes, collective_call, axis)
+        by_reason.setdefault((trail.why, trail.cause), trail)
+    return list(by_reason.values())
 
 
-def _trail(causes: Causes, moved: fx.Node, axis: str) -> Trail:
+def _trail(causes: Causes, collective_call: fx.Node, axis: str) -> Trail:
     graph = causes.graph
-    source, name, what = operands(moved)[0], as_named(graph, axis), left(moved, axis)
-    if moved.target in REDUCTIONS:
+    source, name, what = operands(collective_call)[0], as_named(graph, axis), left(collective_call, axis)
+    if collective_call.target in REDUCTIONS:
         why = _sum(what, name)
     else:
-        at = f"dim {_dim_of(*what.starts[0])} of %{info(source).name}" if what.starts else f"%{info(source).name}"
-        why = f"{at} is sharded over {name}, as {_made(what.call)}"
-    reads = list(_readers(moved))
+        dim_text = f"dim {_dim_of(*what.starts[0])} of %{info(source).name}" if what.starts else f"%{info(source).name}"
+        why = f"{dim_text} is sharded over {name}, as {_made(what.call)}"
+    reads = list(_readers(collective_call))
     port = _returned_as(graph, reads)
-    reader, needed, claims = _needed(moved, reads, axis, name) if port is None else (None, _returned_text(port), [])
-    way = causes.way(what.starts, axis)
+    reader, needed, claims = (
+        _needed(collective_call, reads, axis, name) if port is None else (None, _returned_text(port), [])
+    )
+    path_to_start = causes.way(what.starts, axis)
     claimed = causes.way(claims, axis)
-    roots = tuple(path[0][0] for path in (way, claimed) if path)
+    roots = tuple(path[0][0] for path in (path_to_start, claimed) if path)
     if claimed:
         needed += f" ({graph.seeds[claimed[0][0][0]].cause})"
-    steps = tuple(_step(through, value) for (value, _), through in way if through is not None)
+    steps = tuple(_step(through, value) for (value, _), through in path_to_start if through is not None)
     ends = tuple(n for n in (what.call, reader) if n is not None)
     gradient = port is not None and port.role == "grad"
-    required = causes.cause(moved, axis)
+    required = causes.cause(collective_call, axis)
     cause, stored = str(required or ""), required is not None and required.kind == "storage"
     return Trail(name, why, needed, cause, stored, gradient, steps, roots, ends)
 
 
 # ---------------------------------------------------------------------- what lies before
 def _sum(what: Left, axis: str) -> str:
-    """How a pending sum came about, in words."""
+    """The text of how a pending sum came about."""
     part = "its own part of the sum"
     if any(kind != "sum" for _, kind in type_of(what.value).partial):
         part = "only its own part"
@@ -115,7 +117,7 @@ def _returned_text(port: Port) -> str:
 
 
 def _needed(
-    moved: fx.Node, reads: Sequence[tuple[fx.Node, fx.Node]], axis: str, shown: str
+    collective_call: fx.Node, reads: Sequence[tuple[fx.Node, fx.Node]], axis: str, shown: str
 ) -> tuple[fx.Node | None, str, list[Place]]:
     """The first reader, why it needs the collective, and the tensors through which it claims the axis for itself."""
     value, user = next((v, u) for v, u in reads if u.op != "output")
@@ -124,29 +126,34 @@ def _needed(
         return user, f"{name} has no sharding rule and runs whole on every rank", []
     projection = project(user)
     split = split_of(user, projection)
-    at = operands(user).index(value)
+    position = operands(user).index(value)
     claims = [p for p, axes in split.items() if axis in axes]
     claimed = [
-        (v, own.index(p))
-        for v, own in zip([*operands(user), *results(user)], (*projection.operands, *projection.results), strict=True)
+        (v, factors.index(p))
+        for v, factors in zip(
+            [*operands(user), *results(user)], (*projection.operands, *projection.results), strict=True
+        )
         for p in claims
-        if v is not None and v is not value and p in own and axis in type_of(v).placement[own.index(p)]
+        if v is not None and v is not value and p in factors and axis in type_of(v).placement[factors.index(p)]
     ]
-    if moved.target in REDUCTIONS:
+    if collective_call.target in REDUCTIONS:
         if axis in type_of(value).axes and claims:
             return user, f"{name} splits it over {shown}, and takes its part of the sum", []
-        kind = given(moved)["op"]
+        kind = given(collective_call)["op"]
         if kind != "sum":
             return user, f"{name} needs the {kind} over all ranks", []
-        if projection.linear != "joint" and at not in projection.linear:
+        if projection.linear != "joint" and position not in projection.linear:
             return user, f"{name} is not linear in it: it needs the sum, not the parts", []
-        others = [v for v in operands(user) if v is not value and producer(v)[0].target not in REDUCTIONS]
-        if projection.linear == "joint" and others:
-            return user, f"{name} also takes %{info(others[0]).name}, which the parts would count more than once", []
+        other_operands = [v for v in operands(user) if v is not value and producer(v)[0].target not in REDUCTIONS]
+        if projection.linear == "joint" and other_operands:
+            counted = info(other_operands[0]).name
+            return user, f"{name} also takes %{counted}, which the parts would count more than once", []
         return user, f"{name} could carry the parts on, but summing here moves the fewest bytes", []
-    whole = before(moved)
-    lost = [i for i, axes in enumerate(type_of(whole).placement) if axis in axes] if before(value) is whole else []
-    blocked = [i for i in lost if projection.operands[at][i] in projection.blocked]
+    whole = before(collective_call)
+    gathered_dims = (
+        [i for i, axes in enumerate(type_of(whole).placement) if axis in axes] if before(value) is whole else []
+    )
+    blocked = [i for i in gathered_dims if projection.operands[position][i] in projection.blocked]
     if blocked:
         return user, f"{name} needs dim {_dim_of(whole, blocked[0])} of it whole{_notation(user)}", []
     if claimed:
@@ -182,8 +189,8 @@ def _dim_of(value: fx.Node, atom: int) -> int:
 
 
 def _places(places: Sequence[Place]) -> str:
-    named = dict.fromkeys(f"dim {_dim_of(v, i)} of %{info(before(v)).name}" for v, i in places)
-    return " and ".join(list(named)[:2])
+    dim_names = dict.fromkeys(f"dim {_dim_of(v, i)} of %{info(before(v)).name}" for v, i in places)
+    return " and ".join(list(dim_names)[:2])
 
 
 def _notation(call: fx.Node) -> str:

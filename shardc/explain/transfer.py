@@ -62,15 +62,15 @@ class TransferExplanation:
     @property
     def cheapest(self) -> Recut | None:
         """The cut that sends least without leaving the pipeline unbalanced; None if there is none."""
-        return next((one for one in self.recuts if one.cost <= DEARER), None)
+        return next((recut for recut in self.recuts if recut.cost <= DEARER), None)
 
     def __str__(self) -> str:
         t = self.transfer
         often = f", {t.times} times a step" if t.times > 1 else ""
-        way = f"send over {self.axis} from stage {t.origin} to stage {t.target}"
-        lines = [f"%{t.name}: {way}, {PHASES[t.phase]}, {human_bytes(t.bytes_per_rank)} sent by a rank{often}"]
-        place = ", ".join(filter(None, (t.source, self.fqn and f"in {self.fqn}")))
-        lines += [f"  --> {place}"] if place else []
+        route = f"send over {self.axis} from stage {t.origin} to stage {t.target}"
+        lines = [f"%{t.name}: {route}, {PHASES[t.phase]}, {human_bytes(t.bytes_per_rank)} sent by a rank{often}"]
+        location = ", ".join(filter(None, (t.source, self.fqn and f"in {self.fqn}")))
+        lines += [f"  --> {location}"] if location else []
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
         lines += field_lines("why", self.why)
         lines += field_lines("needed", self.needed)
@@ -91,10 +91,10 @@ class TransferExplanation:
 def cause_of(plan: PlanRecord) -> str:
     """The words of a program's plan that say where it is cut."""
     pipeline = Plan.parse(plan.get("text", "")).pipeline
-    place = f"   ({cut_at})" if (cut_at := plan.get("cut")) else ""
+    suffix = f"   ({cut_at})" if (cut_at := plan.get("cut")) else ""
     if pipeline is not None and pipeline.split:
-        return f"split: {', '.join(pipeline.split)}{place}"
-    return f"no split: the cut is the most balanced one{place}"
+        return f"split: {', '.join(pipeline.split)}{suffix}"
+    return f"no split: the cut is the most balanced one{suffix}"
 
 
 def explain_step(program: Program, staged: StagedProgram, value: str | int) -> Explanation | TransferExplanation:
@@ -104,51 +104,52 @@ def explain_step(program: Program, staged: StagedProgram, value: str | int) -> E
         return explain(program, value)
     name = str(value).removeprefix("%")
     if name.isdecimal():
-        at = int(name) - len(collectives)
-        if at >= len(known):
+        position = int(name) - len(collectives)
+        if position >= len(known):
             message = f"there is no communication {name}: the program has {len(collectives) + len(known)}"
             hint = "they are numbered from 0: collectives in the order of the program, then transfers"
             raise error("SC106", message, hint=hint)
-        wanted = known[at] if at >= 0 else None
+        transfer = known[position] if position >= 0 else None
     else:
-        wanted = next((one for one in known if one.name == name), None)
-        names = [*(one.value for one in collectives), *(one.name for one in known)]
-        if wanted is None and name not in names and not name.startswith("-"):
+        transfer = next((report for report in known if report.name == name), None)
+        names = [*(collective.value for collective in collectives), *(report.name for report in known)]
+        if transfer is None and name not in names and not name.startswith("-"):
             message = f"'{name}' is no collective or transfer of the program"
             raise error("SC106", message, hint=did_you_mean(name, names, "collectives and transfers"))
-    if wanted is not None:
-        return _explained(program, staged, wanted)
-    found = explain(program, value)
-    where = rank_costs.stages_with_value(staged, found.collective.value)
-    said = ", ".join(map(str, where)) or "the end of the step"
-    return replace(found, stages=f"{said}; what changes would send and save is of all stages together")
+    if transfer is not None:
+        return _explained(program, staged, transfer)
+    explanation = explain(program, value)
+    stages = rank_costs.stages_with_value(staged, explanation.collective.value)
+    stages_text = ", ".join(map(str, stages)) or "the end of the step"
+    return replace(explanation, stages=f"{stages_text}; what changes would send and save is of all stages together")
 
 
-def _explained(program: Program, pipelined: StagedProgram, wanted: ReportedTransfer) -> TransferExplanation:
-    about = info(program.body.by_name(wanted.value))
-    home = transfer_report.stage_coordinates(pipelined)
-    reader = next(_readers(pipelined, wanted), None)
-    read = "a result of it" if reader is None else f"%{info(reader).name} ({op_name(reader.target)})"
-    why = f"stage {wanted.origin} makes it, on ranks with {pipelined.axis}={home[wanted.origin]}"
-    needed = f"{read} of stage {wanted.target} reads it, on ranks with {pipelined.axis}={home[wanted.target]}"
+def _explained(program: Program, pipelined: StagedProgram, transfer: ReportedTransfer) -> TransferExplanation:
+    about = info(program.body.by_name(transfer.value))
+    coordinates = transfer_report.stage_coordinates(pipelined)
+    reader = next(_readers(pipelined, transfer), None)
+    consumer = "a result of it" if reader is None else f"%{info(reader).name} ({op_name(reader.target)})"
+    why = f"stage {transfer.origin} makes it, on ranks with {pipelined.axis}={coordinates[transfer.origin]}"
+    ranks = f"ranks with {pipelined.axis}={coordinates[transfer.target]}"
+    needed = f"{consumer} of stage {transfer.target} reads it, on {ranks}"
     search = _Search.of(program, pipelined)
-    places = search.places(wanted.cuts)
-    recuts, tried = search.try_those_that_send_less(places, home)
+    places = search.places(transfer.cuts)
+    recuts, tried = search.try_those_that_send_less(places, coordinates)
     inherent = ""
-    if not any(one.cost <= DEARER for one in recuts):
+    if not any(recut.cost <= DEARER for recut in recuts):
         what = "sends less and leaves the stages as balanced" if recuts else "sends less"
         inherent = f"no other module between the cuts beside, to begin the stage, {what}"
     return TransferExplanation(
-        wanted, pipelined.axis, about.fqn, about.source_text, why, needed, recuts, tried, len(places), inherent
+        transfer, pipelined.axis, about.fqn, about.source_text, why, needed, recuts, tried, len(places), inherent
     )
 
 
-def _readers(pipelined: StagedProgram, wanted: ReportedTransfer) -> Iterator[Any]:
+def _readers(pipelined: StagedProgram, transfer: ReportedTransfer) -> Iterator[Any]:
     """Calls of the target that read the value, forward first."""
-    stage = pipelined.stages[wanted.target]
+    stage = pipelined.stages[transfer.target]
     for graph in (stage.forward, stage.backward):
         for port, node in zip(graph.inputs, graph.placeholders, strict=True):
-            if port.role == "value" and port.name == wanted.value:
+            if port.role == "value" and port.name == transfer.value:
                 yield from (user for user in node.users if user.op == "call_function")
 
 
@@ -168,28 +169,32 @@ class _Search:
     def of(cls, program: Program, pipelined: StagedProgram) -> _Search:
         analysis = finest_analysis(program.body)
         starts = _starts(analysis, pipelined)
-        now = transfer_report.crossing_bytes(pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined))
+        bytes_now = transfer_report.crossing_bytes(
+            pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined)
+        )
         hardware = hardware_of(program)
-        return cls(program.body, analysis, starts, unit_costs(analysis, hardware), cut_bytes(analysis), now, hardware)
+        return cls(
+            program.body, analysis, starts, unit_costs(analysis, hardware), cut_bytes(analysis), bytes_now, hardware
+        )
 
     def places(self, cuts: range) -> list[tuple[int, ...]]:
         """The other starts of stages that moving one of these cuts would give, what sends least first."""
         ends = (*self.starts, len(self.analysis.units))
-        moved = [
+        alternatives = [
             (*self.starts[:cut], unit, *self.starts[cut + 1 :])
             for cut in cuts
             for unit in range(ends[cut - 1] + 1, ends[cut + 1])
             if unit != self.starts[cut]
         ]
-        return sorted(moved, key=self._crossing)
+        return sorted(alternatives, key=self._crossing)
 
     def _crossing(self, starts: Sequence[int]) -> int:
         return sum(self.crossing[unit] for unit in starts[1:])
 
     def try_those_that_send_less(
-        self, places: Sequence[tuple[int, ...]], home: Mapping[int, int]
+        self, places: Sequence[tuple[int, ...]], coordinates: Mapping[int, int]
     ) -> tuple[tuple[Recut, ...], int]:
-        found: list[Recut] = []
+        recuts: list[Recut] = []
         deadline, tried = time.monotonic() + SECONDS, 0
         for starts in places:
             if self._crossing(starts) >= self._crossing(self.starts) or (tried and time.monotonic() > deadline):
@@ -200,12 +205,12 @@ class _Search:
                     continue  # a module that runs twice is cut at where it first does
                 tried += 1
                 recut = cut(self.body, None, split, self.hardware)
-                saved = transfer_report.crossing_bytes(recut.pipeline, home) - self.now
+                saved = transfer_report.crossing_bytes(recut.pipeline, coordinates) - self.now
             except ShardcError:
                 continue  # nobody asked for this cut
             if saved < 0:
-                found.append(Recut(split, saved, self._dearest(starts) / self._dearest(self.starts) - 1))
-        return tuple(sorted(found, key=lambda one: (one.cost > DEARER, one.sent, one.cost))), tried
+                recuts.append(Recut(split, saved, self._dearest(starts) / self._dearest(self.starts) - 1))
+        return tuple(sorted(recuts, key=lambda recut: (recut.cost > DEARER, recut.sent, recut.cost))), tried
 
     def _dearest(self, starts: Sequence[int]) -> float:
         ends = (*starts[1:], len(self.costs))
@@ -215,10 +220,12 @@ class _Search:
 def _starts(analysis: StepAnalysis, pipelined: StagedProgram) -> tuple[int, ...]:
     """The first unit of each stage: where its calls are. Of what became a kernel only some still have their names."""
     stages = enumerate(pipelined.stages)
-    made = ((at, value) for at, stage in stages for value in stage.forward.fx.nodes if value.op == "call_function")
-    home = {info(value).name: at for at, value in made}
-    own = [{home[info(call).name] for call in unit.calls if info(call).name in home} for unit in analysis.units]
-    found = [0]
+    nodes = ((index, node) for index, stage in stages for node in stage.forward.fx.nodes)
+    stage_of = {info(node).name: index for index, node in nodes if node.op == "call_function"}
+    unit_stages = [
+        {stage_of[info(call).name] for call in unit.calls if info(call).name in stage_of} for unit in analysis.units
+    ]
+    starts = [0]
     for stage in range(1, len(pipelined.stages)):
-        found.append(next(at for at in range(found[-1] + 1, len(own)) if stage in own[at]))
-    return tuple(found)
+        starts.append(next(index for index in range(starts[-1] + 1, len(unit_stages)) if stage in unit_stages[index]))
+    return tuple(starts)

@@ -36,8 +36,8 @@ def not_fused(clustering: Clustering, groups: Sequence[FusionGroup], by_plan: Ma
     for a, b in graph.edges:
         linked.setdefault(a, set()).add(b)
         linked.setdefault(b, set()).add(a)
-    others = ((i, info(node).name) for i, node in enumerate(graph.calls) if i not in fused)
-    return {name: _reason(clustering, i, linked.get(i, set()), by_plan) for i, name in others}
+    unfused = ((i, info(node).name) for i, node in enumerate(graph.calls) if i not in fused)
+    return {name: _reason(clustering, i, linked.get(i, set()), by_plan) for i, name in unfused}
 
 
 def _reason(clustering: Clustering, i: int, linked: set[int], by_plan: Mapping[str, str]) -> NotFused:
@@ -65,12 +65,12 @@ def _reason(clustering: Clustering, i: int, linked: set[int], by_plan: Mapping[s
 def _reason_of_lowered(clustering: Clustering, i: int, linked: set[int]) -> NotFused:
     if clustering.dag.find(i) not in clustering.clusters:
         return NotFused("its rows and columns are none that a kernel could walk")
-    beside = _beside(clustering, i, linked)
-    if not beside:
+    neighbours = _beside(clustering, i, linked)
+    if not neighbours:
         return NotFused(
             "one kernel as it is, and nothing beside it is one: a generated kernel would move the same bytes"
         )
-    return NotFused("one kernel as it is; alone, a generated kernel would move the same bytes", tuple(beside))
+    return NotFused("one kernel as it is; alone, a generated kernel would move the same bytes", tuple(neighbours))
 
 
 def _beside(clustering: Clustering, i: int, linked: set[int]) -> list[tuple[str, str]]:

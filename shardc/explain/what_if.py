@@ -35,7 +35,7 @@ GAVE_UP = 0.01  # more work than this means that some op is no longer split
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank does in a step under one plan."""
+    """The cost of a step on one rank under one plan."""
 
     collectives: tuple[Collective, ...]
     parameter_bytes: int
@@ -113,9 +113,11 @@ def _work(graph: Graph, node: fx.Node) -> float:
         return 0.0
     projection = project(node)
     floats = [
-        own for v, own in zip(operands(node), projection.operands, strict=True) if type_of(v).dtype.is_floating_point
+        factors
+        for v, factors in zip(operands(node), projection.operands, strict=True)
+        if type_of(v).dtype.is_floating_point
     ]
-    shared = {p for own in floats for p in own if sum(p in other for other in floats) > 1}
+    shared = {p for factors in floats for p in factors if sum(p in other for other in floats) > 1}
     if not any(shared - set(side) for side in projection.results):
         return 0.0
     split = split_of(node, projection)
@@ -136,12 +138,12 @@ def removals(
     reference: Graph,
     options: Options,
     target: Collective,
-    now: Cost,
+    current: Cost,
     candidates: Sequence[tuple[str, tuple[Bound, ...]]],
     seconds: float,
 ) -> Removals:
     """Try candidates, the likeliest first, for some seconds."""
-    found: list[Change] = []
+    changes: list[Change] = []
     failed: list[str] = []
     deadline = time.monotonic() + seconds
     tried = 0
@@ -154,36 +156,38 @@ def removals(
         except ShardcError:
             continue  # nobody asked for this plan: one that is refused is no candidate
         except Exception as bug:
-            said, _, _ = str(bug).partition("\n")
-            failed.append(f"{type(bug).__name__}: {said} ({text})")
+            reason, _, _ = str(bug).partition("\n")
+            failed.append(f"{type(bug).__name__}: {reason} ({text})")
             continue
-        if _removed(target, now, cost):
-            work = cost.work / now.work - 1 if now.work else 0.0
-            sent, params = cost.sent - now.sent, cost.parameter_bytes - now.parameter_bytes
+        if _removed(target, current, cost):
+            work = cost.work / current.work - 1 if current.work else 0.0
+            sent, params = cost.sent - current.sent, cost.parameter_bytes - current.parameter_bytes
             same = any(_base(c) == _base(target) and set(c.axes) & set(target.axes) for c in cost.collectives)
-            found.append(Change(text, plan, sent, params, work, _instead(now, cost), same))
-    found.sort(key=lambda c: (c.gives_up, c.sent, c.parameter_bytes))
-    return Removals(tuple(found), tried, tuple(failed))
+            changes.append(Change(text, plan, sent, params, work, _instead(current, cost), same))
+    changes.sort(key=lambda c: (c.gives_up, c.sent, c.parameter_bytes))
+    return Removals(tuple(changes), tried, tuple(failed))
 
 
-def _removed(target: Collective, now: Cost, then: Cost) -> bool:
-    """It is gone, and has not merely moved to another value."""
+def _removed(target: Collective, current: Cost, changed: Cost) -> bool:
+    """Whether the collective is gone, and has not merely moved to another value."""
 
     def alike(cost: Cost) -> int:
         key = target.kind, target.axes, target.phase
         return sum((c.kind, c.axes, c.phase) == key for c in cost.collectives)
 
     base = _base(target)
-    same = any(_base(c) == base and c.kind == target.kind and set(c.axes) & set(target.axes) for c in then.collectives)
-    return not same and alike(then) < alike(now)
+    same = any(
+        _base(c) == base and c.kind == target.kind and set(c.axes) & set(target.axes) for c in changed.collectives
+    )
+    return not same and alike(changed) < alike(current)
 
 
-def _base(one: Collective) -> str:
+def _base(collective: Collective) -> str:
     """The name of the value that a collective moves."""
-    return re.sub(rf"\.{one.kind}(_\d+)?$", "", one.value)
+    return re.sub(rf"\.{collective.kind}(_\d+)?$", "", collective.value)
 
 
-def _instead(now: Cost, then: Cost) -> tuple[str, ...]:
+def _instead(current: Cost, changed: Cost) -> tuple[str, ...]:
     """Kinds of collectives of which there are more than before: `2 all_gather over tp`."""
 
     def count(cost: Cost) -> dict[tuple[str, str], int]:
@@ -193,9 +197,9 @@ def _instead(now: Cost, then: Cost) -> tuple[str, ...]:
             kinds[key] = kinds.get(key, 0) + 1
         return kinds
 
-    before = count(now)
-    more = ((kind, axes, n - before.get((kind, axes), 0)) for (kind, axes), n in count(then).items())
-    return tuple(f"{n} {kind} over {axes}" for kind, axes, n in more if n > 0)
+    counts = count(current)
+    added = ((kind, axes, n - counts.get((kind, axes), 0)) for (kind, axes), n in count(changed).items())
+    return tuple(f"{n} {kind} over {axes}" for kind, axes, n in added if n > 0)
 
 
 def _difference(count: int, what: str) -> str:

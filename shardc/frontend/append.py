@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Append:
-    """The calls are of phase "opt", and named `opt.` and the parameter that they are about."""
+    """Appends calls of phase "opt". Their names are `opt.` and the parameter that they belong to."""
 
     graph: Graph
     last: fx.Node = field(init=False)  # placeholder
@@ -40,17 +40,17 @@ class Append:
         **kwargs: Any,
     ) -> fx.Node:  # fmt: skip
         if type is None:
-            found = infer(target, args, kwargs)
-            assert isinstance(found, TensorType), f"{target} has several results"
-            type = found
+            result_type = infer(target, args, kwargs)
+            assert isinstance(result_type, TensorType), f"{target} has several results"
+            type = result_type
         with self.graph.fx.inserting_before(self.end):
             node = self.graph.fx.call_function(target, args, kwargs)
-        named = self.graph.unique(f"{name}.{op_name(target).removeprefix('shardc.').partition('.')[0]}")
-        set_info(node, ValueInfo(named, type, fqn=fqn, phase="opt", constant=constant))
+        unique_name = self.graph.unique(f"{name}.{op_name(target).removeprefix('shardc.').partition('.')[0]}")
+        set_info(node, ValueInfo(unique_name, type, fqn=fqn, phase="opt", constant=constant))
         return node
 
     def instance(self, body: Graph, values: tuple[fx.Node, ...], name: str) -> list[fx.Node]:
-        """A copy of a small graph applied to `values`; what it returns."""
+        """Append a copy of a small graph, applied to `values`. Returns its results."""
         of = dict(zip(body.placeholders, values, strict=True))
         for node in body.calls():
             args = fx.map_arg(node.args, of.__getitem__)
@@ -60,19 +60,19 @@ class Append:
             if about.constant and key in self.constants:
                 of[node] = self.constants[key]
                 continue
-            made = self.call(
+            constant = self.call(
                 f"opt.{name}", module_of(name), node.target, *args, type=about.type, constant=about.constant, **kwargs
             )
-            of[node] = made
+            of[node] = constant
             if about.constant:
-                self.constants[key] = made
+                self.constants[key] = constant
         return [of[node] for node in body.output_values]
 
     def cast(self, name: str, fqn: str, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """The value in a dtype, which it may have already."""
-        found = info(value).type
-        assert found is not None
-        if found.dtype == dtype:
+        """The value in the given dtype. Returns the value itself if it has that dtype."""
+        type = info(value).type
+        assert type is not None
+        if type.dtype == dtype:
             return value
         return self.call(name, fqn, aten._to_copy.default, value, dtype=dtype)
 

@@ -21,52 +21,52 @@ from shardc.ir.diagnostic import ShardcError
 
 def buffers_after(
     model: nn.Module,
-    before: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     places: Mapping[str, tuple[nn.Module, str]],
 ) -> dict[str, Tensor]:
     """Each buffer's tensor at the end of a traced step, by name, while the model holds the traced tensors.
 
-    `before` and `params` are the tensors that it held at the start; `places` says which module holds which buffer.
+    `initial` and `params` are the tensors that it held at the start; `places` says which module holds which buffer.
     """
     after: dict[str, Tensor] = {}
-    for name, start in before.items():
+    for name, start in initial.items():
         module, key = places[name]
-        now = torch_compat.held(module, "_buffers", key)
-        if now is None:
-            taken = torch_compat.held(module, "_parameters", key)  # what torch makes of a parameter assigned to it
-            owner = next((of for of, p in params.items() if p is taken), None)
+        buffer = torch_compat.held(module, "_buffers", key)
+        if buffer is None:
+            parameter = torch_compat.held(module, "_parameters", key)  # what torch makes of a parameter assigned to it
+            owner = next((of for of, p in params.items() if p is parameter), None)
             if owner is not None:
                 raise _second_name(model, name, owner)
             raise _unkept(
                 model, name, "removes", "let it keep a tensor; a buffer that is None from the start is no input"
             )
-        if now.shape != start.shape or now.dtype != start.dtype:
-            was, became = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (start, now))
+        if buffer.shape != start.shape or buffer.dtype != start.dtype:
+            old_type, new_type = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (start, buffer))
             hint = "give it its full size from the start and write into a part of it; or keep it out of the step"
-            raise _unkept(model, name, f"makes {became} of the {was} of", hint)
-        if now.grad_fn is not None and torch_compat.is_read(start):
+            raise _unkept(model, name, f"makes {new_type} of the {old_type} of", hint)
+        if buffer.grad_fn is not None and torch_compat.is_read(start):
             hint = f"assign what has no history: self.{name.rpartition('.')[2]} = ....detach()"
             raise _unkept(model, name, "leaves its gradient's history, which the next step would follow, in", hint)
-        after[name] = now
-    _refuse_second_names(model, after, before, params)
+        after[name] = buffer
+    _refuse_second_names(model, after, initial, params)
     return after
 
 
 def _refuse_second_names(
-    model: nn.Module, after: Mapping[str, Tensor], before: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    model: nn.Module, after: Mapping[str, Tensor], initial: Mapping[str, Tensor], params: Mapping[str, Tensor]
 ) -> None:
     """Raise where a buffer has become a view of what changes in place: of a parameter, or of another such buffer."""
     changing = {torch_compat.storage_of(p): name for name, p in params.items() if p.requires_grad}
-    changing |= {torch_compat.storage_of(t): name for name, t in before.items() if torch_compat.was_written(t)}
-    held: dict[int | None, str] = {}
-    for name, now in after.items():
-        storage = torch_compat.storage_of(now)
+    changing |= {torch_compat.storage_of(t): name for name, t in initial.items() if torch_compat.was_written(t)}
+    first_names: dict[int | None, str] = {}
+    for name, buffer in after.items():
+        storage = torch_compat.storage_of(buffer)
         owner = changing.get(storage)
-        first = held.setdefault(storage, name)
+        first = first_names.setdefault(storage, name)
         if owner is not None and owner != name:
             raise _second_name(model, name, owner)
-        if first != name and torch_compat.was_written(now):
+        if first != name and torch_compat.was_written(buffer):
             raise _second_name(model, name, first)
 
 

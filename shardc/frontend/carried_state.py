@@ -27,46 +27,48 @@ HINT = "register_buffer what is to last from step to step, and change it in plac
 
 def carried(
     model: nn.Module,
-    before: Snapshot,
+    snapshot: Snapshot,
     first: fx.GraphModule,
     origins: Origins,
-    left: Mapping[int, fx.Node],
-    again: Callable[[], fx.GraphModule],
+    nodes_left: Mapping[int, fx.Node],
+    retrace: Callable[[], fx.GraphModule],
 ) -> list[Diagnostic]:
     """What steps would hand on and a program's do not: a warning (SC109) for each kind of it. Raises for a plain tensor
     that is changed in place, which no graph can say.
 
-    The model is as the trace of `first` left it. `left`: the nodes that computed the tensors left behind, by the id of
-    the tensor. `again` traces a second step.
+    The model is as the trace of `first` left it. `nodes_left`: the nodes that computed the tensors left behind, by the
+    id of the tensor. `retrace` traces a second step.
     """
     if written := _changed_in_place(model, first):
-        said = _said(model, IN_PLACE, [*written])
-        where = {key: value for key, value in _place_of(next(iter(written.values())), origins).items() if value}
-        raise ShardcError(replace(said, severity="error", **where))
-    changes = before.changes()
+        diagnostic = _warning(model, IN_PLACE, [*written])
+        fields = {key: value for key, value in _place_of(next(iter(written.values())), origins).items() if value}
+        raise ShardcError(replace(diagnostic, severity="error", **fields))
+    changes = snapshot.changes()
     if not changes:
         return []
     between, keys = Snapshot(model), _expressions(first, {})
     inputs = _from_inputs(first.graph)
-    known = {key: keys[node] for key, node in left.items() if node in keys and node not in inputs}
-    own = [c for c in changes if not (ts := [id(t) for t in left_tensors([c])]) or any(key not in known for key in ts)]
+    known = {key: keys[node] for key, node in nodes_left.items() if node in keys and node not in inputs}
+    unexplained = [
+        c for c in changes if not (ts := [id(t) for t in left_tensors([c])]) or any(key not in known for key in ts)
+    ]
     try:
-        second = again()
+        second = retrace()
     except Exception as problem:  # of a step that the user did not ask for: it is the cause, not the error
         why = f"a second step raises {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
-        return [_said(model, READ, _names(own) or _names(changes), why)]
-    found: list[Diagnostic] = []
+        return [_warning(model, READ, _names(unexplained) or _names(changes), why)]
+    warnings: list[Diagnostic] = []
     counted = _names(change for change in between.changes() if change.counts)
     if _effects(first, keys) != _effects(second, _expressions(second, known)):
-        read = {id(t) for t in _constants(second).values()} - known.keys()
-        names = _names(c for c in own if any(id(t) in read for t in left_tensors([c])))
-        names = names or [name for name in _names(own) if name not in counted]
+        constants_read = {id(t) for t in _constants(second).values()} - known.keys()
+        names = _names(c for c in unexplained if any(id(t) in constants_read for t in left_tensors([c])))
+        names = names or [name for name in _names(unexplained) if name not in counted]
         names = names or ([] if counted else _names(changes))
         if names:
-            found.append(_said(model, READ, names))
+            warnings.append(_warning(model, READ, names))
     if counted:
-        found.append(_said(model, COUNTED, counted))
-    return found
+        warnings.append(_warning(model, COUNTED, counted))
+    return warnings
 
 
 def refuse_written_constants(gm: fx.GraphModule, origins: Origins) -> None:
@@ -92,11 +94,11 @@ def _names(changes: Iterable[Change]) -> list[str]:
     return list(dict.fromkeys(change.attribute for change in changes))
 
 
-def _said(model: nn.Module, message: str, names: list[str], cause: str | None = None) -> Diagnostic:
-    """The warning, at the line where the first of the attributes is spoken of."""
+def _warning(model: nn.Module, message: str, names: list[str], cause: str | None = None) -> Diagnostic:
+    """The warning, at the line that first mentions the first of the attributes."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    fqn, where = named_at(model, names[0])
-    return Diagnostic("SC109", message.format(shown), "warning", fqn=fqn or None, cause=cause, hint=HINT, **where)
+    fqn, fields = named_at(model, names[0])
+    return Diagnostic("SC109", message.format(shown), "warning", fqn=fqn or None, cause=cause, hint=HINT, **fields)
 
 
 # ------------------------------------------------------------------ graphs
@@ -120,7 +122,7 @@ def _expressions(gm: fx.GraphModule, known: Mapping[int, str]) -> dict[fx.Node, 
 
 
 def _data(t: Tensor) -> str:
-    """Of a real tensor its value; one left behind by a trace, which has none, is like no other."""
+    """The value of a real tensor. A tensor left behind by a trace has none, and equals no other."""
     if torch_compat.is_fake(t):
         return f"left {id(t)}"
     data = b"" if t.is_meta else t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -128,7 +130,7 @@ def _data(t: Tensor) -> str:
 
 
 def _effects(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[str]:
-    """What a graph returns, and in order what it writes of what its inputs have a part in."""
+    """The results of a graph, and in order its writes of values that depend on its inputs."""
     inputs = _from_inputs(gm.graph)
     written = [names[node] for node in gm.graph.nodes if torch_compat.mutates(node) and node in inputs]
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
@@ -137,15 +139,15 @@ def _effects(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[str]:
 
 
 def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Values that an input has a part in, be it by a write into the tensor that they are a view of."""
-    found = {node for node in graph.nodes if node.op == "placeholder"}
+    """Values that depend on an input, also by a write into the tensor that they are a view of."""
+    derived = {node for node in graph.nodes if node.op == "placeholder"}
     count = 0
-    while count < len(found):
-        count = len(found)
+    while count < len(derived):
+        count = len(derived)
         for node in graph.nodes:
-            if _base(node) in found or any(value in found for value in node.all_input_nodes):
-                found |= {node, *map(_base, torch_compat.written_by(node))}
-    return found
+            if _base(node) in derived or any(value in derived for value in node.all_input_nodes):
+                derived |= {node, *map(_base, torch_compat.written_by(node))}
+    return derived
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -165,4 +167,6 @@ def _changed_in_place(model: nn.Module, gm: fx.GraphModule) -> dict[str, fx.Node
                 written.setdefault(id(constants[base]), node)
     if not written:
         return {}
-    return {at.path.partition("[")[0]: written[id(value)] for at, value in reachable(model) if id(value) in written}
+    return {
+        place.path.partition("[")[0]: written[id(value)] for place, value in reachable(model) if id(value) in written
+    }

@@ -17,7 +17,7 @@ OURS = ("aten", "shardc", "prims")
 
 
 def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[fx.Node, fx.Node]:
-    """Erase what means nothing in a graph of values, and spell views one way. Returns erased node -> its stand-in."""
+    """Erase ops that have no effect in a graph of values, and normalise views. Returns erased node -> replacement."""
     role = {i.node: i for i in inputs}
     replaced: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -68,12 +68,12 @@ def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[
 
 def constants_as_inputs(graph: fx.Graph, after: fx.Node) -> dict[str, fx.Node]:
     """Turn each captured tensor into one placeholder; returns attribute of the GraphModule -> placeholder."""
-    found: dict[str, fx.Node] = {}
+    constants: dict[str, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         target = str(node.target)
-        if target not in found:
+        if target not in constants:
             with graph.inserting_after(after):
-                after = found[target] = graph.placeholder(f"constant_{len(found)}")
-        node.replace_all_uses_with(found[target])
+                after = constants[target] = graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(constants[target])
         graph.erase_node(node)
-    return found
+    return constants

@@ -38,7 +38,7 @@ LARGEST_SCALE = 2.0**32
 
 @dataclass(frozen=True)
 class Final:
-    """Gradients as the optimizer gets them, and what was found on the way."""
+    """The gradients that the optimizer gets, with their norm, whether all are finite, and the loss's scale."""
 
     gradients: dict[str, fx.Node]
     norm: fx.Node | None = None  # of all of them, before clipping
@@ -48,8 +48,8 @@ class Final:
 
     @property
     def outputs(self) -> list[tuple[Port, fx.Node]]:
-        found = {"grad_norm": self.norm, "finite": self.finite}
-        return [(Port("output", name), node) for name, node in found.items() if node is not None]
+        results = {"grad_norm": self.norm, "finite": self.finite}
+        return [(Port("output", name), node) for name, node in results.items() if node is not None]
 
 
 def finish(
@@ -80,14 +80,14 @@ def finish(
     if inverse is not None:
         factor = inverse if factor is None else append.call("opt.clip", "", aten.mul.Tensor, factor, inverse)
     norm = None if norm is None else append.cast("opt.norm", "", norm, widest)
-    found = dict(gradients)
+    scaled = dict(gradients)
     if factor is not None:
         factor = append.cast("opt.clip", "", factor, widest)
-        found = {name: _times(append, name, g, factor) for name, g in gradients.items()}
+        scaled = {name: _times(append, name, g, factor) for name, g in gradients.items()}
     if scale is None or finite is None or precision is None:
-        return Final(found, norm, finite)
+        return Final(scaled, norm, finite)
     state = _adapted(append, scale, finite, precision)
-    return Final(found, norm, finite, state, {SCALE: precision.loss_scale, GOOD_STEPS: 0.0})
+    return Final(scaled, norm, finite, state, {SCALE: precision.loss_scale, GOOD_STEPS: 0.0})
 
 
 def _squares(append: Append, gradients: Mapping[str, fx.Node]) -> fx.Node:
@@ -98,19 +98,19 @@ def _squares(append: Append, gradients: Mapping[str, fx.Node]) -> fx.Node:
     """
     total: fx.Node | None = None
     for name, g in gradients.items():
-        at, fqn = f"opt.{name}.norm", module_of(name)
+        name_prefix, fqn = f"opt.{name}.norm", module_of(name)
         if type_of(g).dtype in HALF:
-            size = append.cast(at, fqn, g, torch.float32)
+            size = append.cast(name_prefix, fqn, g, torch.float32)
         else:
-            size = append.call(at, fqn, aten.abs.default, g)
-        square = append.call(at, fqn, SUM_OF_SQUARES, size)
+            size = append.call(name_prefix, fqn, aten.abs.default, g)
+        square = append.call(name_prefix, fqn, SUM_OF_SQUARES, size)
         total = square if total is None else append.call("opt.norm", "", aten.add.Tensor, total, square)
     assert total is not None
     return total
 
 
 def _ratio(append: Append, norm: fx.Node, limit: float) -> fx.Node:
-    """What gradients are multiplied by so that their norm becomes at most the limit."""
+    """The factor by which gradients are multiplied, so that their norm is at most the limit."""
     inverse = append.call(
         "opt.clip", "", aten.reciprocal.default, append.call("opt.clip", "", aten.add.Tensor, norm, EPSILON)
     )

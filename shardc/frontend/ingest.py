@@ -32,9 +32,9 @@ def ingest(traced: Traced, mesh: Mesh) -> Graph:
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            found = by_node[node]
-            inputs.append(Port(found.role, found.name, tuple(found.aliases), found.trainable))
-            set_info(node, ValueInfo(graph.unique(found.name), TensorType.of(node.meta["val"])))
+            described = by_node[node]
+            inputs.append(Port(described.role, described.name, tuple(described.aliases), described.trainable))
+            set_info(node, ValueInfo(graph.unique(described.name), TensorType.of(node.meta["val"])))
             continue
         _merge_getitem(node)
         if node.op == "call_function":
@@ -68,13 +68,13 @@ def _keep_statistics(graph: Graph) -> None:
         for value in (user for user in list(node.users) if user.args[1] != 0):
             traced = type_of(value)
             update(value, type=replace(traced, dtype=torch.float32))
-            others = [user for user in value.users if user.target is not LAYER_NORM_BACKWARD]
-            if others:
+            readers = [user for user in value.users if user.target is not LAYER_NORM_BACKWARD]
+            if readers:
                 with graph.fx.inserting_after(value):
                     cast = graph.call(
                         torch.ops.aten._to_copy.default, (value,), {"dtype": traced.dtype}, like=value, type=traced
                     )
-                for user in others:
+                for user in readers:
                     user.replace_input_with(value, cast)
 
 
@@ -88,7 +88,7 @@ def _refuse_namesakes(ports: list[Port]) -> None:
 
 
 def rank_of(node: fx.Node) -> int:
-    """How many dims a traced value has, before ingest takes the graph over and after."""
+    """The number of dims of a traced value, before or after `ingest`."""
     return node.meta["val"].ndim if "val" in node.meta else type_of(node).ndim
 
 
@@ -99,9 +99,9 @@ def _merge_getitem(node: fx.Node) -> None:
     first: dict[int, fx.Node] = {}
     for user in list(node.users):
         if user.target is operator.getitem:
-            kept = first.setdefault(user.args[1], user)  # type: ignore[arg-type]
-            if kept is not user:
-                user.replace_all_uses_with(kept)
+            first_user = first.setdefault(user.args[1], user)  # type: ignore[arg-type]
+            if first_user is not user:
+                user.replace_all_uses_with(first_user)
                 node.graph.erase_node(user)
 
 
@@ -122,7 +122,7 @@ def _describe(graph: Graph, node: fx.Node, fqns: dict[str, str]) -> str:
         )
         source, text = meta.get("source", ""), meta.get("source_text", "")
     single = isinstance(value, torch.Tensor)
-    many = (
+    types = (
         tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in value) if _is_sequence(value) else ()
     )
     set_info(
@@ -130,7 +130,7 @@ def _describe(graph: Graph, node: fx.Node, fqns: dict[str, str]) -> str:
         ValueInfo(
             graph.unique(name),
             TensorType.of(value) if single else None,
-            many,
+            types,
             fqn=fqn,
             source=source,
             source_text=text,

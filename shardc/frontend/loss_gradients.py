@@ -39,8 +39,10 @@ class Hooks:
 
     @property
     def functions(self) -> list[Hook]:
-        """All of them."""
-        return [hook for kind in (self.on_gradient, self.after_accumulation) for some in kind.values() for hook in some]
+        """The hooks of all parameters."""
+        return [
+            hook for kind in (self.on_gradient, self.after_accumulation) for hooks in kind.values() for hook in hooks
+        ]
 
     def refuse_groups(self) -> None:
         """Raise ShardcError (SC122) for torch's hooks on several gradients: they act on Python state alone."""
@@ -79,7 +81,7 @@ def gradients(root: Tensor, params: Mapping[str, Tensor], hooks: Hooks) -> dict[
         grads = [*torch.autograd.grad(root, leaves, allow_unused=True)]
         # What a backward pass within forward has left is part of what the optimizer sees.
         grads = [_sum(p.grad, g) for p, g in zip(leaves, grads, strict=True)]
-    found: dict[str, Tensor | None] = {}
+    by_name: dict[str, Tensor | None] = {}
     for (name, p), g in zip(params.items(), grads, strict=True):
         if g is not None and hooks.after_accumulation[name]:
             p.grad = g
@@ -87,8 +89,8 @@ def gradients(root: Tensor, params: Mapping[str, Tensor], hooks: Hooks) -> dict[
                 for hook in hooks.after_accumulation[name]:
                     _called(hook, name, p)
             g = p.grad
-        found[name] = g
-    return found
+        by_name[name] = g
+    return by_name
 
 
 def _watched(hook: Hook, name: str) -> Hook:

@@ -32,7 +32,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class _Values:
-    """What a dictionary holds under some keys, how to read it all at once, and what it was."""
+    """Items of a dictionary: the keys, a function that reads them all at once, and their recorded values."""
 
     prefix: str
     items: Mapping[str, Any]
@@ -44,7 +44,8 @@ class _Values:
 class CompiledModel:
     """A model and a loss function at the time when they were compiled.
 
-    `constants` are the tensors that the program has for its own; `own` names attributes that forward itself changes.
+    `constants` are the tensors that the program has for its own; `changed_attributes` names those that forward
+    itself changes.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class CompiledModel:
         model: nn.Module,
         loss: object = None,
         constants: Mapping[str, Tensor] | None = None,
-        own: Collection[str] = (),
+        changed_attributes: Collection[str] = (),
     ) -> None:
         params = dict(model.named_parameters())
-        self._own = own
+        self._changed_attributes = changed_attributes
         self._snapshot = Snapshot(model, loss)
         self._names, self._params = list(params), list(params.values())
         self._trained = [p.requires_grad for p in self._params]
@@ -64,10 +65,13 @@ class CompiledModel:
         self._versions = [version_of(t) for t in self._constants]
         self._variables = [Variables(function) for function in _functions(loss)]
         self._variables_before = [_comparable(variables.items()) for variables in self._variables]
-        held: list[tuple[str, Mapping[str, Any]]] = [(f"{n}." if n else "", vars(m)) for n, m in model.named_modules()]
-        held += [("loss.", vars(loss))] if isinstance(loss, nn.Module) else []
-        self._values = [found for prefix, items in held if (found := _plain_of(prefix, items, own)) is not None]
-        self._before = [one.before for one in self._values]
+        attributes: list[tuple[str, Mapping[str, Any]]] = [
+            (f"{n}." if n else "", vars(m)) for n, m in model.named_modules()
+        ]
+        attributes += [("loss.", vars(loss))] if isinstance(loss, nn.Module) else []
+        recorded = (_plain_of(prefix, items, changed_attributes) for prefix, items in attributes)
+        self._values = [record for record in recorded if record is not None]
+        self._before = [record.before for record in self._values]
         self._unhooked = [d for _, m in model.named_modules() for key in _HOOKS if not (d := vars(m).get(key))]
         buffers = dict(model.named_buffers())
         self._state_names, self._state = [*params, *buffers], [*params.values(), *buffers.values()]
@@ -75,35 +79,41 @@ class CompiledModel:
 
     def changes(self) -> list[str]:
         """What differs now of what a training loop may set from step to step, in words. Costs 0.1 ms at 400 modules."""
-        found: list[str] = []
+        changes: list[str] = []
         try:
-            same = [one.read(one.items) for one in self._values] == self._before
+            same = [record.read(record.items) for record in self._values] == self._before
         except KeyError:  # an attribute was removed
             same = False
         if any(self._unhooked):
-            found.append("hooks on modules that had none")
+            changes.append("hooks on modules that had none")
         if not same:
-            found += [line for one in self._values for line in _differences(one)]
+            changes += [line for record in self._values for line in _differences(record)]
         if [p.requires_grad for p in self._params] != self._trained:
             trained = zip(self._names, self._params, self._trained, strict=True)
-            found += [f"{name} {'frozen' if was else 'trained'}" for name, p, was in trained if p.requires_grad != was]
-        for variables, before in zip(self._variables, self._variables_before, strict=True):
-            now = _comparable(variables.items())
-            found += [f"another {name}, which the loss reads" for name in before if now.get(name) != before[name]]
+            changes += [
+                f"{name} {'frozen' if old else 'trained'}" for name, p, old in trained if p.requires_grad != old
+            ]
+        for variables, recorded in zip(self._variables, self._variables_before, strict=True):
+            current = _comparable(variables.items())
+            changes += [
+                f"another {name}, which the loss reads" for name in recorded if current.get(name) != recorded[name]
+            ]
         if [version_of(t) for t in self._constants] != self._versions:
             pairs = zip(self._constants, self._versions, strict=True)
             written = [t for t, version in pairs if version_of(t) != version]
-            found += [f"other values in a tensor of {list(t.shape)} that is no buffer" for t in written]
-        return found
+            changes += [f"other values in a tensor of {list(t.shape)} that is no buffer" for t in written]
+        return changes
 
     def all_changes(self) -> list[str]:
-        """The same, and whatever else the model holds that is another than it was; walks the whole model."""
-        if found := self.changes():
-            return found
-        others = dict.fromkeys(c.attribute for c in self._snapshot.changes() if c.attribute not in self._own)
+        """The same, and every other attribute of the model that has changed. It walks the whole model."""
+        if changes := self.changes():
+            return changes
+        changed_names = dict.fromkeys(
+            c.attribute for c in self._snapshot.changes() if c.attribute not in self._changed_attributes
+        )
         pairs = zip(self._names, self._params, self._hooks, strict=True)
         hooked = [name for name, p, hooks in pairs if gradient_hooks(p) != hooks]
-        return [*(f"another {name}" for name in others), *(f"other hooks on {name}" for name in hooked)]
+        return [*(f"another {name}" for name in changed_names), *(f"other hooks on {name}" for name in hooked)]
 
     def refuse_changes(self) -> None:
         """Raise ShardcError (SC124) where something that is built into the program is not as it was.
@@ -122,11 +132,11 @@ class CompiledModel:
             self._state_versions = versions
 
     def accept_values(self) -> None:
-        """The values that the model has now are those that a trainer starts from."""
+        """Record the model's present values as those that a trainer starts from."""
         self._state_versions = [version_of(t) for t in self._state]
 
     def put_back(self) -> None:
-        """Tensors were written to for a while, and are now what they were."""
+        """Record that tensors were written to temporarily and are now restored."""
         self.accept_values()
         self._versions = [version_of(t) for t in self._constants]
 
@@ -137,24 +147,24 @@ def changed(changes: list[str]) -> ShardcError:
     return error("SC124", f"the model was changed since it was compiled, it now has: {shown}", hint=HINT)
 
 
-def _plain_of(prefix: str, items: Mapping[str, Any], own: Collection[str]) -> _Values | None:
-    plain = (k for k, v in items.items() if f"{prefix}{k}" not in own and (k not in _HOOKS or v))
-    keys = tuple(k for k in plain if k in _HOOKS or _is_plain(items[k]))
+def _plain_of(prefix: str, items: Mapping[str, Any], changed_attributes: Collection[str]) -> _Values | None:
+    plain_keys = (k for k, v in items.items() if f"{prefix}{k}" not in changed_attributes and (k not in _HOOKS or v))
+    keys = tuple(k for k in plain_keys if k in _HOOKS or _is_plain(items[k]))
     if not keys:
         return None
     read = itemgetter(*keys)
-    before = tuple(_copied(items[key]) for key in keys)
-    return _Values(prefix, items, keys, read, before if len(keys) > 1 else before[0])
+    copies = tuple(_copied(items[key]) for key in keys)
+    return _Values(prefix, items, keys, read, copies if len(keys) > 1 else copies[0])
 
 
-def _differences(one: _Values) -> Iterator[str]:
-    before = one.before if len(one.keys) > 1 else (one.before,)
-    for key, was in zip(one.keys, before, strict=True):
-        now = one.items.get(key)
-        if key in _HOOKS and now != was:
-            yield f"other hooks on {one.prefix.rstrip('.') or 'the model itself'}"
-        elif now != was:
-            yield f"{one.prefix}{key} = {now!r}, not {was!r}"
+def _differences(record: _Values) -> Iterator[str]:
+    recorded = record.before if len(record.keys) > 1 else (record.before,)
+    for key, before in zip(record.keys, recorded, strict=True):
+        current = record.items.get(key)
+        if key in _HOOKS and current != before:
+            yield f"other hooks on {record.prefix.rstrip('.') or 'the model itself'}"
+        elif current != before:
+            yield f"{record.prefix}{key} = {current!r}, not {before!r}"
 
 
 def _functions(value: object) -> Iterator[FunctionType]:
@@ -179,6 +189,6 @@ def _copied(value: Any) -> Any:
 
 
 def _comparable(items: Mapping[object, Any]) -> dict[object, Any]:
-    """Plain values as they are, tensors by identity; all else a step may change for itself."""
-    plain = {name: _copied(value) for name, value in items.items() if _is_plain(value)}
-    return plain | {name: id(value) for name, value in items.items() if isinstance(value, Tensor)}
+    """Plain values by content, tensors by identity. Everything else may be changed by a step, and is left out."""
+    copies = {name: _copied(value) for name, value in items.items() if _is_plain(value)}
+    return copies | {name: id(value) for name, value in items.items() if isinstance(value, Tensor)}

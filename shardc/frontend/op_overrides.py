@@ -173,10 +173,10 @@ class RandomOps:
 
         def less(x: Tensor, bound: float) -> Tensor:
             """Layers dropped at a rate of 0, as some of transformers' models decide it: `if torch.rand([]) < 0.0:`."""
-            drawn = torch_compat.node_of(x) if x.dim() == 0 and bound <= 0.0 else None
-            return torch.tensor(False) if drawn is not None and drawn.target is RANDOM_UNIFORM else NotImplemented
+            node = torch_compat.node_of(x) if x.dim() == 0 and bound <= 0.0 else None
+            return torch.tensor(False) if node is not None and node.target is RANDOM_UNIFORM else NotImplemented
 
-        def made(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
+        def filled_by(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
             def make(
                 size: Sequence[int], *, dtype: torch.dtype | None = None, generator: Any = None, **_: Any
             ) -> Tensor:
@@ -185,7 +185,7 @@ class RandomOps:
 
             return make
 
-        def made_like(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
+        def filled_like(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
             def make(x: Tensor, *, dtype: torch.dtype | None = None, generator: Any = None, **_: Any) -> Tensor:
                 _refuse_generator(generator)
                 return draw(x.shape).to(dtype or x.dtype)
@@ -203,8 +203,8 @@ class RandomOps:
             aten.bernoulli.p: bernoulli_p,
             aten.bernoulli.default: bernoulli,
             aten.lt.Scalar: less,
-            **dict.fromkeys((aten.rand.default, aten.rand.generator), made(self.uniform)),
-            **dict.fromkeys((aten.randn.default, aten.randn.generator), made(self.normal)),
-            **dict.fromkeys(torch_compat.like_ops("rand_like"), made_like(self.uniform)),
-            **dict.fromkeys(torch_compat.like_ops("randn_like"), made_like(self.normal)),
+            **dict.fromkeys((aten.rand.default, aten.rand.generator), filled_by(self.uniform)),
+            **dict.fromkeys((aten.randn.default, aten.randn.generator), filled_by(self.normal)),
+            **dict.fromkeys(torch_compat.like_ops("rand_like"), filled_like(self.uniform)),
+            **dict.fromkeys(torch_compat.like_ops("randn_like"), filled_like(self.normal)),
         }

@@ -87,13 +87,13 @@ def append_updates(
     append = Append(graph)
     final = finish(append, gradients, limit=clip_grad_norm, check=check_finite, precision=precision)
     fills: dict[str, float] = dict(final.fills or {})
-    made: list[tuple[Port, fx.Node]] = []
+    updated: list[tuple[Port, fx.Node]] = []
     if optimizer is None:
-        made = [(port, final.gradients[port.name]) for port, _ in outputs if port.role == "grad"]
+        updated = [(port, final.gradients[port.name]) for port, _ in outputs if port.role == "grad"]
     else:
-        made = _updated(append, _Updates(optimizer), groups, final, fills)
-    kept = [(port, node) for port, node in outputs if port.role != "grad"]
-    outputs = [*kept[:1], *made, *final.state, *kept[1:], *final.outputs]
+        updated = _updated(append, _Updates(optimizer), groups, final, fills)
+    results = [(port, node) for port, node in outputs if port.role != "grad"]
+    outputs = [*results[:1], *updated, *final.state, *results[1:], *final.outputs]
     graph.outputs = tuple(port for port, _ in outputs)
     graph.output_node.args = (tuple(node for _, node in outputs),)
     graph.erase_dead()
@@ -107,7 +107,7 @@ def _updated(
 ) -> list[tuple[Port, fx.Node]]:
     """The new parameters and state; adds to `fills`."""
     rates: dict[int, fx.Node] = {}
-    made: list[tuple[Port, fx.Node]] = []
+    updated: list[tuple[Port, fx.Node]] = []
     params = append.graph.input_nodes()
     for name, gradient in final.gradients.items():
         if name not in groups:
@@ -126,11 +126,11 @@ def _updated(
         fitting = append.cast(f"opt.{name}", module_of(name), gradient, type_of(param).dtype)
         values = append.instance(update.graph, (param, fitting, rates[index], *state), name)
         if final.finite is not None:
-            at, fqn = f"opt.{name}", module_of(name)
+            name_prefix, fqn = f"opt.{name}", module_of(name)
             pairs = zip(values, (param, *state), strict=True)
-            values = [append.call(at, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
-        made += zip((Port("param", name), *ports), values, strict=True)
-    return made
+            values = [append.call(name_prefix, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
+        updated += zip((Port("param", name), *ports), values, strict=True)
+    return updated
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -170,27 +170,27 @@ def initial_state(
 ) -> dict[str, Tensor]:
     """The "state" inputs: the optimizer's own, if it made steps or was loaded, else what a first step starts from."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) if model is not None else {}
-    held: Mapping[Tensor, dict[str, Any]] = optimizer.state if optimizer is not None else {}
-    found: dict[str, Tensor] = {}
+    stored: Mapping[Tensor, dict[str, Any]] = optimizer.state if optimizer is not None else {}
+    state: dict[str, Tensor] = {}
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
         if port.role != "state" or port.name not in fills:
             continue
         name, key = port.parameter, port.name.removeprefix(f"{port.parameter}:")
         type = type_of(node)
-        value = held.get(tensors[name], {}).get(key) if held and name in tensors else None
+        value = stored.get(tensors[name], {}).get(key) if stored and name in tensors else None
         if value is None or (isinstance(value, Tensor) and value.is_meta):
             # One number seen as a tensor: a rank that cuts its shard out never holds the whole.
-            found[port.name] = torch.tensor(fills[port.name], dtype=type.dtype).expand(type.shape)
+            state[port.name] = torch.tensor(fills[port.name], dtype=type.dtype).expand(type.shape)
         else:
-            found[port.name] = torch.as_tensor(value).detach().to(type.dtype).reshape(type.shape)
-    return found
+            state[port.name] = torch.as_tensor(value).detach().to(type.dtype).reshape(type.shape)
+    return state
 
 
 def _groups(graph: Graph, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
     """Parameter of the graph -> index of its group."""
     names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     ports = {name: port.name for port in graph.inputs if port.role == "param" for name in (port.name, *port.aliases)}
-    found: dict[str, int] = {}
+    group_of: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         if any(key in group for key in CYCLED):
             hint = "pass cycle_momentum=False to the scheduler"
@@ -202,8 +202,8 @@ def _groups(graph: Graph, optimizer: torch.optim.Optimizer, model: nn.Module) ->
                     f"parameter {position} of the optimizer's group {index}, {list(p.shape)}, is not the model's",
                     hint="make the optimizer from the parameters of the very model that is compiled, not of a copy",
                 )
-            found[ports.get(names[p], names[p])] = index
-    return found
+            group_of[ports.get(names[p], names[p])] = index
+    return group_of
 
 
 @dataclass

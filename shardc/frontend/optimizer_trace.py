@@ -88,22 +88,24 @@ def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int)
     update = trace_update(optimizer, group, shape, torch.float64)
     draw = torch.Generator().manual_seed(0)
     param = torch.randn(shape, dtype=torch.float64, generator=draw)
-    eager, mine = param.clone(), param.clone()
+    eager, traced = param.clone(), param.clone()
     state = {s.key: torch.full(s.shape, s.fill, dtype=s.dtype) for s in update.states}
-    kept: dict[str, Any] = _starting_state(optimizer, group, eager)
-    bare, step = _bare(optimizer, {**group, "params": [eager]}, {eager: kept} if kept else {})
+    starting_state: dict[str, Any] = _starting_state(optimizer, group, eager)
+    bare_optimizer, step = _bare(
+        optimizer, {**group, "params": [eager]}, {eager: starting_state} if starting_state else {}
+    )
     runner = fx.Interpreter(fx.GraphModule({}, update.graph.fx))
     for lr in (0.1, 0.05, 0.0):
         eager.grad = torch.randn(shape, dtype=torch.float64, generator=draw)
         eager.grad.reshape(-1)[1:2] = 0  # as an embedding's rows that no token asked for
-        bare.param_groups[0]["lr"] = lr
+        bare_optimizer.param_groups[0]["lr"] = lr
         with _default_dtype(torch.float64), torch.no_grad():
             step()
             lr_now = torch.tensor(lr, dtype=torch.float64)
-            mine, *after = runner.run(mine, eager.grad, lr_now, *state.values())
+            traced, *after = runner.run(traced, eager.grad, lr_now, *state.values())
         state = dict(zip(state, after, strict=True))
-        real = {"parameter": eager, **bare.state[eager]}
-        for key, value in {"parameter": mine, **state}.items():
+        real = {"parameter": eager, **bare_optimizer.state[eager]}
+        for key, value in {"parameter": traced, **state}.items():
             expected = torch.as_tensor(real[key], dtype=torch.float64)
             if not torch.allclose(value.double(), expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
                 raise refused(optimizer, f"traced, its steps are not those that it makes itself: the {key} differs")
@@ -131,16 +133,17 @@ def _trace(
     fakes = [torch_compat.fake_like(mode, torch.empty(s, dtype=d, device="meta")) for s, d in kinds]
 
     def update(param: Tensor, grad: Tensor, lr: Tensor, *values: Tensor) -> list[Tensor]:
-        kept = {s.key: Number(v) if s.number else v for s, v in zip(states, values, strict=True)}
+        traced_state = {s.key: Number(v) if s.number else v for s, v in zip(states, values, strict=True)}
         param.grad = grad
         options = {"params": [param], "lr": Number(lr), "capturable": capturable}
-        bare, step = _bare(optimizer, {**group, **{k: v for k, v in options.items() if k in group}}, {param: kept})
+        options = {k: v for k, v in options.items() if k in group}
+        bare_optimizer, step = _bare(optimizer, {**group, **options}, {param: traced_state})
         with traced_numbers():
             step()
-        found: dict[str, Any] = bare.state[param]
-        if found.keys() != kept.keys():
-            raise refused(optimizer, f"its state changes from {sorted(kept)} to {sorted(found)}")
-        return [param, *(v.tensor if isinstance(v, Number) else v for v in found.values())]
+        new_state: dict[str, Any] = bare_optimizer.state[param]
+        if new_state.keys() != traced_state.keys():
+            raise refused(optimizer, f"its state changes from {sorted(traced_state)} to {sorted(new_state)}")
+        return [param, *(v.tensor if isinstance(v, Number) else v for v in new_state.values())]
 
     try:
         with torch_compat.compiling() if capturable else nullcontext():
@@ -177,22 +180,22 @@ def _graph(gm: fx.GraphModule, names: Sequence[str]) -> Graph:
 def _elementwise(optimizer: torch.optim.Optimizer, graph: Graph, shape: tuple[int, ...]) -> None:
     for node in graph.calls():
         rule = find_rule(node.target)
-        filled = node.target is aten.full.default or (
+        is_full = node.target is aten.full.default or (
             node.target is aten.expand.default and not type_of(operands(node)[0]).shape
         )
-        pointwise = filled or (rule is not None and rule.kind == "pointwise")
+        pointwise = is_full or (rule is not None and rule.kind == "pointwise")
         if not pointwise or info(node).type is None or type_of(node).shape not in ((), shape):
             raise refused(optimizer, f"its update is not elementwise: it computes {op_name(node.target)}")
 
 
 # ---------------------------------------------------------------------- the state and the optimizer of a probe
 def _bare(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Any]]) -> Any:
-    plain = {key: False for key in ("foreach", "fused", "differentiable") if key in group}
-    return torch_compat.bare_optimizer(optimizer, {**group, **plain}, state)
+    flags = {key: False for key in ("foreach", "fused", "differentiable") if key in group}
+    return torch_compat.bare_optimizer(optimizer, {**group, **flags}, state)
 
 
 class _First(dict[str, Any]):
-    """An optimizer's state for one parameter, which remembers what was first put under each key."""
+    """An optimizer's state for one parameter, which records the first value of each key."""
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         super().__init__(start)
@@ -215,9 +218,9 @@ def _copied(value: Any) -> Any:
 def _states(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[State, ...]:
-    """What the state is before the first step: seen in a real step of a small parameter that is 0, with no gradient."""
+    """The state before the first step, observed in a real step of a small parameter that is 0, with no gradient."""
     param = torch.zeros((3,) * max(1, len(shape)), dtype=dtype)
-    found: list[State] = []
+    states: list[State] = []
     for key, value in _first_step(optimizer, group, param, _starting_state(optimizer, group, param)).items():
         t = torch.as_tensor(value)
         if t.dim() and t.shape != param.shape:
@@ -227,24 +230,24 @@ def _states(
             raise refused(optimizer, f"its state {key} does not start as one number")
         scalar = t.dtype if t.dtype == torch.bool else torch.float64
         number = not isinstance(value, Tensor)
-        found.append(State(key, shape, t.dtype, fill) if t.dim() else State(key, (), scalar, fill, number))
-    return tuple(found)
+        states.append(State(key, shape, t.dtype, fill) if t.dim() else State(key, (), scalar, fill, number))
+    return tuple(states)
 
 
 def _first_step(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor, start: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state that a step starts from, or makes."""
-    seen = _First(start)
+    recorder = _First(start)
     param.grad = torch.zeros_like(param)
     options = {"params": [param], "lr": float(group["lr"]), "capturable": False}
-    _, step = _bare(optimizer, {**group, **{k: v for k, v in options.items() if k in group}}, {param: seen})
+    _, step = _bare(optimizer, {**group, **{k: v for k, v in options.items() if k in group}}, {param: recorder})
     try:
         with torch.no_grad():
             step()
     except Exception as problem:
         raise refused(optimizer, _line(problem)) from problem
-    return {key: value for key, value in seen.first.items() if value is not None}
+    return {key: value for key, value in recorder.first.items() if value is not None}
 
 
 def _starting_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
@@ -252,12 +255,12 @@ def _starting_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], 
     try:
         _first_step(optimizer, group, torch.zeros_like(like), {})
     except ShardcError:
-        mine: Mapping[Tensor, dict[str, Any]] = optimizer.state
+        optimizer_state: Mapping[Tensor, dict[str, Any]] = optimizer.state
         # Of a parameter with the most dims: of a scalar's own state nothing tells what has the parameter's shape.
-        params = sorted((p for p in group["params"] if mine.get(p)), key=Tensor.dim, reverse=True)
+        params = sorted((p for p in group["params"] if optimizer_state.get(p)), key=Tensor.dim, reverse=True)
         if not params:
             raise
-        return {key: _resized(optimizer, value, like) for key, value in mine[params[0]].items()}
+        return {key: _resized(optimizer, value, like) for key, value in optimizer_state[params[0]].items()}
     return {}
 
 
@@ -268,13 +271,13 @@ def _resized(optimizer: torch.optim.Optimizer, value: Any, like: Tensor) -> Any:
         raise refused(
             optimizer, "its state lies on the meta device", "make the optimizer when the model is on a real one"
         )
-    one = float(value.flatten()[0])
-    return torch.full_like(like, one) if value.dim() else torch.tensor(one, dtype=value.dtype)
+    first = float(value.flatten()[0])
+    return torch.full_like(like, first) if value.dim() else torch.tensor(first, dtype=value.dtype)
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """In what precision optimizers keep the scalars of their state."""
+    """Set the dtype in which optimizers keep the scalars of their state."""
     original = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -57,7 +57,7 @@ class Precision:
         return self.compute == torch.float16
 
     def stored(self, p: Tensor) -> torch.dtype:
-        """What a parameter is stored in. A frozen one is never updated, so it needs no more digits than it has."""
+        """The dtype that a parameter is stored in. A frozen one is never updated, and keeps its dtype."""
         return self.master if p.is_floating_point() and p.requires_grad else p.dtype
 
 
@@ -68,11 +68,11 @@ class Casts:
         self.precision = precision
         modules = dict(model.named_modules(remove_duplicate=False))
         params = dict(model.named_parameters(remove_duplicate=False))
-        kept = _kept(precision.keep, [*filter(None, modules), *params, *inputs])
-        outermost = [n for n in modules if n in kept and not any(up in kept for up in _ancestors(n))]
+        kept_names = _kept(precision.keep, [*filter(None, modules), *params, *inputs])
+        outermost = [n for n in modules if n in kept_names and not any(up in kept_names for up in _ancestors(n))]
         self.modules = list(dict.fromkeys(modules[name] for name in outermost))
-        self.inputs = {name for name in inputs if name in kept}
-        self.params: set[Tensor] = {p for name, p in params.items() if name in kept}
+        self.inputs = {name for name in inputs if name in kept_names}
+        self.params: set[Tensor] = {p for name, p in params.items() if name in kept_names}
         for module in model.modules():
             if module in self.modules:
                 self.params.update(module.parameters())
@@ -89,10 +89,10 @@ class Casts:
                     used[name] = p.to(self.precision.compute)
         return used
 
-    def gradients(self, found: Mapping[str, Tensor], within: Within) -> dict[str, Tensor]:
-        """Gradients that are to be reduced in more digits than parameters are stored in."""
-        widened = dict(found)
-        for name, g in found.items():
+    def gradients(self, gradients: Mapping[str, Tensor], within: Within) -> dict[str, Tensor]:
+        """The gradients, cast to the dtype of reductions if that is wider than their parameters' dtype."""
+        widened = dict(gradients)
+        for name, g in gradients.items():
             if g.dtype in HALF and self.precision.reduce not in HALF:
                 with within(name.rpartition(".")[0]):
                     widened[name] = g.to(self.precision.reduce)
@@ -102,12 +102,12 @@ class Casts:
         return tuple(t if name in self.inputs else self._to(t, self.precision.compute) for name, t in tensors.items())
 
     def wide(self, tree: Any) -> Any:
-        """An output, or a loss, with its halves in float32."""
+        """An output, or a loss, with its 16-bit tensors in float32."""
         return _mapped(tree, lambda t: t.float() if t.dtype in HALF else t)
 
     @contextmanager
     def keeping(self) -> Generator[None]:
-        """Surround what is kept with casts, while the model runs."""
+        """Surround the kept modules with casts, while the model runs."""
         compute, master = self.precision.compute, self.precision.master
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -146,10 +146,10 @@ def place_casts(graph: fx.Graph, params: Collection[fx.Node], gradients: Sequenc
             min(node.users, key=order.__getitem__).prepend(node)
     for node in gradients:
         if node.target is CAST:
-            (made,) = node.all_input_nodes
-            while made.next.target is operator.getitem:
-                made = made.next
-            made.append(node)
+            (producer,) = node.all_input_nodes
+            while producer.next.target is operator.getitem:
+                producer = producer.next
+            producer.append(node)
 
 
 # What wants its floating operands to be of one dtype, though tracing on fakes does not notice when they are not.
@@ -182,12 +182,12 @@ def refuse_mixed(graph: fx.Graph, cast: bool) -> None:
             continue
         name = node.target.name().partition(".")[0]
         tensors = [n for n in _alike_operands(name, node) if isinstance(n.meta["val"], Tensor)]
-        found = {dtype for n in tensors if (dtype := n.meta["val"].dtype).is_floating_point}
+        dtypes = {dtype for n in tensors if (dtype := n.meta["val"].dtype).is_floating_point}
         halves = name in NORMS and not cast and node.args[0].meta["val"].dtype in HALF
-        if name in ALIKE and len(found) > 1 and not halves:
+        if name in ALIKE and len(dtypes) > 1 and not halves:
             raise error(
                 "SC104",
-                f"{node.target.name()} is given tensors of {' and '.join(sorted(map(str, found)))}",
+                f"{node.target.name()} is given tensors of {' and '.join(sorted(map(str, dtypes)))}",
                 location=node.meta["source"] or None,
                 source_text=node.meta["source_text"] or None,
                 fqn=node.meta["fqn"] or None,
@@ -196,15 +196,15 @@ def refuse_mixed(graph: fx.Graph, cast: bool) -> None:
 
 
 def _kept(patterns: Sequence[Annotation], names: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    for one in patterns:
-        some = {name for name in names if one.matches(name)}
-        if not some:
-            message = f"'{one.pattern}' of what is kept matches no module, parameter or input"
-            hint = did_you_mean(one.pattern, names, "names")
-            raise error("SC202", message, location=one.origin, hint=hint)
-        found |= some
-    return found
+    kept: set[str] = set()
+    for annotation in patterns:
+        matching = {name for name in names if annotation.matches(name)}
+        if not matching:
+            message = f"'{annotation.pattern}' of what is kept matches no module, parameter or input"
+            hint = did_you_mean(annotation.pattern, names, "names")
+            raise error("SC202", message, location=annotation.origin, hint=hint)
+        kept |= matching
+    return kept
 
 
 def _ancestors(name: str) -> list[str]:

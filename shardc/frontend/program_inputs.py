@@ -18,41 +18,41 @@ def model_state(model: nn.Module | None, graph: Graph | None = None) -> dict[str
     if model is None:
         return {}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    found = {name: t.detach() for name, t in tensors if not t.is_meta}
+    state = {name: t.detach() for name, t in tensors if not t.is_meta}
     if graph is not None:
         for port, node in zip(graph.inputs, graph.placeholders, strict=True):
             names = (port.name, *port.aliases) if port.role == "param" else ()
-            found |= {name: found[name].to(type_of(node).dtype) for name in names if name in found}
-    return found
+            state |= {name: state[name].to(type_of(node).dtype) for name in names if name in state}
+    return state
 
 
-def complete_inputs(graph: Graph, given: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+def complete_inputs(graph: Graph, known_inputs: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """All inputs of a graph: those given, and for parameters and buffers that are not, small random values."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
-        known = next((given[n] for n in (port.name, *port.aliases) if n in given), None)
+        known = next((known_inputs[n] for n in (port.name, *port.aliases) if n in known_inputs), None)
         if known is not None:
-            found[port.name] = known
+            inputs[port.name] = known
         elif port.role == "seed":
-            found[port.name] = torch.tensor(seed)
+            inputs[port.name] = torch.tensor(seed)
         elif port.role in ("param", "buffer"):
             type = type_of(node)
-            drawn = torch.rand(type.shape, generator=generator) * 0.2
+            values = torch.rand(type.shape, generator=generator) * 0.2
             # Weights around 0; vectors, which may be variances or scales of a norm, below 1.
-            drawn = drawn - 0.1 if type.ndim > 1 else 1 - drawn
-            found[port.name] = drawn.to(type.dtype)
-    return found
+            values = values - 0.1 if type.ndim > 1 else 1 - values
+            inputs[port.name] = values.to(type.dtype)
+    return inputs
 
 
 def drawn_batch(graph: Graph) -> dict[str, Tensor]:
     """Values that any model takes: floats in [0, 1); whole numbers 0 and 1, which are in any table."""
     generator = torch.Generator().manual_seed(0)
-    found: dict[str, Tensor] = {}
+    batch: dict[str, Tensor] = {}
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
         type = type_of(node)
         if port.role == "input" and type.dtype.is_floating_point:
-            found[port.name] = torch.rand(type.shape, generator=generator).to(type.dtype)
+            batch[port.name] = torch.rand(type.shape, generator=generator).to(type.dtype)
         elif port.role == "input":
-            found[port.name] = torch.randint(2, type.shape, generator=generator).to(type.dtype)
-    return found
+            batch[port.name] = torch.randint(2, type.shape, generator=generator).to(type.dtype)
+    return batch

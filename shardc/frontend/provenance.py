@@ -58,7 +58,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is known of one node when it is made. `number` links a backward node to its forward node."""
+    """The provenance of one node. `number` links a backward node to its forward node."""
 
     fqn: str = ""
     source: str = ""
@@ -69,7 +69,7 @@ class Origin:
 
 @dataclass
 class Origins:
-    """The origins of all nodes of a trace in the making."""
+    """The origins of all nodes of a trace that is being recorded."""
 
     names: dict[nn.Module, str]  # modules by identity -> FQN
     root: CodeType  # code of the function being traced: the walk up the frames ends there
@@ -159,27 +159,27 @@ class Origins:
 
     def where_raised(self, traceback: TracebackType | None) -> tuple[str, str]:
         """The same for an exception."""
-        found = ("", "")
-        inside = False
+        location = ("", "")
+        inside_root = False
         while traceback is not None:
             code = traceback.tb_frame.f_code
-            if inside and self._is_foreign(code.co_filename):
-                found = place(code.co_filename, traceback.tb_lineno)
-            inside = inside or code is self.root
+            if inside_root and self._is_foreign(code.co_filename):
+                location = place(code.co_filename, traceback.tb_lineno)
+            inside_root = inside_root or code is self.root
             traceback = traceback.tb_next
-        return found
+        return location
 
     def _line_of_torch(self, traceback: TracebackType | None) -> tuple[str, str] | None:
         """The line of one of torch's own modules that the user's called and that raised; None if it was no module."""
-        found: tuple[str, str] | None = None
+        location: tuple[str, str] | None = None
         while traceback is not None:
             path = traceback.tb_frame.f_code.co_filename
             if self._is_foreign(path):
-                found = None
+                location = None
             elif path.startswith(_MODULES) and not path.endswith("module.py"):
-                found = place(path, traceback.tb_lineno)
+                location = place(path, traceback.tb_lineno)
             traceback = traceback.tb_next
-        return found
+        return location
 
     def placed(self, refusal: ShardcError) -> ShardcError:
         """A refusal at the line of forward that asked for what is refused, unless it names one, or a module, itself."""
@@ -187,38 +187,38 @@ class Origins:
         source, text = self.where_raised(refusal.__traceback__)
         if first.location or first.fqn or not source:
             return refusal
-        where = replace(first, location=source, source_text=text or None, fqn=self.fqn or None)
-        return ShardcError(where, *rest)
+        diagnostic = replace(first, location=source, source_text=text or None, fqn=self.fqn or None)
+        return ShardcError(diagnostic, *rest)
 
     def diagnosed(self, problem: BaseException, cast: bool) -> ShardcError:
         """The model's error, at the line and in the module where it was raised; were the model's tensors `cast`?"""
         source, text = self.where_raised(problem.__traceback__)
-        where = {"location": source or None, "source_text": text or None, "fqn": self.fqn or None}
+        fields = {"location": source or None, "source_text": text or None, "fqn": self.fqn or None}
         if torch_compat.is_data_dependent(problem):
             hint = "choose with torch.where, or by Python values; experts: set_experts_implementation('grouped_mm')"
             looking = self._line_of_torch(problem.__traceback__)
             if looking:
                 text_of_torch = looking[1]
-                hint = next((said for word, said in _OF_TORCH.items() if word in text_of_torch), _LEAVE_OUT)
+                hint = next((text_hint for word, text_hint in _OF_TORCH.items() if word in text_of_torch), _LEAVE_OUT)
             elif _MADE_PYTHON.search(text):
                 hint = "leave it a tensor here; .item(), float() and the like are for what trainer.step returns"
             message = "this needs the values of a tensor, which are unknown while compiling"
             cause = str(problem).strip().partition("\n")[0]
             if looking:
                 cause += f", in {looking[0]}: {looking[1]}"
-            return error("SC101", message, **where, cause=cause, hint=hint)
+            return error("SC101", message, **fields, cause=cause, hint=hint)
         if torch_compat.is_control_flow(problem):
             message = (
                 "forward calls an op of torch's for control flow (cond, while_loop, map), which no program can hold"
             )
             hint = "compute both branches and choose with torch.where; loop in Python so many times as shapes say"
-            return error("SC101", message, **where, hint=hint)
+            return error("SC101", message, **fields, hint=hint)
         message = f"{type(problem).__name__}: {str(problem).strip() or 'no message'}"
         hint = "does the model run on this batch without shardc?"
-        hint = next((instead for said, instead in _INSTEAD.items() if said in message), hint)
+        hint = next((instead for phrase, instead in _INSTEAD.items() if phrase in message), hint)
         if cast and any(words in message for words in ("dtype", "scalar type", "should be the same")):
             hint = KEEP_HINT
-        return error("SC104", message, **where, hint=hint)
+        return error("SC104", message, **fields, hint=hint)
 
     def _is_foreign(self, path: str) -> bool:
         known = self._foreign.get(path)
@@ -256,9 +256,9 @@ def named_at(model: nn.Module, name: str) -> tuple[str, dict[str, str | None]]:
         fqn, _, attribute = fqn.rpartition(".")
     around, child = fqn, attribute
     while True:
-        found = _first_mention(modules[around], child, attribute)
-        if found or not around:
-            return fqn, found
+        mention = _first_mention(modules[around], child, attribute)
+        if mention or not around:
+            return fqn, mention
         around, _, child = around.rpartition(".")
 
 
@@ -271,8 +271,8 @@ def _first_mention(module: nn.Module, word: str, better: str) -> dict[str, str |
             continue
         if path is None or path.startswith(_TORCH):
             continue
-        fits = [i for i, line in enumerate(lines) if re.search(rf"\w\.{re.escape(word)}\b", line)]
-        best = [i for i in fits if better in lines[i]] or fits
+        matching = [i for i, line in enumerate(lines) if re.search(rf"\w\.{re.escape(word)}\b", line)]
+        best = [i for i in matching if better in lines[i]] or matching
         if best:
             location, text = place(path, start + best[0])
             return {"location": location, "source_text": text or None}
@@ -281,8 +281,8 @@ def _first_mention(module: nn.Module, word: str, better: str) -> dict[str, str |
 
 def about_tensor(model: nn.Module, code: str, name: str, message: str, hint: str) -> ShardcError:
     """An error about one of the model's parameters or buffers, at the line where forward first speaks of it."""
-    fqn, where = named_at(model, name)
-    return error(code, message, tensor=name, fqn=fqn or None, hint=hint, **where)
+    fqn, fields = named_at(model, name)
+    return error(code, message, tensor=name, fqn=fqn or None, hint=hint, **fields)
 
 
 def first_tensor(output: Any) -> Tensor | None:

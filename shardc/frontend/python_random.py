@@ -34,21 +34,22 @@ class Generators:
     """The generators within a model's reach, and their states when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = [
+        generators = [
             _Generator("Python's random", random.getstate, random.setstate),
             _Generator("numpy.random", np.random.get_state, np.random.set_state),
         ]
-        found += [one for place, value in reachable(model) if (one := _held(place.path, value)) is not None]
-        self._states = [(one, one.read()) for one in found]
+        holders = (_held(place.path, value) for place, value in reachable(model))
+        generators += [generator for generator in holders if generator is not None]
+        self._states = [(generator, generator.read()) for generator in generators]
 
     def drawn(self) -> list[Diagnostic]:
         """A warning (SC111) for each generator that is in another state than it was."""
-        names = [one.name for one, state in self._states if repr(one.read()) != repr(state)]
+        names = [generator.name for generator, state in self._states if repr(generator.read()) != repr(state)]
         return [Diagnostic("SC111", MESSAGE.format(name), "warning", hint=HINT) for name in names]
 
     def restore(self) -> None:
-        for one, state in self._states:
-            one.write(state)
+        for generator, state in self._states:
+            generator.write(state)
 
 
 def _held(path: str, value: object) -> _Generator | None:

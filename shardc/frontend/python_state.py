@@ -100,7 +100,7 @@ class Snapshot:
         modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
         classes = dict.fromkeys(cls for module in modules for cls in type(module).__mro__)
         by_class = {cls: held_by_class(cls) for cls in classes}
-        functions = [function for _, some in by_class.values() for function in some]
+        functions = [function for _, of_class in by_class.values() for function in of_class]
         self._held = [_Held(Place("", cls.__name__), h, h.items()) for cls, (h, _) in by_class.items() if h is not None]
         of_classes = list(self._of_holders())
         self._held += [
@@ -111,14 +111,14 @@ class Snapshot:
 
     def changes(self) -> list[Change]:
         """What differs now, item by item."""
-        found: list[Change] = []
-        for held in self._held:
-            now = held.holder.items()
-            for key in {**held.items, **now}:
-                before, after = held.items.get(key, ABSENT), now.get(key, ABSENT)
+        changes: list[Change] = []
+        for recorded in self._held:
+            current = recorded.holder.items()
+            for key in {**recorded.items, **current}:
+                before, after = recorded.items.get(key, ABSENT), current.get(key, ABSENT)
                 if not _same(before, after):
-                    found.append(Change(_below(held.place, held.holder, key), before, after))
-        return found
+                    changes.append(Change(_below(recorded.place, recorded.holder, key), before, after))
+        return changes
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that lay in all those places."""
@@ -126,26 +126,26 @@ class Snapshot:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """The arrays of numpy, and how the user would write each."""
-        return ((at.path, value) for at, value in self._values() if type(value).__name__ == "ndarray")
+        return ((place.path, value) for place, value in self._values() if type(value).__name__ == "ndarray")
 
     def _values(self) -> Iterator[tuple[Place, Any]]:
         return _walked(list(self._of_holders()))
 
     def _of_holders(self) -> Iterator[tuple[Place, Any]]:
-        for held in self._held:
-            for key, value in held.items.items():
+        for recorded in self._held:
+            for key, value in recorded.items.items():
                 if type(value) not in _LEAVES:
-                    yield held.place.attribute(str(key)), value
+                    yield recorded.place.attribute(str(key)), value
 
     def clear_caches(self) -> None:
         """Empty the functions with `lru_cache` that remember more than they did."""
-        for held in self._held:
-            if isinstance(held.holder, Cache):
-                held.holder.restore(held.items)
+        for recorded in self._held:
+            if isinstance(recorded.holder, Cache):
+                recorded.holder.restore(recorded.items)
 
     def restore(self) -> None:
-        for held in self._held:
-            held.holder.restore(held.items)
+        for recorded in self._held:
+            recorded.holder.restore(recorded.items)
 
 
 def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place, Any]]:
@@ -159,20 +159,20 @@ def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place,
 def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
     seen: dict[int, Any] = {}  # the values are kept, so that no other takes the place of one
     while todo:
-        at, value = todo.pop()
+        place, value = todo.pop()
         if isinstance(value, nn.Module):
-            at = Place(at.path, at.path)
-        if id(value) in seen or at.depth > _DEPTH:
+            place = Place(place.path, place.path)
+        if id(value) in seen or place.depth > _DEPTH:
             continue
         seen[id(value)] = value
-        yield at, value
+        yield place, value
         deeper = isinstance(value, (tuple, partial))  # and not by going from an object to its class, or to a method
-        todo += [(at.item(i) if deeper else at, part) for i, part in enumerate(inside(value))]
+        todo += [(place.item(i) if deeper else place, part) for i, part in enumerate(inside(value))]
         for holder in holders_of(value):
             todo += [
-                (_below(at, holder, key), held)
-                for key, held in holder.items().items()
-                if type(held) not in _LEAVES  # most of what modules hold
+                (_below(place, holder, key), item)
+                for key, item in holder.items().items()
+                if type(item) not in _LEAVES  # most of what modules hold
             ]
 
 

@@ -36,8 +36,8 @@ class Call:
 
     def batch(self, tensors: tuple[Tensor, ...]) -> Any:
         """The batch as the user shaped it, with these tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if fits else leaf for fits, leaf in zip(self.is_tensor, self.leaves, strict=True)]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if fits else leaf for fits, leaf in zip(self.is_tensor, self.leaves, strict=True)]
         return torch_compat.unflatten(leaves, self.structure)
 
     @staticmethod
@@ -57,11 +57,11 @@ class Call:
             if "unexpected keyword" in str(problem) or "too many positional" in str(problem):
                 hint = "leave it out; or, where `loss` reads it from the batch, let forward take it too and ignore it"
             raise error("SC103", f"the batch does not fit forward{signature}: {problem}", hint=hint) from None
-        named: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                named.update(value)
+                arguments.update(value)
             else:
-                named[name] = value
-        by_number = {number: path for path, number in torch_compat.flatten_with_paths(named)}
+                arguments[name] = value
+        by_number = {number: path for path, number in torch_compat.flatten_with_paths(arguments)}
         return [by_number[number] for number in range(len(self.leaves))]

@@ -62,9 +62,9 @@ class Container:
         return {id(value): value for value in values} if isinstance(self._value, set) else dict(enumerate(values))
 
     def restore(self, items: Mapping[object, Any]) -> None:
-        now = self.items()
-        if [*map(id, now.values())] == [*map(id, items.values())] and (
-            not isinstance(self._value, dict) or [*now] == [*items]
+        current = self.items()
+        if [*map(id, current.values())] == [*map(id, items.values())] and (
+            not isinstance(self._value, dict) or [*current] == [*items]
         ):
             return
         self._kind.clear(self._value)
@@ -87,15 +87,15 @@ class Attributes:
 
     def items(self) -> dict[object, Any]:
         read = vars(self._value).get if isinstance(self._value, type) else partial(getattr, self._value)
-        found = {name: read(name, ABSENT) for name in self._names}
-        return {name: value for name, value in found.items() if value is not ABSENT}
+        values = {name: read(name, ABSENT) for name in self._names}
+        return {name: value for name, value in values.items() if value is not ABSENT}
 
     def restore(self, items: Mapping[object, Any]) -> None:
-        now = self.items()
+        current = self.items()
         for name in self._names:
-            if name in items and now.get(name, ABSENT) is not items[name]:
+            if name in items and current.get(name, ABSENT) is not items[name]:
                 setattr(self._value, name, items[name])
-            elif name not in items and name in now:
+            elif name not in items and name in current:
                 delattr(self._value, name)
 
 
@@ -119,9 +119,9 @@ class Variables:
         self._defaults = [value for value in defaults if _changes(value)]
 
     def items(self) -> dict[object, Any]:
-        found: dict[object, Any] = {name: _content(cell) for name, cell in self._cells.items()}
-        found |= {name: self._globals[name] for name in self._names if name in self._globals}
-        return found | {f"default {i}": value for i, value in enumerate(self._defaults)}
+        variables: dict[object, Any] = {name: _content(cell) for name, cell in self._cells.items()}
+        variables |= {name: self._globals[name] for name in self._names if name in self._globals}
+        return variables | {f"default {i}": value for i, value in enumerate(self._defaults)}
 
     def restore(self, items: Mapping[object, Any]) -> None:
         for name, value in items.items():
@@ -146,8 +146,8 @@ class Bytes:
 
     def restore(self, items: Mapping[object, Any]) -> None:
         if items["content"] != bytes(self._value):
-            old = items["content"]
-            self._value[:] = array(self._value.typecode, old) if isinstance(self._value, array) else old
+            content = items["content"]
+            self._value[:] = array(self._value.typecode, content) if isinstance(self._value, array) else content
 
 
 class Context:
@@ -220,8 +220,8 @@ class Position:
 
 def holders_of(value: Any) -> list[Holder]:
     """The places that a value is, or has its attributes in."""
-    how = _how_held(type(value))
-    return how(value) if how is not None else []
+    holders = _how_held(type(value))
+    return holders(value) if holders is not None else []
 
 
 @lru_cache(maxsize=4096)
@@ -230,7 +230,7 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
     if cls in CONTAINERS:
         return lambda value: [Container(value)]
     if issubclass(cls, type):
-        return lambda value: [held] if (held := held_by_class(value)[0]) is not None else []
+        return lambda value: [holder] if (holder := held_by_class(value)[0]) is not None else []
     if issubclass(cls, ContextVar):
         return lambda variable: [Context(variable)]
     if issubclass(cls, (bytearray, array)):
@@ -251,9 +251,9 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
 
     def of_object(value: Any) -> list[Holder]:
         attributes = getattr(value, "__dict__", None)
-        found: list[Holder] = [Container(value)] if isinstance(value, CONTAINERS) else []
-        found += [Container(attributes, named=True)] if isinstance(attributes, dict) else []
-        return [*found, Attributes(value, slots)] if slots else found
+        holders: list[Holder] = [Container(value)] if isinstance(value, CONTAINERS) else []
+        holders += [Container(attributes, named=True)] if isinstance(attributes, dict) else []
+        return [*holders, Attributes(value, slots)] if slots else holders
 
     return of_object
 
@@ -265,9 +265,9 @@ def held_by_class(cls: type) -> tuple[Holder | None, list[Any]]:
     """
     if _package(cls) in _NOBODYS:
         return None, []
-    own = dict(vars(cls))
-    names = [name for name, value in own.items() if _changes(value) and not name.startswith("__")]
-    unwrapped = (getattr(value, "__func__", value) for value in own.values())
+    attributes = dict(vars(cls))
+    names = [name for name, value in attributes.items() if _changes(value) and not name.startswith("__")]
+    unwrapped = (getattr(value, "__func__", value) for value in attributes.values())
     functions = [value for value in unwrapped if type(value) in (FunctionType, CACHE)]
     return Attributes(cls, names) if names else None, functions
 
@@ -358,6 +358,6 @@ def _content(cell: CellType) -> Any:
 
 
 def _slots(cls: type) -> list[str]:
-    names: Iterator[Any] = (getattr(one, "__slots__", ()) for one in cls.__mro__ if one.__module__ != "builtins")
-    flat = [name for some in names for name in ([some] if isinstance(some, str) else some)]
+    names: Iterator[Any] = (getattr(base, "__slots__", ()) for base in cls.__mro__ if base.__module__ != "builtins")
+    flat = [name for slots in names for name in ([slots] if isinstance(slots, str) else slots)]
     return [name for name in flat if name not in ("__dict__", "__weakref__")]

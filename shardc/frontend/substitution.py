@@ -30,10 +30,10 @@ Entry = tuple[nn.Module, str, str, Tensor]  # module, "_parameters" or "_buffers
 
 
 class _Base(NamedTuple):
-    """A tensor of the model, and what stands for it."""
+    """A tensor of the model, and the traced tensor that stands for it."""
 
     name: str
-    own: Tensor
+    original: Tensor
     traced: Tensor
     trained: bool
     storage: int | None  # of the traced tensor, at the start
@@ -47,33 +47,34 @@ class StandIns:
         a parameter goes, also where forward has moved its module since."""
         names = first_names(model) | {id(p): name for name, p in own_params.items()}
         self.model = model
-        self.asked: list[Exception] = []  # of those who wanted a tensor's values, whether or not they caught the error
+        self.value_reads: list[Exception] = []  # of reads of a tensor's values, caught or not
         self._by_id: dict[int, _Base] = {}
         self._extents: list[tuple[Extent, _Base]] = []
         self.entries: list[Entry] = []
         self.places: dict[str, tuple[nn.Module, str]] = {}  # of each buffer, by all its names
         for prefix, module in model.named_modules(remove_duplicate=False):
             for kind in ("_parameters", "_buffers"):
-                held: Mapping[str, Tensor | None] = getattr(module, kind)
-                for key, own in held.items():
-                    if own is None:
+                tensors: Mapping[str, Tensor | None] = getattr(module, kind)
+                for key, tensor in tensors.items():
+                    if tensor is None:
                         continue
-                    name = names[id(own)]
-                    base = _Base(name, own, traced[name], own.requires_grad, torch_compat.storage_of(traced[name]))
+                    name = names[id(tensor)]
+                    twin = traced[name]
+                    base = _Base(name, tensor, twin, tensor.requires_grad, torch_compat.storage_of(twin))
                     self.entries.append((module, kind, key, base.traced))
                     if kind == "_buffers":
                         self.places[f"{prefix}.{key}" if prefix else key] = (module, key)
-                    if id(own) not in self._by_id:
-                        self._by_id[id(own)] = base
-                        if (extent := extent_of(own)) is not None:
+                    if id(tensor) not in self._by_id:
+                        self._by_id[id(tensor)] = base
+                        if (extent := extent_of(tensor)) is not None:
                             self._extents.append((extent, base))
 
     @contextmanager
     def active(self) -> Generator[None]:
-        """While this is entered, the traced tensors are what the model and its functions work on."""
+        """A context in which the model and its functions use the traced tensors."""
         with (
             torch_compat.swapped(self.entries),
-            torch_compat.substituting(self.find, self.asked, self._refuse_assigned),
+            torch_compat.substituting(self.find, self.value_reads, self._refuse_assigned),
         ):
             yield
 
@@ -84,7 +85,7 @@ class StandIns:
         Called while the traced tensors are in place.
         """
         self._refuse_new()
-        held = {id(t) for m, kind, key, _ in self.entries if (t := torch_compat.held(m, kind, key)) is not None}
+        assigned = {id(t) for m, kind, key, _ in self.entries if (t := torch_compat.held(m, kind, key)) is not None}
         for base in self._by_id.values():
             verb, hint = "", ""
             if torch_compat.storage_of(base.traced) != base.storage:
@@ -97,7 +98,7 @@ class StandIns:
                 continue
             elif torch_compat.was_written(base.traced):
                 verb, hint = "overwrites", "make it a buffer, or compute what is to be used: self.w.clamp(-1, 1)"
-            elif id(base.traced) not in held:
+            elif id(base.traced) not in assigned:
                 verb, hint = "replaces", "change parameters between steps; derive a weight by a parametrization"
             if verb:
                 message = f"forward {verb} the parameter {base.name}"
@@ -122,15 +123,15 @@ class StandIns:
                 "SC104", message, hint="compute another tensor; y + (z - y).detach() has z's value and y's gradient"
             )
 
-    def find(self, own: Tensor) -> Tensor | None:
+    def find(self, tensor: Tensor) -> Tensor | None:
         """The traced tensor for one of the model's, or the same view of it; None for any other tensor."""
-        base = self._by_id.get(id(own))
+        base = self._by_id.get(id(tensor))
         if base is not None:
             return base.traced
-        if (extent := extent_of(own)) is None:
+        if (extent := extent_of(tensor)) is None:
             return None
         for whole, base in self._extents:
-            if whole.contains(extent) and (view := view_like(own, base, extent.start - whole.start)) is not None:
+            if whole.contains(extent) and (view := view_like(tensor, base, extent.start - whole.start)) is not None:
                 return view
         return None
 
@@ -145,32 +146,32 @@ def view_like(view: Tensor, base: _Base, start: int) -> Tensor | None:
 
     None where it is of another dtype, or no plain view of the model's tensor.
     """
-    own, first = base.own, start // view.element_size()
-    same = view.shape == own.shape and view.stride() == own.stride()
-    if view.dtype != own.dtype or start % view.element_size() or not (same or own.is_contiguous()):
+    tensor, first = base.original, start // view.element_size()
+    same = view.shape == tensor.shape and view.stride() == tensor.stride()
+    if view.dtype != tensor.dtype or start % view.element_size() or not (same or tensor.is_contiguous()):
         return None
     traced = base.traced if view.requires_grad else base.traced.detach()
     if same:
         return traced
     order = sorted(range(view.dim()), key=lambda d: (-view.stride()[d], -view.shape[d]))
-    if tuple(view.shape[d] for d in order) == tuple(own.shape):
+    if tuple(view.shape[d] for d in order) == tuple(tensor.shape):
         return traced.permute([order.index(d) for d in range(view.dim())])
-    if view.is_contiguous() and view.numel() == own.numel():
+    if view.is_contiguous() and view.numel() == tensor.numel():
         return traced.reshape(view.shape)
     return traced.as_strided(view.size(), view.stride(), first)
 
 
 # ------------------------------------------------------------------ what must not be
-def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], changed: Iterable[str] = ()) -> None:
+def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], written: Iterable[str] = ()) -> None:
     """Raise ShardcError (SC121) where tensors of the model or the batch lie in the same memory and one of them changes.
 
     A program keeps each parameter, buffer and input by itself: what is written to one would not be seen in the other.
-    Parameters that are trained change; `changed` names buffers and inputs that do.
+    Parameters that are trained change; `written` names buffers and inputs that do.
     """
-    changing = {name for name, p in model.named_parameters() if p.requires_grad} | set(changed)
+    changing = {name for name, p in model.named_parameters() if p.requires_grad} | set(written)
     tensors = dict(model.named_parameters())
-    own = {id(p) for p in tensors.values()}
-    tensors |= {name: b for name, b in model.named_buffers() if id(b) not in own}
+    params = {id(p) for p in tensors.values()}
+    tensors |= {name: b for name, b in model.named_buffers() if id(b) not in params}
     inputs = {name: t for name, t in batch.items() if name not in tensors}
     for a, b in overlapping({**tensors, **inputs}):
         if a in inputs and b in inputs:
@@ -187,11 +188,11 @@ def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], changed:
 def refuse_arrays(model: nn.Module, arrays: Iterable[tuple[str, Any]]) -> None:
     """Raise ShardcError (SC120) for an array of numpy in the memory of a parameter or buffer: what forward reads of it
     are Python's numbers, which a program has as they were while compiling."""
-    own = [(e, name) for name, t in (*model.named_parameters(), *model.named_buffers()) if (e := extent_of(t))]
+    extents = [(e, name) for name, t in (*model.named_parameters(), *model.named_buffers()) if (e := extent_of(t))]
     for path, array in arrays:
         start: int = array.__array_interface__["data"][0]
         extent = Extent(torch.device("cpu"), start, start + array.nbytes)
-        owner = next((name for other, name in own if other.meets(extent)), None)
+        owner = next((name for other, name in extents if other.meets(extent)), None)
         if owner is not None:
             message = f"'{path}' is an array of numpy in the memory of '{owner}', which changes from step to step"
             raise about_tensor(model, "SC120", owner, message, f"read {owner} itself, or let the array be a .copy()")
@@ -214,7 +215,7 @@ def refuse_frozen(
     extents = [(extent_of(t), name) for name, t in (*model.named_parameters(), *model.named_buffers())]
     for node, constant in constants.items():
         extent = extent_of(constant)
-        owner = next((name for own, name in extents if own and extent and own.meets(extent)), None)
+        owner = next((name for other, name in extents if other and extent and other.meets(extent)), None)
         if owner is None and not constant.requires_grad:
             continue
         origin = origin_of(next(iter(node.users), node))

@@ -69,22 +69,22 @@ def trace(
     try:
         gm, inputs, origins = step.record()
         step.before.clear_caches()
-        own = frozenset(change.attribute for change in step.before.changes())
-        found = carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
+        changed_attributes = frozenset(change.attribute for change in step.before.changes())
+        diagnostics = carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
     finally:
         step.before.restore()
-        drawn = generators.drawn()
+        random_diagnostics = generators.drawn()
         generators.restore()
-    found += drawn
+    diagnostics += random_diagnostics
     refuse_kept(step.recorded.held(but=inputs))
-    given = dict(zip(call.names, call.tensors, strict=True))
-    refuse_shared_memory(model, given, [*step.written_buffers, *step.written])
-    found += written_inputs(step.written, given)
+    batch_tensors = dict(zip(call.names, call.tensors, strict=True))
+    refuse_shared_memory(model, batch_tensors, [*step.written_buffers, *step.written])
+    diagnostics += written_inputs(step.written, batch_tensors)
     if any(torch_compat.mutates(node) for node in gm.graph.nodes):
         refuse_written_constants(gm, origins)
         # Fresh ones: forward may have changed the shape of an input (`unsqueeze_`).
         gm, origins = _without_mutation(gm, step.fakes(), step.mode, origins)
-    return replace(_finish(step, gm, origins), diagnostics=tuple(found), own=own)
+    return replace(_finish(step, gm, origins), diagnostics=tuple(diagnostics), changed_attributes=changed_attributes)
 
 
 class _Step:
@@ -196,74 +196,79 @@ class _Step:
             stand_ins.refuse_changed()
             grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
             stand_ins.refuse_changed()
-            kept = buffers_after(self.model, buffers, used, stand_ins.places)
-        if stand_ins.asked:  # and caught: forward has gone on as it would not in eager PyTorch
-            raise stand_ins.asked[0]
+            changed_buffers = buffers_after(self.model, buffers, used, stand_ins.places)
+        if stand_ins.value_reads:  # and caught: forward has gone on as it would not in eager PyTorch
+            raise stand_ins.value_reads[0]
 
         self.unused = tuple(name for name, grad in grads.items() if grad is None)
-        found = {name: grad for name, grad in grads.items() if grad is not None}
-        found = found if self.casts is None else self.casts.gradients(found, origins.within)
+        param_gradients = {name: grad for name, grad in grads.items() if grad is not None}
+        param_gradients = (
+            param_gradients if self.casts is None else self.casts.gradients(param_gradients, origins.within)
+        )
         outputs = torch_compat.flatten_with_paths(output) if self.with_outputs else []
-        seen = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
+        output_tensors = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
         self.results = [("loss", "loss")]
-        self.results.extend(("grad", name) for name in found)
-        self.results.extend(("buffer", name) for name in kept)
-        self.results.extend(("output", path) for path in seen)
-        left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
-        self.left = {key: node for key, node in left if node is not None}
+        self.results.extend(("grad", name) for name in param_gradients)
+        self.results.extend(("buffer", name) for name in changed_buffers)
+        self.results.extend(("output", path) for path in output_tensors)
+        nodes_left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
+        self.left = {key: node for key, node in nodes_left if node is not None}
         self._refuse_reshaped(inputs)
-        given = zip(self.call.names, tensors[count[1] :], strict=False)
-        self.written = tuple(name for name, t in given if torch_compat.was_written(t))
+        batch_tensors = zip(self.call.names, tensors[count[1] :], strict=False)
+        self.written = tuple(name for name, t in batch_tensors if torch_compat.was_written(t))
         self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
-        return [loss, *found.values(), *kept.values(), *seen.values()]
+        return [loss, *param_gradients.values(), *changed_buffers.values(), *output_tensors.values()]
 
     def _refuse_reshaped(self, inputs: Mapping[str, Tensor]) -> None:
-        for (name, now), given in zip(inputs.items(), self.call.tensors, strict=False):
-            if now.shape != given.shape or now.stride() != torch_compat.fake_like(self.mode, given).stride():
+        for (name, traced), original in zip(inputs.items(), self.call.tensors, strict=False):
+            if (
+                traced.shape != original.shape
+                or traced.stride() != torch_compat.fake_like(self.mode, original).stride()
+            ):
                 message = f"forward changes the shape of its input '{name}' in place"
                 raise error("SC104", message, tensor=name, hint="compute another: x = x.unsqueeze(1), x.mT")
 
     def _scalar(self, output: Any, batch: Any) -> Tensor:
         if self.loss is not None:
-            found: Any = self.loss(output if self.casts is None else self.casts.wide(output), batch)
+            loss: Any = self.loss(output if self.casts is None else self.casts.wide(output), batch)
         elif isinstance(output, Tensor):
-            found = output
+            loss = output
         elif isinstance(output, Mapping) and "loss" in output:
-            found = cast("Mapping[str, Any]", output)["loss"]
+            loss = cast("Mapping[str, Any]", output)["loss"]
         elif isinstance(output, tuple | list):
-            found = first_tensor(output)
+            loss = first_tensor(output)
         else:
-            found = getattr(output, "loss", None)
-        refuse_no_scalar(found, output, self.loss, self.model, self.call.names)
-        return found if self.casts is None else self.casts.wide(found)
+            loss = getattr(output, "loss", None)
+        refuse_no_scalar(loss, output, self.loss, self.model, self.call.names)
+        return loss if self.casts is None else self.casts.wide(loss)
 
 
 def _without_mutation(
-    gm: fx.GraphModule, inputs: list[Tensor], mode: Any, old: Origins
+    gm: fx.GraphModule, inputs: list[Tensor], mode: Any, origins: Origins
 ) -> tuple[fx.GraphModule, Origins]:
     """Retrace, carrying each node's origin over to what it becomes."""
-    new = Origins(old.names, old.root)
+    new_origins = Origins(origins.names, origins.root)
     returned: dict[fx.Node, list[str]] = {}
-    for name, node in old.module_outputs:
+    for name, node in origins.module_outputs:
         returned.setdefault(node, []).append(name)
     current = Origin()
 
     def on_node(node: fx.Node) -> None:
-        new.of[node] = current
+        new_origins.of[node] = current
 
     def run_node(node: fx.Node, run: Callable[[], Any]) -> Any:
         nonlocal current
-        current = old.of.get(node, current)
+        current = origins.of.get(node, current)
         result = run()
         if node in returned:
             # Looked up now: a later op may mutate this value, and then it is no longer what the module returned.
-            became = torch_compat.node_of(result)
-            if became is not None:
-                new.module_outputs += [(name, became) for name in returned[node]]
+            new_node = torch_compat.node_of(result)
+            if new_node is not None:
+                new_origins.module_outputs += [(name, new_node) for name in returned[node]]
         return result
 
     inputs = [t.detach() for t in inputs]
-    return torch_compat.functionalized(gm, inputs, mode, run_node, on_node), new
+    return torch_compat.functionalized(gm, inputs, mode, run_node, on_node), new_origins
 
 
 def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
@@ -290,8 +295,10 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
 
     (output,) = (node for node in graph.nodes if node.op == "output")
     results = [TracedOutput(role, name, node) for (role, name), node in zip(step.results, output.args[0], strict=True)]
-    own = {i.name: i.node for i in inputs if i.role == "buffer"}
-    outputs = tuple(_copied(graph, r) for r in results if not (r.role == "buffer" and r.node is own.get(r.name)))
+    buffer_nodes = {i.name: i.node for i in inputs if i.role == "buffer"}
+    outputs = tuple(
+        _copied(graph, r) for r in results if not (r.role == "buffer" and r.node is buffer_nodes.get(r.name))
+    )
     output.args = (tuple(r.node for r in outputs),)
     place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
     _rewrite_meta(graph, inputs, origins)
@@ -333,18 +340,18 @@ def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]
     aliases: dict[Tensor, list[str]] = {}
     for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(t, []).append(name)
-    rest = iter(placeholders)
+    nodes = iter(placeholders)
     inputs = [
-        TracedInput("param", name, tuple(aliases[p][1:]), p.requires_grad, next(rest))
+        TracedInput("param", name, tuple(aliases[p][1:]), p.requires_grad, next(nodes))
         for name, p in step.params.items()
     ]
     inputs += [
-        TracedInput("buffer", name, tuple(aliases[b][1:]), False, next(rest)) for name, b in step.buffers.items()
+        TracedInput("buffer", name, tuple(aliases[b][1:]), False, next(nodes)) for name, b in step.buffers.items()
     ]
-    inputs += [TracedInput("input", name, (), False, next(rest)) for name in step.call.names]
-    inputs += [TracedInput("state", SCALE, (), False, next(rest))] if step.scaled else []
-    inputs += [TracedInput("share", SHARE, (), False, next(rest))] if step.weighted else []
-    return [*inputs, TracedInput("seed", "seed", (), False, next(rest))]
+    inputs += [TracedInput("input", name, (), False, next(nodes)) for name in step.call.names]
+    inputs += [TracedInput("state", SCALE, (), False, next(nodes))] if step.scaled else []
+    inputs += [TracedInput("share", SHARE, (), False, next(nodes))] if step.weighted else []
+    return [*inputs, TracedInput("seed", "seed", (), False, next(nodes))]
 
 
 def _rewrite_meta(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> None:

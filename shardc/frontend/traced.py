@@ -45,4 +45,4 @@ class Traced:
     unused: tuple[str, ...]  # trainable parameters that the loss does not depend on
     diagnostics: tuple[Diagnostic, ...] = ()
     written: tuple[str, ...] = ()  # inputs that forward changes in place
-    own: frozenset[str] = frozenset()  # attributes of the model that forward itself changes
+    changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself

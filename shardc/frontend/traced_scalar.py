@@ -34,9 +34,9 @@ class Number(float):
     tensor: Tensor
 
     def __new__(cls, tensor: Tensor) -> Number:
-        made = super().__new__(cls, math.nan)
-        made.tensor = tensor.to(torch.float64)
-        return made
+        number = super().__new__(cls, math.nan)
+        number.tensor = tensor.to(torch.float64)
+        return number
 
     def __neg__(self) -> Number:
         return Number(-self.tensor)

@@ -61,7 +61,7 @@ def refuse_sparse(node: fx.Node, origins: Origins) -> None:
 
 
 def untrained(params: Collection[str]) -> ShardcError:
-    """The error over a model that has nothing to train."""
+    """The error for a model that has nothing to train."""
     if not params:
         return error("SC102", "the model has no parameters, so there is nothing to train", hint="register some")
     message = "the model has no trainable parameter: all of them are frozen"
@@ -69,13 +69,13 @@ def untrained(params: Collection[str]) -> ShardcError:
     return error("SC102", message, hint=hint)
 
 
-def refuse_no_scalar(loss: object, output: object, function: object, model: nn.Module, given: Collection[str]) -> None:
+def refuse_no_scalar(loss: object, output: object, function: object, model: nn.Module, names: Collection[str]) -> None:
     """Raise ShardcError (SC102) unless a step's `loss` is a scalar that depends on a parameter. `function` made it of
-    the model's `output`, if there is one; `given` are the names of the batch's tensors."""
+    the model's `output`, if there is one; `names` are the names of the batch's tensors."""
     hint = "pass trace's or compile's `loss`, a function (output, batch) -> scalar tensor"
     if not isinstance(loss, Tensor):
         message = f"no loss in the model's output, a {type(output).__name__}"
-        labels = [name for name in inspect.signature(model.forward).parameters if "label" in name and name not in given]
+        labels = [name for name in inspect.signature(model.forward).parameters if "label" in name and name not in names]
         if function is not None:
             message = f"the loss function returned no tensor, but a value of type {type(loss).__name__}"
             hint = "let it return a scalar tensor"

@@ -34,11 +34,11 @@ class Fusing(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Fusing) or value == {}:
             return value
-        said: object = {"enabled": value} if isinstance(value, bool) else value
-        if not isinstance(said, Mapping):
+        options: object = {"enabled": value} if isinstance(value, bool) else value
+        if not isinstance(options, Mapping):
             hint = "write fuse: true, or fuse: {enabled: true, exclude: [tanh]}"
             raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
-        return {"enabled": True, **cast(Mapping[str, object], said)}
+        return {"enabled": True, **cast(Mapping[str, object], options)}
 
     @field_validator("enabled", mode="before")
     @classmethod
@@ -53,14 +53,16 @@ class Fusing(BaseModel):
     def _read_exclude(cls, value: Any, info: ValidationInfo) -> Any:
         origin = source_of(info).origin("fuse", "exclude")
         patterns = (value,) if isinstance(value, (str, Annotation)) else value
-        if not isinstance(patterns, (list, tuple)) or not all(isinstance(one, (str, Annotation)) for one in patterns):
+        if not isinstance(patterns, (list, tuple)) or not all(
+            isinstance(pattern, (str, Annotation)) for pattern in patterns
+        ):
             hint = "write exclude: [tanh, '**.mlp.act']"
             raise error("SC208", f"what is not fused should be a list of patterns, not {value!r}", hint=hint)
-        return tuple(Annotation(one, P(), origin) if isinstance(one, str) else one for one in patterns)
+        return tuple(Annotation(pattern, P(), origin) if isinstance(pattern, str) else pattern for pattern in patterns)
 
     @property
     def without_kernels(self) -> str:
-        """What to say of a program that has none."""
+        """The message for a program that has no kernels."""
         if not self.enabled:
             return "no call is fused: write fuse: true in the plan"
         if not self.exclude:
@@ -69,8 +71,8 @@ class Fusing(BaseModel):
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The patterns of what stays calls."""
-        return tuple(one.pattern for one in self.exclude)
+        """The patterns of calls that are not fused."""
+        return tuple(annotation.pattern for annotation in self.exclude)
 
     @field_validator("templates", mode="before")
     @classmethod
@@ -86,9 +88,9 @@ class Fusing(BaseModel):
 
     def dumped(self) -> object:
         """As plain data, in its short form if it has one."""
-        said: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
-        said |= {"templates": list(self.templates)} if self.templates != NAMES else {}
-        return {"enabled": self.enabled, **said} if said else self.enabled
+        options: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
+        options |= {"templates": list(self.templates)} if self.templates != NAMES else {}
+        return {"enabled": self.enabled, **options} if options else self.enabled
 
 
 def says_something(value: Any) -> Any:
@@ -99,7 +101,7 @@ def says_something(value: Any) -> Any:
 
 
 def _instead(name: object) -> str:
-    """What to write in the place of a name that is no template's."""
+    """The hint for a name that is not a template's."""
     known = f"known are {', '.join(NAMES)}"
     if name in ops.__all__:
         plain = f"kernels_triton.ops.{name} is a plain function; in a graph the generator writes what it computes"

@@ -38,22 +38,22 @@ class HardwareChoice(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, said: Any, info: ValidationInfo) -> Any:
-        if isinstance(said, HardwareChoice) or said == {}:
-            return said
+    def _read(cls, written: Any, info: ValidationInfo) -> Any:
+        if isinstance(written, HardwareChoice) or written == {}:
+            return written
         source, forms = source_of(info), "write hardware: h200, or hardware: {like: h200, bucket_bytes: 50 MiB}"
-        if not isinstance(said, str | Mapping | Hardware):
-            wrong = Diagnostic("SC208", f"'hardware' should be a name or quantities, not {said!r}", hint=forms)
+        if not isinstance(written, str | Mapping | Hardware):
+            wrong = Diagnostic("SC208", f"'hardware' should be a name or quantities, not {written!r}", hint=forms)
             raise ShardcError(source.locate(wrong, "hardware"))
-        if isinstance(said, Hardware):
-            said = _differences(said)
-        changes = {} if isinstance(said, str) else dict(cast(Mapping[str, Any], said))
-        name = said if isinstance(said, str) else changes.pop("like", DEFAULT_NAME)
+        if isinstance(written, Hardware):
+            written = _differences(written)
+        changes = {} if isinstance(written, str) else dict(cast(Mapping[str, Any], written))
+        name = written if isinstance(written, str) else changes.pop("like", DEFAULT_NAME)
         if not isinstance(name, str) or name not in names():
             hint = did_you_mean(str(name), names(), "hardware")
             wrong = Diagnostic("SC208", f"there is no hardware named {name!r}", hint=hint)
-            at = ("hardware",) if isinstance(said, str) else ("hardware", "like")
-            raise ShardcError(source.locate(wrong, *at))
+            key_path = ("hardware",) if isinstance(written, str) else ("hardware", "like")
+            raise ShardcError(source.locate(wrong, *key_path))
         changes = {str(key): read_quantity(str(key), value) for key, value in changes.items()}
         if problems := problems_of(changes):
             raise ShardcError(*(source.locate(wrong, "hardware", key) for key, wrong in problems.items()))
@@ -87,12 +87,12 @@ def read_quantity(name: str, value: Any) -> Any:
 
 
 def names() -> list[str]:
-    """What hardware may be called."""
+    """The known names of hardware."""
     return sorted({DEFAULT_NAME, *_files()})
 
 
 def named(name: str) -> Hardware:
-    """The hardware of that name. Raises ShardcError (SC208) where its file says what is no quantity."""
+    """The hardware of that name. Raises ShardcError (SC208) if its file has a value that is no quantity."""
     return DEFAULT if name == DEFAULT_NAME else read_file(_files()[name])
 
 
@@ -100,16 +100,16 @@ def read_file(path: Path) -> Hardware:
     """The hardware that a file describes. Raises ShardcError (SC208) where it describes none."""
     hint = "a file has a quantity a line, such as memory_bytes_per_second: 4e12"
     try:
-        said: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as why:
         message = f"no hardware can be read from the file: {' '.join(str(why).split())}"
         raise ShardcError(Diagnostic("SC208", message, location=str(path), hint=hint)) from None
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ShardcError(Diagnostic("SC208", "the file has no quantities", location=str(path), hint=hint))
-    read = {str(key): read_quantity(str(key), value) for key, value in cast(dict[object, Any], said).items()}
-    if problems := problems_of(read):
+    quantities = {str(key): read_quantity(str(key), value) for key, value in cast(dict[object, Any], content).items()}
+    if problems := problems_of(quantities):
         raise ShardcError(*(replace(wrong, location=str(path)) for wrong in problems.values()))
-    return Hardware.of(read)
+    return Hardware.of(quantities)
 
 
 def _files() -> dict[str, Path]:

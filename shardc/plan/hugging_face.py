@@ -59,9 +59,9 @@ def tp_placements(model: object, axis: str) -> dict[str, Placement]:
             raise error("SC208", f"{pattern}: unknown tensor-parallel style '{style}'", hint=hint)
         # An entry names a module, whose weight it means (biases follow by propagation), or a bare parameter.
         for candidate in (f"{pattern}.weight", pattern):
-            found = _first(model, candidate)
+            match = _first(model, candidate)
             # A family's plan also lists parameters that this configuration does not have.
-            if found is not None and (placed := _placement(*found, style, axis)) is not None:
+            if match is not None and (placed := _placement(*match, style, axis)) is not None:
                 placements[candidate] = placed
     return placements
 

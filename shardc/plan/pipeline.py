@@ -28,7 +28,7 @@ from shardc.schedule import schedules
 
 
 class Layout(NamedTuple):
-    """How many stages there are, and how many of them on each rank."""
+    """The number of stages, and the number of stages on each rank."""
 
     stages: int
     virtual: int
@@ -93,9 +93,9 @@ class Pipelining(BaseModel):
         except ShardcError as wrong:
             raise ShardcError(*(source_of(info).locate(d, "pipeline", "memory") for d in wrong.diagnostics)) from None
 
-    def located(self, found: Diagnostic, *keys: str) -> Diagnostic:
-        """What is wrong with it, at the line of the first of these keys that was written."""
-        return self._written.source.locate(found, *self._path(keys))
+    def located(self, diagnostic: Diagnostic, *keys: str) -> Diagnostic:
+        """The diagnostic, at the line of the first of these keys that was written."""
+        return self._written.source.locate(diagnostic, *self._path(keys))
 
     def place(self, *keys: str) -> str | None:
         """The line of the first of these keys that was written, or its own."""
@@ -103,7 +103,7 @@ class Pipelining(BaseModel):
 
     def _path(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         paths = [("pipeline", key) for key in keys]
-        return next((one for one in paths if one in self._written.source.lines), ("pipeline",))
+        return next((path for path in paths if path in self._written.source.lines), ("pipeline",))
 
     def on(self, mesh: Mesh) -> Layout:
         """The stages, and how many of them each rank of the axis has.
@@ -129,8 +129,8 @@ class Pipelining(BaseModel):
         if stages is None:
             stages = ranks * virtual
         if stages != ranks * virtual:
-            each = "one stage" if virtual == 1 else f"{virtual} stages"
-            message = f"{stages} stages do not go on {ranks} ranks of axis '{self.axis}' with {each} on each"
+            stages_per_rank = "one stage" if virtual == 1 else f"{virtual} stages"
+            message = f"{stages} stages do not go on {ranks} ranks of axis '{self.axis}' with {stages_per_rank} on each"
             hint = f"make it {ranks * virtual} stages, or virtual: N with stages = {ranks} x N"
             keys = ("virtual", "stages", "split")
             raise ShardcError(self.located(Diagnostic("SC220", message, hint=hint), *keys))

@@ -119,13 +119,13 @@ class Plan(BaseModel):
         """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
         maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
         maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
-        given: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
-        plain: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
-        plain |= {"hardware": hardware, "align": align, "bucket": bucket}
-        plain |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
-        plain |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
+        written_maps: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
+        values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
+        values |= {"hardware": hardware, "align": align, "bucket": bucket}
+        values |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
+        values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
-        return cls.from_dict({**given, **{key: value for key, value in plain.items() if value is not None}})
+        return cls.from_dict({**written_maps, **{key: value for key, value in values.items() if value is not None}})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: Source | None = None) -> Plan:
@@ -134,8 +134,8 @@ class Plan(BaseModel):
         try:
             return cls.model_validate(dict(data), context=source)
         except ValidationError as invalid:
-            found = [one for problem in invalid.errors() for one in _diagnostics(problem, source)]
-            raise ShardcError(*found) from None
+            diagnostics = [diagnostic for problem in invalid.errors() for diagnostic in _diagnostics(problem, source)]
+            raise ShardcError(*diagnostics) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -161,12 +161,12 @@ class Plan(BaseModel):
         except yaml.reader.ReaderError as invalid:
             raise error("SC208", f"not YAML: {invalid.reason}", location=name, hint="a plan is plain text") from None
         except yaml.MarkedYAMLError as invalid:
-            at = invalid.problem_mark
-            where = f"{name}:{at.line + 1}" if at else name
-            quoted = text.splitlines()[at.line] if at and at.line < len(text.splitlines()) else None
+            mark = invalid.problem_mark
+            location = f"{name}:{mark.line + 1}" if mark else name
+            quoted = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else None
             hint = "quote patterns and placements"
             message = f"not YAML: {invalid.problem}"
-            raise error("SC208", message, location=where, source_text=quoted, hint=hint) from None
+            raise error("SC208", message, location=location, source_text=quoted, hint=hint) from None
         except ShardcError:
             raise
         except Exception as invalid:  # PyYAML reads 2001-99-99 as a date, and raises what Python does
@@ -195,39 +195,39 @@ class Plan(BaseModel):
         return tuple(cast(Annotations, getattr(self, kind)).values())
 
     def merge(self, other: Plan) -> Plan:
-        """Both plans; where they say something of the same pattern or key, the other one is heard."""
+        """Both plans merged. For a pattern or key that both have, the other plan's value is used."""
         merged: dict[str, object] = {kind: {**getattr(self, kind), **getattr(other, kind)} for kind in KINDS}
         merged["budget"] = {**self.budget, **other.budget}
-        rest = {key: getattr(other, key) for key in other.model_fields_set if key not in merged}
+        remaining = {key: getattr(other, key) for key in other.model_fields_set if key not in merged}
         if other.mesh is None:
-            rest.pop("mesh", None)
-        return self.model_copy(update={**merged, **rest})
+            remaining.pop("mesh", None)
+        return self.model_copy(update={**merged, **remaining})
 
     @property
     def microbatches(self) -> int:
-        """Into how many parts a step's batch is split: those of the pipeline, or those that are accumulated."""
+        """The number of parts that a step's batch is split into: the pipeline's, or those that are accumulated."""
         return self.accumulate if self.pipeline is None else self.pipeline.microbatches
 
     @property
     def bucket_bytes(self) -> int:
-        """Up to how many bytes of collectives travel as one."""
+        """The most bytes of collectives that are coalesced into one."""
         return self.hardware.value.bucket_bytes if self.bucket.size is None else self.bucket.size
 
     def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
         """An error for each axis, and for the total, on which more bytes a rank are sent in a step than are allowed."""
-        found: list[Diagnostic] = []
+        diagnostics: list[Diagnostic] = []
         for axis, allowed in self.budget.items():
             # Of the mesh that was compiled for, which need not be the plan's own.
             if (unknown := _budget_axis(axis, mesh)) is not None:
-                found.append(unknown)
+                diagnostics.append(unknown)
                 continue
             used = spent.get(axis, 0)
             if used > allowed:
-                where = "in total" if axis == TOTAL else f"on axis '{axis}'"
-                message = f"{bytes_text(used)} a rank and step {where}; the budget is {bytes_text(allowed)}"
+                scope = "in total" if axis == TOTAL else f"on axis '{axis}'"
+                message = f"{bytes_text(used)} a rank and step {scope}; the budget is {bytes_text(allowed)}"
                 hint = "`shardc explain` names the annotation behind each collective"
-                found.append(Diagnostic("SC213", message, hint=hint))
-        return tuple(found)
+                diagnostics.append(Diagnostic("SC213", message, hint=hint))
+        return tuple(diagnostics)
 
     def dump(self) -> str:
         """The plan as YAML, without what is at its default."""
@@ -235,8 +235,8 @@ class Plan(BaseModel):
         if self.mesh is not None:
             data["mesh"] = str(self.mesh)
         for kind in KINDS:
-            if some := cast(Annotations, getattr(self, kind)):
-                data[kind] = {pattern: str(one.placement) for pattern, one in some.items()}
+            if by_pattern := cast(Annotations, getattr(self, kind)):
+                data[kind] = {pattern: str(annotation.placement) for pattern, annotation in by_pattern.items()}
         if storage := self.storage.dumped():
             data["storage"] = storage
         if self.recompute.mode != "none":
@@ -317,21 +317,21 @@ def _budget_axis(axis: str, mesh: Mesh) -> Diagnostic | None:
 
 
 def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
-    """What pydantic found, as ours: the key's line, and the nearest key for a typo."""
+    """An error of pydantic as diagnostics: with the key's line, and the nearest key for a typo."""
     path: tuple[str, ...] = tuple(str(part) for part in problem["loc"])
     ours = problem.get("ctx", {}).get("error")
     if isinstance(ours, ShardcError):
-        return tuple(one if one.location else source.locate(one, *path[:1]) for one in ours.diagnostics)
+        return tuple(d if d.location else source.locate(d, *path[:1]) for d in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
-        inside = path[0] if len(path) > 1 else None
+        section = path[0] if len(path) > 1 else None
         parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
         parts |= {"fuse": Fusing, "pipeline": Pipelining}
-        known = parts.get(inside or "", Plan).model_fields
+        known = parts.get(section or "", Plan).model_fields
         key = problem["loc"][-1]
-        hint = did_you_mean(str(key), known, f"keys of {inside or 'a plan'}")
-        return (source.locate(Diagnostic("SC208", f"{inside or 'a plan'} has no key '{key}'", hint=hint), *path),)
-    said = problem["msg"] if problem["type"] == "literal_error" else problem["msg"].partition(",")[0]
-    expected = said.removeprefix("Input should be ")
+        hint = did_you_mean(str(key), known, f"keys of {section or 'a plan'}")
+        return (source.locate(Diagnostic("SC208", f"{section or 'a plan'} has no key '{key}'", hint=hint), *path),)
+    reason = problem["msg"] if problem["type"] == "literal_error" else problem["msg"].partition(",")[0]
+    expected = reason.removeprefix("Input should be ")
     message = f"'{'.'.join(path)}' should be {expected}, not {problem['input']!r}"
     hints = {"strict": "write true or false", "align": "write true or false", "seed": "write a whole number"}
     hints |= {"clip_grad_norm": "write the largest norm, 1.0 say, or leave the key out"}
@@ -347,13 +347,13 @@ def _key_lines(root: Any, name: str, text: tuple[str, ...]) -> dict[tuple[str, .
         if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
-            at, line = (*path, str(key.value)), key.start_mark.line + 1
-            if at in lines:
-                message = f"'{key.value}' is written twice, first in line {lines[at]}"
-                place = f"{name}:{line}"
-                raise error("SC208", message, location=place, source_text=text[line - 1], hint="keep one of them")
-            lines[at] = line
-            visit(value, at)
+            keys, line = (*path, str(key.value)), key.start_mark.line + 1
+            if keys in lines:
+                message = f"'{key.value}' is written twice, first in line {lines[keys]}"
+                location = f"{name}:{line}"
+                raise error("SC208", message, location=location, source_text=text[line - 1], hint="keep one of them")
+            lines[keys] = line
+            visit(value, keys)
 
     visit(root, ())
     return lines

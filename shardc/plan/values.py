@@ -52,7 +52,7 @@ MOST_BYTES = 2**60
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plan's values were written: a file with the line of each key, or one line of Python for all of them."""
+    """The source of a plan's values: a file with the line of each key, or one line of Python for all of them."""
 
     name: str | None = None
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
@@ -111,7 +111,7 @@ class Storage(BaseModel):
         if "axes" in data:
             data["axes"] = list(self.axes)
         if self.params:
-            data["params"] = {pattern: str(one.placement) for pattern, one in self.params.items()}
+            data["params"] = {pattern: str(annotation.placement) for pattern, annotation in self.params.items()}
         return data
 
 
@@ -133,33 +133,33 @@ class Recomputing(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Recomputing) or value == {}:
             return value
-        said: object = {"mode": value} if isinstance(value, str) else value
+        options: object = {"mode": value} if isinstance(value, str) else value
         forms = "write full, selective, {budget: 20GiB}, or {mode: full, collectives: true}"
-        if not isinstance(said, Mapping):
-            raise error("SC208", f"'recompute' should be a mode or a budget, not {said!r}", hint=forms)
-        read = dict(cast(Mapping[str, object], said))
-        if "budget" in read:
-            read = {"mode": "budget", **read, "budget": read_bytes(read["budget"])}
-        mode, modes = read.get("mode"), get_args(RecomputeMode)
+        if not isinstance(options, Mapping):
+            raise error("SC208", f"'recompute' should be a mode or a budget, not {options!r}", hint=forms)
+        fields = dict(cast(Mapping[str, object], options))
+        if "budget" in fields:
+            fields = {"mode": "budget", **fields, "budget": read_bytes(fields["budget"])}
+        mode, modes = fields.get("mode"), get_args(RecomputeMode)
         if mode not in modes:
             hint = forms if mode is None else did_you_mean(str(mode), modes, "modes")
             raise error("SC208", "'recompute' has no mode" + (f" '{mode}'" if mode else ""), hint=hint)
-        if (mode == "budget") != ("budget" in read):
-            unfit = "lacks its bytes" if mode == "budget" else f"goes with no budget: '{mode}' knows none"
-            raise error("SC208", f"'recompute: {mode}' {unfit}", hint=forms)
-        return read
+        if (mode == "budget") != ("budget" in fields):
+            problem = "lacks its bytes" if mode == "budget" else f"goes with no budget: '{mode}' knows none"
+            raise error("SC208", f"'recompute: {mode}' {problem}", hint=forms)
+        return fields
 
     def dumped(self) -> object:
         """As plain data, in its short form if it has one."""
         if self.mode == "budget":
-            more: dict[str, object] = {"collectives": True} if self.collectives else {}
-            return {"budget": bytes_text(self.budget), **more}
+            flags: dict[str, object] = {"collectives": True} if self.collectives else {}
+            return {"budget": bytes_text(self.budget), **flags}
         return {"mode": self.mode, "collectives": True} if self.collectives else self.mode
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where a key of a plan stands; two are equal wherever that is."""
+    """The location of a key of a plan. All locations compare equal."""
 
     source: Source = field(default=Source(), compare=False)
 
@@ -192,21 +192,21 @@ class LossOver(BaseModel):
             raise error(
                 "SC208", f"'loss' should be mean, or weighted by the tokens of an input, not {value!r}", hint=forms
             )
-        read = dict(cast(Mapping[str, object], value))
+        fields = dict(cast(Mapping[str, object], value))
         keys = ("tokens", "ignore", "shift")
-        if unknown := [key for key in read if key not in keys]:
+        if unknown := [key for key in fields if key not in keys]:
             raise error(
                 "SC208", f"'loss' has no key '{unknown[0]}'", hint=did_you_mean(unknown[0], keys, "keys of loss")
             )
-        return read
+        return fields
 
     def dumped(self) -> dict[str, object]:
         """As plain data, without what is at its default."""
         return self.model_dump(exclude_defaults=True)
 
-    def located(self, found: Diagnostic) -> Diagnostic:
+    def located(self, diagnostic: Diagnostic) -> Diagnostic:
         """The diagnostic, pointing at the key."""
-        return self._written.source.locate(found, "loss")
+        return self._written.source.locate(diagnostic, "loss")
 
 
 class Bucketing(BaseModel):
@@ -224,19 +224,19 @@ class Bucketing(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Bucketing) or value == {}:
             return value
-        said = cast(Mapping[str, object], value).get("size") if isinstance(value, Mapping) else value
+        size = cast(Mapping[str, object], value).get("size") if isinstance(value, Mapping) else value
         if isinstance(value, Mapping) and (
             unknown := [key for key in cast(Mapping[str, object], value) if key != "size"]
         ):
             hint = did_you_mean(str(unknown[0]), ["size"], "keys of bucket")
             raise error("SC208", f"'bucket' has no key '{unknown[0]}'", hint=hint)
-        if isinstance(said, bool):
-            return {"size": None if said else 0}
-        if not isinstance(said, int | str):
+        if isinstance(size, bool):
+            return {"size": None if size else 0}
+        if not isinstance(size, int | str):
             raise error(
-                "SC208", f"'bucket' should be bytes, not {said!r}", hint="write bucket: true, or bucket: 25 MiB"
+                "SC208", f"'bucket' should be bytes, not {size!r}", hint="write bucket: true, or bucket: 25 MiB"
             )
-        return {"size": read_bytes(said)}
+        return {"size": read_bytes(size)}
 
     def dumped(self) -> object:
         """As plain data, in its short form."""
@@ -268,12 +268,12 @@ class Dtypes(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Dtypes):
             return value
-        said: object = value if isinstance(value, Mapping) else {"compute": value}
-        read = dict(cast(Mapping[str, object], said))
-        if "compute" not in read:
+        options: object = value if isinstance(value, Mapping) else {"compute": value}
+        fields = dict(cast(Mapping[str, object], options))
+        if "compute" not in fields:
             hint = "write precision: bf16, or precision: {compute: bf16, master: fp32}"
             raise error("SC208", "'precision' does not say what to compute in", hint=hint)
-        return read
+        return fields
 
     @field_validator("compute", "master", "reduce", mode="before")
     @classmethod
@@ -291,7 +291,10 @@ class Dtypes(BaseModel):
     def _read_keep(cls, value: Any, info: ValidationInfo) -> tuple[Annotation, ...]:
         patterns: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
         origin = source_of(info).origin("precision", "keep")
-        return tuple(one if isinstance(one, Annotation) else Annotation(str(one), P(), origin) for one in patterns)
+        return tuple(
+            pattern if isinstance(pattern, Annotation) else Annotation(str(pattern), P(), origin)
+            for pattern in patterns
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Dtypes:
@@ -314,7 +317,7 @@ class Dtypes(BaseModel):
         """As plain data, in its short form if it has one."""
         data = self.model_dump(exclude_defaults=True, exclude={"keep"})
         if self.keep:
-            data["keep"] = [one.pattern for one in self.keep]
+            data["keep"] = [annotation.pattern for annotation in self.keep]
         return self.compute if data.keys() == {"compute"} else data
 
 
@@ -334,8 +337,8 @@ def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], me
         try:
             placed = Placement.of(placement, mesh=mesh)
         except ShardcError as wrong:
-            for one in wrong.diagnostics:
-                problems.append(source.locate(replace(one, tensor=pattern), *path, pattern))
+            for diagnostic in wrong.diagnostics:
+                problems.append(source.locate(replace(diagnostic, tensor=pattern), *path, pattern))
             continue
         read[pattern] = Annotation(pattern, placed, source.origin(*path, pattern))
     if problems:
@@ -344,10 +347,10 @@ def read_annotations(value: Any, info: ValidationInfo, path: tuple[str, ...], me
 
 
 def read_count(value: object, info: ValidationInfo, *path: str) -> int:
-    """Read a whole number from 1 to MOST; what YAML reads as true is none."""
+    """Read a whole number from 1 to MOST. YAML's true is not accepted."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-        most = f" to {MOST}" if isinstance(value, int) and value > MOST else ""
-        message = f"'{'.'.join(path)}' should be a whole number from 1{most}, not {value!r}"
+        upper_bound = f" to {MOST}" if isinstance(value, int) and value > MOST else ""
+        message = f"'{'.'.join(path)}' should be a whole number from 1{upper_bound}, not {value!r}"
         wrong = Diagnostic("SC208", message, hint=f"write {path[-1]}: 4, say")
         raise ShardcError(source_of(info).locate(wrong, *path))
     return value
@@ -358,12 +361,12 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def read_bytes(value: object) -> int:
     """Read 4096, "512 KiB", "2MiB", "1.5GB"."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if found is None or isinstance(value, bool) or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or isinstance(value, bool) or match[2].upper() not in _UNITS:
         raise error("SC208", f"{value!r} is not a number of bytes", hint='write 4096, "512 KiB" or "2 MiB"')
-    size = float(found[1]) * _UNITS[found[2].upper()]
+    size = float(match[1]) * _UNITS[match[2].upper()]
     if size > MOST_BYTES:
-        raise error("SC208", f"{found[0].strip()[:40]} is more bytes than there are", hint="a rank has some GiB")
+        raise error("SC208", f"{match[0].strip()[:40]} is more bytes than there are", hint="a rank has some GiB")
     return round(size)
 
 

@@ -4,8 +4,8 @@
     extra = trainer.load("out/step-1000")            # on any mesh and plan, in a job or in simulation
     model.load_state_dict(load_state_dict("out/step-1000"))
 
-A rank writes its own shards and reads its own; see `checkpoint_planners` for how, `checkpoint_folder` for why a crash
-never costs the checkpoint before. All ranks must call each of these; what fails on one of them fails on all.
+A rank writes its own shards and reads its own (`planners`). A crash never costs the previous checkpoint (`folder`). All
+ranks must call each of these functions; what fails on one rank fails on all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands: with the tensors, all that makes the next step what it would have been."""
+    """The progress of training. Together with the tensors it determines the next step."""
 
     step: int
     seed: int
@@ -64,19 +64,19 @@ class Saving:
         return self._outcome.done()
 
     def settle(self) -> None:
-        """Wait, and raise what nobody was told yet."""
+        """Wait, and raise the error of the save if it was not raised before."""
         if not self._reported:
             self.wait()
         self._outcome.exception()
 
 
 class Checkpoints:
-    """One process's way to disk: which shards are its own, and whom it agrees with. Without a group it is alone.
+    """Writes and reads the shards of one process, and agrees with the other ranks. Without a group there are none.
 
-    The group is gloo's, and for checkpoints alone: while one is written in the background, steps go on. Where a job has
-    several copies of the mesh, which hold different tensors (a pipeline's stages), `ranks` says of each tensor which
-    ranks of the job answer for it, in the order of the mesh's; `own` is this one's number in the job, and `whole` the
-    job's mesh.
+    The group is gloo's, and for checkpoints alone: while one is written in the background, steps go on. A job may have
+    several copies of the mesh, which hold different tensors (a pipeline's stages). `ranks` then gives for each tensor
+    the ranks of the job that write it, in the order of the mesh's ranks. `job_rank` is this rank's number in the job,
+    and `whole` is the job's mesh.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Checkpoints:
         rank: int,
         group: Any = None,
         blame: Callable[[Exception], Exception] | None = None,
-        own: int | None = None,
+        job_rank: int | None = None,
         ranks: Callable[[str], Sequence[int]] | None = None,
         whole: Mesh | None = None,
     ) -> None:
         self.mesh, self.rank, self.group, self._blame = mesh, rank, group, blame
-        self.own = rank if own is None else own
+        self.job_rank = rank if job_rank is None else job_rank
         self.ranks = ranks or (lambda _: range(mesh.world_size))
         self._job = whole or mesh
         self._pending: Saving | None = None
@@ -99,50 +99,52 @@ class Checkpoints:
 
     def reserve(self, path: str | Path) -> None:
         """Take the folder for this job, until `close`. Raises ShardcError (SC551) on every rank if another has it."""
-        place = place_of(path)
+        folder = place_of(path)
 
         def acquire() -> None:
-            if self.own == 0:
+            if self.job_rank == 0:
                 with suppress(OSError):  # where no lock can be written nothing can: the save says so
-                    self._locks.setdefault(place, FolderLock(place)).acquire()
+                    self._locks.setdefault(folder, FolderLock(folder)).acquire()
 
         self.agreed(acquire)
 
     def save(
-        self, path: str | Path, held: Mapping[str, Held], position: Position, asynchronous: bool = False
+        self, path: str | Path, tensors: Mapping[str, Held], position: Position, asynchronous: bool = False
     ) -> Saving:
         """Write a checkpoint, in place of the one at `path` if there is one."""
         self.settle()
-        place = place_of(path)
-        self.reserve(place)
-        held = {name: self._own(one) for name, one in held.items()}
+        folder = place_of(path)
+        self.reserve(folder)
+        tensors = {name: self._entry_held(entry) for name, entry in tensors.items()}
         extra = _plain(position.extra)
-        stored = {name: Stored(one.role, one.aliases) for name, one in held.items()}
+        stored = {name: Stored(tensor.role, tensor.aliases) for name, tensor in tensors.items()}
         manifest = Manifest(position.step, position.seed, str(self._job), extra, stored)
         outcome: Future[None] = Future()
         if asynchronous:
             self._thread = self._thread or ThreadPoolExecutor(1, "shardc-checkpoint")
-            outcome = self._thread.submit(self._write, place, self._snapshot(held), manifest, None)
-            self._pending = Saving(place, outcome)
+            outcome = self._thread.submit(self._write, folder, self._snapshot(tensors), manifest, None)
+            self._pending = Saving(folder, outcome)
             return self._pending
-        self._write(place, held, manifest, self._blame)
+        self._write(folder, tensors, manifest, self._blame)
         outcome.set_result(None)
-        return Saving(place, outcome)
+        return Saving(folder, outcome)
 
-    def load(self, path: str | Path, held: Mapping[str, Held], strict: bool = True) -> Position:
+    def load(self, path: str | Path, tensors: Mapping[str, Held], strict: bool = True) -> Position:
         """Read a checkpoint into tensors that are there; they change only if all of it is in order on all ranks."""
         self.settle()
-        place = place_of(path)
-        held = {name: self._own(one) for name, one in held.items()}
+        folder_path = place_of(path)
+        tensors = {name: self._entry_held(entry) for name, entry in tensors.items()}
 
         def opened() -> tuple[Path, Manifest, LoadShards, Reader]:
-            folder = find(place)
+            folder = find(folder_path)
             manifest = Manifest.read(folder)
             metadata = manifest.index(folder)
             reader = Reader(folder, metadata)
-            named = names_of(list(metadata.state_dict_metadata), held)
-            _check_fit(place, held, named, manifest, metadata, strict)
-            planner = LoadShards({own: held[name] for name, own in named.items()}, self.mesh, self.rank)
+            named = names_of(list(metadata.state_dict_metadata), tensors)
+            _check_fit(folder_path, tensors, named, manifest, metadata, strict)
+            planner = LoadShards(
+                {stored_name: tensors[name] for name, stored_name in named.items()}, self.mesh, self.rank
+            )
             places: Any = metadata.storage_data
             spots = [
                 (item.storage_index.fqn, stored_at(places[item.storage_index])) for item in planner.items(metadata)
@@ -151,27 +153,27 @@ class Checkpoints:
             return folder, manifest, planner, reader
 
         folder, manifest, planner, reader = self.agreed(opened)
-        tensors = _tensors(held)
+        state_dict = _tensors(tensors)
         with _explained(f"the checkpoint {folder} could not be read", self._blame), _quietly():
             dcp.load(
-                tensors, storage_reader=reader, planner=planner, process_group=self.group, no_dist=self.group is None
+                state_dict, storage_reader=reader, planner=planner, process_group=self.group, no_dist=self.group is None
             )
         return Position(manifest.step, manifest.seed, manifest.extra)
 
     def agreed(self, act: Callable[[], T]) -> T:
-        """Do something that can fail on some ranks only: then it fails on all, for the first one's reason."""
+        """Run an action that can fail on some ranks only. It then fails on all, with the first failing rank's error."""
         result: list[T] = []
         failure: Exception | None = None
         try:
             result.append(act())
-        except Exception as one:
-            failure = one
+        except Exception as raised:
+            failure = raised
         failures: list[Exception | None] = [failure]
         if self.group is not None:
             failures = [None] * dist.get_world_size(self.group)
             with _explained("a rank was lost", self._blame):
                 dist.all_gather_object(failures, failure, group=self.group)
-        first = failure or next((one for one in failures if one is not None), None)
+        first = failure or next((reported for reported in failures if reported is not None), None)
         if first is not None:
             raise first
         return result[0]
@@ -193,7 +195,7 @@ class Checkpoints:
             self._locks.clear()
 
     def together(self, step: int, seconds: float = 10.0) -> bool:
-        """Have all ranks of the job made as many steps, and do all ask within so many seconds?"""
+        """Whether all ranks of the job have made the same number of steps and call this within the given seconds."""
         if self.group is None:
             return True
         try:
@@ -204,40 +206,44 @@ class Checkpoints:
             return False
         return steps == [step] * len(steps)
 
-    def _own(self, held: Held) -> Held:
-        """Alone, a process holds every tensor whole, whatever the program would have its ranks hold."""
-        return held if self.group is not None else replace(held, type=held.type.replicated())
+    def _entry_held(self, entry: Held) -> Held:
+        """The entry with the layout that this process holds: without a group, every tensor is whole."""
+        return entry if self.group is not None else replace(entry, type=entry.type.replicated())
 
-    def _writes(self, name: str, held: Held) -> bool:
-        """Whether this rank writes its shard: nobody before it has the same."""
+    def _writes(self, name: str, entry: Held) -> bool:
+        """Whether this rank writes its shard: no lower rank holds the same shard."""
         return (
-            held.tensor is not None
-            and self.ranks(name)[self.rank] == self.own
-            and writes(held.type, self.mesh, self.rank)
+            entry.tensor is not None
+            and self.ranks(name)[self.rank] == self.job_rank
+            and writes(entry.type, self.mesh, self.rank)
         )
 
-    def _snapshot(self, held: Mapping[str, Held]) -> dict[str, Held]:
+    def _snapshot(self, tensors: Mapping[str, Held]) -> dict[str, Held]:
         """Copies of what this rank writes, made before the next step changes it."""
         return {
-            name: replace(one, tensor=one.tensor.detach().to("cpu", copy=True))
-            if one.tensor is not None and self._writes(name, one)
-            else one
-            for name, one in held.items()
+            name: replace(entry, tensor=entry.tensor.detach().to("cpu", copy=True))
+            if entry.tensor is not None and self._writes(name, entry)
+            else entry
+            for name, entry in tensors.items()
         }
 
     def _write(
-        self, path: Path, held: Mapping[str, Held], manifest: Manifest, blame: Callable[[Exception], Exception] | None
+        self,
+        path: Path,
+        tensors: Mapping[str, Held],
+        manifest: Manifest,
+        blame: Callable[[Exception], Exception] | None,
     ) -> None:
-        own = {name: one for name, one in held.items() if self._writes(name, one)}
-        planner, tensors = SaveShards(own, self.mesh, self.rank), _tensors(held)
+        written = {name: entry for name, entry in tensors.items() if self._writes(name, entry)}
+        planner, state_dict = SaveShards(written, self.mesh, self.rank), _tensors(tensors)
         with _explained(f"the checkpoint {path} could not be written", blame), _quietly():
             try:
                 dcp.save(
-                    tensors, storage_writer=Writer(path, manifest), planner=planner,
+                    state_dict, storage_writer=Writer(path, manifest), planner=planner,
                     process_group=self.group, no_dist=self.group is None,
                 )  # fmt: skip
             except BaseException:
-                if self.own == 0:
+                if self.job_rank == 0:
                     discard(temporary(path, manifest.step))
                 raise
 
@@ -247,20 +253,20 @@ def load_state_dict(path: str | Path, roles: Sequence[str] = ("param", "buffer")
     folder = find(place_of(path))
     manifest = Manifest.read(folder)
     stored = manifest.index(folder).state_dict_metadata
-    held: dict[str, Held] = {}
-    for name, one in manifest.tensors.items():
+    tensors: dict[str, Held] = {}
+    for name, stored_tensor in manifest.tensors.items():
         kind = stored.get(name)
-        if one.role in roles and isinstance(kind, TensorStorageMetadata):
+        if stored_tensor.role in roles and isinstance(kind, TensorStorageMetadata):
             tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
-            held[name] = Held(tensor, TensorType.of(tensor), one.role, one.aliases)
-    Checkpoints(Mesh(), 0).load(folder, held, strict=False)
-    found = {name: one.tensor for first, one in held.items() for name in (first, *one.aliases)}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+            tensors[name] = Held(tensor, TensorType.of(tensor), stored_tensor.role, stored_tensor.aliases)
+    Checkpoints(Mesh(), 0).load(folder, tensors, strict=False)
+    by_name = {name: entry.tensor for first, entry in tensors.items() for name in (first, *entry.aliases)}
+    return {name: tensor for name, tensor in by_name.items() if tensor is not None}
 
 
-def _tensors(held: Mapping[str, Held]) -> dict[str, torch.Tensor]:
-    """By the same names on every rank, as torch would have it; of what a rank does not hold, nothing is asked."""
-    return {name: torch.empty(0) if one.tensor is None else one.tensor for name, one in held.items()}
+def _tensors(tensors: Mapping[str, Held]) -> dict[str, torch.Tensor]:
+    """The state dict for torch, with the same names on every rank. A tensor that the rank lacks is an empty one."""
+    return {name: torch.empty(0) if entry.tensor is None else entry.tensor for name, entry in tensors.items()}
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,33 +279,35 @@ def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_fit(
     path: Path,
-    held: Mapping[str, Held],
+    tensors: Mapping[str, Held],
     named: Mapping[str, str],
     manifest: Manifest,
     metadata: Metadata,
     strict: bool,
 ) -> None:
-    """Raise SC406, with all that does not fit, unless every tensor can be read as it is."""
+    """Raise SC406, listing every tensor that does not fit, unless every tensor can be read unchanged."""
     taken = set(named.values())
-    unused = [n for n, one in manifest.tensors.items() if taken.isdisjoint((n, *one.aliases))]
-    missing = [name for name in held if name not in named]
+    unused = [n for n, record in manifest.tensors.items() if taken.isdisjoint((n, *record.aliases))]
+    missing = [name for name in tensors if name not in named]
     shapes: list[str] = []
     dtypes: list[str] = []
-    for name, own in named.items():
-        kind, type = metadata.state_dict_metadata[own], held[name].type
+    for name, stored_name in named.items():
+        kind, type = metadata.state_dict_metadata[stored_name], tensors[name].type
         assert isinstance(kind, TensorStorageMetadata)
         if tuple(kind.size) != type.shape:
             shapes.append(f"{name}: {list(kind.size)} in the checkpoint, {list(type.shape)} in the program")
         if kind.properties.dtype != type.dtype:
             saved = DTYPE_NAMES.get(kind.properties.dtype, str(kind.properties.dtype))
             dtypes.append(f"{name}: {saved} in the checkpoint, {DTYPE_NAMES[type.dtype]} in the program")
-    found = [("another shape", shapes, None), ("another dtype", dtypes, "compile for the same precision")]
+    reasons = [("another shape", shapes, None), ("another dtype", dtypes, "compile for the same precision")]
     if strict:
-        lines = [f"{n} (did you mean '{near}'?)" if (near := suggest(n, unused)) else n for n in missing]
-        hint = lost = "load(strict=False) reads what there is, and leaves the rest as it was"
-        if missing and all(held[name].role == "state" for name in missing):
-            lost = "it was saved without an optimizer, or with another: load(strict=False) starts the optimizer afresh"
-        found += [("no values in it", lines, lost), ("no place in the program", unused, hint)]
+        lines = [f"{n} (did you mean '{suggestion}'?)" if (suggestion := suggest(n, unused)) else n for n in missing]
+        hint = missing_hint = "load(strict=False) reads what there is, and leaves the rest as it was"
+        if missing and all(tensors[name].role == "state" for name in missing):
+            missing_hint = (
+                "it was saved without an optimizer, or with another: load(strict=False) starts the optimizer afresh"
+            )
+        reasons += [("no values in it", lines, missing_hint), ("no place in the program", unused, hint)]
     problems = [
         Diagnostic(
             "SC406",
@@ -307,7 +315,7 @@ def _check_fit(
             cause="\n".join(lines),
             hint=hint,
         )
-        for what, lines, hint in found
+        for what, lines, hint in reasons
         if lines
     ]
     if problems:
@@ -316,7 +324,7 @@ def _check_fit(
 
 @contextmanager
 def _explained(what: str, blame: Callable[[Exception], Exception] | None) -> Generator[None]:
-    """What torch raises, as our errors: of an agreed failure its cause, of a lost rank whose fault it is."""
+    """Turn torch's exceptions into shardc's errors: the cause of an agreed failure, or the rank to blame."""
     try:
         yield
     except CheckpointException as failure:

@@ -30,12 +30,14 @@ FILE_BYTES = 5 << 30
 DRAFTS = ".weights.tmp"  # a folder, since safetensors writes under names of its own
 
 
-def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_bytes: int = FILE_BYTES) -> None:
+def export(
+    checkpoints: Checkpoints, path: str | Path, tensors: Mapping[str, Held], file_bytes: int = FILE_BYTES
+) -> None:
     """Write the tensors as safetensors into the folder `path`; every rank must call it."""
-    place.settle()
-    save_file = place.agreed(_safetensors)
-    folder, first = Path(path), place.own == 0
-    files = _files({name: one.type for name, one in held.items()}, file_bytes)
+    checkpoints.settle()
+    save_file = checkpoints.agreed(_safetensors)
+    folder, first = Path(path), checkpoints.job_rank == 0
+    files = _files({name: entry.type for name, entry in tensors.items()}, file_bytes)
 
     def begin() -> None:
         if first:
@@ -44,30 +46,31 @@ def export(place: Checkpoints, path: str | Path, held: Mapping[str, Held], file_
                     shutil.rmtree(folder / DRAFTS)
                 (folder / DRAFTS).mkdir(parents=True)
 
-    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def write(file_name: str, wholes: dict[str, torch.Tensor]) -> None:
         if first:
             with _written(folder):
-                draft = folder / DRAFTS / name
-                save_file(tensors, str(draft), {"format": "pt"})
+                draft = folder / DRAFTS / file_name
+                save_file(wholes, str(draft), {"format": "pt"})
                 with draft.open("rb+") as file:
                     os.fsync(file.fileno())
 
-    place.agreed(begin)
-    for name, names in files.items():
-        tensors = {one: whole for one in names if (whole := gathered(place, one, held[one])) is not None}
-        place.agreed(lambda name=name, tensors=tensors: write(name, tensors))
+    checkpoints.agreed(begin)
+    for file_name, names in files.items():
+        wholes = {name: whole for name in names if (whole := gathered(checkpoints, name, tensors[name])) is not None}
+        checkpoints.agreed(lambda file_name=file_name, wholes=wholes: write(file_name, wholes))
 
     def finish() -> None:
         if first:
             with _written(folder):
-                _put_in_place(folder, files, sum(one.type.numel() * one.type.dtype.itemsize for one in held.values()))
+                size = sum(entry.type.numel() * entry.type.dtype.itemsize for entry in tensors.values())
+                _put_in_place(folder, files, size)
 
-    place.agreed(finish)
+    checkpoints.agreed(finish)
 
 
 @contextmanager
 def _written(folder: Path) -> Generator[None]:
-    """What goes wrong with files as SC408, for instance a full disk, which does not stay full of what is half done."""
+    """Raise file errors, such as a full disk, as SC408, and remove the drafts."""
     try:
         yield
     except ShardcError:
@@ -81,17 +84,17 @@ def _written(folder: Path) -> Generator[None]:
         ) from failure
 
 
-def gathered(place: Checkpoints, name: str, held: Held) -> torch.Tensor | None:
+def gathered(checkpoints: Checkpoints, name: str, entry: Held) -> torch.Tensor | None:
     """The whole tensor on the job's rank 0, on the CPU; None on the others."""
-    local = None if held.tensor is None else held.tensor.detach().cpu().contiguous()
-    if place.group is None:
+    local = None if entry.tensor is None else entry.tensor.detach().cpu().contiguous()
+    if checkpoints.group is None:
         return local
-    ranks = place.ranks(name)
-    senders = {rank: i for i, rank in enumerate(ranks) if writes(held.type, place.mesh, i)}
-    if place.own != 0:
-        if place.own in senders:
+    ranks = checkpoints.ranks(name)
+    senders = {rank: i for i, rank in enumerate(ranks) if writes(entry.type, checkpoints.mesh, i)}
+    if checkpoints.job_rank != 0:
+        if checkpoints.job_rank in senders:
             assert local is not None
-            dist.send(local, 0, group=place.group)
+            dist.send(local, 0, group=checkpoints.group)
         return None
     rows: dict[int, torch.Tensor] = {}
     for rank, i in senders.items():
@@ -99,38 +102,38 @@ def gathered(place: Checkpoints, name: str, held: Held) -> torch.Tensor | None:
             assert local is not None
             rows[i] = local
         else:
-            rows[i] = torch.empty(held.type.local_shape(place.mesh), dtype=held.type.dtype)
-            dist.recv(rows[i], rank, group=place.group)
-    return assemble(rows, held.type, place.mesh)
+            rows[i] = torch.empty(entry.type.local_shape(checkpoints.mesh), dtype=entry.type.dtype)
+            dist.recv(rows[i], rank, group=checkpoints.group)
+    return assemble(rows, entry.type, checkpoints.mesh)
 
 
 def _files(types: Mapping[str, TensorType], limit: int) -> dict[str, list[str]]:
     """Which tensors go into which file, in their order."""
     bins: list[list[str]] = [[]]
-    filled = 0
+    file_size = 0
     for name, type in types.items():
         size = type.numel() * type.dtype.itemsize
-        if bins[-1] and filled + size > limit:
+        if bins[-1] and file_size + size > limit:
             bins.append([])
-            filled = 0
+            file_size = 0
         bins[-1].append(name)
-        filled += size
+        file_size += size
     if len(bins) == 1:
         return {"model.safetensors": bins[0]}
     return {f"model-{i + 1:05d}-of-{len(bins):05d}.safetensors": names for i, names in enumerate(bins)}
 
 
 def _put_in_place(folder: Path, files: Mapping[str, list[str]], size: int) -> None:
-    """Replace what weights the folder has; a configuration or a tokenizer beside them stays."""
+    """Replace the weights in the folder. A configuration or a tokenizer beside them stays."""
     (folder / INDEX).unlink(missing_ok=True)
     for name in files:
         os.replace(folder / DRAFTS / name, folder / name)
-    for old in folder.glob("model*.safetensors"):
-        if old.name not in files:
-            old.unlink()
+    for existing in folder.glob("model*.safetensors"):
+        if existing.name not in files:
+            existing.unlink()
     if len(files) > 1:
-        where = {one: name for name, names in files.items() for one in names}
-        data = {"metadata": {"total_size": size}, "weight_map": where}
+        file_of = {tensor: name for name, names in files.items() for tensor in names}
+        data = {"metadata": {"total_size": size}, "weight_map": file_of}
         (folder / DRAFTS / INDEX).write_text(json.dumps(data, indent=2), encoding="utf-8")
         os.replace(folder / DRAFTS / INDEX, folder / INDEX)
     (folder / DRAFTS).rmdir()

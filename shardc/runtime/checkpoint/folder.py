@@ -27,13 +27,15 @@ JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MAST
 def place_of(path: str | Path) -> Path:
     """The absolute path of a checkpoint that the user named. Raises ShardcError (SC408) for what names no folder."""
     try:
-        place = Path(path).absolute()
-        unfit = "holds a NUL byte" if "\0" in str(place) else None if place.name else "is the root of all files"
+        folder = Path(path).absolute()
+        problem = "holds a NUL byte" if "\0" in str(folder) else None if folder.name else "is the root of all files"
     except TypeError:
-        place, unfit = None, f"is a {type(path).__name__}"
-    if place is None or unfit is not None:
-        raise error("SC408", f"the path {path!r} of a checkpoint {unfit}", hint="give the path of a folder: 'out/run'")
-    return place
+        folder, problem = None, f"is a {type(path).__name__}"
+    if folder is None or problem is not None:
+        raise error(
+            "SC408", f"the path {path!r} of a checkpoint {problem}", hint="give the path of a folder: 'out/run'"
+        )
+    return folder
 
 
 def find(path: Path) -> Path:
@@ -57,17 +59,18 @@ def find(path: Path) -> Path:
         if (path / METADATA).is_file():
             hint = "read another program's with torch.distributed.checkpoint, and pass the tensors to launch(state=...)"
             raise error("SC405", f"the checkpoint {path} is not shardc's, or not whole: no {MANIFEST}", hint=hint)
-        inside = [one.name for one in path.iterdir() if (one / MANIFEST).is_file()]
-        hint = f"in it are the checkpoints {', '.join(sorted(inside))}" if inside else None
+        nested = [folder.name for folder in path.iterdir() if (folder / MANIFEST).is_file()]
+        hint = f"in it are the checkpoints {', '.join(sorted(nested))}" if nested else None
         raise error("SC407", f"{path} is no checkpoint: it has no {MANIFEST}", hint=hint)
-    beside = [one.name for one in path.parent.iterdir() if (one / MANIFEST).is_file()] if path.parent.is_dir() else []
+    others = path.parent.iterdir() if path.parent.is_dir() else ()
+    siblings = [other.name for other in others if (other / MANIFEST).is_file()]
     raise error(
-        "SC407", f"there is no checkpoint at {path}", hint=did_you_mean(path.name, beside, "checkpoints beside it")
+        "SC407", f"there is no checkpoint at {path}", hint=did_you_mean(path.name, siblings, "checkpoints beside it")
     )
 
 
 def present(path: Path) -> bool:
-    """Is there anything to go on from at `path`: a whole checkpoint, or something that `find` has to refuse?"""
+    """Whether `path` has a checkpoint to resume from: a whole one, or something that `find` refuses."""
     try:
         find(path)
     except ShardcError as failure:
@@ -76,27 +79,27 @@ def present(path: Path) -> bool:
 
 
 def begin(path: Path, step: int) -> Path:
-    """An empty folder to write in. What crashed saves have left is tidied; what is no checkpoint is not touched."""
+    """An empty folder to write in. Leftovers of crashed saves are removed; other files are not touched."""
     if path.exists() and not (path / METADATA).is_file() and not _is_empty(path):
         hint = "give the path of a folder of its own; one that is there already is replaced, if it is a checkpoint"
         raise error("SC408", f"{path} exists, and is no checkpoint: it is not replaced", hint=hint)
     path.parent.mkdir(parents=True, exist_ok=True)
     _recover(path)
-    for one in _begun(path):
-        shutil.rmtree(one)
+    for draft in _begun(path):
+        shutil.rmtree(draft)
     folder = temporary(path, step)
     folder.mkdir()
     return folder
 
 
 def temporary(path: Path, step: int) -> Path:
-    """The folder that a save writes in: of one name on all ranks of a job, and of another in each job."""
+    """The folder that a save writes in. All ranks of a job use one name; each job uses another name."""
     job = ":".join(os.environ[name] for name in JOB if name in os.environ) or str(os.getpid())
     return path.with_name(f"{path.name}.tmp-{step}-{zlib.crc32(job.encode()):08x}")
 
 
 def discard(folder: Path) -> None:
-    """Remove what a failed save has half written. What is whole stays, and is the newest that `find` knows."""
+    """Remove the incomplete folder of a failed save. A whole one stays, as the newest that `find` knows."""
     try:
         Manifest.read(folder)
     except ShardcError:
@@ -104,7 +107,7 @@ def discard(folder: Path) -> None:
 
 
 def publish(folder: Path, path: Path) -> None:
-    """Let a folder that is complete take its place."""
+    """Move a complete folder to its place."""
     sync(folder)
     replaced = _replaced(path)
     if path.exists():
@@ -135,11 +138,15 @@ def _candidates(path: Path) -> Iterator[Path]:
 
 def _begun(path: Path) -> list[Path]:
     pattern = re.compile(re.escape(path.name) + r"\.tmp-\d+(-[0-9a-f]{8})?")
-    return [one for one in path.parent.iterdir() if pattern.fullmatch(one.name)] if path.parent.is_dir() else []
+    return (
+        [sibling for sibling in path.parent.iterdir() if pattern.fullmatch(sibling.name)]
+        if path.parent.is_dir()
+        else []
+    )
 
 
 def _recover(path: Path) -> None:
-    """Let the newest whole checkpoint have its name again, where a crash left it under another."""
+    """Rename the newest whole checkpoint to `path` if a crash left it under another name."""
     try:
         newest = find(path)
     except ShardcError:

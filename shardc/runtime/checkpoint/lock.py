@@ -47,7 +47,7 @@ class FolderLock:
         self._beats: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Raises ShardcError (SC551) where another job has it, with who that is."""
+        """Take the lock. Raises ShardcError (SC551), naming the owner, if another job has it."""
         if self._owner().get("id") == self._id:
             self._tidy()
             return
@@ -72,7 +72,7 @@ class FolderLock:
                     self._file.unlink()
 
     def _created(self) -> bool:
-        """Make the file, whole from its first moment, unless there is one."""
+        """Create the complete lock file atomically, unless there is one."""
         return self._placed(os.link)
 
     def _took_over(self) -> bool:
@@ -87,13 +87,13 @@ class FolderLock:
                 raise self._taken(owner)
             return self._placed(os.replace)
 
-    def _placed(self, place: Callable[[Path, Path], None]) -> bool:
-        """Write what says whose the lock is, and put it in its place; False if that could not be."""
+    def _placed(self, put: Callable[[Path, Path], None]) -> bool:
+        """Write a draft that names the owner, and put it in the place of the lock. False if that failed."""
         about = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
         about |= {"run": os.environ.get("TORCHELASTIC_RUN_ID", ""), "processes": _processes()}
         try:
             self._draft.write_text(json.dumps(about), encoding="utf-8")
-            place(self._draft, self._file)
+            put(self._draft, self._file)
         except (FileExistsError, FileNotFoundError):  # the latter: another process has tidied the draft away
             return False
         finally:
@@ -124,7 +124,7 @@ class FolderLock:
         return self._file.with_name(f"{self._file.name}.{_host()}-{os.getpid()}-{self._id}")
 
     def _tidy(self) -> None:
-        """Remove the drafts of processes that are gone, and its own where the disk did not let it."""
+        """Remove the drafts of processes that have ended, and own drafts whose removal failed before."""
         with suppress(OSError):
             for path in self._file.parent.iterdir():
                 name = path.name.removeprefix(self._file.name)
@@ -142,14 +142,14 @@ class FolderLock:
             return {}
 
     def _stale(self, owner: dict[str, Any], renewed: float) -> bool:
-        near = owner.get("host") == socket.gethostname() and owner.get("processes", _processes()) == _processes()
-        if near and isinstance(pid := owner.get("pid"), int):
+        local = owner.get("host") == socket.gethostname() and owner.get("processes", _processes()) == _processes()
+        if local and isinstance(pid := owner.get("pid"), int):
             return pid == os.getpid() or _started(pid) != owner.get("started")
         return time.time() - renewed > STALE
 
     def _taken(self, owner: dict[str, Any]) -> Exception:
-        who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another job"
-        message = f"the checkpoint {self._path} is being written by another job: {who}"
+        writer = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another job"
+        message = f"the checkpoint {self._path} is being written by another job: {writer}"
         return error("SC551", message, hint=f"give each job a folder of its own, or end the other ({self._file})")
 
     def _renew(self) -> None:
@@ -160,7 +160,7 @@ class FolderLock:
 
 
 def _content(file: IO[bytes]) -> dict[str, Any]:
-    """What a lock says; nothing where it is none."""
+    """The fields of a lock file; empty if the file is no lock."""
     try:
         content = json.loads(file.read())
     except (OSError, ValueError, RecursionError):

@@ -38,7 +38,7 @@ TensorName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class Piece(NamedTuple):
-    """A stretch of a file, and the tensor that it holds a part of."""
+    """A range of bytes of a file, and the tensor that they are a part of."""
 
     file: str
     offset: int
@@ -107,33 +107,33 @@ class Manifest:
         Raises ShardcError: SC405 for damage, SC403 for another version, SC408 where it cannot be read.
         """
         body = _body(folder)
-        tensors = {name: Stored(one.role, tuple(one.aliases)) for name, one in body.tensors.items()}
+        tensors = {name: Stored(record.role, tuple(record.aliases)) for name, record in body.tensors.items()}
         manifest = cls(body.step, body.seed, body.mesh, body.extra, tensors, body.files, body.checks)
         if METADATA not in manifest.files:
             raise damaged(folder, f"{MANIFEST} does not list {METADATA}")
         for name, size in manifest.files.items():
-            place = folder / name
-            found = place.stat().st_size if place.is_file() and not place.is_symlink() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes, not the {size} that were written"
+            file = folder / name
+            length = file.stat().st_size if file.is_file() and not file.is_symlink() else None
+            if length != size:
+                what = "is missing" if length is None else f"has {length} bytes, not the {size} that were written"
                 raise damaged(folder, f"{name} {what}")
         manifest.verify(folder, [Piece(METADATA, 0, manifest.files[METADATA], "the index of all tensors")])
         return manifest
 
     def verify(self, folder: Path, pieces: Iterable[Piece]) -> None:
         """Raise SC405 unless all of these pieces are what was written. All damage is listed."""
-        known = {(name, at): (length, crc) for name, rows in self.checks.items() for at, length, crc in rows}
+        known = {(name, offset): (length, crc) for name, rows in self.checks.items() for offset, length, crc in rows}
         by_file: dict[str, list[Piece]] = {}
         for piece in sorted(set(pieces)):
             by_file.setdefault(piece.file, []).append(piece)
-        found: list[str] = []
-        for name, wanted in by_file.items():
+        damages: list[str] = []
+        for name, written in by_file.items():
             with (folder / name).open("rb") as file:
-                for piece in wanted:
+                for piece in written:
                     if known.get((name, piece.offset)) != (piece.length, crc_of(file, piece.offset, piece.length)):
-                        found.append(f"{name} is altered, in {piece.tensor}")
-        if found:
-            raise damaged(folder, *found)
+                        damages.append(f"{name} is altered, in {piece.tensor}")
+        if damages:
+            raise damaged(folder, *damages)
 
     def index(self, folder: Path) -> Metadata:
         """torch's index of the tensors: nothing but tensors, in files of this folder, within their bounds.
@@ -156,45 +156,48 @@ class Manifest:
         stored, data = index.state_dict_metadata, index.storage_data
         if not isinstance(stored, dict) or not isinstance(data, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             return "is no index of tensors"
-        held = sum(self.files.values())
-        for name, one in stored.items():
-            if type(name) is not str or not isinstance(one, TensorStorageMetadata):
+        total_bytes = sum(self.files.values())
+        for name, tensor in stored.items():
+            if type(name) is not str or not isinstance(tensor, TensorStorageMetadata):
                 return f"has something under {name!r} that is no tensor"
-            if not _is_tensor(one):
+            if not _is_tensor(tensor):
                 return f"describes '{name}' in a way that no tensor is"
-            if one.size.numel() * one.properties.dtype.itemsize > held:
-                return f"gives '{name}' {list(one.size)}, more than its files hold"
-            if not _are_all_of(one):
+            if tensor.size.numel() * tensor.properties.dtype.itemsize > total_bytes:
+                return f"gives '{name}' {list(tensor.size)}, more than its files hold"
+            if not _are_all_of(tensor):
                 return f"describes '{name}' in a way that no tensor is"
-        for place, info in data.items():
-            if not isinstance(place, MetadataIndex) or place.fqn not in stored:
+        for position, info in data.items():
+            if not isinstance(position, MetadataIndex) or position.fqn not in stored:
                 return "places a tensor that it does not describe"
             file, offset, length = stored_at(info)
-            if [type(one) for one in (file, offset, length)] != [str, int, int] or min(offset, length) < 0:
-                return f"places '{place.fqn}' nowhere"
+            if [type(field) for field in (file, offset, length)] != [str, int, int] or min(offset, length) < 0:
+                return f"places '{position.fqn}' nowhere"
             if offset + length > self.files.get(file, -1):
-                return f"places '{place.fqn}' in {file!r}, which has no such piece"
-        for name, one in stored.items():
-            chunks = one.chunks if isinstance(one, TensorStorageMetadata) else []
+                return f"places '{position.fqn}' in {file!r}, which has no such piece"
+        for name, tensor in stored.items():
+            chunks = tensor.chunks if isinstance(tensor, TensorStorageMetadata) else []
             if any(MetadataIndex(name, chunk.offsets) not in data for chunk in chunks):
                 return f"does not say where all of '{name}' is"
         return self._shared_piece(data)
 
     def _shared_piece(self, data: Mapping[MetadataIndex, Any]) -> str | None:
         """Two parts of tensors that lie in the same bytes, though they are not one tensor under several names."""
-        first = {alias: name for name, one in self.tensors.items() for alias in (name, *one.aliases)}
+        first = {alias: name for name, record in self.tensors.items() for alias in (name, *record.aliases)}
         pieces = sorted(
-            (*stored_at(info), first.get(at.fqn, at.fqn), tuple(at.offset or ())) for at, info in data.items()
+            (*stored_at(info), first.get(index.fqn, index.fqn), tuple(index.offset or ()))
+            for index, info in data.items()
         )
-        for (file, start, length, *one), (other_file, other_start, _, *other) in pairwise(pieces):
-            if file == other_file and start + length > other_start and one != other:
-                return f"places '{one[0]}' and '{other[0]}' in the same bytes of {file}"
+        for (file, start, length, *piece), (other_file, other_start, _, *other_piece) in pairwise(pieces):
+            if file == other_file and start + length > other_start and piece != other_piece:
+                return f"places '{piece[0]}' and '{other_piece[0]}' in the same bytes of {file}"
         return None
 
 
 def damaged(folder: Path, *what: str) -> ShardcError:
     hint = "load an earlier checkpoint"
-    return ShardcError(*[Diagnostic("SC405", f"the checkpoint {folder} is damaged: {one}", hint=hint) for one in what])
+    return ShardcError(
+        *[Diagnostic("SC405", f"the checkpoint {folder} is damaged: {problem}", hint=hint) for problem in what]
+    )
 
 
 def crc_of(file: BinaryIO, offset: int, length: int) -> int:
@@ -207,13 +210,13 @@ def crc_of(file: BinaryIO, offset: int, length: int) -> int:
 
 
 def _body(folder: Path) -> _Body:
-    place = folder / MANIFEST
+    file = folder / MANIFEST
     try:
-        if place.is_symlink() or place.stat().st_size > LARGEST:
+        if file.is_symlink() or file.stat().st_size > LARGEST:
             raise damaged(folder, f"{MANIFEST} is none that was written")
-        data = _File.model_validate(json.loads(place.read_text(encoding="utf-8")))
+        data = _File.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except OSError as failure:
-        raise error("SC408", f"cannot read {place}: {failure.strerror}") from failure
+        raise error("SC408", f"cannot read {file}: {failure.strerror}") from failure
     except (ValueError, RecursionError):  # of JSON, of UTF-8, or of the schema
         raise damaged(folder, f"{MANIFEST} is cut short or altered") from None
     if data.version != VERSION:
@@ -225,34 +228,34 @@ def _body(folder: Path) -> _Body:
         return _Body.model_validate(data.body)
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise damaged(folder, f"{MANIFEST} is none that was written: {where}: {first['msg']}") from None
+        location = ".".join(map(str, first["loc"]))
+        raise damaged(folder, f"{MANIFEST} is none that was written: {location}: {first['msg']}") from None
 
 
-def _is_tensor(one: TensorStorageMetadata) -> bool:
-    """Are the size, the dtype and the chunks of a tensor what they say they are?"""
-    size = one.size
-    if not _is_size(size) or not isinstance(one.properties.dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+def _is_tensor(tensor: TensorStorageMetadata) -> bool:
+    """Whether the size, the dtype and the chunks of a tensor have valid types and bounds."""
+    size = tensor.size
+    if not _is_size(size) or not isinstance(tensor.properties.dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
         return False
-    if not isinstance(one.chunks, list):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(tensor.chunks, list):  # pyright: ignore[reportUnnecessaryIsInstance]
         return False
-    for chunk in one.chunks:
+    for chunk in tensor.chunks:
         if not _is_size(chunk.offsets) or not _is_size(chunk.sizes) or len(chunk.offsets) != len(size):
             return False
         if len(chunk.sizes) != len(size):
             return False
-        if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+        if any(offset + n > whole for offset, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             return False
     return True
 
 
-def _are_all_of(one: TensorStorageMetadata) -> bool:
-    """Do the chunks of a tensor have each of its elements once?"""
-    if sum(chunk.sizes.numel() for chunk in one.chunks) != one.size.numel():
+def _are_all_of(tensor: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor cover each of its elements exactly once."""
+    if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
         return False
     boxes = sorted(
         [(low, low + n) for low, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-        for chunk in one.chunks
+        for chunk in tensor.chunks
         if chunk.sizes.numel()
     )
     for number, box in enumerate(boxes):

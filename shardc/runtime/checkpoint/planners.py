@@ -57,7 +57,7 @@ Local = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of a trainer: what this process has of it, and what that is a part of. None: other stages hold it."""
+    """A tensor of a trainer: the shard of this process, and the type of the whole. None: other stages hold it."""
 
     tensor: torch.Tensor | None
     type: TensorType
@@ -68,7 +68,7 @@ class Held:
 def writes(type: TensorType, mesh: Mesh, rank: int) -> bool:
     """Whether a rank is the lowest of those that hold the same: it is the first on every axis that does not shard."""
     sharding = mesh.resolve(sorted(type.axes))
-    return all(at == 0 for axis, at in mesh.coordinate(rank).items() if axis not in sharding)
+    return all(coordinate == 0 for axis, coordinate in mesh.coordinate(rank).items() if axis not in sharding)
 
 
 def chunks_of(type: TensorType, mesh: Mesh, rank: int) -> dict[torch.Size, tuple[ChunkStorageMetadata, Local]]:
@@ -79,30 +79,30 @@ def chunks_of(type: TensorType, mesh: Mesh, rank: int) -> dict[torch.Size, tuple
     elif dims and all(dims):
         row = math.prod(max(whole.stop - whole.start for whole, _ in runs) for runs in dims[1:]) * type.dtype.itemsize
         dims[0] = [part for run in dims[0] for part in _cut(*run, max(1, CHUNK_BYTES // row))]
-    found: dict[torch.Size, tuple[ChunkStorageMetadata, Local]] = {}
+    chunks: dict[torch.Size, tuple[ChunkStorageMetadata, Local]] = {}
     for runs in product(*dims):
         offsets = torch.Size([whole.start for whole, _ in runs])
         sizes = torch.Size([whole.stop - whole.start for whole, _ in runs])
-        found[offsets] = ChunkStorageMetadata(offsets, sizes), tuple(local for _, local in runs)
-    return found
+        chunks[offsets] = ChunkStorageMetadata(offsets, sizes), tuple(local for _, local in runs)
+    return chunks
 
 
 def _cut(whole: slice, local: slice, rows: int) -> list[tuple[slice, slice]]:
     starts = range(0, whole.stop - whole.start, rows)
-    ends = [min(at + rows, whole.stop - whole.start) for at in starts]
+    ends = [min(start + rows, whole.stop - whole.start) for start in starts]
     return [
-        (slice(whole.start + at, whole.start + end), slice(local.start + at, local.start + end))
-        for at, end in zip(starts, ends, strict=True)
+        (slice(whole.start + start, whole.start + end), slice(local.start + start, local.start + end))
+        for start, end in zip(starts, ends, strict=True)
     ]
 
 
 class SaveShards(DefaultSavePlanner):
-    """Plans the chunks that this rank writes: all that it holds of the tensors given."""
+    """Plans the chunks that this rank writes: its shards of the given tensors."""
 
-    def __init__(self, held: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
+    def __init__(self, tensors: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._held = held
-        self._chunks = {name: chunks_of(one.type, mesh, rank) for name, one in held.items()}
+        self._held = tensors
+        self._chunks = {name: chunks_of(entry.type, mesh, rank) for name, entry in tensors.items()}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -132,18 +132,18 @@ class LoadShards(LoadPlanner):
 
     def __init__(self, named: Mapping[str, Held], mesh: Mesh, rank: int) -> None:
         self._mesh = mesh
-        self._tensors = {name: one.tensor.detach() for name, one in named.items() if one.tensor is not None}
+        self._tensors = {name: entry.tensor.detach() for name, entry in named.items() if entry.tensor is not None}
         self._types = {name: named[name].type for name in self._tensors}
         self._chunks = {name: chunks_of(type, mesh, rank) for name, type in self._types.items()}
         self._metadata: Metadata | None = None
 
     def items(self, metadata: Metadata) -> list[ReadItem]:
-        found: list[ReadItem] = []
+        items: list[ReadItem] = []
         for name, chunks in self._chunks.items():
             stored = metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            found += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in chunks.values()])
-        return found
+            items += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in chunks.values()])
+        return items
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -186,7 +186,7 @@ class Checked(WriteResult):
 
 
 class Writer(FileSystemWriter):
-    """Writes beside `path`, and takes its place when all is on disk. A tied tensor is indexed under all its names."""
+    """Writes beside `path`, and moves there when all is on disk. A tied tensor is indexed under all its names."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(temporary(path, manifest.step), per_thread_copy_ahead=0)
@@ -205,9 +205,9 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).value()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([self._checked(result) for result in results])
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([self._checked(result) for result in results])
+        return future
 
     def _checked(self, result: WriteResult) -> Checked:
         name, offset, length = stored_at(result.storage_data)
@@ -219,7 +219,7 @@ class Writer(FileSystemWriter):
         tensors = metadata.state_dict_metadata
         rows: dict[str, list[list[int]]] = {}
         tied: list[WriteResult] = []
-        for result in (one for of_rank in results for one in of_rank):
+        for result in (result for results_of_rank in results for result in results_of_rank):
             assert isinstance(result, Checked)
             name, offset, length = stored_at(result.storage_data)
             rows.setdefault(name, []).append([offset, length, result.crc])
@@ -231,13 +231,13 @@ class Writer(FileSystemWriter):
         with (self._folder / METADATA).open("rb+") as file:
             os.fsync(file.fileno())  # torch does so before the last of it is written
             rows[METADATA] = [[0, size, crc_of(file, 0, size)]]
-        files = {one.name: one.stat().st_size for one in sorted(self._folder.iterdir())}
+        files = {file.name: file.stat().st_size for file in sorted(self._folder.iterdir())}
         replace(self._manifest, files=files, checks=rows).write(self._folder)
         publish(self._folder, self._place)
 
 
 class Reader(FileSystemReader):
-    """Reads by an index that was checked, and not by the one that torch would unpickle."""
+    """Reads with a checked index, instead of the one that torch would unpickle."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -247,8 +247,10 @@ class Reader(FileSystemReader):
         return self._index
 
 
-def names_of(stored: Sequence[str], held: Mapping[str, Held]) -> dict[str, str]:
-    """Under which of its names each tensor was stored; those that were not are left out."""
+def names_of(stored: Sequence[str], tensors: Mapping[str, Held]) -> dict[str, str]:
+    """The name under which each tensor was stored. Tensors that were not stored are left out."""
     known = set(stored)
-    found = {name: next((n for n in (name, *one.aliases) if n in known), None) for name, one in held.items()}
-    return {name: own for name, own in found.items() if own is not None}
+    stored_names = {
+        name: next((n for n in (name, *entry.aliases) if n in known), None) for name, entry in tensors.items()
+    }
+    return {name: stored_name for name, stored_name in stored_names.items() if stored_name is not None}

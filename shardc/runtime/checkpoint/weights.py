@@ -1,4 +1,4 @@
-"""Where parameters come from, one tensor at a time and of each only the slices that are asked for.
+"""Sources of parameters, read one tensor at a time, and of each tensor only the requested slices.
 
 A source is a mapping of tensors, a safetensors file, or a directory of them with its index; several are asked in turn.
 """
@@ -22,7 +22,7 @@ Init = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name, each read when it is asked for."""
+    """Tensors by name. Each is read when it is requested."""
 
     names: Collection[str]
     read: Callable[[str], Read]
@@ -43,13 +43,13 @@ def source_of(weights: Weights) -> Source:
 
 def initial(init: Init, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What `init` makes for a tensor of the model. Raises ShardcError (SC504) if that is something else."""
-    made: Any = init(name, shape, dtype)
-    if not isinstance(made, torch.Tensor):
-        wrong = f"a {type(made).__name__}"
-    elif tuple(made.shape) != shape or made.is_meta:
-        wrong = f"a tensor of {list(made.shape)}" + (" without values" if made.is_meta else "")
+    value: Any = init(name, shape, dtype)
+    if not isinstance(value, torch.Tensor):
+        wrong = f"a {type(value).__name__}"
+    elif tuple(value.shape) != shape or value.is_meta:
+        wrong = f"a tensor of {list(value.shape)}" + (" without values" if value.is_meta else "")
     else:
-        return made
+        return value
     hint = "let init(name, shape, dtype) return a tensor of that shape"
     raise error("SC504", f"init made {wrong} for '{name}' of {list(shape)}", tensor=name, hint=hint)
 
@@ -71,17 +71,17 @@ def _safetensors(path: Path) -> Source:
 
     files = _files(path)
     opened: dict[Path, Any] = {}
-    where: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         # Kept open: pages are mapped, not read, until a slice is asked for.
         opened[file] = safe_open(str(file), framework="pt")  # pyright: ignore[reportNoOverloadImplementation]
-        where |= dict.fromkeys(opened[file].keys(), file)
+        file_of |= dict.fromkeys(opened[file].keys(), file)
 
     def read(name: str) -> Read:
-        file = opened[where[name]]
+        file = opened[file_of[name]]
         return lambda slices: file.get_slice(name)[slices] if slices else file.get_tensor(name)
 
-    return Source(where, read)
+    return Source(file_of, read)
 
 
 def _files(path: Path) -> list[Path]:
@@ -91,11 +91,11 @@ def _files(path: Path) -> list[Path]:
     if index.is_file():
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return [path / name for name in sorted(set(weight_map.values()))]
-    found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    if not found:
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, [name for name in beside if name != path.name], "files beside it")
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not files:
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, [name for name in siblings if name != path.name], "files beside it")
         if (path / MANIFEST).is_file():
             hint = "it is a checkpoint: launch with init=, and then trainer.load(path)"
         raise error("SC504", f"there are no safetensors at {path}", hint=hint)
-    return found
+    return files

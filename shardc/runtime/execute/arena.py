@@ -47,7 +47,7 @@ class Arena:
     def enter(self) -> None:
         """Begin a run on the current stream."""
         if self.device.type == "cuda":
-            stream, before = torch.cuda.current_stream(self.device), self._stream
-            if before is not None and stream != before and not torch.cuda.is_current_stream_capturing():
-                stream.wait_stream(before)
+            stream, previous = torch.cuda.current_stream(self.device), self._stream
+            if previous is not None and stream != previous and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(previous)
             self._stream = stream

@@ -69,8 +69,8 @@ def _check_sample(sample: Sample, leaves: list[tuple[str, Any]], by_name: bool) 
     }
     if sample["by_name"] and not by_name:
         if not len(expected) == len(leaves) == 1:
-            wanted = ", ".join(f"'{name}'" for name, _ in expected.values())
-            message = f"the program was compiled for a batch that is a mapping, of {wanted}; {len(leaves)} leaves came"
+            names = ", ".join(f"'{name}'" for name, _ in expected.values())
+            message = f"the program was compiled for a batch that is a mapping, of {names}; {len(leaves)} leaves came"
             raise error("SC501", message + " without names", hint="pass a dict, as the sample batch was")
         expected = {leaves[0][0]: next(iter(expected.values()))}
     differences: list[tuple[str, str]] = []

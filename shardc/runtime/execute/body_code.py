@@ -42,7 +42,7 @@ class BodyCode:
     @torch.no_grad()
     def run(
         self,
-        held: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
         feeds: Sequence[Mapping[str, torch.Tensor]],
         monitor: Monitor | None = None,
     ) -> dict[Port, torch.Tensor]:
@@ -50,11 +50,11 @@ class BodyCode:
         if self.arena is not None:
             self.arena.enter()
         with running(self.context):
-            return self.step(held, feeds, monitor)
+            return self.step(state, feeds, monitor)
 
     def step(
         self,
-        held: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
         feeds: Sequence[Mapping[str, torch.Tensor]],
         monitor: Monitor | None = None,
         base: int = 0,
@@ -73,7 +73,7 @@ class BodyCode:
                 if port.name in feed:
                     env[slot] = feed[port.name]
                 elif not k:
-                    env[slot] = held[port.name]
+                    env[slot] = state[port.name]
             for into, value in buffer_values:
                 env[into] = value
             run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor, base)

@@ -45,7 +45,7 @@ class FlatBuffer:
         return flat
 
     def member_view(self, index: int) -> Callable[[list[Any]], Tensor]:
-        """Where member `at` is."""
+        """The view of the flat tensor that is member `at`."""
         shape, start = self.layout.shapes[index], self.layout.starts[index]
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
@@ -68,12 +68,12 @@ class FlatBuffer:
         from kernels_triton.bucket.prepared_call import PreparedPack
 
         args, xs = self._args, [None if slot is None else fixed.get(slot, slot) for slot in self._reads]
-        there = {at for at, x in enumerate(xs) if x is not None}
-        laid = pack_layout(self._numels, args["leads"], args["mids"], 1, args["unit"], self.dtype, there)
-        if laid is None:
+        present = {index for index, x in enumerate(xs) if x is not None}
+        layout = pack_layout(self._numels, args["leads"], args["mids"], 1, args["unit"], self.dtype, present)
+        if layout is None:
             return None
         self._zeroed = False
-        return PreparedPack(laid, xs, fixed.get(self.slot, self.tensor), self.dtype, self.device)
+        return PreparedPack(layout, xs, fixed.get(self.slot, self.tensor), self.dtype, self.device)
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -91,8 +91,10 @@ def prepare_pack(
 
     args, dtype = given(pack), type_of(pack).dtype
     numels = [math.prod(type_of(x).local_shape(graph.mesh)) for x in operands(pack)]
-    laid = pack_layout(numels, args["leads"], args["mids"], args["rows"], args["unit"], dtype, range(len(numels)))
-    return None if laid is None else PreparedPack(laid, [fixed.get(slot, slot) for slot in reads], None, dtype, device)
+    layout = pack_layout(numels, args["leads"], args["mids"], args["rows"], args["unit"], dtype, range(len(numels)))
+    return (
+        None if layout is None else PreparedPack(layout, [fixed.get(slot, slot) for slot in reads], None, dtype, device)
+    )
 
 
 def prepare_unpack(
@@ -111,6 +113,6 @@ def prepare_unpack(
 
     args, dtype = given(unpack), type_of(unpack.all_input_nodes[0]).dtype
     shapes, rows = shapes_of(args["shapes"], args["ranks"]), args["rows"]
-    there = {at for at in used if rows > 1 or args["leads"][at] > 1 or at in places}
-    laid = unpack_layout(shapes, args["leads"], args["mids"], args["sizes"], rows, args["unit"], dtype, there)
-    return None if laid is None else PreparedUnpack(laid, flat, shapes, places, used, dtype, device)
+    buffered = {index for index in used if rows > 1 or args["leads"][index] > 1 or index in places}
+    layout = unpack_layout(shapes, args["leads"], args["mids"], args["sizes"], rows, args["unit"], dtype, buffered)
+    return None if layout is None else PreparedUnpack(layout, flat, shapes, places, used, dtype, device)

@@ -76,7 +76,7 @@ class Executor:
     @torch.no_grad()
     def run(
         self,
-        held: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         feeds: Sequence[Feed],
         monitor: Monitor | None = None,
         clock: Clock | None = None,
@@ -87,7 +87,7 @@ class Executor:
         If `probe` is given, it runs instead of the body or the epilogue and its outputs are returned: nothing is
         updated. Raises ShardcError naming the rank to blame when communication fails.
         """
-        state = StepState(held, feeds, monitor, clock)
+        state = StepState(tensors, feeds, monitor, clock)
         self._probe, self._outputs, self._sums = probe, {}, state.sums
         self._pending_reductions.clear()
         self.transfers.drop()
@@ -110,7 +110,7 @@ class Executor:
         """The prepared acts of a list, in order."""
         acts: list[Act] = []
         types, tags = _value_specs(self.program), dict[tuple[type, int], int]()
-        where = self.context, self.rank, self.peers.device, self.arena
+        code_args = self.context, self.rank, self.peers.device, self.arena
         index = 0
         for batch in split_batches(instructions):
             i, counter = batch[0], index * STRIDE
@@ -120,7 +120,7 @@ class Executor:
                 acts.append(self._work(i, counter, _freed_at(instructions, index + 1)))
             elif isinstance(i, ReduceGrads):
                 graphs = graphs_of(self.program, self.c, i)
-                self._reduces[i.value] = [GraphCode(graph, *where) for graph in graphs]
+                self._reduces[i.value] = [GraphCode(graph, *code_args) for graph in graphs]
                 acts.append(partial(self._reduce, i, counter))
             elif isinstance(i, Gather):
                 acts.append(self._gather(i, counter))
@@ -128,7 +128,7 @@ class Executor:
                 acts.append(partial(_free, [(name, i.microbatch) for name in i.values], counter))
             elif isinstance(i, RunBody):
                 (graph,) = graphs_of(self.program, self.c, i)
-                self.body = BodyCode(graph, *where)
+                self.body = BodyCode(graph, *code_args)
                 acts.append(partial(self._run_body, self.body, counter))
             else:
                 assert isinstance(i, Optimizer), i
@@ -144,8 +144,8 @@ class Executor:
             code = GraphCode(graph, self.context, self.rank, self.peers.device, self.arena)
             self._parts[id(graph)] = _PartCode(code, self.program, self.program.lists.pipeline.part(i), self._add)
         part = self._parts[id(graph)]
-        read = [self.program.lists.pipeline.value_key(name, i.microbatch) for name in part.reads]
-        consumed = [value for value in read if value in freed]
+        values_read = [self.program.lists.pipeline.value_key(name, i.microbatch) for name in part.reads]
+        consumed = [value for value in values_read if value in freed]
         return partial(part.run, i.microbatch, consumed, counter, f" of {instruction_text(i)}")
 
     def _gather(self, i: Gather, counter: int) -> Act:
@@ -203,9 +203,9 @@ class Executor:
     # ------------------------------------------------------------------ gradients, and the end of the step
     def _add(self, name: str, term: torch.Tensor) -> None:
         """Add a microbatch's term to a sum, which has its own memory. Sums over ranks are contiguous on all of them."""
-        before = self._sums.get(name)
-        if before is not None:
-            before.add_(term)
+        total = self._sums.get(name)
+        if total is not None:
+            total.add_(term)
         elif name in self.program.shared:
             self._sums[name] = term.clone(memory_format=torch.contiguous_format)
         else:
@@ -237,7 +237,7 @@ class Executor:
     def _run_body(self, body: BodyCode, counter: int, state: StepState) -> None:
         if self._probe is not None:
             body = BodyCode(self._probe, self.context, self.rank, self.peers.device)
-        self._outputs = body.step(state.held, state.feeds, state.monitor, counter + 1)
+        self._outputs = body.step(state.tensors, state.feeds, state.monitor, counter + 1)
 
     def _optimize(self, epilogue: EpilogueCode, i: Optimizer, counter: int, state: StepState) -> None:
         for reduction_counter, work in self._pending_reductions.items():
@@ -278,8 +278,8 @@ class _PartCode:
     ) -> None:
         members, self._value = program.members, program.lists.pipeline.value_key
         self._code, self._add, self.reads = code, add, part.reads
-        where = {member: (name, k) for name in part.reads for k, member in enumerate(members(name))}
-        self._reads = [(slot, *where[name]) for slot, name in code.values]
+        source = {member: (name, k) for name in part.reads for k, member in enumerate(members(name))}
+        self._reads = [(slot, *source[name]) for slot, name in code.values]
         slots = {port.name: slot for port, slot in code.outputs if port.role == "value"}
         self._makes = [(name, [slots[member] for member in members(name)]) for name in part.makes]
         self._microbatch_outputs = [(port, slot) for port, slot in code.outputs if port.role in ("buffer", "output")]

@@ -32,15 +32,17 @@ def out_of_range(
         value = operand[p.value]
         if value is None or value.device.type != "cpu":  # after an assertion on a GPU nothing can be read from it
             continue
-        outside = p.first_outside(value)
-        if outside is not None:
+        first_bad = p.first_outside(value)
+        if first_bad is not None:
             name = f"%{info(p.value).name}"
-            return ShardcError(index_diagnostic(instruction.node, p, f"{name} holds {outside[0]} on rank {rank}", name))
+            return ShardcError(
+                index_diagnostic(instruction.node, p, f"{name} holds {first_bad[0]} on rank {rank}", name)
+            )
     return None
 
 
-def instruction_failed(instruction: CallInstruction, failure: Exception, where: str) -> ShardcError | None:
-    """The error for a call (`where`: of which rank) whose op refused its operands; None for a failure of another kind.
+def instruction_failed(instruction: CallInstruction, failure: Exception, location: str) -> ShardcError | None:
+    """The error for a call whose op refused its operands; None for a failure of another kind. `location`: its rank.
 
     A program that was compiled here gives every op what it takes. A file can say what no check of types sees.
     """
@@ -50,7 +52,7 @@ def instruction_failed(instruction: CallInstruction, failure: Exception, where: 
     reason = str(failure).strip().partition("\n")[0]
     return error(
         "SC511",
-        f"%{about.name}, {where}: {type(failure).__name__}: {reason}",
+        f"%{about.name}, {location}: {type(failure).__name__}: {reason}",
         location=about.source or None,
         source_text=about.source_text or None,
         fqn=about.fqn or None,

@@ -75,22 +75,22 @@ class IndexCheck:
         diagnostics: dict[tuple[int, int], Diagnostic] = {}
         for instruction, p, slot, names in self._uses:
             value = env[slot]
-            outside = None if value is None else p.first_outside(value)
-            if outside is not None and (slot, p.size) not in diagnostics:
+            first_bad = None if value is None else p.first_outside(value)
+            if first_bad is not None and (slot, p.size) not in diagnostics:
                 diagnostics[slot, p.size] = index_diagnostic(
-                    instruction.node, p, *self._describe_value(env, slot, p.value, outside, names)
+                    instruction.node, p, *self._describe_value(env, slot, p.value, first_bad, names)
                 )
         if diagnostics:
             raise ShardcError(*diagnostics.values())
 
     def _describe_value(
-        self, env: Sequence[Any], slot: int, index: fx.Node, outside: tuple[int, list[int]], names: set[str]
+        self, env: Sequence[Any], slot: int, index: fx.Node, first_bad: tuple[int, list[int]], names: set[str]
     ) -> tuple[str, str]:
         """The error text and the tensor to name: the user's input, if the bad value came from one unchanged."""
-        bad, position = outside
+        bad, position = first_bad
         inputs = {port.name: env[s] for s, (port, _) in self._inputs.items() if port.name in names}
         bad_positions = {name: (x == bad).nonzero() for name, x in inputs.items()}
-        matching = [name for name, where in bad_positions.items() if len(where)]
+        matching = [name for name, positions in bad_positions.items() if len(positions)]
         if slot in self._inputs or len(matching) == 1:
             name = self._inputs[slot][0].name if slot in self._inputs else matching[0]
             return f"input '{name}' holds {bad} at {bad_positions[name][0].tolist()}", name
@@ -118,9 +118,9 @@ def _is_integer(value: fx.Node) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _needed_for(computed: Sequence[CallInstruction], wanted: Iterable[int]) -> tuple[CallInstruction, ...]:
-    """The instructions among `computed` that lead to the wanted slots."""
-    slots, needed = set(wanted), list[CallInstruction]()
+def _needed_for(computed: Sequence[CallInstruction], results: Iterable[int]) -> tuple[CallInstruction, ...]:
+    """The instructions among `computed` that lead to the slots `results`."""
+    slots, needed = set(results), list[CallInstruction]()
     for instruction in reversed(computed):
         if any(slot in slots for _, _, slot in instruction.yields):
             slots.update(instruction.reads)

@@ -95,8 +95,8 @@ class Listing:
 
 def list_calls(graph: Graph, numerics: Numerics) -> Listing:
     """List a graph's calls. Outputs live to the end, and so do inputs where there are several microbatches."""
-    listed = slotted_calls(graph)
-    slots, repeated, placeholders = listed.slots, listed.repeated, graph.placeholders
+    slotted = slotted_calls(graph)
+    slots, repeated, placeholders = slotted.slots, slotted.repeated, graph.placeholders
     instructions = tuple(
         CallInstruction(
             call.node,
@@ -106,7 +106,7 @@ def list_calls(graph: Graph, numerics: Numerics) -> Listing:
             _target(call.node, numerics),
             _arguments(call.node, slots, numerics),
         )
-        for call in listed.calls
+        for call in slotted.calls
     )
     outputs = tuple(slots[node] for node in graph.output_values)
     inputs = tuple(slots[node] for node in placeholders)

@@ -116,13 +116,13 @@ def load_shard(
 def _runs(dim: Dim, spans: Sequence[Span]) -> tuple[IndexRun, ...]:
     """Cut a dim where its indices stop counting up by one, in the whole or in the shard."""
     if len(dim) == 1:  # almost every dim, and the longest ones
-        held = spans[0]
-        run = IndexRun(slice(held.start, held.start + held.extent), slice(0, held.extent))
-        return (run,) if held.extent else ()
+        atom_span = spans[0]
+        run = IndexRun(slice(atom_span.start, atom_span.start + atom_span.extent), slice(0, atom_span.extent))
+        return (run,) if atom_span.extent else ()
     whole, local = [0], [0]
-    for atom, held in zip(dim, spans, strict=True):
-        whole = [base * atom.size + held.start + i for base in whole for i in range(held.extent)]
-        local = [base * held.local + i for base in local for i in range(held.extent)]
+    for atom, atom_span in zip(dim, spans, strict=True):
+        whole = [base * atom.size + atom_span.start + i for base in whole for i in range(atom_span.extent)]
+        local = [base * atom_span.local + i for base in local for i in range(atom_span.extent)]
     runs: list[IndexRun] = []
     start = 0
     for index in range(1, len(whole) + 1):
@@ -156,6 +156,6 @@ def _resolve_partials(rank: int, pending: Partial, shards: Mapping[int, torch.Te
     """A rank's value after its pending reductions over their axes."""
     if not pending:
         return shards[rank]
-    (axis, kind), rest = pending[0], pending[1:]
-    values = [_resolve_partials(member, rest, shards, mesh) for member in mesh.group_of(rank, axis)]
+    (axis, kind), others = pending[0], pending[1:]
+    values = [_resolve_partials(member, others, shards, mesh) for member in mesh.group_of(rank, axis)]
     return reduce(REDUCE[kind], values)

@@ -108,23 +108,23 @@ class Monitor:
 
     def blame(self, failure: BaseException) -> ShardcError:
         """The error for a collective that failed on this rank. It names the rank to blame and the instruction."""
-        before: dict[int, Record] = {}
+        earlier: dict[int, Record] = {}
         records: dict[int, Record] = {}
         deadline = time.monotonic() + SILENCE
         self._reports_error = True
         self._publish(failed=True)
         try:
-            before = self._records()
+            earlier = self._records()
             # A dead rank is known only by its silence. The wait ends early if a rank reports an error of its own, or a
             # rank that has already waited names the dead one.
             while time.monotonic() < deadline and not any(
-                _explains_failure(record) for record in (records or before).values()
+                _explains_failure(record) for record in (records or earlier).values()
             ):
                 time.sleep(BEAT)
                 records = self._records()
         except Exception:
             return self._lost_store_error()
-        records = records or before
+        records = records or earlier
         for rank, record in records.items():
             if record.own_error:
                 return self._death_error(rank, record, f"of an error of its own: {record.own_error}")
@@ -132,8 +132,12 @@ class Monitor:
             record.terminated or record.failed for record in records.values()
         ):
             os._exit(128 + signal.SIGTERM)  # the job was ended, and a rank that went first broke the connection
-        blamed = {one.blamed for one in records.values() if one.blamed in records}
-        silent = [r for r, one in records.items() if one.beat == before[r].beat and not (one.failed or one.terminated)]
+        blamed = {record.blamed for record in records.values() if record.blamed in records}
+        silent = [
+            r
+            for r, record in records.items()
+            if record.beat == earlier[r].beat and not (record.failed or record.terminated)
+        ]
         for rank in blamed or silent:
             self._publish(blamed=rank)
             self._publish_death(rank, records[rank])
@@ -154,17 +158,17 @@ class Monitor:
 
     def _current_instruction(self) -> str:
         # On a GPU the host runs ahead of the collectives.
-        where = self.counter_names.name(self.rank, self.counter)
-        return f"{'or before ' if self._fatal else ''}instruction {where} of step {self.step}"
+        name = self.counter_names.name(self.rank, self.counter)
+        return f"{'or before ' if self._fatal else ''}instruction {name} of step {self.step}"
 
     def _last_record_text(self, rank: int, record: Record) -> str:
-        where = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
+        position = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
         often = f"ranks say so every {BEAT} seconds and at the start of a step"
-        return f"rank {rank} last said that it was at {where}; {often}"
+        return f"rank {rank} last said that it was at {position}; {often}"
 
-    def _death_error(self, rank: int, record: Record | None, how: str) -> ShardcError:
-        message = f"rank {rank} died, {how}; rank {self.rank} was waiting for it in {self._current_instruction()}"
-        where = self._last_record_text(rank, record) if record else None
+    def _death_error(self, rank: int, record: Record | None, reason: str) -> ShardcError:
+        message = f"rank {rank} died, {reason}; rank {self.rank} was waiting for it in {self._current_instruction()}"
+        position = self._last_record_text(rank, record) if record else None
         hint = f"look for the last output of rank {rank}"
         if not (record and record.own_error):
             hint += ", or for the OOM killer"
@@ -172,20 +176,20 @@ class Monitor:
             waiting_at = self._current_instruction()
             message = f"rank {rank} closed its trainer, and rank {self.rank} was waiting for it in {waiting_at}"
             hint = "every rank must take the same steps"
-        return error("SC502", message, cause=where, hint=hint)
+        return error("SC502", message, cause=position, hint=hint)
 
     def _lost_store_error(self) -> ShardcError:
         if self._published_death is not None:
             rank, record = self._published_death
-            own = f"of an error of its own: {record.own_error}" if record.own_error else NO_OWN_ERROR
-            return self._death_error(rank, record, own)
+            reason = f"of an error of its own: {record.own_error}" if record.own_error else NO_OWN_ERROR
+            return self._death_error(rank, record, reason)
         return self._death_error(0, None, "and with it the store of the job")
 
     def _late_error(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
         message = f"rank {rank} did not come to {self._current_instruction()} in time; rank {self.rank} waited for it"
         position = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
-        where = f"rank {rank} is alive, at {position}\n{failure}"
-        return error("SC503", message, cause=where, hint="if it is only slow, launch with a larger timeout")
+        cause = f"rank {rank} is alive, at {position}\n{failure}"
+        return error("SC503", message, cause=cause, hint="if it is only slow, launch with a larger timeout")
 
     def _records(self) -> dict[int, Record]:
         keys = {rank: f"rank{rank}" for rank in range(self.ranks) if rank != self.rank}
@@ -216,7 +220,7 @@ class Monitor:
             return
         deadline = time.monotonic() + 3 * BEAT
         with contextlib.suppress(Exception):
-            while not all(one.closed or one.failed or one.terminated for one in self._records().values()):
+            while not all(record.closed or record.failed or record.terminated for record in self._records().values()):
                 if not self._store.check(["dead"]):
                     ended = Record(self._beat, self.step, self.counter, **why)
                     self._store.set("dead", json.dumps([0, asdict(ended)]))

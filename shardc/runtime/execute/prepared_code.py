@@ -87,7 +87,7 @@ class Routine:
             if instruction.reads and self._fixed.keys() >= set(instruction.reads) and views(instruction.node):
                 args, kwargs = instruction.arguments(self._fixed)
                 result, into = instruction.target(*args, **kwargs), _result_slots(instruction)
-                results = {into: result} if isinstance(into, int) else {slot: result[at] for at, slot in into}
+                results = {into: result} if isinstance(into, int) else {slot: result[index] for index, slot in into}
                 if all(arena.holds(x) for x in results.values()):
                     self._fixed |= results
                     self._viewed.add(instruction.node)
@@ -117,12 +117,12 @@ class Routine:
             over = [(self._write_of[v], p, slot) for v, p, slot in instruction.yields if v in self._write_of]
             pieces = {p or 0: self._pieces[v] for v, p, _ in instruction.yields if v in self._pieces}
             if instruction.node.target in INTO:
-                inside: dict[int, Place] = {
+                result_places: dict[int, Place] = {
                     p or 0: _held_place(self._slots[write.over]) for write, p, _ in over if write.op is not None
                 }
-                inside |= {p: self._member_place(piece) for p, piece in pieces.items()}
-                inside |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
-                code[-1] = self._write_in_place(code[-1], instruction, inside)
+                result_places |= {p: self._member_place(piece) for p, piece in pieces.items()}
+                result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
+                code[-1] = self._write_in_place(code[-1], instruction, result_places)
             elif pieces:
                 code[-1] = _produce_at(code[-1], pieces[0].make, self._member_place(pieces[0]))
             for value, _, slot in instruction.yields:
@@ -143,8 +143,8 @@ class Routine:
 
     def _member_place(self, piece: Piece) -> Place:
         flat = self._flats[piece.layout.pack]
-        place = flat.member_view(piece.at)
-        return place(self.empty) if flat.slot in self._fixed else place
+        view = flat.member_view(piece.at)
+        return view(self.empty) if flat.slot in self._fixed else view
 
     def _write_in_place(self, code: CodeLine, instruction: CallInstruction, over: dict[int, Place]) -> CodeLine:
         """A call of several results, some of which are written to given places."""
@@ -170,8 +170,8 @@ class Routine:
 
         def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
             args, kwargs = arguments(env)
-            told = {p: place if isinstance(place, torch.Tensor) else place(env) for p, place in places}
-            return args, {**kwargs, "over": told}
+            destinations = {p: place if isinstance(place, torch.Tensor) else place(env) for p, place in places}
+            return args, {**kwargs, "over": destinations}
 
         return index, INTO[op].run, placed, into, free
 
@@ -204,8 +204,8 @@ class Routine:
     def _explain(
         self, failure: Exception, index: int, monitor: Monitor | None, env: Sequence[Any], within: str
     ) -> Exception:
-        where = self.names[index] + within
-        failure.add_note(f"in instruction {where}, on rank {self.rank}")
+        name = self.names[index] + within
+        failure.add_note(f"in instruction {name}, on rank {self.rank}")
         if isinstance(failure, ShardcError):
             return failure
         instruction = self.listing.instructions[index]
@@ -214,7 +214,7 @@ class Routine:
         index_error = out_of_range(instruction, self.rank, [env[slot] for slot in instruction.reads])
         why = f"{type(failure).__name__}: {failure}" if index_error is None else str(index_error).partition("\n")[0]
         if monitor is not None:
-            monitor.report_own_failure(f"{why} in instruction {where}")
+            monitor.report_own_failure(f"{why} in instruction {name}")
         return index_error or instruction_failed(instruction, failure, f"on rank {self.rank}{within}") or failure
 
 

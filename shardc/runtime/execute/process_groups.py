@@ -41,7 +41,7 @@ class ProcessGroupCommunicator:
 
     Creating a group is itself collective: every rank creates all groups in the same order, also groups without it. A
     job may have several `copies` of the mesh; each lists the job's ranks in the order of the mesh's ranks. This rank is
-    `rank` of copy `own`. `also` lists further groups of the job's ranks.
+    `rank` of copy `copy_index`. `also` lists further groups of the job's ranks.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class ProcessGroupCommunicator:
         axes: Iterable[Sequence[str]],
         timeout: timedelta,
         copies: Sequence[Sequence[int]] | None = None,
-        own: int = 0,
+        copy_index: int = 0,
         also: Iterable[Sequence[int]] = (),
     ) -> None:
         copies = [range(mesh.world_size)] if copies is None else copies
-        self.mesh, self.rank, self._job = mesh, rank, copies[own]
-        everyone = tuple(sorted(member for copy in copies for member in copy))
-        self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+        self.mesh, self.rank, self._job = mesh, rank, copies[copy_index]
+        all_ranks = tuple(sorted(member for copy in copies for member in copy))
+        self._groups: dict[tuple[int, ...], Any] = {all_ranks: dist.group.WORLD}
         within = [ranks for names in (*axes, mesh.names) for ranks in mesh.groups(names)]
-        for wanted in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
-            members = tuple(sorted(wanted))
+        for group in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
+            members = tuple(sorted(group))
             if len(members) > 1 and members not in self._groups:
                 self._groups[members] = dist.new_group(list(members), timeout=timeout)
         self._members: dict[tuple[str, ...], _Members] = {}

@@ -42,9 +42,9 @@ class SignalWakeup:
         self._owns_signal = False
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            if before != -1:  # an event loop's
-                signal.set_wakeup_fd(before)
+            previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            if previous != -1:  # an event loop's
+                signal.set_wakeup_fd(previous)
                 return
             signal.signal(signal.SIGTERM, _on_sigterm)
             self._owns_signal = True

@@ -34,7 +34,7 @@ BundleTensors = tuple[torch.Tensor, ...]  # the tensors of all values of one nam
 class StepState:
     """The state of a rank during a step."""
 
-    held: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     feeds: Sequence[Feed]
     monitor: Monitor | None
     clock: Clock | None = None
@@ -76,12 +76,12 @@ class SharedCode:
         first, listing = self.routine.graph, self.routine.listing
         if graph is first:
             return self.routine
-        own = dict(zip(first.fx.nodes, graph.fx.nodes, strict=True))
+        counterparts = dict(zip(first.fx.nodes, graph.fx.nodes, strict=True))
         instructions = tuple(
             replace(
                 instruction,
-                node=own[instruction.node],
-                yields=tuple((own[value], position, slot) for value, position, slot in instruction.yields),
+                node=counterparts[instruction.node],
+                yields=tuple((counterparts[value], position, slot) for value, position, slot in instruction.yields),
             )
             for instruction in listing.instructions
         )
@@ -146,10 +146,10 @@ class GraphCode:
         for slot, name in self._fed:
             env[slot] = feed[name]
         for slot, name in self._held:
-            env[slot] = state.held[name]
+            env[slot] = state.tensors[name]
         for slot, name in self._buffers:
             buffer = state.buffers.get(name)
-            env[slot] = state.held[name] if buffer is None else buffer
+            env[slot] = state.tensors[name] if buffer is None else buffer
         return env
 
     def run(self, env: list[Any], state: StepState, base: int, within: str) -> None:
@@ -159,15 +159,15 @@ class GraphCode:
 def add_terms_early(graph_code: GraphCode, add: Callable[[str, torch.Tensor], None]) -> list[tuple[str, int]]:
     """Insert calls that add a graph's terms to their sums as soon as they are made. Returns the terms that no call
     makes, with their slots."""
-    wanted = [(port.name, slot) for port, slot in graph_code.outputs if port.role == "sum"]
-    others = [slot for _, slot in graph_code.outputs]
+    sums = [(port.name, slot) for port, slot in graph_code.outputs if port.role == "sum"]
+    slots = [slot for _, slot in graph_code.outputs]
     remaining: list[tuple[str, int]] = []
-    for name, slot in wanted:
+    for name, slot in sums:
         producing_lines = [index for index, code in enumerate(graph_code.code) if _fills(code, slot)]
         if not producing_lines:
             remaining.append((name, slot))
             continue
-        call, free = partial(add, name), (slot,) if others.count(slot) == 1 else ()
+        call, free = partial(add, name), (slot,) if slots.count(slot) == 1 else ()
         graph_code.code.insert(
             producing_lines[-1] + 1, (graph_code.code[producing_lines[-1]][0], call, _slot_argument(slot), (), free)
         )

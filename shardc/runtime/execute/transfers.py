@@ -103,7 +103,7 @@ class Transfers:
         for channel, types in receives:
             self._begin(channel.counter)
             first = len(ops)
-            received = tuple(torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in types)
+            received = tuple(torch.empty(type.shape, dtype=type.dtype, device=self._device) for type in types)
             for tag, tensor in zip(channel.tags, received, strict=True):
                 if tensor.numel():
                     ops.append(dist.P2POp(dist.irecv, tensor, channel.peer, group=self._group, tag=tag))
@@ -117,8 +117,8 @@ class Transfers:
             counters = tuple(channel.counter for channel, _ in sends)
             self._pending_sends.append(_PendingSends(works if single_work else works[:send_count], counters, outgoing))
         return [
-            PendingReceive(self, one.counter, works if single_work else works[own], received)
-            for one, received, own in incoming
+            PendingReceive(self, channel.counter, works if single_work else works[op_slice], received)
+            for channel, received, op_slice in incoming
         ]
 
     def drain(self) -> None:

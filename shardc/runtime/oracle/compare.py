@@ -28,10 +28,10 @@ def largest_gradient(outputs: Mapping[Port, torch.Tensor]) -> float:
     return max([*sizes["grad"], *(LEAST_GRADIENT * size for size in sizes["loss"])], default=0.0)
 
 
-def floor_of(want: torch.Tensor, largest: float, dtype: torch.dtype) -> float:
+def floor_of(expected: torch.Tensor, largest: float, dtype: torch.dtype) -> float:
     """What an error is measured against at the least, by the largest gradient of a step in `dtype`."""
     rounding = torch.finfo(dtype).eps ** 0.6  # 4e-10 in float64: far above what cancels, far below what is meant
-    return (ZERO_GRADIENT if magnitude(want) < rounding * largest else SMALL_GRADIENT) * largest
+    return (ZERO_GRADIENT if magnitude(expected) < rounding * largest else SMALL_GRADIENT) * largest
 
 
 def magnitude(x: torch.Tensor) -> float:
@@ -42,12 +42,12 @@ def magnitude(x: torch.Tensor) -> float:
     return float(size.masked_fill(~size.isfinite(), 0.0).max())
 
 
-def relative_error(found: torch.Tensor, want: torch.Tensor, floor: float = 0.0) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """max|a - b| / max(max|b|, floor); infinite where one has an infinity or a NaN that the other has not."""
-    assert found.shape == want.shape, f"{tuple(found.shape)} against {tuple(want.shape)}"
-    if not want.numel() or torch.equal(found, want):
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)} against {tuple(expected.shape)}"
+    if not expected.numel() or torch.equal(actual, expected):
         return 0.0
-    a, b = (x if x.is_complex() else x.double() for x in (found, want))
+    a, b = (x if x.is_complex() else x.double() for x in (actual, expected))
     gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-    worst = float(gap.nan_to_num(nan=math.inf).max())
-    return worst / max(magnitude(want), floor, sys.float_info.min)
+    largest_gap = float(gap.nan_to_num(nan=math.inf).max())
+    return largest_gap / max(magnitude(expected), floor, sys.float_info.min)

@@ -55,14 +55,14 @@ class EagerTraining:
 
     @contextmanager
     def active(self) -> Generator[EagerTraining]:
-        """While this is entered, the model is lifted and steps are made; whatever they change is put back."""
-        before = Snapshot(self.model, self.loss)
-        with _same_random_numbers(), Lifted(self._tensors(before), self.dtype), plain_attention():
+        """A context in which the model is lifted and may make steps. Everything that they change is restored."""
+        snapshot = Snapshot(self.model, self.loss)
+        with _same_random_numbers(), Lifted(self._tensors(snapshot), self.dtype), plain_attention():
             try:
                 self._begin()
                 yield self
             finally:
-                before.restore()
+                snapshot.restore()
 
     def step(self, batch: Any, gradients: Mapping[str, Tensor] | None = None) -> Witness:
         """The loss, the gradient of every parameter that gets one, every buffer after the step; what is updated.
@@ -95,16 +95,16 @@ class EagerTraining:
                     sums[p] = sums[p] + p.grad if p in sums else p.grad.clone()
         for p in self.model.parameters():
             p.grad = sums.get(p)
-        found: Witness = {("loss", "loss"): total}
+        results: Witness = {("loss", "loss"): total}
         params = dict(self.model.named_parameters())
         if self.optimizer is None and self.limit is not None:  # these are returned clipped
-            found["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(list(params.values()), self.limit)
-        found |= {("grad", name): p.grad.clone() for name, p in params.items() if p.grad is not None}
+            results["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(list(params.values()), self.limit)
+        results |= {("grad", name): p.grad.clone() for name, p in params.items() if p.grad is not None}
         if self.optimizer is not None:
-            found |= self._updated(params, gradients or {})
+            results |= self._updated(params, gradients or {})
         after = {name: b.detach().clone() for name, b in self._changeable()}
-        found |= {("buffer", name): after[name] for name, _ in self.model.named_buffers()}
-        return found | {(CHANGED, n): b for n, b in after.items() if n not in before or not _equal(b, before[n])}
+        results |= {("buffer", name): after[name] for name, _ in self.model.named_buffers()}
+        return results | {(CHANGED, n): b for n, b in after.items() if n not in before or not _equal(b, before[n])}
 
     def _changeable(self) -> Iterator[tuple[str, Tensor]]:
         """What a step may change by itself: buffers, and parameters, of which an optimizer changes those it has."""
@@ -125,43 +125,43 @@ class EagerTraining:
         return self.loss(output, part) if self.loss is not None else _own_loss(output)
 
     def _begin(self) -> None:
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for name, value in self.stored.items():
-            if name in own:
-                own[name].data.copy_(value)
+            if name in parameters:
+                parameters[name].data.copy_(value)
         if self.optimizer is None:
             return
-        for parameter, held in self.optimizer.state.items():
-            keys = [key for key, value in held.items() if isinstance(value, Tensor)]
-            values = (copied([held[key]], self.dtype if held[key].dim() else None)[0] for key in keys)
-            self._state[parameter] = {**held, **dict(zip(keys, values, strict=True))}
+        for parameter, state in self.optimizer.state.items():
+            keys = [key for key, value in state.items() if isinstance(value, Tensor)]
+            values = (copied([state[key]], self.dtype if state[key].dim() else None)[0] for key in keys)
+            self._state[parameter] = {**state, **dict(zip(keys, values, strict=True))}
         for group in self.optimizer.param_groups:
             bare, update = bare_optimizer(self.optimizer, group, self._state)
             self._state = cast("dict[Tensor, dict[str, Any]]", bare.state)
             self._updates.append(update)
 
     def _updated(self, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Witness:
-        """Clip, then step; the parameters and the optimizer's state afterwards, and the norm."""
+        """Clip, then step. Returns the new parameters, the optimizer's new state, and the norm."""
         assert self.optimizer is not None
-        found: Witness = {}
+        results: Witness = {}
         for name, value in gradients.items():
             if name in params and params[name].grad is not None:
                 params[name].grad = value.to(params[name].dtype).clone()
-        given = [p for p in params.values() if p.grad is not None]
+        trained = [p for p in params.values() if p.grad is not None]
         if self.limit is not None:
-            found["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(given, self.limit)
-        if not self.check_finite or all(bool(p.grad.isfinite().all()) for p in given if p.grad is not None):
+            results["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(trained, self.limit)
+        if not self.check_finite or all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None):
             for update in self._updates:
                 update()
-        found |= {("param", name): p.detach().clone() for name, p in params.items()}
+        results |= {("param", name): p.detach().clone() for name, p in params.items()}
         for name, p in params.items():
             state = self._state.get(p, {})
-            found |= {("state", f"{name}:{k}"): v.clone() for k, v in state.items() if isinstance(v, Tensor)}
-        return found
+            results |= {("state", f"{name}:{k}"): v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+        return results
 
-    def _tensors(self, before: Snapshot) -> Iterator[Tensor]:
-        """What a step may read or write: the model's own tensors, and those that it holds by the way."""
-        yield from chain(self.model.parameters(), self.model.buffers(), before.tensors())
+    def _tensors(self, snapshot: Snapshot) -> Iterator[Tensor]:
+        """The tensors that a step may read or write: the model's, the optimizer's, and those in the model's objects."""
+        yield from chain(self.model.parameters(), self.model.buffers(), snapshot.tensors())
         if self.optimizer is not None:
             yield from (p for group in self.optimizer.param_groups for p in group["params"])
 
@@ -172,7 +172,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def _same_random_numbers() -> Generator[None]:
-    """Leave every generator of random numbers as it is found."""
+    """Restore the state of every random number generator afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -184,9 +184,9 @@ def _same_random_numbers() -> Generator[None]:
 
 def _backward_of_nothing(value: Tensor, params: Sequence[Tensor]) -> None:
     """Leave gradients as they are, but for a 0 where a parameter had none."""
-    before = [None if p.grad is None else p.grad.clone() for p in params]
+    gradients = [None if p.grad is None else p.grad.clone() for p in params]
     value.backward()
-    for p, grad in zip(params, before, strict=True):
+    for p, grad in zip(params, gradients, strict=True):
         if p.grad is not None:
             p.grad = torch.zeros_like(p) if grad is None else grad
 

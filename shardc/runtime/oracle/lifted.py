@@ -1,4 +1,4 @@
-"""Tensors of a user's, for a while in another dtype and in memory of their own; then as they were.
+"""Moves the user's tensors temporarily to another dtype and to memory of their own, and restores them.
 
 with Lifted(tensors, torch.float64):      # the same objects: hooks, ties and views of one another stay
     ...                                   # whatever is written here is gone afterwards
@@ -33,12 +33,12 @@ class Lifted:
     def __enter__(self) -> None:
         copies = copied([t.data for t in self._tensors], self._dtype)
         for tensor, copy in zip(self._tensors, copies, strict=True):
-            before = (tensor, tensor.data, tensor.grad if tensor.is_leaf else None, tensor.requires_grad)
+            original = (tensor, tensor.data, tensor.grad if tensor.is_leaf else None, tensor.requires_grad)
             if tensor.is_leaf:
                 tensor.grad = None
             with suppress(RuntimeError):  # a tensor made for inference keeps its data
                 tensor.data = copy
-            self._before.append(before)
+            self._before.append(original)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -65,25 +65,25 @@ def copied(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]
     for i, tensor in enumerate(tensors):
         memory = storage_of(tensor)
         groups.setdefault(i if memory is None else memory, []).append(i)
-    found: list[Tensor] = [t.detach() for t in tensors]
+    copies: list[Tensor] = [t.detach() for t in tensors]
     for members in groups.values():
         dtypes = {tensors[i].dtype for i in members}
-        wide = _widened(dtypes.pop(), dtype) if len(dtypes) == 1 else None
+        wide_dtype = _widened(dtypes.pop(), dtype) if len(dtypes) == 1 else None
         first = tensors[members[0]]
-        if len(members) == 1 or wide is None:  # memory that is read as several dtypes: nothing may change
+        if len(members) == 1 or wide_dtype is None:  # memory that is read as several dtypes: nothing may change
             for i in members:
-                kind = tensors[i].dtype if wide is None else wide
-                found[i] = tensors[i].detach().to("cpu", kind, copy=True)
+                kind = tensors[i].dtype if wide_dtype is None else wide_dtype
+                copies[i] = tensors[i].detach().to("cpu", kind, copy=True)
             continue
         size = first.untyped_storage().nbytes() // first.element_size()
-        whole = first.detach().as_strided((size,), (1,), 0).to("cpu", wide, copy=True)
+        whole = first.detach().as_strided((size,), (1,), 0).to("cpu", wide_dtype, copy=True)
         for i in members:
-            found[i] = whole.as_strided(tensors[i].shape, tensors[i].stride(), tensors[i].storage_offset())
-    return found
+            copies[i] = whole.as_strided(tensors[i].shape, tensors[i].stride(), tensors[i].storage_offset())
+    return copies
 
 
 def copied_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """A batch of copies: nothing that is done to them reaches the caller's."""
+    """A batch of copies. Writes to them do not reach the caller's tensors."""
     leaves, structure = flatten(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _is_plain(leaf)]
     for i, copy in zip(places, copied([leaves[i] for i in places], dtype), strict=True):
@@ -91,10 +91,10 @@ def copied_batch(batch: Any, dtype: torch.dtype | None) -> Any:
     return unflatten(leaves, structure)
 
 
-def _widened(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def _widened(original: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None:
-        return own
-    return dtype if own.is_floating_point else torch.complex128 if own.is_complex else own
+        return original
+    return dtype if original.is_floating_point else torch.complex128 if original.is_complex else original
 
 
 def _is_plain(tensor: Tensor) -> bool:

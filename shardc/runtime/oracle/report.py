@@ -27,7 +27,7 @@ EAGER_HALF = 1e-1  # of a model that casts to half precision itself
 
 @dataclass(frozen=True)
 class Row:
-    """One output compared. `eager_error` is the reference's own error against eager PyTorch, where that was given."""
+    """One compared output. `eager_error` is the reference's own error against eager PyTorch, if that was run."""
 
     role: str
     name: str
@@ -67,7 +67,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; true when every row is within the tolerance."""
+    """The result of `verify`. It is true when every row is within the tolerance."""
 
     rows: tuple[Row, ...]
     tolerance: float
@@ -99,8 +99,8 @@ class Report:
     @property
     def eager_error(self) -> float | None:
         """The reference's worst error against eager PyTorch; None where that did not run."""
-        found = [number(row.eager_error) for row in self.rows if row.eager_error is not None]
-        return max(found) if found else None
+        errors = [number(row.eager_error) for row in self.rows if row.eager_error is not None]
+        return max(errors) if errors else None
 
     def __bool__(self) -> bool:
         return self.ok
@@ -113,11 +113,11 @@ class Report:
             verdict = "equal to the traced graph, but that is NOT what eager PyTorch computes"
         error = f"error {self.max_rel_error:.1e}, tolerance {self.tolerance:.0e}"
         lines = [f"{self.ranks} ranks in {name}: {verdict}; {error}{self._beyond() if equal else ''}"]
-        for role, many in PLURALS.items():
+        for role, plural in PLURALS.items():
             rows = sorted((row for row in self.rows if row.role == role), key=lambda row: -row.error)
             if not rows:
                 continue
-            label = role if len(rows) == 1 else many
+            label = role if len(rows) == 1 else plural
             lines.append(f"  {len(rows):>4} {label:<10} {rows[0].error:.1e} at worst ({rows[0].name})")
             if not self.ok:
                 wrong = [row for row in rows if not self.within(row)]

@@ -42,11 +42,11 @@ def rounding(reference: Graph, inputs: Mapping[str, Tensor]) -> dict[Port, float
     exact, *coarse = (run_reference(reference, inputs, numerics=Coarse(bits=bits)) for bits in (0, *PROBES))
     largest = largest_gradient(exact)
     allowed: dict[Port, float] = {}
-    for port, want in exact.items():
-        floor = floor_of(want, largest, torch.float64)
-        moved = [relative_error(found[port], want, floor) / 2**k for k, found in zip(PROBES, coarse, strict=True)]
+    for port, value in exact.items():
+        floor = floor_of(value, largest, torch.float64)
+        errors = [relative_error(run[port], value, floor) / 2**k for k, run in zip(PROBES, coarse, strict=True)]
         # A probe that leaves the numbers, as over a logarithm of 0, has measured nothing.
-        allowed[port] = SLACK * max((one for one in moved if math.isfinite(one)), default=0.0)
+        allowed[port] = SLACK * max((error for error in errors if math.isfinite(error)), default=0.0)
     return allowed
 
 
@@ -61,6 +61,6 @@ class Coarse(Numerics):
         x = super().cast(value)
         if x.dtype != torch.float64 or not self.bits:
             return x
-        half, kept = 1 << (self.bits - 1), -(1 << self.bits)
-        rounded = ((x.contiguous().view(torch.int64) + half) & kept).view(torch.float64)
+        half, mask = 1 << (self.bits - 1), -(1 << self.bits)
+        rounded = ((x.contiguous().view(torch.int64) + half) & mask).view(torch.float64)
         return torch.where(rounded.isfinite(), rounded, x)  # the largest number of all stays what it is

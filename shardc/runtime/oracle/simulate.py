@@ -86,32 +86,32 @@ def supplied(
 
     A tied tensor may come under any of its names. A seed that is not given is 0.
     """
-    found: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     problems: list[Diagnostic] = []
-    lost: list[Port] = []
+    absent: list[Port] = []
     for port, type in ports:
         name = next((name for name in (port.name, *port.aliases) if name in inputs), None)
         if name is not None:
             value = inputs[name]
             problems += _misfits(port, value, type, any_float)
-            found.append(value)
+            values.append(value)
         elif port.role == "seed":
-            found.append(torch.zeros(type.shape, dtype=type.dtype))
+            values.append(torch.zeros(type.shape, dtype=type.dtype))
         else:
-            lost.append(port)
-    if lost:
-        problems.append(missing(lost, did_you_mean(lost[0].name, inputs, "supplied inputs")))
+            absent.append(port)
+    if absent:
+        problems.append(missing(absent, did_you_mean(absent[0].name, inputs, "supplied inputs")))
     if problems:
         raise ShardcError(*problems)
-    return found
+    return values
 
 
 def missing(ports: Sequence[Port], hint: str) -> Diagnostic:
     """One diagnostic for all inputs that are missing: a model has hundreds."""
     first, *others = ports
     message = f"{first.role} '{first.name}' was not supplied" + (f", nor were {len(others)} others" if others else "")
-    listed = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
-    cause = "missing too: " + ", ".join(listed) if others else None
+    shown_names = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
+    cause = "missing too: " + ", ".join(shown_names) if others else None
     return Diagnostic("SC504", message, tensor=first.name, cause=cause, hint=hint)
 
 
@@ -127,8 +127,8 @@ def _misfits(port: Port, value: torch.Tensor, type: TensorType, any_float: bool)
         return [Diagnostic("SC501", message, tensor=port.name, hint=hint)]
     loose = any_float and value.dtype.is_floating_point and type.dtype.is_floating_point
     if value.dtype != type.dtype and not loose:
-        given, wanted = (DTYPE_NAMES.get(d, str(d)) for d in (value.dtype, type.dtype))
-        message = f"{port.role} '{port.name}' has dtype {given}, the program was compiled for {wanted}"
+        value_dtype, port_dtype = (DTYPE_NAMES.get(d, str(d)) for d in (value.dtype, type.dtype))
+        message = f"{port.role} '{port.name}' has dtype {value_dtype}, the program was compiled for {port_dtype}"
         return [Diagnostic("SC501", message, tensor=port.name, hint="cast it, or compile again with this batch")]
     return []
 
@@ -197,8 +197,8 @@ def _call(
         except Exception as failure:
             failure.add_note(f"in instruction {instruction.where}, simulated")
             for rank in range(len(contexts)):
-                held = [values[rank] if values else None for values in operands]
-                if (named := out_of_range(instruction, rank, held)) is not None:
+                operands_of_rank = [values[rank] if values else None for values in operands]
+                if (named := out_of_range(instruction, rank, operands_of_rank)) is not None:
                     raise named from failure
             if (refused := instruction_failed(instruction, failure, "simulated")) is not None:
                 raise refused from failure
@@ -213,22 +213,22 @@ def _call(
 
 
 def summed(totals: PerRank, terms: PerRank) -> PerRank:
-    """Rank by rank; ranks that share both go on sharing one tensor."""
-    done: dict[tuple[int, int], torch.Tensor] = {}
+    """The sums rank by rank. Ranks that share both operands share the sum."""
+    sums: dict[tuple[int, int], torch.Tensor] = {}
     for total, term in zip(totals, terms, strict=True):
-        if (id(total), id(term)) not in done:
-            done[id(total), id(term)] = total + term
-    return [done[id(total), id(term)] for total, term in zip(totals, terms, strict=True)]
+        if (id(total), id(term)) not in sums:
+            sums[id(total), id(term)] = total + term
+    return [sums[id(total), id(term)] for total, term in zip(totals, terms, strict=True)]
 
 
 def assembled(values: PerRank | None, node: fx.Node, mesh: Mesh) -> torch.Tensor:
-    """The global tensor of a value, given what each rank has of it."""
+    """The global tensor of a value, given each rank's shard."""
     assert values is not None, f"output {info(node).name} was freed"
     return assemble(dict(enumerate(values)), type_of(node), mesh)
 
 
 def sharded(value: torch.Tensor, type: TensorType, mesh: Mesh) -> PerRank:
-    """What each rank stores of a global tensor."""
+    """The shard that each rank stores of a global tensor."""
     if not type.axes:
         return [value.contiguous()] * mesh.world_size
     shards: dict[tuple[int, ...], torch.Tensor] = {}
@@ -246,7 +246,7 @@ def _each(
     instruction: CallInstruction, env: list[Any], operands: Sequence[Any], contexts: Sequence[RankContext]
 ) -> list[Any]:
     """The result of a call on every rank, computed once for the ranks that cannot differ."""
-    done: dict[tuple[int, ...], Any] = {}
+    results_by_key: dict[tuple[int, ...], Any] = {}
     results: list[Any] = []
     reader = AXES_READ.get(instruction.target)
     for rank, context in enumerate(contexts):
@@ -254,10 +254,10 @@ def _each(
         key = tuple(id(values[rank]) for values in operands)
         if reader is not None:
             key += tuple(context.index((axis,)) for axis in reader(*args, **kwargs))
-        if key not in done:
+        if key not in results_by_key:
             with running(context):
-                done[key] = instruction.target(*args, **kwargs)
-        results.append(done[key])
+                results_by_key[key] = instruction.target(*args, **kwargs)
+        results.append(results_by_key[key])
     return results
 
 
@@ -298,7 +298,7 @@ def _meet(
 
 
 def exchange(rows: Sequence[torch.Tensor], how: Exchange) -> PerRank:
-    """What each member of a group receives, given what each brings; what is the same for several is one object."""
+    """The tensor that each member of a group receives, given its operand. Equal results are one object."""
     count = len(rows)
     match how.kind:
         case "all_reduce":

@@ -84,10 +84,10 @@ def simulate_stages(
 
 
 class _Coordinate:
-    """Where the ranks of one coordinate on the pipeline's axis are in their list, and what they have."""
+    """The state of the ranks of one coordinate on the pipeline's axis: their position in the list, and their values."""
 
-    def __init__(self, listed: Sequence[Instruction]) -> None:
-        self.steps = split_batches(listed)
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.steps = split_batches(instructions)
         self.at = 0
         self.posted: list[Transfer] = []  # of the present batch: what is not done
         self.values: dict[ValueKey, Held] = {}
@@ -106,7 +106,7 @@ class _Coordinate:
 
     @property
     def present(self) -> Instruction | None:
-        """What it stands at; None at the end, and for transfers."""
+        """The present instruction; None at the end of the list, and for transfers."""
         return None if self.at >= len(self.steps) or self.posted else self.steps[self.at][0]
 
 
@@ -154,22 +154,22 @@ class _Machine:
         return {port: self._whole(port) for port in self.body.outputs}
 
     def _moves(self) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = []
+        moves: list[Callable[[], None]] = []
         for rank, c in enumerate(self.coordinates):
             i = c.present
             if isinstance(i, COLLECTIVE):
                 group = i.group
                 if rank == group[0] and all(self.coordinates[other].present == i for other in group):
-                    found.append(lambda i=i: self._collective(i))
+                    moves.append(lambda i=i: self._collective(i))
             elif i is not None:
-                found.append(lambda rank=rank, i=i: self._work(rank, i))
+                moves.append(lambda rank=rank, i=i: self._work(rank, i))
             elif c.posted:
-                found += self._transfers(rank, c)
-        return found
+                moves += self._transfers(rank, c)
+        return moves
 
     def _transfers(self, rank: int, c: _Coordinate) -> list[Callable[[], None]]:
-        """The first posted send to each peer, if it may go now; buffered, receives by themselves."""
-        found: list[Callable[[], None]] = []
+        """The moves of posted transfers: the first send to each peer, and, if sends are buffered, the receives."""
+        transfers: list[Callable[[], None]] = []
         seen: set[tuple[type, int]] = set()
         for i in c.posted:
             if (type(i), i.peer) in seen:
@@ -178,12 +178,12 @@ class _Machine:
             if isinstance(i, Send):
                 other = self._counterpart(rank, i)
                 if self.buffered:
-                    found.append(lambda i=i: self._send(rank, i))
+                    transfers.append(lambda i=i: self._send(rank, i))
                 elif other is not None:
-                    found.append(lambda i=i, other=other: self._meet(rank, i, other))
+                    transfers.append(lambda i=i, other=other: self._meet(rank, i, other))
             elif self.buffered and self.channels[i.peer, rank]:
-                found.append(lambda i=i: self._receive(rank, i))
-        return found
+                transfers.append(lambda i=i: self._receive(rank, i))
+        return transfers
 
     def _counterpart(self, rank: int, i: Send) -> Recv | None:
         posted = self.coordinates[i.peer].posted
@@ -199,10 +199,10 @@ class _Machine:
         self._receive(i.peer, other)
 
     def _receive(self, rank: int, i: Recv) -> None:
-        value, held = self.channels[i.peer, rank].popleft()
+        value, tensors = self.channels[i.peer, rank].popleft()
         if value != (i.value, i.microbatch):
             raise _wrong("SC521", f"is sent {_name(value)}", rank, i)
-        self._put(rank, value, held, i)
+        self._put(rank, value, tensors, i)
         self._done(rank, i)
 
     def _done(self, rank: int, i: Transfer) -> None:
@@ -245,59 +245,59 @@ class _Machine:
     # ------------------------------------------------------------------ work
     def _run_body(self, rank: int, i: RunBody) -> None:
         (graph,) = graphs_of(self.program, rank, i)
-        made: Counter[fx.Node] = Counter()
+        occurrences: Counter[fx.Node] = Counter()
 
         def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
             assert self.observe is not None
-            self.observe(rank, made[node], node, values)
-            made[node] += 1
+            self.observe(rank, occurrences[node], node, values)
+            occurrences[node] += 1
 
         observe = None if self.observe is None else watch
         outputs = run_step(graph, self.mesh, self.given, self.fed, self.numerics, observe, self.returned)
         self.outputs |= {port: {-1: value} for port, value in outputs.items()}
 
     def _compute(self, rank: int, i: Compute) -> None:
-        c, at = self.coordinates[rank], i.microbatch
-        part, which = self.lists.pipeline.part(i), PART_OF[type(i)]
-        graph = self.program.stages[i.stage][which]
-        read: Held = {}
+        c, microbatch = self.coordinates[rank], i.microbatch
+        part, phase = self.lists.pipeline.part(i), PART_OF[type(i)]
+        graph = self.program.stages[i.stage][phase]
+        values_read: Held = {}
         for name in part.reads:
-            read |= self._there(rank, self.lists.pipeline.value_key(name, at), i)
-        made: Held = {}
-        for port, values in self._run(graph, c, read, at).items():
+            values_read |= self._there(rank, self.lists.pipeline.value_key(name, microbatch), i)
+        produced: Held = {}
+        for port, values in self._run(graph, c, values_read, microbatch).items():
             if port.role == "value":
-                made[port.name] = values
+                produced[port.name] = values
             elif port.role == "sum":
-                before = c.sums.get(port.name)
-                c.sums[port.name] = values if before is None else summed(before, values)
+                total = c.sums.get(port.name)
+                c.sums[port.name] = values if total is None else summed(total, values)
             elif port.role == "buffer":
                 c.buffers[port.name] = values
             if port.role in ("buffer", "output"):
-                self._output(port, values, graph, at)
+                self._output(port, values, graph, microbatch)
         for name in part.makes:
-            held = {member: made.pop(member) for member in self.program.members(name)}
-            self._put(rank, (name, at), held, i)
-        assert not made, f"{instruction_text(i)} makes {', '.join(made)}, which the pipeline does not know"
+            members = {member: produced.pop(member) for member in self.program.members(name)}
+            self._put(rank, (name, microbatch), members, i)
+        assert not produced, f"{instruction_text(i)} makes {', '.join(produced)}, which the pipeline does not know"
 
     def _reduce(self, rank: int, i: ReduceGrads) -> None:
-        """Over the other axes: shards, it may be, take the place of what a stage has summed."""
+        """Reduce a sum over the other axes. Its shards may then replace the stage's sum."""
         c = self.coordinates[rank]
         for graph in graphs_of(self.program, rank, i):
-            made = self._run(graph, c, {}, -1)
+            outputs = self._run(graph, c, {}, -1)
             for port in graph.inputs:
                 c.sums.pop(port.name)
-            c.sums |= {port.name: values for port, values in made.items()}
+            c.sums |= {port.name: values for port, values in outputs.items()}
 
     def _gather(self, rank: int, i: Gather) -> None:
         for name, graph in zip(i.values, graphs_of(self.program, rank, i), strict=True):
-            made = self._run(graph, self.coordinates[rank], {}, -1)
-            self._put(rank, (name, None), {port.name: values for port, values in made.items()}, i)
+            outputs = self._run(graph, self.coordinates[rank], {}, -1)
+            self._put(rank, (name, None), {port.name: values for port, values in outputs.items()}, i)
 
     def _finish(self, group: Sequence[int]) -> None:
         shares: dict[int, dict[Port, PerRank]] = {}
         for rank in group:
             shares[rank] = self._run(self.program.epilogues[rank].norm, self.coordinates[rank], {}, -1)
-        named = {rank: {port.name: values for port, values in found.items()} for rank, found in shares.items()}
+        named = {rank: {port.name: values for port, values in outputs.items()} for rank, outputs in shares.items()}
         names = self.program.epilogues[group[0]].totals
         totals = {name: reduce(summed, (named[rank][name] for rank in group)) for name in names}
         for rank in group:
@@ -306,34 +306,34 @@ class _Machine:
                 self._returned(port, values, graph, rank)
 
     def _returned(self, port: Port, values: PerRank, graph: Graph, rank: int) -> None:
-        before = self.made.setdefault(port, values)
-        if any(not torch.equal(a, b) for a, b in zip(before, values, strict=True) if not a.isnan().any()):
+        known = self.made.setdefault(port, values)
+        if any(not torch.equal(a, b) for a, b in zip(known, values, strict=True) if not a.isnan().any()):
             message = f"the copies of {port.role} '{port.name}' differ between stages, on pipeline rank {rank}"
             raise error("SC505", message, tensor=port.name)
         self._output(port, values, graph, -1)
 
-    def _output(self, port: Port, values: PerRank, graph: Graph, at: int) -> None:
+    def _output(self, port: Port, values: PerRank, graph: Graph, microbatch: int) -> None:
         node = graph.output_values[graph.outputs.index(port)]
-        self.outputs.setdefault(port, {})[at] = assembled(values, node, self.mesh)
+        self.outputs.setdefault(port, {})[microbatch] = assembled(values, node, self.mesh)
         if self.returned is not None:
             self.returned(port, node, values)
 
-    def _run(self, graph: Graph, c: _Coordinate, read: Held, at: int) -> dict[Port, PerRank]:
+    def _run(self, graph: Graph, c: _Coordinate, values_read: Held, microbatch: int) -> dict[Port, PerRank]:
         listing = self.listings.get(id(graph))
         if listing is None:
             self.listings[id(graph)] = listing = list_calls(graph, self.numerics)
-        given = [self._input(port, c, read, at) for port in graph.inputs]
-        watch = None if self.observe is None else partial(self.observe, self.coordinates.index(c), at)
-        return dict(zip(graph.outputs, run_local(listing, given, self.numerics, watch), strict=True))
+        inputs = [self._input(port, c, values_read, microbatch) for port in graph.inputs]
+        watch = None if self.observe is None else partial(self.observe, self.coordinates.index(c), microbatch)
+        return dict(zip(graph.outputs, run_local(listing, inputs, self.numerics, watch), strict=True))
 
-    def _input(self, port: Port, c: _Coordinate, read: Held, at: int) -> PerRank:
+    def _input(self, port: Port, c: _Coordinate, values_read: Held, microbatch: int) -> PerRank:
         if port.role == "value":
-            return read[port.name]
+            return values_read[port.name]
         if port.role == "sum":
             return c.sums[port.name]
         if port.role == "buffer" and port.name in c.buffers:
             return c.buffers[port.name]
-        key = (port.name, at if port.role in GIVEN else 0)
+        key = (port.name, microbatch if port.role in GIVEN else 0)
         if key not in self.local:
             value = self.inputs[key[1]][port.name].detach()
             self.local[key] = sharded(self.numerics.cast(value), self.types[port.name], self.mesh)
@@ -348,23 +348,23 @@ class _Machine:
     def _there(self, rank: int, value: ValueKey, i: Instruction) -> Held:
         c = self.coordinates[rank]
         if value not in c.values:
-            when = "after it is freed" if value in c.gone else "before it is there"
-            raise _wrong("SC524", f"uses {_name(value)} {when}", rank, i)
+            reason = "after it is freed" if value in c.gone else "before it is there"
+            raise _wrong("SC524", f"uses {_name(value)} {reason}", rank, i)
         return c.values[value]
 
-    def _put(self, rank: int, value: ValueKey, held: Held, i: Instruction) -> None:
+    def _put(self, rank: int, value: ValueKey, tensors: Held, i: Instruction) -> None:
         values = self.coordinates[rank].values
         if value in values:
             raise _wrong("SC524", f"makes {_name(value)}, which is there already", rank, i)
-        values[value] = held
+        values[value] = tensors
 
     def _whole(self, port: Port) -> torch.Tensor:
-        found = self.outputs[port]
-        if -1 in found:
-            return found[-1]
-        if port.role == "output" and len(found) > 1:
-            return torch.stack([found[k] for k in range(len(found))])
-        return found[max(found)]
+        by_microbatch = self.outputs[port]
+        if -1 in by_microbatch:
+            return by_microbatch[-1]
+        if port.role == "output" and len(by_microbatch) > 1:
+            return torch.stack([by_microbatch[k] for k in range(len(by_microbatch))])
+        return by_microbatch[max(by_microbatch)]
 
 
 def _name(value: ValueKey) -> str:
@@ -373,5 +373,5 @@ def _name(value: ValueKey) -> str:
 
 
 def _wrong(code: str, message: str, rank: int, i: Instruction | None) -> ShardcError:
-    said = f"{instruction_text(i)} {message}" if i is not None else f"the list {message}"
-    return error(code, said, location=f"pipeline rank {rank}")
+    text = f"{instruction_text(i)} {message}" if i is not None else f"the list {message}"
+    return error(code, text, location=f"pipeline rank {rank}")

@@ -67,24 +67,24 @@ def verify_program(
     drawn = batch is None and _lies_on_meta(program.sample)
     batch = program.sample if batch is None and not drawn else batch
     names = [port.name for port in reference.inputs if port.role == "input"]
-    twice = any(port.role in LEFT for port in reference.outputs)
+    has_state = any(port.role in LEFT for port in reference.outputs)
     reports: list[Report] = []
-    left: dict[str, Tensor] = {}
+    next_state: dict[str, Tensor] = {}
     with _Eager(program, batch, dtype, params is not None) as eager:
-        for part in (batch, other_rows(batch))[: 2 if twice else 1]:
-            inputs = {**program.inputs(part, params), **left}
+        for part in (batch, other_rows(batch))[: 2 if has_state else 1]:
+            inputs = {**program.inputs(part, params), **next_state}
             if drawn and reports:
                 inputs |= other_rows({name: inputs[name] for name in names})
             expected = reference_step(reference, inputs, dtype)
             gradients = {port.name: value for port, value in expected.items() if port.role == "grad"}
-            found = eager.step(part, gradients)
-            against = found, eager.absent, eager.near, expected
+            witness = eager.step(part, gradients)
+            against = witness, eager.absent, eager.near, expected
             reports.append(verify(program.staged, reference, inputs, dtype, *against, order))
             if not reports[-1].ok:
                 break
-            if not twice and found is not None and (again := eager.step(part, gradients)) is not None:
-                reports[-1] = beside_another(reports[-1], reference, inputs, dtype, expected, again)
-            left = {port.name: value for port, value in expected.items() if port.role in LEFT}
+            if not has_state and witness is not None and (second_witness := eager.step(part, gradients)) is not None:
+                reports[-1] = beside_another(reports[-1], reference, inputs, dtype, expected, second_witness)
+            next_state = {port.name: value for port, value in expected.items() if port.role in LEFT}
     return worst_of(reports)
 
 
@@ -111,7 +111,7 @@ def _lies_on_meta(batch: Any) -> bool:
 
 
 class _Eager:
-    """The model in eager PyTorch, or why it cannot be asked (`absent`); how `near` the reference should come to it."""
+    """The model in eager PyTorch, or why it does not run (`absent`). `near` is the reference's tolerance against it."""
 
     def __init__(self, program: CompiledStep, batch: Any, dtype: torch.dtype, other_params: bool) -> None:
         self.program, self.near, self._stack = program, EAGER_TOLERANCE, ExitStack()
@@ -120,12 +120,12 @@ class _Eager:
         if self.absent:
             return
         assert program.model is not None
-        own = {p.dtype for p in program.model.parameters()}
-        lifted = "precision" not in program.plan and own.isdisjoint(HALF)
+        dtypes = {p.dtype for p in program.model.parameters()}
+        lifted = "precision" not in program.plan and dtypes.isdisjoint(HALF)
         if lifted and any(type_of(v).dtype in HALF for v in program.reference.values()):
             self.near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
-        self._kinds: list[torch.dtype | None] = [dtype, *([None] if own == {torch.float32} else [])]
+        self._kinds: list[torch.dtype | None] = [dtype, *([None] if dtypes == {torch.float32} else [])]
         self._stored = model_state(program.model, program.reference)
 
     def __enter__(self) -> _Eager:
@@ -137,7 +137,7 @@ class _Eager:
             self.program.compiled.put_back()
 
     def step(self, batch: Any, gradients: Mapping[str, Tensor]) -> Witness | None:
-        """One step on `batch`, the optimizer's on `gradients`; None where the model cannot be asked."""
+        """One step on `batch`, with the optimizer's update on `gradients`. None if the model does not run."""
         while not self.absent:
             if started := self.training is None:
                 self.training = self._stack.enter_context(self._training(self._kinds[0]).active())
@@ -152,8 +152,8 @@ class _Eager:
                     self._first = failed
                     continue
                 problem = getattr(self, "_first", failed)
-                said = str(problem).strip().partition("\n")[0]
-                self.absent = f"the model does not run in {kind}: {type(problem).__name__}: {said}"
+                reason = str(problem).strip().partition("\n")[0]
+                self.absent = f"the model does not run in {kind}: {type(problem).__name__}: {reason}"
         return None
 
     def _training(self, dtype: torch.dtype | None) -> EagerTraining:

@@ -36,7 +36,7 @@ OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it t
 
 
 def in_order(seed: int | None) -> Choose:
-    """Who goes next, of those that can: the first, or whoever a seed picks."""
+    """The choice of the next move among the possible ones: the first, or a seeded random one."""
     return first if seed is None else random.Random(seed).randrange
 
 
@@ -57,8 +57,8 @@ class _Ranks:
         consumed = Consumed(self.program.body)
         named = {info(node).name: node for node in self.program.body.gradients.values()}
 
-        def watch(_: int, at: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-            known = named.get(info(node).name) if at < 0 else node  # of a body, the node itself
+        def watch(_: int, microbatch: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            known = named.get(info(node).name) if microbatch < 0 else node  # of a body, the node itself
             if known is not None and type_of(known) == type_of(node):
                 consumed(known, values)
 
@@ -81,19 +81,19 @@ class _Ranks:
         graphs = list(self.program.graphs())
         names = {info(node).name for graph in graphs for node in graph.values()}
         namesakes = Namesakes.of(reference, inputs, dtype, floor, names)
-        found: list[Mismatch] = []
+        mismatches: list[Mismatch] = []
 
-        def compare(c: int, at: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
-            if found:
+        def compare(c: int, microbatch: int, node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+            if mismatches:
                 return
-            once = at < 0 or len(namesakes.wanted.get(info(node).name, ())) == 1
-            wrong = namesakes.differs(node, values, 0 if once else at, self.mesh)
+            single = microbatch < 0 or len(namesakes.references.get(info(node).name, ())) == 1
+            wrong = namesakes.differs(node, values, 0 if single else microbatch, self.mesh)
             if wrong is not None:
-                found.append(replace(wrong, ranks=tuple(self.program.rank_of(c, i) for i in wrong.ranks)))
+                mismatches.append(replace(wrong, ranks=tuple(self.program.rank_of(c, i) for i in wrong.ranks)))
 
         simulate_stages(self.program, inputs, dtype=dtype, choose=in_order(self.order), observe=compare)
-        if found or self.program.body in graphs:
-            return found[0] if found else None
+        if mismatches or self.program.body in graphs:
+            return mismatches[0] if mismatches else None
         return _Ranks(one_stage(self.program.body), None).first_mismatch(reference, inputs, dtype, floor)
 
 
@@ -131,8 +131,8 @@ def reference_step(
 ) -> dict[Port, torch.Tensor]:
     """What the single device returns, and the gradients that its update consumes."""
     consumed = Consumed(reference)
-    found = run_reference(reference, inputs, dtype=dtype, numerics=numerics, observe=consumed)
-    return consumed.found(inputs) | found
+    outputs = run_reference(reference, inputs, dtype=dtype, numerics=numerics, observe=consumed)
+    return consumed.found(inputs) | outputs
 
 
 def verify(
@@ -162,21 +162,21 @@ def verify(
 
     versions = {name: version_of(value) for name, value in inputs.items()}
     expected = reference_step(reference, inputs, dtype) if expected is None else expected
-    found = ranks.run(inputs, dtype, watch)
+    actual = ranks.run(inputs, dtype, watch)
     scales = _Scales(reference, inputs, expected, dtype)
     rows: list[Row] = []
-    for port, want in expected.items():
+    for port, reference_value in expected.items():
         returned = port in scales.returned
-        assert port in found or not returned, f"nobody returns {port.role} '{port.name}'"
+        assert port in actual or not returned, f"nobody returns {port.role} '{port.name}'"
         floor = scales.floor(port)
         error = 0.0
-        if port in found:
-            spread = spreads.get(port, 0.0) / max(magnitude(want), floor, sys.float_info.min)
-            error = max(relative_error(found[port], want, floor), spread)
+        if port in actual:
+            spread = spreads.get(port, 0.0) / max(magnitude(reference_value), floor, sys.float_info.min)
+            error = max(relative_error(actual[port], reference_value, floor), spread)
         checked = eager.get((port.role, port.name)) if eager else None
-        beside = None if checked is None else scales.eager_error(port, checked)
-        if port in found or beside is not None:
-            rows.append(Row(port.role, port.name, error, tuple(want.shape), beside))
+        eager_error = None if checked is None else scales.eager_error(port, checked)
+        if port in actual or eager_error is not None:
+            rows.append(Row(port.role, port.name, error, tuple(reference_value.shape), eager_error))
     written = [name for name, value in inputs.items() if version_of(value) != versions[name]]
     rows += [Row("input", name, math.inf, tuple(inputs[name].shape)) for name in written]
     rows += _lost(reference, rows, eager or {})
@@ -184,8 +184,8 @@ def verify(
     tolerance = TOLERANCE[dtype] * slack
     report = Report(tuple(rows), tolerance, dtype, ranks.program.mesh.world_size, None, absent, eager_tolerance)
     if not report.equal and dtype == torch.float64:
-        most = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
-        explained = tuple(replace(row, explained=most.get((row.role, row.name), 0.0)) for row in rows)
+        bounds = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
+        explained = tuple(replace(row, explained=bounds.get((row.role, row.name), 0.0)) for row in rows)
         report = replace(report, rows=explained)
     if report.equal:
         return report
@@ -208,14 +208,14 @@ def beside_another(
     for row in report.rows:
         checked = eager.get((row.role, row.name))
         if checked is not None:
-            beside = scales.eager_error(ports[row.role, row.name], checked)
-            row = replace(row, eager_error=max(row.eager_error or 0.0, beside, key=number))
+            eager_error = scales.eager_error(ports[row.role, row.name], checked)
+            row = replace(row, eager_error=max(row.eager_error or 0.0, eager_error, key=number))
         rows.append(row)
     return replace(report, rows=(*rows, *_lost(reference, rows, eager)))
 
 
 class _Scales:
-    """What the errors of each output are measured against."""
+    """The scales by which the errors of each output are divided."""
 
     def __init__(
         self,
@@ -235,35 +235,35 @@ class _Scales:
 
     def eager_error(self, port: Port, checked: torch.Tensor) -> float:
         """How far the reference is from eager PyTorch: of a parameter, in what the step adds to it."""
-        want = self._expected[port]
+        exact = self._expected[port]
         lowest = torch.finfo(checked.dtype).eps if checked.is_floating_point() else 0.0
-        checked = checked.to(want.dtype).reshape(want.shape) if checked.numel() == want.numel() else checked
-        if checked.shape != want.shape:
+        checked = checked.to(exact.dtype).reshape(exact.shape) if checked.numel() == exact.numel() else checked
+        if checked.shape != exact.shape:
             return math.inf
         if port.role != "param" or port.name not in self._inputs:
-            return relative_error(want, checked, self.floor(port))
-        before = self._inputs[port.name].to(want.dtype)
-        return relative_error(want - before, checked - before, ROUNDED * lowest * magnitude(before))
+            return relative_error(exact, checked, self.floor(port))
+        initial = self._inputs[port.name].to(exact.dtype)
+        return relative_error(exact - initial, checked - initial, ROUNDED * lowest * magnitude(initial))
 
 
 def _lost(reference: Graph, rows: Sequence[Row], eager: Mapping[tuple[str, str], torch.Tensor]) -> list[Row]:
-    """What eager PyTorch changes and the program does not return."""
+    """Rows for gradients and buffers that eager PyTorch changes and the program does not return."""
     names = {name: port.name for port in reference.inputs for name in (port.name, *port.aliases)}
     seen = {(row.role, row.name) for row in rows}
-    lost: list[Row] = []
+    rows_lost: list[Row] = []
     for (role, name), value in eager.items():
         gradient = role == "grad" and any(row.role == "grad" for row in rows) and magnitude(value) > 0
         kind = "buffer" if role == CHANGED else role
         if (gradient or role == CHANGED) and (kind, names.get(name, name)) not in seen:
-            lost.append(Row(kind, name, 0.0, tuple(value.shape), math.inf))
-    return lost
+            rows_lost.append(Row(kind, name, 0.0, tuple(value.shape), math.inf))
+    return rows_lost
 
 
 @dataclass(frozen=True)
 class Namesakes:
-    """What the single device makes of each value, by name: those of each microbatch in turn."""
+    """The single device's values by name, one for each microbatch in turn."""
 
-    wanted: Mapping[str, Sequence[torch.Tensor]]
+    references: Mapping[str, Sequence[torch.Tensor]]
     dtype: torch.dtype
     floor: float  # what backward's errors are measured against at the least
 
@@ -277,57 +277,56 @@ class Namesakes:
         names: Container[str],
     ) -> Namesakes:
         """Of the values that have these names."""
-        wanted: dict[str, list[torch.Tensor]] = {}
+        references: dict[str, list[torch.Tensor]] = {}
 
         def record(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
             if info(node).name in names:
-                wanted.setdefault(info(node).name, []).append(values[0])
+                references.setdefault(info(node).name, []).append(values[0])
 
         run_reference(reference, inputs, dtype=dtype, observe=record)
-        return cls(wanted, dtype, floor)
+        return cls(references, dtype, floor)
 
-    def differs(self, node: fx.Node, values: Sequence[torch.Tensor], at: int, mesh: Mesh) -> Mismatch | None:
-        """How the ranks' values of microbatch `at` differ from their namesake; None if they do not, or there is none.
+    def differs(self, node: fx.Node, values: Sequence[torch.Tensor], microbatch: int, mesh: Mesh) -> Mismatch | None:
+        """How the ranks' values of a microbatch differ from their namesake; None if they do not, or there is none.
 
         A namesake that a pass gave another shape is another value.
         """
-        wants = self.wanted.get(info(node).name, ())
-        want = wants[at] if at < len(wants) else None
+        references = self.references.get(info(node).name, ())
+        reference = references[microbatch] if microbatch < len(references) else None
         type = type_of(node)
-        if want is None or tuple(want.shape) != type.shape:
+        if reference is None or tuple(reference.shape) != type.shape:
             return None
         shards = dict(enumerate(values))
         scale = self.floor if info(node).phase == "bwd" else 0.0
-        gap = relative_error(assemble(shards, type, mesh), want, scale)
-        gap = max(gap, replica_spread(shards, type, mesh) / max(magnitude(want), scale, sys.float_info.min))
+        gap = relative_error(assemble(shards, type, mesh), reference, scale)
+        gap = max(gap, replica_spread(shards, type, mesh) / max(magnitude(reference), scale, sys.float_info.min))
         if gap <= TOLERANCE[self.dtype]:
             return None
-        return _mismatch(node, info(node), gap, self._wrong_ranks(node, values, want, mesh, scale))
+        return _mismatch(node, info(node), gap, self._wrong_ranks(node, values, reference, mesh, scale))
 
     def _wrong_ranks(
-        self, node: fx.Node, values: Sequence[torch.Tensor], want: torch.Tensor, mesh: Mesh, floor: float
+        self, node: fx.Node, values: Sequence[torch.Tensor], reference: torch.Tensor, mesh: Mesh, floor: float
     ) -> tuple[int, ...]:
         """Ranks whose own shard is wrong; of a pending reduction no rank is right or wrong alone."""
         type = type_of(node)
-        everyone = tuple(range(mesh.world_size))
+        all_ranks = tuple(range(mesh.world_size))
         if type.partial:
-            return everyone
-        scale = max(magnitude(want), floor)
+            return all_ranks
+        scale = max(magnitude(reference), floor)
         wrong: list[int] = []
-        for rank in everyone:
+        for rank in all_ranks:
             # Put the rank's shard into the right tensor: padding then falls away by itself.
-            mixed = {r: shard(want, type, mesh, r) for r in everyone} | {rank: values[rank]}
+            mixed = {r: shard(reference, type, mesh, r) for r in all_ranks} | {rank: values[rank]}
             replicas_gap = replica_spread(mixed, type, mesh)
-            gap = max(
-                relative_error(assemble(mixed, type, mesh), want, scale), replicas_gap / max(scale, sys.float_info.min)
-            )
+            gap = relative_error(assemble(mixed, type, mesh), reference, scale)
+            gap = max(gap, replicas_gap / max(scale, sys.float_info.min))
             if not gap <= TOLERANCE[self.dtype]:
                 wrong.append(rank)
         return tuple(wrong)
 
 
-def _mismatch(node: fx.Node, found: ValueInfo, gap: float, ranks: tuple[int, ...]) -> Mismatch:
+def _mismatch(node: fx.Node, about: ValueInfo, gap: float, ranks: tuple[int, ...]) -> Mismatch:
     op = op_name(producer(node)[0].target) if node.op == "call_function" else "input"
     return Mismatch(
-        found.name, op, str(found.type), gap, ranks, found.source, found.source_text, found.fqn, str(found.cause)
+        about.name, op, str(about.type), gap, ranks, about.source, about.source_text, about.fqn, str(about.cause)
     )

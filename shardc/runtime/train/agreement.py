@@ -49,14 +49,14 @@ def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: ti
     if world == 1:
         return meeting
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items()}
-    told = _exchanged(store, f"{meeting}/hashes", rank, world, hashes, limit)
-    names = dict.fromkeys(name for one in told for name in one)
-    differing = [name for name in names if len({one.get(name, "") for one in told}) > 1]
+    answers = _exchanged(store, f"{meeting}/hashes", rank, world, hashes, limit)
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    differing = [name for name in names if len({answer.get(name, "") for answer in answers}) > 1]
     if not differing:
         return meeting
     texts = _exchanged(store, f"{meeting}/texts", rank, world, {n: facts.get(n, "") for n in differing}, limit)
     _await_readers(store, f"{meeting}/read", rank, world)
-    raise ShardcError(*(_differs(name, [one.get(name, "") for one in texts]) for name in differing))
+    raise ShardcError(*(_differs(name, [answer.get(name, "") for answer in texts]) for name in differing))
 
 
 def sides(answers: Sequence[Any]) -> tuple[int, dict[Any, list[int]]]:
@@ -64,31 +64,31 @@ def sides(answers: Sequence[Any]) -> tuple[int, dict[Any, list[int]]]:
     groups: dict[Any, list[int]] = {}
     for rank, answer in enumerate(answers):
         groups.setdefault(answer, []).append(rank)
-    most = max(groups.values(), key=len)  # the first of the longest
-    return most[0], {answer: ranks for answer, ranks in groups.items() if ranks is not most}
+    largest = max(groups.values(), key=len)  # the first of the longest
+    return largest[0], {answer: ranks for answer, ranks in groups.items() if ranks is not largest}
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 1, 2, 5`, `ranks 8, 9, 10, 11 and 60 more`."""
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def absent(ranks: Sequence[int], limit: timedelta) -> ShardcError:
     """The error where ranks did not come to the launch."""
-    who = f"{ranks_text(ranks)} of the job" if ranks else "some ranks of the job"
-    message = f"{who} did not come to the launch within {limit.total_seconds():g} seconds"
+    ranks_named = f"{ranks_text(ranks)} of the job" if ranks else "some ranks of the job"
+    message = f"{ranks_named} did not come to the launch within {limit.total_seconds():g} seconds"
     hint = "look for their last output: did they fail, or are they still compiling? then launch with a larger timeout"
     return error("SC543", message, hint=hint)
 
 
 def _exchanged(
-    store: Any, topic: str, rank: int, world: int, own: Mapping[str, str], limit: timedelta
+    store: Any, topic: str, rank: int, world: int, answer: Mapping[str, str], limit: timedelta
 ) -> list[dict[str, str]]:
-    """What every rank has to say on a topic."""
+    """Every rank's answer on a topic."""
     keys = [f"{topic}/{other}" for other in range(world)]
     try:
-        store.set(keys[rank], json.dumps(dict(own)))
+        store.set(keys[rank], json.dumps(dict(answer)))
         try:
             store.wait(keys, limit)
         except dist.DistStoreError as failure:
@@ -101,7 +101,7 @@ def _exchanged(
 
 
 def _await_readers(store: Any, topic: str, rank: int, world: int) -> None:
-    """Wait until every rank has read what all have to say: the store ends with the process that holds it."""
+    """Wait until every rank has read all answers: the store ends with the process that holds it."""
     keys = [f"{topic}/{other}" for other in range(world)]
     with suppress(dist.DistError):  # a rank that is gone has read it, or needs it no more
         store.set(keys[rank], "")
@@ -109,19 +109,23 @@ def _await_readers(store: Any, topic: str, rank: int, world: int) -> None:
 
 
 def _differs(name: str, texts: Sequence[str]) -> Diagnostic:
-    usual, others = sides(texts)
+    majority, others = sides(texts)
     different = sorted(rank for ranks in others.values() for rank in ranks)
     has = "has" if len(different) == 1 else "have"
-    message = f"{ranks_text(different)} {has} {'other' if name.endswith('s') else 'another'} {name} than rank {usual}"
-    lines = [line for text, ranks in others.items() for line in _first_difference(texts[usual], usual, text, ranks[0])]
+    message = (
+        f"{ranks_text(different)} {has} {'other' if name.endswith('s') else 'another'} {name} than rank {majority}"
+    )
+    lines = [
+        line for text, ranks in others.items() for line in _first_difference(texts[majority], majority, text, ranks[0])
+    ]
     return Diagnostic("SC541", message, cause="\n".join(lines), hint=HINTS.get(name))
 
 
-def _first_difference(usual: str, rank: int, other: str, different: int) -> list[str]:
-    for line, (a, b) in enumerate(zip_longest(usual.split("\n"), other.split("\n"))):
+def _first_difference(majority_text: str, rank: int, other_text: str, different: int) -> list[str]:
+    for line, (a, b) in enumerate(zip_longest(majority_text.split("\n"), other_text.split("\n"))):
         if a != b:
-            where = f", line {line + 1}" if "\n" in usual + other else ""
-            return [f"rank {rank}{where}: {_window(a, b)}", f"rank {different}{where}: {_window(b, a)}"]
+            place = f", line {line + 1}" if "\n" in majority_text + other_text else ""
+            return [f"rank {rank}{place}: {_window(a, b)}", f"rank {different}{place}: {_window(b, a)}"]
     return []
 
 

@@ -39,27 +39,27 @@ class Engine(Protocol):
 
     @property
     def shards(self) -> Keeping:
-        """How tensors become what is held, and whole again."""
+        """Converts whole tensors to the held form, and back."""
         ...
 
     def holds(self, name: str) -> bool:
         """Whether this rank has a parameter, a buffer or state: a stage of a pipeline has its own alone."""
         ...
 
-    def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
+    def fetch(self, name: str, tensor: torch.Tensor | None, type: TensorType) -> torch.Tensor:
         """The same on every rank, of a parameter, a buffer or state, or of a parameter's gradient; all must call it."""
         ...
 
-    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]: ...
+    def run(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]: ...
 
-    def nonfinite(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
+    def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
         """The parameters whose gradients are not finite in a step that changed nothing."""
         ...
 
     def checkpoints(self) -> Checkpoints: ...
 
     def timed(self, act: Callable[[], object]) -> Any:
-        """Do something that makes one step; when each rank did what."""
+        """Run an action that makes one step, and return the timeline of all ranks."""
         ...
 
     def close(self, failure: BaseException | None = None) -> None: ...
@@ -90,16 +90,16 @@ class Simulation:
     def holds(self, name: str) -> bool:
         return True
 
-    def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
-        assert held is not None
-        return held
+    def fetch(self, name: str, tensor: torch.Tensor | None, type: TensorType) -> torch.Tensor:
+        assert tensor is not None
+        return tensor
 
-    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
-        return simulate_stages(self.program, held, fed=fed)
+    def run(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
+        return simulate_stages(self.program, state, fed=fed)
 
-    def nonfinite(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
-        found = simulate(probe(self.program.body), held, fed=fed)
-        return [port.name for port, value in found.items() if not value.isfinite().all()]
+    def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
+        sums = simulate(probe(self.program.body), state, fed=fed)
+        return [port.name for port, value in sums.items() if not value.isfinite().all()]
 
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(Mesh(), 0)

@@ -48,7 +48,7 @@ class Job:
         self.c, self.i = program.coordinates(self.rank)
         mesh, count = self.body.mesh, len(program.lists.ranks)
         copies = [[program.rank_of(c, i) for i in range(mesh.world_size)] for c in range(count)]
-        axes = {frozenset(one): one for graph in _all_graphs(program) for one in axes_used(graph)}
+        axes = {frozenset(axis_names): axis_names for graph in _all_graphs(program) for axis_names in axes_used(graph)}
         self.comm = ProcessGroupCommunicator(
             mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program)
         )
@@ -71,31 +71,31 @@ class Job:
     def holds(self, name: str) -> bool:
         return self.c in self.homes[name]
 
-    def fetch(self, name: str, held: torch.Tensor | None, type: TensorType) -> torch.Tensor:
+    def fetch(self, name: str, tensor: torch.Tensor | None, type: TensorType) -> torch.Tensor:
         source = self.homes[name][0]
         if self.c == source:
-            assert held is not None, f"stage {self.c} holds {name}"
-            found = self.shards.whole(held, type)
+            assert tensor is not None, f"stage {self.c} holds {name}"
+            whole = self.shards.whole(tensor, type)
         else:
-            found = torch.empty(type.shape, dtype=type.dtype, device=self.device)
+            whole = torch.empty(type.shape, dtype=type.dtype, device=self.device)
         if len(self.links.ranks) > 1:
-            found = found.contiguous()
+            whole = whole.contiguous()
             origin, group = self.links.ranks[source], self.links.whole_group
-            blame_failures(lambda: dist.broadcast(found, src=origin, group=group), self.monitor, self.monitor.counter)
-        return found
+            blame_failures(lambda: dist.broadcast(whole, src=origin, group=group), self.monitor, self.monitor.counter)
+        return whole
 
-    def run(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
+    def run(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
         parts = self._parts(fed)
         self.monitor.begin(step)
-        return self.executor.run(held, parts, self.monitor, self._clock)
+        return self.executor.run(state, parts, self.monitor, self._clock)
 
-    def nonfinite(self, held: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
-        """Of all ranks, each of which looks at its own stages' gradients."""
+    def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
+        """The result for all ranks. Each rank checks the gradients of its own stages."""
         params = [port.name for port in self.body.inputs if port.role == "param"]
         last = next(i for i in reversed(self.program.lists.ranks[self.c]) if isinstance(i, (Optimizer, RunBody)))
         graph, *_ = graphs_of(self.program, self.c, last)
-        found = self.executor.run(held, self._parts(fed), self.monitor, probe=probe(graph, params))
-        wrong = {port.name for port, value in found.items() if not value.isfinite().all()}
+        sums = self.executor.run(state, self._parts(fed), self.monitor, probe=probe(graph, params))
+        wrong = {port.name for port, value in sums.items() if not value.isfinite().all()}
         flags = torch.tensor([name in wrong for name in params], dtype=torch.int32, device=self.device)
         blame_failures(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX), self.monitor, self.monitor.counter)
         return [name for name, flag in zip(params, flags.tolist(), strict=True) if flag]
@@ -128,11 +128,11 @@ class Job:
 
 
 def _graphs_of(program: StagedProgram, c: int) -> list[Graph]:
-    """All that a coordinate's ranks run."""
-    found: dict[int, Graph] = {}
+    """All graphs that a coordinate's ranks run."""
+    graphs: dict[int, Graph] = {}
     for instruction in program.lists.ranks[c]:
-        found |= {id(graph): graph for graph in graphs_of(program, c, instruction)}
-    return list(found.values())
+        graphs |= {id(graph): graph for graph in graphs_of(program, c, instruction)}
+    return list(graphs.values())
 
 
 def _all_graphs(program: StagedProgram) -> list[Graph]:
@@ -141,8 +141,8 @@ def _all_graphs(program: StagedProgram) -> list[Graph]:
 
 def _homes(program: StagedProgram) -> dict[str, list[int]]:
     """By parameter, buffer and state: the coordinates that hold it, where it is read. What is not read is kept too."""
-    found: dict[str, list[int]] = {port.name: [] for port in program.body.inputs if port.role in KEPT}
+    homes: dict[str, list[int]] = {port.name: [] for port in program.body.inputs if port.role in KEPT}
     for c in range(len(program.lists.ranks)):
         for name in {port.name for graph in _graphs_of(program, c) for port in graph.inputs if port.role in KEPT}:
-            found[name].append(c)
-    return {name: homes or [0] for name, homes in found.items()}
+            homes[name].append(c)
+    return {name: coordinates or [0] for name, coordinates in homes.items()}

@@ -37,7 +37,7 @@ from shardc.torch_compat import count_optimizer_step
 
 
 class Scheduler(Protocol):
-    """What of a `torch.optim.lr_scheduler` the loop needs."""
+    """The part of a `torch.optim.lr_scheduler` that the loop uses."""
 
     optimizer: torch.optim.Optimizer
 
@@ -47,7 +47,7 @@ class Scheduler(Protocol):
 
 
 class Result(Protocol):
-    """What of a step's result the metrics are made from."""
+    """The part of a step's result that the metrics are computed from."""
 
     @property
     def loss(self) -> torch.Tensor: ...
@@ -56,7 +56,7 @@ class Result(Protocol):
 
 
 class Steps(Protocol):
-    """What of a trainer the loop needs."""
+    """The part of a trainer that the loop uses."""
 
     steps: int
     gradients_used: bool  # by the caller, since the launch
@@ -124,14 +124,14 @@ class Run:
     step: int = -1  # at this step
     begun: int | None = None  # the step at which the batches began that a checkpoint was made among
 
-    def take_up(self, trainer: Steps, place: Path, scheduler: Scheduler | None) -> None:
-        """Go on from a checkpoint, if there is one that the trainer does not stand at."""
-        if present(place) and (self.place, self.step) != (place, trainer.steps):
-            extra = trainer.load(place)
+    def take_up(self, trainer: Steps, folder: Path, scheduler: Scheduler | None) -> None:
+        """Resume from a checkpoint, unless the trainer is already at it."""
+        if present(folder) and (self.place, self.step) != (folder, trainer.steps):
+            extra = trainer.load(folder)
             trainer.run = self
             _restore(extra, scheduler)
             self.begun = int(extra.get("begun", 0))
-            self.place, self.step = place, trainer.steps
+            self.place, self.step = folder, trainer.steps
 
 
 def train(
@@ -159,27 +159,27 @@ def train(
     """
     check_scheduler(scheduler, trainer.optimizer)
     _check_numbers(batches, steps, every, checkpoint)
-    place = None if checkpoint is None else place_of(checkpoint)
+    folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
-    if place is not None:
-        trainer.checkpoints.reserve(place)
+    if folder is not None:
+        trainer.checkpoints.reserve(folder)
         if resume:
-            run.take_up(trainer, place, scheduler)
+            run.take_up(trainer, folder, scheduler)
     if trainer.steps > steps:  # it was saved in a later call, which will come
         return
-    begun = trainer.steps if run.begun is None else run.begun
+    first_step = trainer.steps if run.begun is None else run.begun
     run.begun = None
     saved = trainer.steps
     line = _Line(trainer.steps, steps) if progress and trainer.leads else None
 
     def save(asynchronous: bool) -> None:
         nonlocal saved
-        if place is not None and saved != trainer.steps:
-            trainer.save(place, extra={"begun": begun, **_position(scheduler)}, asynchronous=asynchronous)
+        if folder is not None and saved != trainer.steps:
+            trainer.save(folder, extra={"begun": first_step, **_position(scheduler)}, asynchronous=asynchronous)
             saved = run.step = trainer.steps
-            run.place = place
+            run.place = folder
 
-    skipped = trainer.steps - begun
+    skipped = trainer.steps - first_step
     with line or nullcontext(), Interruptions() as interruptions:
         try:
             for batch in islice(batches, skipped, skipped + steps - trainer.steps):
@@ -195,11 +195,11 @@ def train(
                 if line is not None:
                     line.show(metrics)
                 yield metrics
-                if trainer.leads and trainer.steps == begun + skipped + 1:
+                if trainer.leads and trainer.steps == first_step + skipped + 1:
                     _warn_of_nothing(trainer, scheduler)
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
-                if place is not None and trainer.intact and trainer.checkpoints.together(trainer.steps):
+                if folder is not None and trainer.intact and trainer.checkpoints.together(trainer.steps):
                     save(asynchronous=False)
             raise
         save(asynchronous=False)
@@ -227,8 +227,8 @@ def _warn_of_nothing(trainer: Steps, scheduler: Scheduler | None) -> None:
         hint = "set the optimizer's lr, or pass the scheduler that raises it: train(..., scheduler=...)"
         what = "every learning rate of the optimizer is 0"
     if hint:
-        said = Diagnostic("SC553", f"train makes steps that change no parameter: {what}", "warning", hint=hint)
-        warn(str(said))
+        warning = Diagnostic("SC553", f"train makes steps that change no parameter: {what}", "warning", hint=hint)
+        warn(str(warning))
 
 
 def check_scheduler(scheduler: Scheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -262,8 +262,11 @@ class Interruptions:
 
     def __enter__(self) -> Interruptions:
         if threading.current_thread() is threading.main_thread():
-            for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-                if signal.getsignal(number) is usual:
+            for number, default_handler in (
+                (signal.SIGINT, signal.default_int_handler),
+                (signal.SIGTERM, signal.SIG_DFL),
+            ):
+                if signal.getsignal(number) is default_handler:
                     self._before[number] = signal.signal(number, self._heard)
         return self
 
@@ -283,8 +286,8 @@ class Interruptions:
             self._end()
 
     def _heard(self, number: int, _: object) -> None:
-        again, self._came = bool(self._came), number
-        if again or not self._busy:
+        repeated, self._came = bool(self._came), number
+        if repeated or not self._busy:
             self._end()
 
     def _end(self) -> NoReturn:
@@ -356,15 +359,15 @@ class _Line:
 
     LINES = 20  # over a run, where there is no terminal to renew one on
 
-    def __init__(self, done: int, steps: int) -> None:
+    def __init__(self, completed: int, steps: int) -> None:
         self.console, self.steps = Console(stderr=True), steps
-        self.each = max(1, (steps - done) // self.LINES)
+        self.each = max(1, (steps - completed) // self.LINES)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
         self.bar: Progress | None = None
         self.task = TaskID(0)
         if self.console.is_terminal:
             self.bar = Progress(*columns, TextColumn("{task.description}"), console=self.console)
-            self.task = self.bar.add_task("", total=steps, completed=done)
+            self.task = self.bar.add_task("", total=steps, completed=completed)
 
     def __enter__(self) -> None:
         if self.bar is not None:

@@ -20,19 +20,19 @@ def probe(body: Graph, params: Iterable[str] | None = None) -> Graph:
 
     `params` are their names, by default the body's own.
     """
-    found = body.copy()
+    copy = body.copy()
     known = {port.name for port in body.inputs if port.role == "param"} if params is None else set(params)
-    named = ((re.fullmatch(r"opt\.(.+)\.norm\.sum_of_squares", info(node).name), node) for node in found.calls())
+    named = ((re.fullmatch(r"opt\.(.+)\.norm\.sum_of_squares", info(node).name), node) for node in copy.calls())
     squares = {match[1]: node for match, node in named if match is not None and match[1] in known}
-    found.outputs = tuple(Port("output", name) for name in squares)
-    found.output_node.args = (tuple(squares.values()),)
-    found.erase_dead()
-    return found
+    copy.outputs = tuple(Port("output", name) for name in squares)
+    copy.output_node.args = (tuple(squares.values()),)
+    copy.erase_dead()
+    return copy
 
 
 def nonfinite(step: int, loss: float, names: list[str]) -> ShardcError:
     """The error of a step whose plan says `nonfinite: raise`."""
-    some = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
-    message = f"step {step}: the gradients of {some or 'some parameters'} are not finite, at a loss of {loss:.6g}"
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
+    message = f"step {step}: the gradients of {shown or 'some parameters'} are not finite, at a loss of {loss:.6g}"
     hint = "nothing was changed by the step; nonfinite: skip leaves such steps out and goes on"
     return error("SC509", message, tensor=names[0] if names else None, hint=hint)

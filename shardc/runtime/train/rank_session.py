@@ -110,8 +110,8 @@ class Keeping(Protocol):
     def load(self, read: Read, type: TensorType) -> torch.Tensor: ...
     def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor: ...
 
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
-        """What all ranks that hold a tensor have of it; all of these must call it."""
+    def whole(self, tensor: torch.Tensor, type: TensorType) -> torch.Tensor:
+        """The whole tensor, gathered from all ranks that hold it; all of these must call it."""
         ...
 
 
@@ -124,8 +124,8 @@ class Whole:
     def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
         return whole
 
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
-        return held
+    def whole(self, tensor: torch.Tensor, type: TensorType) -> torch.Tensor:
+        return tensor
 
 
 class Shards:
@@ -147,11 +147,11 @@ class Shards:
     def hold(self, whole: torch.Tensor, type: TensorType) -> torch.Tensor:
         return shard(whole.detach(), type, self.mesh, self.rank).to(self.device)
 
-    def whole(self, held: torch.Tensor, type: TensorType) -> torch.Tensor:
+    def whole(self, tensor: torch.Tensor, type: TensorType) -> torch.Tensor:
         if not type.axes and not type.partial:
-            return held
+            return tensor
         try:
-            rows = self._comm.all_gather(held, self.mesh.names)
+            rows = self._comm.all_gather(tensor, self.mesh.names)
         except ShardcError:
             raise
         except Exception as failure:
@@ -159,12 +159,12 @@ class Shards:
         return assemble(dict(enumerate(rows)), type, self.mesh)
 
 
-def _device(asked: str | None) -> torch.device:
+def _device(name: str | None) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if asked is None:
-        asked = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked)
+    if name is None:
+        name = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
     if device.type == "cuda":
-        device = torch.device("cuda", local if ":" not in asked else device.index)
+        device = torch.device("cuda", local if ":" not in name else device.index)
         torch.cuda.set_device(device)
     return device

@@ -82,22 +82,24 @@ class Peers:
             return
         classes = {holders: index for index, holders in enumerate(dict.fromkeys(h for _, h in shared))}
         hashes = torch.stack([fingerprint(item.value, self.device) for item, _ in shared])
-        which = torch.tensor([classes[holders] for _, holders in shared], device=self.device)
-        digests = hashes.new_zeros(len(classes)).index_add_(0, which, hashes * _weights(len(shared), self.device))
+        class_indices = torch.tensor([classes[holders] for _, holders in shared], device=self.device)
+        digests = hashes.new_zeros(len(classes)).index_add_(
+            0, class_indices, hashes * _weights(len(shared), self.device)
+        )
         rows = self._gathered(digests)
         if not any(_differ(rows, holders, index) for holders, index in classes.items()):
             return
         rows = self._gathered(hashes)
         differing = [(item, groups, _differ(rows, groups, i)) for i, (item, groups) in enumerate(shared)]
         differing = [(item, groups, ranks) for item, groups, ranks in differing if ranks]
-        given = [(item, ranks) for item, _, ranks in differing if launching or item.role in WHAT]
-        computed = [] if launching else [one for one in differing if one[0].role not in WHAT]
+        differing_inputs = [(item, ranks) for item, _, ranks in differing if launching or item.role in WHAT]
+        computed = [] if launching else [difference for difference in differing if difference[0].role not in WHAT]
         gaps = [self._apart(item, groups) for item, groups, _ in computed]
         far = [(item, ranks) for (item, _, ranks), gap in zip(computed, gaps, strict=True) if not 0 < gap <= ROUNDING]
-        if given or far:
-            raise ShardcError(*_diagnostics([*given, *far], when, launching))
+        if differing_inputs or far:
+            raise ShardcError(*_diagnostics([*differing_inputs, *far], when, launching))
         names = listed(item.name for item, _, _ in computed)
-        ranks = ranks_text(sorted({rank for _, _, some in computed for rank in some}))
+        ranks = ranks_text(sorted({rank for _, _, differing_ranks in computed for rank in differing_ranks}))
         warn(
             f"{when}: {ranks} and the others differ in what they hold of {names}, by {max(gaps):.1g} of its size: "
             "rounding that is not the same on all ranks, as of kernels that are not deterministic"
@@ -164,20 +166,20 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 def _groups(
     mesh: Mesh, places: tuple[tuple[int, int], ...], axes: tuple[str, ...], homes: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], ...]:
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank, (stage, member) in enumerate(places):
         if homes is None or stage in homes:
-            found.setdefault(tuple(mesh.index(member, (axis,)) for axis in axes), []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values() if len(ranks) > 1)
+            groups.setdefault(tuple(mesh.index(member, (axis,)) for axis in axes), []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
 
 
-def _differ(rows: Sequence[Sequence[int]], holders: Sequence[Sequence[int]], at: int) -> list[int]:
+def _differ(rows: Sequence[Sequence[int]], holders: Sequence[Sequence[int]], column: int) -> list[int]:
     """The ranks that have something else at a place than most of those that should have the same."""
-    found: list[int] = []
+    ranks: list[int] = []
     for group in holders:
-        _, others = sides([rows[rank][at] for rank in group])
-        found += [group[position] for positions in others.values() for position in positions]
-    return sorted(found)
+        _, others = sides([rows[rank][column] for rank in group])
+        ranks += [group[position] for positions in others.values() for position in positions]
+    return sorted(ranks)
 
 
 def _gap(rows: torch.Tensor) -> float:
@@ -187,20 +189,21 @@ def _gap(rows: torch.Tensor) -> float:
     return spread / max(float(rows.abs().max()), torch.finfo(torch.float64).tiny)
 
 
-def _diagnostics(found: Sequence[tuple[Item, Sequence[int]]], when: str, launching: bool) -> list[Diagnostic]:
-    """One for each kind of thing that differs."""
+def _diagnostics(differing: Sequence[tuple[Item, Sequence[int]]], when: str, launching: bool) -> list[Diagnostic]:
+    """One diagnostic for each kind of item that differs."""
     kinds: dict[str, list[tuple[Item, Sequence[int]]]] = {}
-    for item, ranks in found:
+    for item, ranks in differing:
         kinds.setdefault(item.role if item.role in WHAT else "state", []).append((item, ranks))
-    made: list[Diagnostic] = []
-    for kind, some in kinds.items():
-        ranks = sorted({rank for _, ranks in some for rank in ranks})
+    diagnostics: list[Diagnostic] = []
+    for kind, items in kinds.items():
+        ranks = sorted({rank for _, ranks in items for rank in ranks})
         what = WHAT.get(kind) or ("starts from other values" if launching else "holds other values")
         if len(ranks) > 1:
             what = what.replace("was ", "were ").replace("has ", "have ").replace("is ", "are ")
             what = what.replace("starts", "start").replace("holds", "hold")
-        names = listed(f"{LABELS.get(item.role, item.role)} {item.name}" for item, _ in some)
+        names = listed(f"{LABELS.get(item.role, item.role)} {item.name}" for item, _ in items)
         message = f"{when}: {ranks_text(ranks)} {what} than the other ranks"
         hint = HINTS["launch" if launching and kind == "state" else kind]
-        made.append(Diagnostic("SC542", message, tensor=some[0][0].name, cause=f"different: {names}", hint=hint))
-    return made
+        cause = f"different: {names}"
+        diagnostics.append(Diagnostic("SC542", message, tensor=items[0][0].name, cause=cause, hint=hint))
+    return diagnostics

@@ -105,15 +105,15 @@ class Trainer:
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
-        held, fed = self.state | rates, self._feeds(batch)
+        state, fed = self.state | rates, self._feeds(batch)
         if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
-            self._compare(held, fed)
+            self._compare(state, fed)
         self._taken += 1
         self.intact = False
-        result = StepResult.of(self.body, self.engine.run(held, fed, self.steps))
+        result = StepResult.of(self.body, self.engine.run(state, fed, self.steps))
         if self._raises and result.finite is not None and not result.finite:
             self.intact = True
-            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(held, fed))
+            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(state, fed))
         self._grads = result.grads
         self._finite = result.finite
         for name, value in result.buffers.items():
@@ -198,15 +198,15 @@ class Trainer:
         if isinstance(roles, str) or not set(roles) <= set(STATE_ROLES):
             message = f"state_dict knows the roles {', '.join(STATE_ROLES)}, not {roles!r}"
             raise error("SC553", message, hint='write roles=("param", "buffer", "state")')
-        found: Tensors = {}
+        tensors: Tensors = {}
         for name, (port, type) in self._kept.items():
             if port.role not in roles or name in self._constants:
                 continue
-            held = self.state.get(name)
-            whole = self.engine.fetch(name, held, type)
+            tensor = self.state.get(name)
+            whole = self.engine.fetch(name, tensor, type)
             # A copy, whatever the layout: the next step writes over what is held.
-            found |= dict.fromkeys((name, *port.aliases), whole.clone() if whole is held else whole)
-        return found
+            tensors |= dict.fromkeys((name, *port.aliases), whole.clone() if whole is tensor else whole)
+        return tensors
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -269,29 +269,29 @@ class Trainer:
     def _feeds(self, batch: Any) -> list[Feed]:
         """The batch's tensors, checked, by microbatch, each with a key of its own for random numbers."""
         ports = [port for port, _ in self._inputs.values() if port.role == "input"]
-        given: Tensors = batch_inputs(batch, [port.name for port in ports], self._sample)
+        inputs: Tensors = batch_inputs(batch, [port.name for port in ports], self._sample)
         for port, type in self._inputs.values():
             if port.role == "seed":
-                given[port.name] = torch.full(type.shape, step_key(self.seed, self.steps), dtype=type.dtype)
+                inputs[port.name] = torch.full(type.shape, step_key(self.seed, self.steps), dtype=type.dtype)
         placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
-        found = feeds(self.body, given)
-        for feed in found:
-            supplied(placed, {**given, **feed})
+        feeds_by_microbatch = feeds(self.body, inputs)
+        for feed in feeds_by_microbatch:
+            supplied(placed, {**inputs, **feed})
             if self._check is not None:
                 self._check(feed)
-        return found
+        return feeds_by_microbatch
 
-    def _compare(self, held: Tensors, fed: Sequence[Feed]) -> None:
-        """What is held and fed is what the other ranks hold and feed, where they share it."""
+    def _compare(self, state: Tensors, fed: Sequence[Feed]) -> None:
+        """Compare state and batch with the other ranks', where they share them."""
         if self.engine.peers is None:
             return
         ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
-        items = [Item(port.name, port.role, type, held.get(port.name)) for port, type in ports]
+        items = [Item(port.name, port.role, type, state.get(port.name)) for port, type in ports]
         items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
         # The whole batch: a rank reads a part of it, and takes the others' to be the rest of the same.
         for feed in fed:
-            given = [(self._inputs[name][0], value) for name, value in feed.items()]
-            items += [Item(p.name, p.role, TensorType.plain(x.dtype, tuple(x.shape)), x) for p, x in given]
+            inputs = [(self._inputs[name][0], value) for name, value in feed.items()]
+            items += [Item(p.name, p.role, TensorType.plain(x.dtype, tuple(x.shape)), x) for p, x in inputs]
         self.engine.peers.check(items, f"before step {self.steps}")
 
     def _compare_launched(self) -> None:
@@ -305,11 +305,11 @@ class Trainer:
         self.engine.peers.check(items, "at the launch", launching=True)
 
     def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A gradient or buffer in the layout of the state that it belongs to."""
-        made, kept = self._outputs[role, name], self._inputs[name][1]
-        if made.dims == kept.dims and not made.partial:
+        """A gradient or buffer in the layout of the input that it belongs to."""
+        output_type, input_type = self._outputs[role, name], self._inputs[name][1]
+        if output_type.dims == input_type.dims and not output_type.partial:
             return value
-        return self.engine.shards.hold(self.engine.shards.whole(value, made), kept)
+        return self.engine.shards.hold(self.engine.shards.whole(value, output_type), input_type)
 
     def _loaded(self, port: Port, type: TensorType, sources: list[Source], init: Init | None) -> torch.Tensor:
         read = find(sources, (port.name, *port.aliases))
@@ -324,15 +324,15 @@ class Trainer:
 
 def _all_supplied(ports: Sequence[Port], sources: Sequence[Source], on_meta: bool) -> None:
     """Better to miss a tensor now than after an hour of loading others."""
-    lost = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
-    if not lost:
+    absent = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
+    if not absent:
         return
     weights = [name for source in sources for name in source.names if ":" not in name]  # not the optimizer's state
-    guess = suggest(lost[0].name, weights)
+    guess = suggest(absent[0].name, weights)
     hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
     if on_meta and guess is None:
         hint = f"the model lies on the meta device and has no values: {hint}; then trainer.load(...)"
-    raise ShardcError(missing(lost, f"did you mean '{guess}'?" if guess else hint))
+    raise ShardcError(missing(absent, f"did you mean '{guess}'?" if guess else hint))
 
 
 def launch(
@@ -364,8 +364,8 @@ def launch(
     model: nn.Module | None = getattr(program, "model", None)
     sources = [source_of(state)] if state is not None else []
     if model is not None:
-        own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        sources.append(source_of(dict(own)))
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        sources.append(source_of(dict(tensors)))
     constants: Tensors = getattr(program, "constants", {})
     sources += [source_of(constants), source_of(start())]
     reference: Graph | None = getattr(program, "reference", None)
@@ -387,12 +387,12 @@ def launch(
 
 def _facts(plan: PlanRecord, rates: Tensors, seed: int, check_every: int) -> dict[str, str]:
     """What the ranks of a job must have in common, beside the program itself."""
-    wanted = {key: value for key, value in plan.items() if key not in ("text", "rates")}
+    options = {key: value for key, value in plan.items() if key not in ("text", "rates")}
     return {
         "version of shardc": VERSION,
         "version of torch": torch.__version__,
         "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "plan": "\n".join([str(plan.get("text", "")), *(f"{k}: {v}" for k, v in sorted(wanted.items()))]),
+        "plan": "\n".join([str(plan.get("text", "")), *(f"{k}: {v}" for k, v in sorted(options.items()))]),
         "learning rates": ", ".join(f"{name}={float(rate)!r}" for name, rate in rates.items()),
         "random seed": str(seed),
         "checks": str(check_every),
