@@ -91,9 +91,9 @@ class _Walk:
             return
         constant = is_constant(node.target, node.args, node.kwargs)
         key = self.emit.key(node.target, node.args, node.kwargs, constant)
-        found = self.emit.seen.setdefault(key, node)
-        if found is not node:
-            self._replace(node, found)
+        earlier = self.emit.seen.setdefault(key, node)
+        if earlier is not node:
+            self._replace(node, earlier)
         elif constant:
             update(node, constant=True)
 
@@ -101,8 +101,10 @@ class _Walk:
         if new in self.emit.made:
             update(new, name=info(node).name)
         if info(node).type is not None:
-            old, got = type_of(node), type_of(new)
-            assert (old.dtype, old.shape) == (got.dtype, got.shape), f"{info(node).name}: {old} became {got}"
+            old, new_type = type_of(node), type_of(new)
+            assert (old.dtype, old.shape) == (new_type.dtype, new_type.shape), (
+                f"{info(node).name}: {old} became {new_type}"
+            )
         node.replace_all_uses_with(new)
         self.moved[node] = new
 

@@ -97,8 +97,10 @@ class Classes:
             # A parameter is computed with through its cast, and updated piece by piece.
             if info(node).phase != "opt":
                 uses += self._uses.get(node, []) if narrows(node) else [(node, k)]
-        whole = all(project(n).operands[k][atom] in project(n).blocked - opened(n, project(n)).keys() for n, k in uses)
-        return [node for node, _ in uses] if whole else []
+        always_whole = all(
+            project(n).operands[k][atom] in project(n).blocked - opened(n, project(n)).keys() for n, k in uses
+        )
+        return [node for node, _ in uses] if always_whole else []
 
 
 def _rivals(node: fx.Node, projection: Projection) -> Iterator[tuple[int, int]]:
