@@ -267,7 +267,7 @@ class Walk:
         return cls(tuple(timeline), peak_at, at_peak, most)
 
     def there(self, lives: Sequence[Life]) -> list[int]:
-        """Those of the lives that are there at the peak."""
+        """The indices of the lives that include the peak."""
         peak = self.peak_at
         return [i for i, life in enumerate(lives) if peak is not None and life.born <= peak <= life.dies]
 

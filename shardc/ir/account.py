@@ -63,7 +63,7 @@ def account_of(graph: Graph, *, overlap: bool) -> Account:
     input_storages, call_lives = lives(graph, calls, microbatch_nodes, of, times)
     call_lives += buffers_of(graph, times, calls, call_lives)
     unread = unread_bytes(graph)
-    for call, now in zip(calls, times.made, strict=True):
+    for call, now in zip(calls, times.arrived, strict=True):
         if size := unread.get(call, 0):
             phase = info(call).phase
             call_lives.append(Life(Storage(call, size), now, now, phase, phase, False, False))

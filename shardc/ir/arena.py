@@ -92,7 +92,7 @@ def planned(body: Graph, most: int | None = None) -> Plan:
 
 
 def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage]) -> list[Slot]:
-    """What kernels make that does not leave, and flat tensors, in order of birth."""
+    """Slots for results of kernels that are not outputs, and for flat tensors, in order of birth."""
     members = pieces(body)
     excluded = {write.value for write in writes(body, of)} | set(members)
     until = _read_until(body, calls, of)
@@ -121,7 +121,7 @@ def _lasts(body: Graph, pack: fx.Node) -> bool:
 
 
 def _read_until(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage]) -> dict[fx.Node, int | None]:
-    """The last call that may read a value's memory, through whatever may be a view of it; None of what leaves."""
+    """The last call that may read a value's memory, also through a possible view of it; None for outputs."""
     index_of = {node: i for i, node in enumerate(calls)}
     read_until: dict[fx.Node, int | None] = dict.fromkeys(body.output_values)
     for call in reversed(calls):
@@ -164,7 +164,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def _packed(slots: Sequence[Slot]) -> list[Slot]:
-    """Each in the smallest gap."""
+    """Best fit: each slot takes the smallest gap that holds it."""
     gaps: list[tuple[int, int]] = []  # (offset, bytes), in order
     top = 0
     live: list[tuple[int, int, int]] = []  # (dies, offset, bytes), in order
@@ -187,7 +187,7 @@ def _packed(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _freed(gaps: list[tuple[int, int]], offset: int, size: int, top: int) -> int:
-    """One more gap, put together with those beside it; one at the end is none, but lowers the top."""
+    """Add a gap, merged with its neighbours; a gap at the end lowers the top instead. Returns the top."""
     beside = [gap for gap in gaps if gap[0] + gap[1] == offset or gap[0] == offset + size]
     for gap in beside:
         gaps.remove(gap)

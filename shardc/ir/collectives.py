@@ -116,7 +116,7 @@ def members(moved: fx.Node) -> dict[int, fx.Node]:
 
 
 def member(graph: Graph, value: fx.Node) -> Collective:
-    """What one value of a bucket communicates: its part of it."""
+    """The part of a bucket's collective that one of its values accounts for."""
     moved = bucket_of(value)
     assert moved is not None, f"{info(value).name} is in no bucket"
     bucket, about = collective(graph, moved), info(value)

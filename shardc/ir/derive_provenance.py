@@ -69,7 +69,7 @@ def _gathers_statistics(node: fx.Node) -> bool:
 
 
 def cause_of_text(text: str) -> Cause:
-    """A cause as files of before have it: `w = "-, tp"   (plan.yaml:9) <- fc.mm`. It says the same text again."""
+    """A cause in the text form of older files: `w = "-, tp"   (plan.yaml:9) <- fc.mm`. It prints as the same text."""
     requirement_text, arrow, through = text.partition(" <- ")
     cause = Cause(tuple(_requirement(part) for part in requirement_text.split("; ")), through if arrow else "")
     return cause if str(cause) == text else Cause((Requirement("text", text),))

@@ -36,12 +36,12 @@ class Buffers(NamedTuple):
 
 
 def buffers_of(body: Graph, times: Times, calls: Sequence[fx.Node], lives: Sequence[Life]) -> list[Life]:
-    """The lives of these buffers. A result that lies in one of them is born with it."""
+    """The lives of the buffers of collectives. A result that lies in its buffer is born with it."""
     layouts = operand_layouts(body)
     life_of = {life.storage.value: life for life in lives}
     buffer_lives: list[Life] = []
     for index, call in enumerate(calls):
-        begun, arrived = times.begun[index], times.made[index]
+        begun, arrived = times.begun[index], times.arrived[index]
         if call.target not in COLLECTIVES or begun == arrived:
             continue
         args = tuple([frozen(arg, layouts) for arg in given(call).values()])

@@ -34,7 +34,7 @@ class Write:
 
 
 def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]:
-    """What may be written in place. A collective may be under way, and reads, until its result is read."""
+    """The writes that may be in place. A collective reads its operand until its result is read."""
     if not any(port.role in ("param", "state") for port in body.outputs):
         return []
     of = storages(body) if of is None else of
@@ -90,7 +90,7 @@ def _last_reads(
 
 
 def _placed(call: fx.Node, value: fx.Node, over: fx.Node, of: dict[fx.Node, Storage]) -> bool:
-    """Does a call read what it writes over just where it writes, if at all?"""
+    """Does a call read the memory that it overwrites only at the places that it writes, or not at all?"""
     aliased = [(i, v) for i, v in enumerate(operands(call)) if of[v] is of[over]]
     if not aliased:
         return INTO[call.target].anywhere

@@ -47,7 +47,7 @@ class Positions:
     ignored: int | None = None
 
     def first_outside(self, indices: torch.Tensor) -> tuple[int, list[int]] | None:
-        """The first element that is no position, and where it lies."""
+        """The first element that is not a valid position, and its index; None if all are valid."""
         if indices.numel():
             least, most = indices.aminmax()
             if self.low <= int(least) and int(most) < self.size:

@@ -1,4 +1,4 @@
-"""From which call to which the memory of a per-rank body's values is there.
+"""Liveness of the storages of a per-rank body: from which call to which each is allocated.
 
 A storage lives from the call that makes it to the last use of it or of a view of it; outputs live to the end, inputs
 all along. While a call runs, its operands and its results are both there.
@@ -27,7 +27,7 @@ ORDER: tuple[Phase, ...] = ("fwd", "bwd", "opt")
 
 @dataclass
 class Life:
-    """What the walk over the body learns of one storage: the calls it lives from and to, the phase it ends in."""
+    """The lifetime of one storage: its first and last call, and the phases of its creation and its last use."""
 
     storage: Storage
     born: int
@@ -78,7 +78,7 @@ def lives(
             owns_storage = of[value].value is value or value in bucket_pieces
             if owns_storage and of[value] not in life_of and (value not in over or over[value].op is None):
                 moved = op_name(call.target) in KINDS or value in bucket_pieces or call.target in (PACK, UNPACK)
-                now = index if times is None else times.made[index]
+                now = index if times is None else times.arrived[index]
                 forever = times is not None and call.target is axis_offset
                 born = 0 if forever or (several and call.target is ACCUMULATE) else now
                 life_of[of[value]] = Life(of[value], born, end if forever else now, phase, phase, of_weights, moved)

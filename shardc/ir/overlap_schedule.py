@@ -86,11 +86,11 @@ def schedule_of(listed: SlottedCalls) -> list[Action]:
 
 @dataclass(frozen=True)
 class Times:
-    """When things happen, in numbers of actions, by call: it begins, its results are there, its operands are let go."""
+    """For each call the index of the action at which it begins, its results arrive, and its operands are released."""
 
     actions: tuple[Action, ...]
     begun: tuple[int, ...]
-    made: tuple[int, ...]
+    arrived: tuple[int, ...]
     read: tuple[int, ...]
 
     @property

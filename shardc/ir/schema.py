@@ -53,7 +53,7 @@ def register_ops() -> None:
 
 @lru_cache(maxsize=4096)
 def find_op(name: str) -> OpOverload | None:
-    """The op that `op_name` writes so: "mm", "add.Tensor", "shardc.all_reduce"; None when there is none."""
+    """The op of a name as `op_name` writes it: "mm", "add.Tensor", "shardc.all_reduce"; None when there is none."""
     namespace, parts = torch.ops.aten, name.split(".")
     if parts[0] == "shardc":
         register_ops()

@@ -61,7 +61,7 @@ def storages(body: Graph) -> dict[fx.Node, Storage]:
 
 
 def strides(body: Graph) -> dict[fx.Node, Strides]:
-    """How every value of a localized body lies in memory, as far as torch can tell; else contiguous."""
+    """The strides of every value of a localized body as far as torch can infer them; else contiguous."""
     return {value: operand.strides for value, operand in _laid_out(body)[1].items()}
 
 
@@ -71,7 +71,7 @@ def operand_layouts(body: Graph) -> dict[fx.Node, _Operand]:
 
 
 def unread_bytes(body: Graph) -> dict[fx.Node, int]:
-    """Bytes of the results that a call of several makes in vain, as far as torch can tell: nothing reads them."""
+    """Bytes of unread results, by call of several results, as far as torch can infer the layout."""
     operand_of = operand_layouts(body)
     sizes: dict[fx.Node, int] = {}
     for node in body.calls():
@@ -132,7 +132,7 @@ def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> _Operand:
 
 
 def _layouts(node: fx.Node, operand_of: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:
-    """How each result of a call lies in memory; nothing where torch cannot tell, which then means contiguous."""
+    """The layout of each result of a call; empty where torch cannot infer it: results then count as contiguous."""
     if not node.all_input_nodes:
         return ()
     args = tuple([frozen(arg, operand_of) for arg in node.args])

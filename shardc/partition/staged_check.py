@@ -26,7 +26,7 @@ BETWEEN = ("value", "sum")  # roles of what passes between graphs
 
 
 def bound_faults(program: StagedProgram) -> list[Fault]:
-    """Counts that lists of their length cannot have: what comes after is linear in lists and graphs."""
+    """Counts that contradict the lengths of the lists: later checks are linear in lists and graphs."""
     lists = program.lists
     body_work = sum(isinstance(i, RunBody) for listed in lists.ranks for i in listed) * 2 * lists.microbatches
     work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed) + body_work
@@ -156,7 +156,7 @@ def _byte_faults(program: StagedProgram) -> Iterator[Fault]:
 
 
 def _finish_faults(program: StagedProgram, rank: int) -> Iterator[Fault]:
-    """What the end of a step reads is there: sums of its rank's stages, those that are shared, what the norm gives."""
+    """The inputs of the step's epilogue exist: sums of its rank's stages, shared sums, and results of the norm."""
     finish = program.epilogues[rank]
     sums: set[str] = set()
     for stage in program.lists.stages_of(rank):

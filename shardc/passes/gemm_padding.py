@@ -84,7 +84,7 @@ class Align(Pass):
 
 
 def align(graph: Graph, hardware: Hardware = DEFAULT) -> Graph:
-    """A body with padded products. The graph that is given is left as it is."""
+    """Returns a copy of the body with padded products; the given graph is not modified."""
     chosen = [product for node in graph.calls() if (product := worth(graph, node, hardware)) is not None]
     names = [info(candidate.node).name for candidate in sorted(chosen, key=lambda product: product.copied)]
     if not names:
@@ -136,7 +136,7 @@ def worth(graph: Graph, node: fx.Node, hardware: Hardware = DEFAULT) -> Product 
 
 
 def _order(value: fx.Node) -> list[int] | None:
-    """Of a value whose dims are another's in another order: for each of them, which of the other's it is."""
+    """For a permuted or transposed value: the operand's dim that each of its dims is. None for other values."""
     ndim = len(type_of(value).dims)
     if value.target is aten.permute.default:
         permutation: Sequence[int] = value.args[1]  # type: ignore[assignment]
@@ -150,7 +150,7 @@ def _order(value: fx.Node) -> list[int] | None:
 
 
 def _turned(value: fx.Node) -> bool:
-    """Do columns lie along its rows?"""
+    """Is the value a transpose whose last dim is not the last dim of its operand?"""
     order = _order(value)
     return order is not None and order[-1] != len(order) - 1
 
@@ -216,7 +216,7 @@ class _Padding:
 
 
 def _wider(type: TensorType, dim: int, more: int, graph: Graph) -> TensorType:
-    """A type with so many elements more along a dim, on every rank."""
+    """The type with `more` additional elements along a dim, on every rank."""
     if not more:
         return type
     axes = tuple(axis for atom in type.dims[dim] for axis in atom.axes)

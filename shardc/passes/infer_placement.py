@@ -47,7 +47,7 @@ FINITE: frozenset[Any] = frozenset((aten.clamp_min.default, aten.clamp.default))
 
 
 class _RuleLayout(NamedTuple):
-    """What a rule says of a call: its factors laid over the atoms that are looked at, and those axes that are not."""
+    """A call's rule with its factors mapped to the visible atoms, and the axes of the atoms that are not visible."""
 
     projection: Projection
     operands: tuple[tuple[Axes, ...], ...]
@@ -56,7 +56,7 @@ class _RuleLayout(NamedTuple):
 
 
 def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    """What is false of how a call's results lie; `result_types` has their types, None for those that nothing reads."""
+    """The faults in the placements of a call's results; `result_types` holds None for results that nothing reads."""
     handler = _HANDLERS.get(node.target)
     if handler is not None:
         return handler(node, result_types, mesh)
@@ -137,7 +137,7 @@ def _by_rule(
 def _compared(
     entry: OpRule, layout: _RuleLayout, read: Sequence[TensorType], result_types: Sequence[TensorType | None]
 ) -> Iterator[str]:
-    """The results' types against what follows from the operands'."""
+    """Compares the types of the results with those that the rule derives from the operands."""
     projection = layout.projection
     split: dict[int, Axes] = {}
     for pieces, placement in zip(projection.operands, layout.operands, strict=True):
@@ -218,7 +218,7 @@ def _listed(pending: Iterable[tuple[str, str]]) -> str:
 
 # ---------------------------------------------------------------------- ops of ours without a rule
 def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    """A collective or a slice: what it does to its operand's placement, from its arguments, is what the result says."""
+    """For a collective or a slice: its arguments and its operand's placement determine the placement of its result."""
     args, after = given(node), result_types[0]
     before = type_of(args["x"])
     axes: Axes = mesh.resolve(args["axes"])
@@ -266,7 +266,7 @@ def is_flat(node: fx.Node) -> bool:
 
 
 def _layout_fault(node: fx.Node, before: TensorType, after: TensorType, mesh: Mesh, axes: Axes) -> str | None:
-    """Of a collective that moves a flat tensor: its numbers say how a rank's elements lie, before and after."""
+    """For a collective on a flat tensor: checks its numbers against the local element counts of operand and result."""
     args = given(node)
     if not {"atoms", "pos"} <= args.keys():
         return None

@@ -58,7 +58,7 @@ class _Number(NamedTuple):
 
 
 def results_of(node: fx.Node, mesh: Mesh) -> tuple[Local | None, ...]:
-    """What a call yields on one rank; None in the place of what is no tensor. Raises UnfitOperandsError."""
+    """The results of a call on one rank; None for a result that is not a tensor. Raises UnfitOperandsError."""
     args = tuple([_frozen(arg, mesh) for arg in node.args])
     kwargs = tuple([(name, _frozen(arg, mesh)) for name, arg in node.kwargs.items()])
     local_results = _results(node.target, args, kwargs)  # type: ignore[arg-type]

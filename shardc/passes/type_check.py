@@ -56,7 +56,7 @@ class Fault:
 
 
 def type_faults(graph: Graph) -> list[Fault]:
-    """Everything that a graph says falsely of its values."""
+    """All faults in the types of a graph's values."""
     faults: list[Fault] = []
     for node in graph.placeholders:
         if wrong := _too_large(type_of(node), graph.mesh):

@@ -104,7 +104,7 @@ def outputs_as_asked(graph: Graph) -> list[str]:
 
 
 def buckets_match(graph: Graph) -> list[str]:
-    """What is packed goes through one collective and is unpacked as it was laid out, whole and once."""
+    """Each packed tensor goes through one collective and is unpacked once, completely, in the layout of the pack."""
     faults: list[str] = []
     for pack in graph.calls():
         if pack.target is not PACK:

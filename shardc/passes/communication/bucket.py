@@ -79,7 +79,7 @@ class Bucket(Pass):
 
 
 def bucket(graph: Graph, size: int = DEFAULT.bucket_bytes) -> Graph:
-    """A body with buckets. The graph that is given is left as it is."""
+    """Returns a copy of the body with buckets; the given graph is not modified."""
     allowed = memory(graph).peak + size
     for attempt in range(TRIES):
         bucketed = graph.copy()
@@ -122,7 +122,7 @@ class _Buckets:
         for node in [n for n in graph.fx.nodes if n.op == "call_function" and n not in self.inside]:
             graph.output_node.prepend(node)  # in the order that they run in
         self.calls = list(graph.calls())
-        self.at = {node: i for i, node in enumerate(self.calls)}
+        self.position = {node: i for i, node in enumerate(self.calls)}
         self.weights = _weights(graph)
         self.open: dict[Key, _Open] = {}
         self.gathers: dict[tuple[Phase, bool], list[fx.Node]] = {}  # that are early, or their buckets
@@ -182,7 +182,7 @@ class _Buckets:
         return Key(kind, axes, args.get("op", ""), dtype, pending, about.phase, inside, layer)
 
     def late(self, node: fx.Node, due: float) -> bool:
-        """Is it for the optimizer, or for whoever runs the step?"""
+        """Is the first reader in the optimizer, or is the result only returned?"""
         return due == math.inf or info(node).phase == "opt" or info(self.calls[int(due)]).phase == "opt"
 
     def due(self, node: fx.Node) -> float:
@@ -192,7 +192,7 @@ class _Buckets:
             if user.target is operator.getitem or user.target in LATER:
                 earliest = min(earliest, self.due(user))
             elif user.op != "output":
-                earliest = min(earliest, self.at[user])
+                earliest = min(earliest, self.position[user])
         return earliest
 
     # ------------------------------------------------------------------ making one

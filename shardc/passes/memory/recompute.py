@@ -91,9 +91,9 @@ class Recompute(Pass):
         return graph
 
     def settle(self, body: Graph) -> None:
-        """Say SC214, or no more, of a body as its ranks run it: by the activations that `cost.memory` counts.
+        """Report SC214, or withdraw it, for a body as ranks run it, by the activations that `cost.memory` counts.
 
-        The choice itself is made with room for temporaries, which live beside them. Without a budget nothing is said.
+        The choice itself leaves memory for temporaries, live at the same time. Without a budget nothing is reported.
         """
         if self.mode != "budget":
             return
@@ -103,7 +103,7 @@ class Recompute(Pass):
             body.diagnostics.append(self._too_much(activations))
 
     def _tradeoff(self, forward: _Forward, segment: str) -> tuple[Tradeoff, list[fx.Node]]:
-        """A segment's choices, and the values that its storages stand for."""
+        """The tradeoff of a segment, and the values for which its storages were allocated."""
         calls = [c for c in forward.segments[segment] if not is_view(c.target)]
         call_results = [[v for v in results(c) if v is not None and v not in forward.given] for c in calls]
         storage_values = [v for values in call_results for v in values]
@@ -162,7 +162,7 @@ def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:
 
 @dataclass
 class _Forward:
-    """What the choice rests on: whose storage each value holds, what stays anyway, and what backward wants."""
+    """Inputs of the choice: the storage of each value, those kept in any case, and those that backward reads."""
 
     graph: Graph
     segments: dict[str, list[fx.Node]] = field(default_factory=dict[str, list[fx.Node]])  # forward calls, by layer
@@ -232,7 +232,7 @@ class _Forward:
         return missing
 
     def peak(self, dropped: set[fx.Node]) -> int:
-        """The most bytes of activations live at a time, were these storages not kept for backward."""
+        """The peak of live activation bytes if these storages are not kept for backward."""
 
         def keys(values: Iterable[fx.Node | None], late: bool) -> list[Hashable]:
             return [self._key(self.owner[v], late and self.owner[v] in dropped) for v in values if v is not None]
@@ -260,7 +260,7 @@ def _same(call: fx.Node) -> tuple[object, str, str]:
 
 
 def _rewrite(graph: Graph, forward: _Forward, dropped: set[fx.Node]) -> None:
-    """Put the schedule into the graph: copies of calls before those of backward that want them."""
+    """Insert the recomputed calls: a copy of each before the first backward call that reads it."""
     new: dict[fx.Node, fx.Node] = {}
     for first, call in forward.schedule(dropped):
         for recomputed in first:

@@ -49,7 +49,7 @@ class Tradeoff:
 
 @dataclass(frozen=True)
 class Choice:
-    """Storages of a tradeoff to do without, the bytes that are kept still, and the FLOPs of making up for it."""
+    """The storages that are not kept, the bytes that are kept, and the FLOPs of recomputation."""
 
     dropped: frozenset[int]
     bytes: int
@@ -121,10 +121,10 @@ def _between(tradeoff: Tradeoff, most: Choice, least: Choice, depth: int) -> tup
 def within(
     tradeoffs: Sequence[Tradeoff], budget: int, peak: Callable[[Sequence[Choice]], int]
 ) -> tuple[list[Choice], int]:
-    """One choice a segment, of the fewest FLOPs whose `peak` is in the budget, and that peak; else the leanest found.
+    """One choice per segment, of the fewest FLOPs whose `peak` fits the budget, and that peak; else the lowest peak.
 
     Steps along all hulls are taken best first (fewest FLOPs a byte freed), which is optimal for the knapsack up to its
-    last item; how many it takes is searched by bisection, each time asking what the whole program then holds.
+    last item; how many it takes is searched by bisection, each time with the peak of the whole program.
     """
     hulls = [hull(t) for t in tradeoffs]
     steps: list[tuple[float, int, int]] = []

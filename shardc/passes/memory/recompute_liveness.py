@@ -33,7 +33,7 @@ def is_view(op: Any) -> bool:
 
 
 def owners(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """For each value, the one that its storage was made for."""
+    """For each value, the value for which its storage was allocated."""
     owner: dict[fx.Node, fx.Node] = {n: n for n in graph.placeholders}
     for call in graph.calls():
         viewed = operands(call)[:1] if is_view(call.target) else []
@@ -50,7 +50,7 @@ def kept_anyway(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
 
 
 def activation_bytes(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-    """Bytes that one rank holds in each storage that forward and backward make for themselves."""
+    """Bytes on one rank of each storage that forward and backward allocate for themselves."""
     storages = {v for v in owner.values() if info(v).phase != "opt"} - kept_anyway(graph, owner)
     return {v: type_of(v).local_bytes(graph.mesh) for v in storages}
 

@@ -72,7 +72,7 @@ class _Walk:
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in PLACEMENT_ARGUMENTS}
         function = DECOMPOSITIONS.get(node.target)
         if function is not None:
-            emit.made.clear()
+            emit.new_nodes.clear()
             arguments = bind_call(node.target, node.args, dict(node.kwargs), lambda _, value: value)
             with self.graph.fx.inserting_before(node):
                 result = function(emit, *arguments.values())
@@ -98,7 +98,7 @@ class _Walk:
             update(node, constant=True)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        if new in self.emit.made:
+        if new in self.emit.new_nodes:
             update(new, name=info(node).name)
         if info(node).type is not None:
             old, new_type = type_of(node), type_of(new)

@@ -91,7 +91,7 @@ class Classes:
         return self._rivals.get(self.of((value, atom)), set())
 
     def needing_whole(self, value: fx.Node, atom: int) -> list[fx.Node]:
-        """The calls that read the value, if every one of them keeps this atom whole."""
+        """The calls that read the value, if each of them needs this atom whole; else none."""
         uses: list[tuple[fx.Node, int]] = []
         for node, k in self._uses.get(value, []):
             # A parameter is computed with through its cast, and updated piece by piece.

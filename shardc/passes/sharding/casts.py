@@ -43,9 +43,9 @@ def gradients(graph: Graph) -> dict[str, fx.Node]:
 
 
 def carriers(gradient: fx.Node) -> list[fx.Node]:
-    """The calls that a gradient goes through, last first, from where it is made to where it is wanted.
+    """The calls that carry a gradient from its producer to its reader, last first.
 
-    None of them does more than sum terms, look at them otherwise or cast them; without a cast there are none.
+    Each only sums terms, views them or casts them. Without a cast the list is empty.
     """
     calls: list[fx.Node] = []
     todo = [gradient]
@@ -60,7 +60,7 @@ def carriers(gradient: fx.Node) -> list[fx.Node]:
 
 
 def narrow_gradients(graph: Graph) -> set[fx.Node]:
-    """The values of low precision that are nothing but parameters' gradients, or terms of them."""
+    """The low-precision values that are only gradients of parameters, or terms of such gradients."""
     narrow_values: set[fx.Node] = set()
     for gradient in gradients(graph).values():
         # Rounded for parameters that are stored in fewer digits.

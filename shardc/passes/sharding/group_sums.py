@@ -103,7 +103,7 @@ def _regroup(graph: Graph, chains: _Chains, root: fx.Node) -> None:
 
 
 def _add(graph: Graph, root: fx.Node, a: fx.Node, b: fx.Node, partial: Partial) -> fx.Node:
-    """An addition as `assign` would have it: over the axes that both terms are pending on, it waits to be told."""
+    """An addition as `assign` would annotate it: over the axes on which both terms are pending, its sum is delayed."""
     about = info(root)
     axes = {axis for axis, _ in partial}
     split = tuple((name, _without(shard_axes, axes)) for name, shard_axes in about.assignment)

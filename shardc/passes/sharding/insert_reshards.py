@@ -132,7 +132,7 @@ def find_view(value: fx.Node) -> bool:
 
 
 class _Copies:
-    """All placements in which each value is at hand."""
+    """The placements in which each value is available."""
 
     def __init__(self, graph: Graph, keep: set[fx.Node], hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
@@ -169,7 +169,7 @@ class _Copies:
         return following
 
     def _untouched(self, value: fx.Node) -> bool:
-        """Nothing was made of the value yet, nor of what it is a view of: a copy could lie further down."""
+        """Neither the value nor the base of its view has a copy yet: a copy could lie further down."""
         if len(self.have[value]) > 1 or value.op == "placeholder":
             return False
         if not find_view(value):
@@ -178,7 +178,7 @@ class _Copies:
         return root is not None and self._untouched(root)
 
     def get(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node:
-        """The value as `need` says, made at the insertion point if it is not at hand."""
+        """The value in the placement `need`; inserts a reshard at the insertion point if none is available."""
         usable = [(t, n) for t, n, kept_phase in self.have[value] if kept_phase is None or kept_phase == phase]
         for type, node in usable:
             if type == need:

@@ -112,7 +112,7 @@ class _Walk:
         return masked
 
     def _carry(self, node: fx.Node) -> None:
-        """Collectives and slices fill the padding they make with 0, and carry along what was there."""
+        """Collectives and slices fill padding that they create with 0, and keep the padding of their operand."""
         mesh = self.graph.mesh
         sources = operands(node)
         for value in results(node):

@@ -107,7 +107,7 @@ Claims = Mapping[Place, Set[str]]  # class -> the axes that parameters' annotati
 class _Landing:
     """Where the axes of one dim go: flat atom -> axes; `splits` are the sub-axes that it takes.
 
-    What is `dropped` found no room; what is `copied` splits the work that the tensor goes into along another's dim.
+    `dropped` axes have no atom left to shard. `copied` axes shard the reader along a dim of another tensor.
     """
 
     axes: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
@@ -243,7 +243,7 @@ def _unread(bound: Bound) -> tuple[Hashable, Diagnostic]:
 
 
 def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh) -> list[tuple[Hashable, Diagnostic]]:
-    """What was dropped, or lands where the text does not say; each with what it has in common with its like."""
+    """Diagnostics for axes that were dropped or shard another factor than written; each with its key for merging."""
     type, dim_placement = type_of(value), bound.placement.dims[dim]
     family = (*_family(bound), dim, type.sizes[dim])
     about = f"dim {dim} of {bound.name}"

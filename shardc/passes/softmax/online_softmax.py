@@ -164,13 +164,13 @@ class _Rewriting:
         return self.resummed(None if last else picked.mask, picked.pending.value, where)
 
     def resummed(self, mask: fx.Node | None, total: fx.Node, x: fx.Node) -> fx.Node:
-        """The same sum of other numbers."""
+        """The same sum over other values."""
         if mask is not None:
             x = self.put(mask.target, (x, *mask.args[1:]), type_of(mask), "mask_pad")
         return self.put(total.target, (x, *total.args[1:]), type_of(total), "sum")
 
     def gathered(self, values: Sequence[Any]) -> list[fx.Node]:
-        """What every rank has of each statistic, in the last dim."""
+        """All-gathers each statistic; the last dim of the result counts the ranks."""
         type, shape = self.with_dims(self.sharded_dim, ()), [1, 1, *self.shape]
         parts = [self.put(aten.view.default, (value, shape), type, "part") for value in values]
         count = (Atom(len(values)),)
@@ -267,7 +267,7 @@ class _Rewriting:
         return self.put(aten.exp.default, (self.put(aten.sub.Tensor, tuple(views), type),), type)
 
     def whole(self, old: fx.Node, shift: fx.Node) -> fx.Node:
-        """exp(x - shift) itself, made where it is first asked for."""
+        """exp(x - shift) itself, computed at its first use."""
         if old not in self.memo:
             factor = self.spread(self.scale(shift), type_of(old))
             self.memo[old] = self.put(aten.mul.Tensor, (self.exp, factor), type_of(old))

@@ -146,7 +146,7 @@ class _Pieces:
     def __init__(self, graph: Graph, node: fx.Node) -> None:
         self.graph, self.node, self.dim = graph, node, _dim(node)
         self.wish = type_of(node)
-        self.own = _atoms(self.wish, node)
+        self.dim_atoms = _atoms(self.wish, node)
         dtype = self.wish.dtype
         self.wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         wide = self.wish.with_dtype(self.wide)
@@ -185,9 +185,11 @@ class _Pieces:
         result = self.graph.call(target, args, kwargs, like=self.node, type=type or self.full)
         priorities = self.graph.priorities.get(self.node, {})
         if type is self.row:  # one dim has no atoms
-            first, atom_count = self.own.start, len(self.own)
+            first, atom_count = self.dim_atoms.start, len(self.dim_atoms)
             priorities = {
-                (i if i < first else i - atom_count, a): p for (i, a), p in priorities.items() if i not in self.own
+                (i if i < first else i - atom_count, a): p
+                for (i, a), p in priorities.items()
+                if i not in self.dim_atoms
             }
         self.graph.priorities[result] = dict(priorities)
         return result

@@ -70,7 +70,7 @@ class Softmax:
 
 
 def find(graph: Graph, top: fx.Node, position: Mapping[fx.Node, int]) -> Softmax | None:
-    """The softmax that an all-reduced maximum is of; `position` says where each node stands."""
+    """The softmax to which an all-reduced maximum belongs; `position` is the index of each node in the graph."""
     highest, axes = top.args[0], tuple(top.args[2])  # type: ignore[arg-type]
     if not isinstance(highest, fx.Node) or highest.target is not aten.amax.default or len(highest.args) != 3:
         return None
@@ -187,7 +187,7 @@ def _target(graph: Graph, hot: fx.Node, of: Softmax) -> fx.Node | None:
 
 
 def late_ancestors(value: fx.Node, top: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, ...] | None:
-    """What a value is made of that stands after `top`, itself included; None if it is made of `top`."""
+    """The ancestors of a value that come after `top`, the value included; None if `top` is an ancestor."""
     ancestors: set[fx.Node] = set()
     todo = [value]
     while todo:

@@ -57,7 +57,7 @@ class Emit:
     at: Node
     memo: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     seen: dict[Hashable, Node] = field(default_factory=dict[Hashable, Node])
-    made: set[Node] = field(default_factory=set[Node])  # by this decomposition
+    new_nodes: set[Node] = field(default_factory=set[Node])  # by this decomposition
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         constant = is_constant(target, args, kwargs)
@@ -68,7 +68,7 @@ class Emit:
             assert isinstance(type, TensorType), f"{target} has several results"
             node = self.graph.call(target, args, kwargs, like=self.at, type=type, results=(), constant=constant)
             self.seen[key] = node
-            self.made.add(node)
+            self.new_nodes.add(node)
         return node
 
     def key(self, target: Any, args: Any, kwargs: Any, constant: bool) -> Hashable:
