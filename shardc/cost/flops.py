@@ -75,7 +75,7 @@ class Flops:
         return sum(count for _, _, count in self.counts)
 
     def of_phase(self, phase: Phase) -> int:
-        return sum(count for where, _, count in self.counts if where == phase)
+        return sum(count for counted_phase, _, count in self.counts if counted_phase == phase)
 
     def of_op(self, op: str) -> int:
         return sum(count for _, name, count in self.counts if name == op)
@@ -83,14 +83,14 @@ class Flops:
 
 def flops(body: Graph) -> Flops:
     """Count a localized body."""
-    found: dict[tuple[Phase, str], int] = {}
-    inside = in_microbatch(body)
+    counts: dict[tuple[Phase, str], int] = {}
+    microbatch_nodes = in_microbatch(body)
     for node in body.calls():
-        count = node_flops(body, node) * (body.microbatches if node in inside else 1)
+        count = node_flops(body, node) * (body.microbatches if node in microbatch_nodes else 1)
         if count:
             key = (info(node).phase, op_name(node.target))
-            found[key] = found.get(key, 0) + count
-    return Flops(tuple((phase, op, count) for (phase, op), count in found.items()))
+            counts[key] = counts.get(key, 0) + count
+    return Flops(tuple((phase, op, count) for (phase, op), count in counts.items()))
 
 
 def node_flops(body: Graph, node: fx.Node) -> int:

@@ -90,8 +90,8 @@ class Moment:
     source: str
 
     def __str__(self) -> str:
-        where = ", ".join(filter(None, (PHASES[self.phase], self.fqn and f"in {self.fqn}", self.source)))
-        return f"%{self.name} = {self.op} ({where})"
+        place = ", ".join(filter(None, (PHASES[self.phase], self.fqn and f"in {self.fqn}", self.source)))
+        return f"%{self.name} = {self.op} ({place})"
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class MemoryReport:
     def listing(self, count: int = 10) -> str:
         """The largest values at the peak, a line each."""
         lines = [("largest at the peak", "bytes", "category", "type", "line")]
-        for one in self.top(count):
-            lines.append((f"%{one.name}", human_bytes(one.bytes), one.category, str(one.type), one.source))
+        for value in self.top(count):
+            lines.append((f"%{value.name}", human_bytes(value.bytes), value.category, str(value.type), value.source))
         return "\n".join(aligned(lines, right=(1,)))
 
 
@@ -196,25 +196,25 @@ def memory(body: Graph, *, arena: bool = False, overlap: bool = False) -> Memory
     Without overlap, each collective is waited for where it begins, as a simulation does, and a moment is a call.
     """
     account = account_of(body, overlap=overlap)
-    made, actions = account.made, account.times.actions
-    held: list[tuple[Category, Storage]] = [
-        (STORED.get(port.role, "inputs"), storage) for port, storage in account.held
+    lives, actions = account.lives, account.times.actions
+    stored_values: list[tuple[Category, Storage]] = [
+        (STORED.get(port.role, "inputs"), storage) for port, storage in account.inputs
     ]
     stored = nothing()
-    for category, storage in held:
+    for category, storage in stored_values:
         stored[category] += storage.bytes
-    categories: list[Category] = [category_of(life) for life in made]
+    categories: list[Category] = [category_of(life) for life in lives]
     plan = planned(body) if arena else Plan(())
-    walk = Walk.over(made, categories, account.moments, plan.values, plan.bytes)
+    walk = Walk.over(lives, categories, account.moments, plan.values, plan.bytes)
     rows = tuple(
         Row(rank, category, stored[category], walk.at_peak[category], walk.most[category])
         for rank in range(body.mesh.world_size)
         for category in CATEGORIES
     )
-    live = [live_value(storage, category) for category, storage in held]
+    live = [live_value(storage, category) for category, storage in stored_values]
     if walk.peak_at is not None:
-        live += [live_value(made[i].storage, categories[i]) for i in walk.there(made)]
-    live.sort(key=lambda one: -one.bytes)
+        live += [live_value(lives[i].storage, categories[i]) for i in walk.there(lives)]
+    live.sort(key=lambda value: -value.bytes)
     moment = None if walk.peak_at is None else moment_of(account, walk.peak_at)
     return MemoryReport(rows, moment, tuple(live), walk.timeline, actions)
 
@@ -231,24 +231,24 @@ class Walk:
     @classmethod
     def over(
         cls,
-        made: Sequence[Life],
+        lives: Sequence[Life],
         categories: Sequence[Category],
         moments: int,
         placed: Collection[fx.Node] = (),
         arena: int = 0,
     ) -> Walk:
         """Lives in order of birth, and how many moments there are; what is `placed` is in the arena, which is there."""
-        births = _Agenda(range(len(made)), [life.born for life in made])
-        deaths = _Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
+        births = _Agenda(range(len(lives)), [life.born for life in lives])
+        deaths = _Agenda(sorted(range(len(lives)), key=lambda i: lives[i].dies), [life.dies for life in lives])
         now, most, at_peak = nothing(), nothing(), nothing()
         now["arena"] = most["arena"] = total = arena
         timeline: list[int] = []
         peak = 0
         peak_at: int | None = None
-        for at in range(moments):
-            for i in births.due(at):
-                size, category = made[i].storage.bytes, categories[i]
-                if made[i].storage.value in placed:
+        for moment in range(moments):
+            for i in births.due(moment):
+                size, category = lives[i].storage.bytes, categories[i]
+                if lives[i].storage.value in placed:
                     now["arena"] -= size
                 else:
                     total += size
@@ -256,20 +256,20 @@ class Walk:
                 most[category] = max(most[category], now[category])
             timeline.append(total)
             if total > peak or peak_at is None:
-                peak, peak_at, at_peak = total, at, dict(now)
-            for i in deaths.due(at):
-                size = made[i].storage.bytes
-                if made[i].storage.value in placed:
+                peak, peak_at, at_peak = total, moment, dict(now)
+            for i in deaths.due(moment):
+                size = lives[i].storage.bytes
+                if lives[i].storage.value in placed:
                     now["arena"] += size
                 else:
                     total -= size
                 now[categories[i]] -= size
         return cls(tuple(timeline), peak_at, at_peak, most)
 
-    def there(self, made: Sequence[Life]) -> list[int]:
-        """Those of the lives that are there at the peak."""
-        at = self.peak_at
-        return [i for i, life in enumerate(made) if at is not None and life.born <= at <= life.dies]
+    def there(self, lives: Sequence[Life]) -> list[int]:
+        """The indices of the lives that include the peak."""
+        peak = self.peak_at
+        return [i for i, life in enumerate(lives) if peak is not None and life.born <= peak <= life.dies]
 
 
 def nothing() -> dict[Category, int]:

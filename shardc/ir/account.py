@@ -24,13 +24,13 @@ from shardc.ir.storages import Storage, storages, unread_bytes
 
 @dataclass(frozen=True)
 class Account:
-    """`held` is what the inputs lie in, there all along; `made`, in order of birth, counts in `times.actions`."""
+    """`inputs` are the storages of inputs, live throughout; `lives`, in order of birth, count in `times.actions`."""
 
     calls: Sequence[fx.Node]
     of: dict[fx.Node, Storage]
     times: Times
-    held: Sequence[tuple[Port, Storage]]
-    made: Sequence[Life]
+    inputs: Sequence[tuple[Port, Storage]]
+    lives: Sequence[Life]
     added: Mapping[fx.Node, int]  # term of a sum -> when it is added, if a call makes it
 
     @property
@@ -43,36 +43,43 @@ class Account:
 
 def account_of(graph: Graph, *, overlap: bool) -> Account:
     """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made."""
-    inside, of = in_microbatch(graph), with_buckets(graph, storages(graph))
+    microbatch_nodes, of = in_microbatch(graph), with_buckets(graph, storages(graph))
     if not overlap:
         calls = calls_as_run(graph)
         order = tuple(range(len(calls)))
-        held, made = lives(graph, calls, inside, of)
-        return Account(calls, of, Times(tuple(Action("run", at) for at in order), order, order, order), held, made, {})
+        input_storages, call_lives = lives(graph, calls, microbatch_nodes, of)
+        return Account(
+            calls,
+            of,
+            Times(tuple(Action("run", index) for index in order), order, order, order),
+            input_storages,
+            call_lives,
+            {},
+        )
     listed = slotted_calls(graph)
     calls = [call.node for call in listed.calls]
     actions, added = _with_additions(graph, listed, schedule_of(listed))
     times = times_of(actions, len(calls))
-    held, made = lives(graph, calls, inside, of, times)
-    made += buffers_of(graph, times, calls, made)
+    input_storages, call_lives = lives(graph, calls, microbatch_nodes, of, times)
+    call_lives += buffers_of(graph, times, calls, call_lives)
     unread = unread_bytes(graph)
-    for call, now in zip(calls, times.made, strict=True):
+    for call, now in zip(calls, times.arrived, strict=True):
         if size := unread.get(call, 0):
             phase = info(call).phase
-            made.append(Life(Storage(call, size), now, now, phase, phase, False, False))
-    return Account(calls, of, times, held, sorted(made, key=lambda life: life.born), added)
+            call_lives.append(Life(Storage(call, size), now, now, phase, phase, False, False))
+    return Account(calls, of, times, input_storages, sorted(call_lives, key=lambda life: life.born), added)
 
 
 def _with_additions(
     graph: Graph, listed: SlottedCalls, actions: Sequence[Action]
 ) -> tuple[list[Action], dict[fx.Node, int]]:
     terms = {v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"}
-    found: list[Action] = []
+    extended: list[Action] = []
     added: dict[fx.Node, int] = {}
     for action in actions:
-        found.append(action)
+        extended.append(action)
         for value, _, _ in listed.calls[action.at].yields if action.kind in ("run", "wait") else ():
             if value in terms:
-                added[value] = len(found)
-                found.append(Action("add", action.at))
-    return found, added
+                added[value] = len(extended)
+                extended.append(Action("add", action.at))
+    return extended, added

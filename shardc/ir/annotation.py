@@ -32,8 +32,8 @@ class Annotation:
 
     def cause(self, name: str | None = None) -> str:
         """How a diagnostic cites the annotation, for the tensor that it was applied to."""
-        where = f"   ({self.origin})" if self.origin else ""
-        return f'{name or self.pattern} = "{self.placement}"{where}'
+        location = f"   ({self.origin})" if self.origin else ""
+        return f'{name or self.pattern} = "{self.placement}"{location}'
 
     def matches(self, name: str) -> bool:
         return _regex(self.pattern).fullmatch(name) is not None
@@ -59,10 +59,10 @@ def match(
     aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Annotation]:
     """The annotation of each name that has one; `kind` is a key of KINDS and only words the errors."""
-    found, problems = matches(annotations, names, kind, aliases)
+    matched, problems = matches(annotations, names, kind, aliases)
     if problems:
         raise ShardcError(*problems)
-    return found
+    return matched
 
 
 def matches(
@@ -77,11 +77,11 @@ def matches(
     disagree conflict.
     """
     everything = list(annotations)
-    named = {name: (name, *(aliases or {}).get(name, ())) for name in names}
-    found: dict[str, Annotation] = {}
+    names_of = {name: (name, *(aliases or {}).get(name, ())) for name in names}
+    matched: dict[str, Annotation] = {}
     problems: list[Diagnostic] = []
     used: set[str] = set()
-    for name, known_as in named.items():
+    for name, known_as in names_of.items():
         winners: dict[str, list[Annotation]] = {}
         beaten: set[str] = set()
         for alias in known_as:
@@ -91,16 +91,23 @@ def matches(
             winners[alias] = [annotation for annotation in matching if annotation.specificity == best]
             beaten.update(annotation.pattern for annotation in matching if annotation.specificity != best)
         # A glob that loses under one name of a tied tensor loses under all: its rival is the more specific one.
-        final = [(alias, one) for alias, some in winners.items() for one in some if one.pattern not in beaten]
+        final = [
+            (alias, candidate)
+            for alias, winning in winners.items()
+            for candidate in winning
+            if candidate.pattern not in beaten
+        ]
         if not final:
             continue
-        found[name] = final[0][1]
-        rival = next((pair for pair in final if _trim(pair[1].placement) != _trim(found[name].placement)), None)
+        matched[name] = final[0][1]
+        rival = next((pair for pair in final if _trim(pair[1].placement) != _trim(matched[name].placement)), None)
         if rival is not None:
             problems.append(_conflict(name, final[0], rival))
-    everyone = [alias for known_as in named.values() for alias in known_as]
-    problems += [_unmatched(one, everyone, KINDS[kind]) for one in everything if one.pattern not in used]
-    return found, problems
+    everyone = [alias for known_as in names_of.values() for alias in known_as]
+    problems += [
+        _unmatched(candidate, everyone, KINDS[kind]) for candidate in everything if candidate.pattern not in used
+    ]
+    return matched, problems
 
 
 def _trim(placement: Placement) -> tuple[DimPlacement, ...]:
@@ -118,20 +125,20 @@ _PARTS = re.compile(r"(?:^|(?<=\.))\*\*\.|\.\*\*$|\*+|\.|[^*.]+")
 def _regex(pattern: str) -> re.Pattern[str]:
     """`**.` may be nothing or whole segments with their dots; a last `**` takes the dot before it along."""
 
-    def said(part: re.Match[str]) -> str:
+    def regex_of(part: re.Match[str]) -> str:
         text = part[0]
         if text.strip(".*"):
             return re.escape(text)
-        known = {".": r"\.", "*": r"[^.]*", "**.": r"(?:[^.]+\.)*", ".**": r"(?:\.[^.]+)*"}
-        return known.get(text, ".*")
+        patterns = {".": r"\.", "*": r"[^.]*", "**.": r"(?:[^.]+\.)*", ".**": r"(?:\.[^.]+)*"}
+        return patterns.get(text, ".*")
 
-    return re.compile(_PARTS.sub(said, pattern), re.DOTALL)
+    return re.compile(_PARTS.sub(regex_of, pattern), re.DOTALL)
 
 
 def _conflict(name: str, first: tuple[str, Annotation], second: tuple[str, Annotation]) -> Diagnostic:
     lines = (
-        f'{one.pattern} = "{one.placement}"' + (f"   ({one.origin})" if one.origin else "")
-        for _, one in (first, second)
+        f'{annotation.pattern} = "{annotation.placement}"' + (f"   ({annotation.origin})" if annotation.origin else "")
+        for _, annotation in (first, second)
     )
     if first[0] == second[0]:
         message = f"two equally specific annotations place {name} differently"

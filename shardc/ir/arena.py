@@ -77,41 +77,41 @@ def planned(body: Graph, most: int | None = None) -> Plan:
     if not candidates:
         return Plan(())
     account = account_of(body, overlap=True)
-    stored = sum(storage.bytes for _, storage in account.held)
-    whole = max(_timeline(account, set()), default=0)
+    stored = sum(storage.bytes for _, storage in account.inputs)
+    total_peak = max(_timeline(account, set()), default=0)
     best = Plan(())
     for size in sorted({slot.bytes for slot in candidates}):
         plan = placed([slot for slot in candidates if slot.bytes <= size])
         if most is not None:
             fits = plan.bytes <= most
         else:
-            rest = max(_timeline(account, set(plan.values)), default=0)
-            fits = SPARE * (plan.bytes + rest - whole) <= stored + whole
+            unplaced_peak = max(_timeline(account, set(plan.values)), default=0)
+            fits = SPARE * (plan.bytes + unplaced_peak - total_peak) <= stored + total_peak
         best = plan if fits else best
     return best
 
 
 def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage]) -> list[Slot]:
-    """What kernels make that does not leave, and flat tensors, in order of birth."""
+    """Slots for results of kernels that are not outputs, and for flat tensors, in order of birth."""
     members = pieces(body)
-    apart = {write.value for write in writes(body, of)} | set(members)
+    excluded = {write.value for write in writes(body, of)} | set(members)
     until = _read_until(body, calls, of)
     first: dict[fx.Node, int] = {}  # flat tensor -> where its first member is made
-    found: list[Slot] = []
-    for at, call in enumerate(calls):
-        made = [value for value, _ in yields(call)]
-        for value in made:
+    slots: list[Slot] = []
+    for index, call in enumerate(calls):
+        values = [value for value, _ in yields(call)]
+        for value in values:
             if value in members:
-                first.setdefault(members[value].layout.pack, at)
+                first.setdefault(members[value].layout.pack, index)
         if call.target is PACK:
-            made = [call] if _lasts(body, call) else []
+            values = [call] if _lasts(body, call) else []
         elif call.target not in INTO or INTO[call.target].prepare is None:
-            made = []
-        for value in made:
-            born, dies, size = first.get(value, at), until.get(value, at), of[value].bytes
-            if dies is not None and value not in apart and of[value].value is value and 0 < size <= LARGEST:
-                found.append(Slot(value, born, dies, _rounded(size, ALIGNMENT if size < LINE else LINE)))
-    return sorted(found, key=lambda slot: slot.born)
+            values = []
+        for value in values:
+            born, dies, size = first.get(value, index), until.get(value, index), of[value].bytes
+            if dies is not None and value not in excluded and of[value].value is value and 0 < size <= LARGEST:
+                slots.append(Slot(value, born, dies, _rounded(size, ALIGNMENT if size < LINE else LINE)))
+    return sorted(slots, key=lambda slot: slot.born)
 
 
 def _lasts(body: Graph, pack: fx.Node) -> bool:
@@ -121,28 +121,34 @@ def _lasts(body: Graph, pack: fx.Node) -> bool:
 
 
 def _read_until(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage]) -> dict[fx.Node, int | None]:
-    """The last call that may read a value's memory, through whatever may be a view of it; None of what leaves."""
-    at = {node: i for i, node in enumerate(calls)}
-    found: dict[fx.Node, int | None] = dict.fromkeys(body.output_values)
+    """The last call that may read a value's memory, also through a possible view of it; None for outputs."""
+    index_of = {node: i for i, node in enumerate(calls)}
+    read_until: dict[fx.Node, int | None] = dict.fromkeys(body.output_values)
     for call in reversed(calls):
-        made = [value for value, _ in yields(call)]
-        until: int | None = at[call]
+        result_values = [value for value, _ in yields(call)]
+        until: int | None = index_of[call]
         if op_name(call.target) in KINDS:
-            readers = [at[user] for value in results(call) if value is not None for user in value.users if user in at]
-            until = max(at[call], min(readers, default=len(calls)))
+            readers = [
+                index_of[user]
+                for value in results(call)
+                if value is not None
+                for user in value.users
+                if user in index_of
+            ]
+            until = max(index_of[call], min(readers, default=len(calls)))
         for value in operands(call):
-            ends = [found.get(value, until), until]
-            if views(call) or any(of[y] is of[value] for y in made):
-                ends += [found.get(y, until) for y in made]
-            found[value] = None if None in ends else max(end for end in ends if end is not None)
-    return found
+            ends = [read_until.get(value, until), until]
+            if views(call) or any(of[y] is of[value] for y in result_values):
+                ends += [read_until.get(y, until) for y in result_values]
+            read_until[value] = None if None in ends else max(end for end in ends if end is not None)
+    return read_until
 
 
 def views(call: fx.Node) -> bool:
     """May a result be a view of an operand? Whether it is may depend on strides."""
     if call.target is torch.ops.aten._unsafe_view.default:
         return True
-    return any(one.alias_info is not None for one in schema_of(call.target).returns)
+    return any(result.alias_info is not None for result in schema_of(call.target).returns)
 
 
 def placed(slots: Sequence[Slot]) -> Plan:
@@ -158,14 +164,14 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def _packed(slots: Sequence[Slot]) -> list[Slot]:
-    """Each in the smallest gap."""
+    """Best fit: each slot takes the smallest gap that holds it."""
     gaps: list[tuple[int, int]] = []  # (offset, bytes), in order
     top = 0
-    there: list[tuple[int, int, int]] = []  # (dies, offset, bytes), in order
-    found: list[Slot] = []
+    live: list[tuple[int, int, int]] = []  # (dies, offset, bytes), in order
+    packed: list[Slot] = []
     for slot in slots:
-        while there and there[0][0] < slot.born:
-            _, offset, size = there.pop(0)
+        while live and live[0][0] < slot.born:
+            _, offset, size = live.pop(0)
             top = _freed(gaps, offset, size, top)
         fits = [gap for gap in gaps if gap[1] >= slot.bytes]
         if fits:
@@ -175,13 +181,13 @@ def _packed(slots: Sequence[Slot]) -> list[Slot]:
                 insort(gaps, (offset + slot.bytes, size - slot.bytes))
         else:
             offset, top = top, top + slot.bytes
-        insort(there, (slot.dies, offset, slot.bytes))
-        found.append(replace(slot, offset=offset))
-    return found
+        insort(live, (slot.dies, offset, slot.bytes))
+        packed.append(replace(slot, offset=offset))
+    return packed
 
 
 def _freed(gaps: list[tuple[int, int]], offset: int, size: int, top: int) -> int:
-    """One more gap, put together with those beside it; one at the end is none, but lowers the top."""
+    """Add a gap, merged with its neighbours; a gap at the end lowers the top instead. Returns the top."""
     beside = [gap for gap in gaps if gap[0] + gap[1] == offset or gap[0] == offset + size]
     for gap in beside:
         gaps.remove(gap)
@@ -192,15 +198,15 @@ def _freed(gaps: list[tuple[int, int]], offset: int, size: int, top: int) -> int
     return top
 
 
-def _timeline(account: Account, without: set[fx.Node]) -> list[int]:
+def _timeline(account: Account, excluded: set[fx.Node]) -> list[int]:
     """Bytes beyond what is stored during each action."""
     change = [0] * (account.moments + 2)
-    for life in account.made:
-        if life.storage.value not in without:
+    for life in account.lives:
+        if life.storage.value not in excluded:
             change[life.born] += life.storage.bytes
             change[life.dies + 1] -= life.storage.bytes
-    total, found = 0, list[int]()
-    for at in range(account.moments):
-        total += change[at]
-        found.append(total)
-    return found
+    total, live_bytes = 0, list[int]()
+    for moment in range(account.moments):
+        total += change[moment]
+        live_bytes.append(total)
+    return live_bytes

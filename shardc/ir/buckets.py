@@ -70,21 +70,21 @@ def layout_of(body: Graph, pack: fx.Node) -> Layout | None:
 
 
 def pieces(body: Graph) -> dict[fx.Node, Piece]:
-    """The members that are made in their buckets."""
-    found: dict[fx.Node, Piece] = {}
+    """The members that are allocated in their buckets."""
+    piece_of: dict[fx.Node, Piece] = {}
     for pack in body.calls():
         if pack.target is not PACK or (layout := layout_of(body, pack)) is None:
             continue
         members = operands(pack)
-        for at, (value, lead) in enumerate(zip(members, given(pack)["leads"], strict=True)):
+        for index, (value, lead) in enumerate(zip(members, given(pack)["leads"], strict=True)):
             call = producer(value)[0]
             if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and members.count(value) == 1:
                 if call.target in INTO:
                     if INTO[call.target].anywhere:
-                        found[value] = Piece(layout, at, None)
+                        piece_of[value] = Piece(layout, index, None)
                 elif (make := maker(call.target)) is not None:
-                    found[value] = Piece(layout, at, make)
-    return found
+                    piece_of[value] = Piece(layout, index, make)
+    return piece_of
 
 
 def reduced_in_place(moved: fx.Node) -> bool:
@@ -96,7 +96,7 @@ def reduced_in_place(moved: fx.Node) -> bool:
 
 
 def with_buckets(body: Graph, of: dict[fx.Node, Storage]) -> dict[fx.Node, Storage]:
-    """The storage of every value, where members are made in their buckets, and reduced there."""
+    """The storage of every value, with members that are allocated in their buckets, and reduced there."""
     placed = {value: of[piece.layout.pack] for value, piece in pieces(body).items()}
     over = {of[call]: of[operands(call)[0]] for call in body.calls() if reduced_in_place(call)}
     return {value: placed.get(value, over.get(storage, storage)) for value, storage in of.items()}

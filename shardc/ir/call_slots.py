@@ -43,15 +43,15 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
     placeholders = graph.placeholders
     for node in placeholders:
         slots[node] = len(slots)
-    inside = in_microbatch(graph)
+    microbatch_nodes = in_microbatch(graph)
     nodes = calls_as_run(graph)
     yields = [_yields(node) for node in nodes]
     for results in yields:
         for value, _ in results:
             slots[value] = len(slots)
-    kept = [slots[node] for node in graph.output_values]
-    kept += range(len(placeholders)) if graph.microbatches > 1 else ()
-    last_use = dict.fromkeys(kept, len(nodes))
+    live_to_end = [slots[node] for node in graph.output_values]
+    live_to_end += range(len(placeholders)) if graph.microbatches > 1 else ()
+    last_use = dict.fromkeys(live_to_end, len(nodes))
     for index, node in enumerate(nodes):
         for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[index])]:
             last_use[slot] = max(last_use.get(slot, 0), index)
@@ -67,7 +67,7 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
         )
         for index, (node, results) in enumerate(zip(nodes, yields, strict=True))
     )
-    return SlottedCalls(calls, slots, sum(1 for node in nodes if node in inside))
+    return SlottedCalls(calls, slots, sum(1 for node in nodes if node in microbatch_nodes))
 
 
 def _yields(node: fx.Node) -> list[tuple[fx.Node, int | None]]:

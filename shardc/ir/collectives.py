@@ -61,9 +61,13 @@ class Collective:
 
 def collectives(graph: Graph) -> list[Collective]:
     """Every collective, in program order."""
-    inside = in_microbatch(graph)
-    found = [(node, collective(graph, node)) for node in graph.calls()]
-    return [replace(one, times=graph.microbatches if node in inside else 1) for node, one in found if one is not None]
+    microbatch_nodes = in_microbatch(graph)
+    pairs = [(node, collective(graph, node)) for node in graph.calls()]
+    return [
+        replace(transfer, times=graph.microbatches if node in microbatch_nodes else 1)
+        for node, transfer in pairs
+        if transfer is not None
+    ]
 
 
 def collective(graph: Graph, node: fx.Node) -> Collective | None:
@@ -99,46 +103,46 @@ def bucket_of(value: fx.Node) -> fx.Node | None:
     """The collective that a value travelled in together with others; None if it did not."""
     if value.target is not operator.getitem:
         return None
-    back = value.args[0]
-    assert isinstance(back, fx.Node)
-    return operands(back)[0] if back.target is UNPACK else None
+    unpack = value.args[0]
+    assert isinstance(unpack, fx.Node)
+    return operands(unpack)[0] if unpack.target is UNPACK else None
 
 
 def members(moved: fx.Node) -> dict[int, fx.Node]:
     """The values that travel in a bucket, as they are after it, by their places in it; none of another collective."""
     backs = [user for user in moved.users if user.target is UNPACK]
-    values = {int(value.args[1]): value for back in backs for value in back.users}  # type: ignore[arg-type]
+    values = {int(value.args[1]): value for unpack in backs for value in unpack.users}  # type: ignore[arg-type]
     return dict(sorted(values.items()))
 
 
 def member(graph: Graph, value: fx.Node) -> Collective:
-    """What one value of a bucket communicates: its part of it."""
+    """The part of a bucket's collective that one of its values accounts for."""
     moved = bucket_of(value)
     assert moved is not None, f"{info(value).name} is in no bucket"
-    whole, about = collective(graph, moved), info(value)
-    assert whole is not None
+    bucket, about = collective(graph, moved), info(value)
+    assert bucket is not None
     size = type_of(value).local_bytes(graph.mesh)
-    if whole.kind == "all_gather":
-        at = next(i for i, one in members(moved).items() if one is value)
-        size = type_of(operands(operands(moved)[0])[at]).local_bytes(graph.mesh) * whole.group_size
-    elif whole.kind == "reduce_scatter":
-        size *= whole.group_size
-    sent = _sent(whole.kind, size, whole.group_size)
-    own = replace(whole, value=about.name, cause=str(about.cause), source=about.source)
-    return replace(own, bytes_per_rank=sent, payload_bytes=size)
+    if bucket.kind == "all_gather":
+        index = next(i for i, other in members(moved).items() if other is value)
+        size = type_of(operands(operands(moved)[0])[index]).local_bytes(graph.mesh) * bucket.group_size
+    elif bucket.kind == "reduce_scatter":
+        size *= bucket.group_size
+    sent = _sent(bucket.kind, size, bucket.group_size)
+    part = replace(bucket, value=about.name, cause=str(about.cause), source=about.source)
+    return replace(part, bytes_per_rank=sent, payload_bytes=size)
 
 
 def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.Node, group: int) -> int:
     """n in bytes. The side whose chunks are even by construction is the one that tells it exactly."""
-    before, after = type_of(args["x"]).local_bytes(graph.mesh), type_of(node).local_bytes(graph.mesh)
+    operand_bytes, result_bytes = type_of(args["x"]).local_bytes(graph.mesh), type_of(node).local_bytes(graph.mesh)
     if kind == "all_gather":
-        return before * group
+        return operand_bytes * group
     if kind == "reduce_scatter":
-        return after * group
+        return result_bytes * group
     if kind == "all_to_all":
-        held: int = args["atoms"][args["split"]]
-        return before // held * (-(-held // group) * group) if held else 0
-    return before
+        split_size: int = args["atoms"][args["split"]]
+        return operand_bytes // split_size * (-(-split_size // group) * group) if split_size else 0
+    return operand_bytes
 
 
 def human_bytes(count: float) -> str:

@@ -25,9 +25,9 @@ _STORAGE = "storage over "
 
 def module_of(name: str, phase: Phase) -> str:
     """The FQN of a call, or of a result of one, by its name in a text: `d.h.0.mlp.mm` in backward lies in h.0.mlp."""
-    first, _, rest = name.partition(".")
-    inside = rest if phase == "bwd" and first == "d" else name
-    return inside.rpartition(".")[0]
+    first, _, tail = name.partition(".")
+    path = tail if phase == "bwd" and first == "d" else name
+    return path.rpartition(".")[0]
 
 
 def parameter_of_state(name: str) -> str:
@@ -37,8 +37,8 @@ def parameter_of_state(name: str) -> str:
 
 def derive_origins(graph: Graph) -> None:
     """Set the origin of recomputed calls, and of gathers that replace a softmax's all_reduce, as names and ops show."""
-    named = {info(node).name: node for node in graph.fx.nodes if node.op != "output"}
-    forward = {name: node for name, node in named.items() if info(node).phase == "fwd"}
+    node_of = {info(node).name: node for node in graph.fx.nodes if node.op != "output"}
+    forward = {name: node for name, node in node_of.items() if info(node).phase == "fwd"}
     for node in graph.fx.nodes:
         if node.op != "call_function" or info(node).origin is not None:
             continue
@@ -52,7 +52,7 @@ def derive_origins(graph: Graph) -> None:
             update(node, origin=Derivation("recomputed", original), fqn=info(forward[original]).fqn)
         elif _gathers_statistics(node):
             of = re.sub(r"\.all_gather(?=$|_\d+$)", ".all_reduce", name)
-            if of not in named:
+            if of not in node_of:
                 update(node, origin=Derivation("replacement", of))
 
 
@@ -69,9 +69,9 @@ def _gathers_statistics(node: fx.Node) -> bool:
 
 
 def cause_of_text(text: str) -> Cause:
-    """A cause as files of before have it: `w = "-, tp"   (plan.yaml:9) <- fc.mm`. It says the same text again."""
-    before, arrow, through = text.partition(" <- ")
-    cause = Cause(tuple(_requirement(part) for part in before.split("; ")), through if arrow else "")
+    """A cause in the text form of older files: `w = "-, tp"   (plan.yaml:9) <- fc.mm`. It prints as the same text."""
+    requirement_text, arrow, through = text.partition(" <- ")
+    cause = Cause(tuple(_requirement(part) for part in requirement_text.split("; ")), through if arrow else "")
     return cause if str(cause) == text else Cause((Requirement("text", text),))
 
 

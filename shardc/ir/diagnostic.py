@@ -111,12 +111,12 @@ COMPILER_CODES: dict[str, Code] = {
 CODES.update(COMPILER_CODES)
 
 
-def merged(found: Iterable[tuple[Hashable, Diagnostic]]) -> list[Diagnostic]:
+def merged(keyed: Iterable[tuple[Hashable, Diagnostic]]) -> list[Diagnostic]:
     """One diagnostic for all of one key: the first, which lists the tensors of the others. Layers repeat themselves."""
     families: dict[Hashable, list[Diagnostic]] = {}
-    for key, diagnostic in found:
+    for key, diagnostic in keyed:
         families.setdefault(key, []).append(diagnostic)
-    return [replace(first, also=listed(d.tensor or "" for d in rest)) for first, *rest in families.values()]
+    return [replace(first, also=listed(d.tensor or "" for d in followers)) for first, *followers in families.values()]
 
 
 def listed(names: Iterable[str], shown: int = 3) -> str | None:

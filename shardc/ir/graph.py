@@ -165,16 +165,16 @@ class Graph:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: table[n])
                 table[node] = _node(fresh, node.op, node.target, args, kwargs, node.name)
                 table[node].meta.update(node.meta)
-        made = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
+        copied = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
         # Passes may have erased values that these tables still hold.
-        made.activations = {name: table[n] for name, n in self.activations.items() if n in table}
-        made.gradients = {name: table[n] for name, n in self.gradients.items() if n in table}
-        made.stored = {table[n]: placement for n, placement in self.stored.items()}
-        made.seeds = {table[n]: seed for n, seed in self.seeds.items() if n in table}
-        made.priorities = {table[n]: p for n, p in self.priorities.items() if n in table}
-        made.diagnostics = list(self.diagnostics)
-        made.microbatches, made.tokens = self.microbatches, self.tokens
-        return made
+        copied.activations = {name: table[n] for name, n in self.activations.items() if n in table}
+        copied.gradients = {name: table[n] for name, n in self.gradients.items() if n in table}
+        copied.stored = {table[n]: placement for n, placement in self.stored.items()}
+        copied.seeds = {table[n]: seed for n, seed in self.seeds.items() if n in table}
+        copied.priorities = {table[n]: p for n, p in self.priorities.items() if n in table}
+        copied.diagnostics = list(self.diagnostics)
+        copied.microbatches, copied.tokens = self.microbatches, self.tokens
+        return copied
 
     # ------------------------------------------------------------------ editing
     def unique(self, name: str) -> str:
@@ -259,36 +259,36 @@ def update(node: fx.Node, **fields: Any) -> None:
 
 def type_of(node: fx.Node) -> TensorType:
     """The type of a value; asserts that the node is one."""
-    found = info(node).type
-    assert found is not None, f"{info(node).name} is a multi-result call, not a value"
-    return found
+    type = info(node).type
+    assert type is not None, f"{info(node).name} is a multi-result call, not a value"
+    return type
 
 
 def _keep_atoms(value: fx.Node) -> None:
     """Note on a call the atoms of a result that nothing reads any more: its rule is laid over all results."""
-    call, at = producer(value)
+    call, index = producer(value)
     declared = list(info(call).results)
-    declared[at] = type_of(value).replicated()
+    declared[index] = type_of(value).replicated()
     update(call, results=tuple(declared))
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """Tensor operands in order of appearance in args then kwargs, lists flattened, repeats kept."""
-    found: list[fx.Node] = []
+    collected: list[fx.Node] = []
     for arg in node.args:
-        _collect(arg, found)
+        _collect(arg, collected)
     if node.kwargs:
         for arg in node.kwargs.values():
-            _collect(arg, found)
-    return found
+            _collect(arg, collected)
+    return collected
 
 
-def _collect(arg: Any, found: list[fx.Node]) -> None:
+def _collect(arg: Any, collected: list[fx.Node]) -> None:
     if isinstance(arg, fx.Node):
-        found.append(arg)
+        collected.append(arg)
     elif isinstance(arg, (list, tuple)):
         for item in arg:  # pyright: ignore[reportUnknownVariableType]
-            _collect(item, found)
+            _collect(item, collected)
 
 
 def replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:
@@ -304,11 +304,11 @@ def results(node: fx.Node) -> list[fx.Node | None]:
     """The tensors a call yields, in order; None where nothing uses one. Results that are no tensor are left out."""
     if info(node).type is not None:
         return [node]
-    found: dict[int, fx.Node] = {}
+    by_index: dict[int, fx.Node] = {}
     for user in node.users:
         assert user.target is operator.getitem, f"{info(node).name} used whole"
-        found[int(user.args[1])] = user  # type: ignore[arg-type]
-    return [found.get(i) for i, t in enumerate(info(node).results) if t is not None]
+        by_index[int(user.args[1])] = user  # type: ignore[arg-type]
+    return [by_index.get(i) for i, t in enumerate(info(node).results) if t is not None]
 
 
 def producer(value: fx.Node) -> tuple[fx.Node, int]:
@@ -323,9 +323,9 @@ def op_name(target: Any) -> str:
     """`mm`, `add.Tensor`, `shardc.all_reduce`: the short name an op prints with."""
     if target is operator.getitem:
         return "getitem"
-    namespace, _, rest = str(target).partition(".")
-    rest = rest.removesuffix(".default")
-    return rest if namespace == "aten" else f"{namespace}.{rest}"
+    namespace, _, short_name = str(target).partition(".")
+    short_name = short_name.removesuffix(".default")
+    return short_name if namespace == "aten" else f"{namespace}.{short_name}"
 
 
 def cited(call: fx.Node) -> str:

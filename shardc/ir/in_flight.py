@@ -35,13 +35,13 @@ class Buffers(NamedTuple):
     is_result: bool
 
 
-def buffers_of(body: Graph, times: Times, calls: Sequence[fx.Node], made: Sequence[Life]) -> list[Life]:
-    """The lives of these buffers. A result that lies in one of them is born with it."""
+def buffers_of(body: Graph, times: Times, calls: Sequence[fx.Node], lives: Sequence[Life]) -> list[Life]:
+    """The lives of the buffers of collectives. A result that lies in its buffer is born with it."""
     layouts = operand_layouts(body)
-    life_of = {life.storage.value: life for life in made}
-    found: list[Life] = []
-    for at, call in enumerate(calls):
-        begun, arrived = times.begun[at], times.made[at]
+    life_of = {life.storage.value: life for life in lives}
+    buffer_lives: list[Life] = []
+    for index, call in enumerate(calls):
+        begun, arrived = times.begun[index], times.arrived[index]
         if call.target not in COLLECTIVES or begun == arrived:
             continue
         args = tuple([frozen(arg, layouts) for arg in given(call).values()])
@@ -50,9 +50,9 @@ def buffers_of(body: Graph, times: Times, calls: Sequence[fx.Node], made: Sequen
             life_of[call].born = begun
         for size in (buffers.packed, 0 if buffers.is_result else buffers.arriving):
             if size:
-                own = Storage(call, size)
-                found.append(Life(own, begun, arrived, "fwd", "fwd", False, True, in_flight=True))
-    return found
+                storage = Storage(call, size)
+                buffer_lives.append(Life(storage, begun, arrived, "fwd", "fwd", False, True, in_flight=True))
+    return buffer_lives
 
 
 class _Nobody:
@@ -65,21 +65,21 @@ class _Nobody:
 @lru_cache(maxsize=65536)
 @torch.no_grad()
 def _buffers(target: Any, args: tuple[Any, ...], mesh: Mesh, spent: bool) -> Buffers:
-    layout, *rest = args
+    layout, *other_args = args
     x = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=META)
-    steps = (all_reduce_over if spent else COLLECTIVES[target])(x, *[_thawed(arg) for arg in rest])
+    steps = (all_reduce_over if spent else COLLECTIVES[target])(x, *[_thawed(arg) for arg in other_args])
     with running(RankContext(mesh, {}, cast(Communicator, _Nobody()))):
         exchange = next(steps)
         members = mesh.group_of(0, exchange.axes)
-        own = exchange.x.untyped_storage()
-        packed = 0 if own is x.untyped_storage() else own.nbytes()
+        send_storage = exchange.x.untyped_storage()
+        packed = 0 if send_storage is x.untyped_storage() else send_storage.nbytes()
         if len(members) == 1 and exchange.kind not in ("all_reduce", "permute"):
             return Buffers(packed, 0, False)
-        apart = list(members) != sorted(members)  # torch's order of the group is another
-        if apart and exchange.kind in ("reduce_scatter", "all_to_all"):
-            packed += own.nbytes()
+        reordered = list(members) != sorted(members)  # torch's order of the group is another
+        if reordered and exchange.kind in ("reduce_scatter", "all_to_all"):
+            packed += send_storage.nbytes()
         arriving = landing(exchange, len(members))
-        chunks = arriving.clone() if apart and exchange.kind in ("all_gather", "all_to_all") else arriving
+        chunks = arriving.clone() if reordered and exchange.kind in ("all_gather", "all_to_all") else arriving
         try:
             steps.send(chunks)
         except StopIteration as done:
@@ -87,7 +87,7 @@ def _buffers(target: Any, args: tuple[Any, ...], mesh: Mesh, spent: bool) -> Buf
         else:
             raise AssertionError("a collective meets its group once")
     home = arriving.untyped_storage()
-    return Buffers(packed, 0 if home is own else home.nbytes(), result.untyped_storage() is home)
+    return Buffers(packed, 0 if home is send_storage else home.nbytes(), result.untyped_storage() is home)
 
 
 def _thawed(arg: Any) -> Any:

@@ -34,40 +34,55 @@ class Write:
 
 
 def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]:
-    """What may be written in place. A collective may be under way, and reads, until its result is read."""
+    """The writes that may be in place. A collective reads its operand until its result is read."""
     if not any(port.role in ("param", "state") for port in body.outputs):
         return []
     of = storages(body) if of is None else of
-    inside = in_microbatch(body)
+    microbatch_nodes = in_microbatch(body)
     calls = calls_as_run(body)
-    at = {node: i for i, node in enumerate(calls)}
-    last = _last_reads(calls, at, of)
+    index_of = {node: i for i, node in enumerate(calls)}
+    last = _last_reads(calls, index_of, of)
     twins = body.input_nodes()
     ends = [of[value] for value in body.output_values]
-    found: list[Write] = []
+    allowed: list[Write] = []
     for port, value in zip(body.outputs, body.output_values, strict=True):
         if port.role not in ("param", "state") or port.name not in twins or value.op == "placeholder":
             continue
         over, call = twins[port.name], producer(value)[0]
-        same = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
+        same_layout = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
         once = ends.count(of[value]) == 1 and ends.count(of[over]) == 0
-        repeated = body.microbatches > 1 and call in inside
-        if same and once and not repeated and of[value].value is value and last.get(of[over], -1) <= at[call]:
-            alike = all(v is over or of[v] is not of[over] for v in operands(call))  # no other view of the very memory
+        repeated = body.microbatches > 1 and call in microbatch_nodes
+        if (
+            same_layout
+            and once
+            and not repeated
+            and of[value].value is value
+            and last.get(of[over], -1) <= index_of[call]
+        ):
+            # No operand is another view of the memory that is written over.
+            no_other_view = all(v is over or of[v] is not of[over] for v in operands(call))
             if call.target in INTO:
-                found.append(Write(value, over, call.target if _placed(call, value, over, of) else None))  # type: ignore[arg-type]
+                allowed.append(Write(value, over, call.target if _placed(call, value, over, of) else None))  # type: ignore[arg-type]
             else:
-                found.append(Write(value, over, _into(call) if call is value and alike else None))
-    return found
+                allowed.append(Write(value, over, _into(call) if call is value and no_other_view else None))
+    return allowed
 
 
-def _last_reads(calls: Sequence[fx.Node], at: dict[fx.Node, int], of: dict[fx.Node, Storage]) -> dict[Storage, int]:
+def _last_reads(
+    calls: Sequence[fx.Node], index_of: dict[fx.Node, int], of: dict[fx.Node, Storage]
+) -> dict[Storage, int]:
     """The last call that reads each storage."""
     last: dict[Storage, int] = {}
     for call in calls:
-        until = at[call]
+        until = index_of[call]
         if op_name(call.target) in KINDS:
-            readers = [at[user] for value in results(call) if value is not None for user in value.users if user in at]
+            readers = [
+                index_of[user]
+                for value in results(call)
+                if value is not None
+                for user in value.users
+                if user in index_of
+            ]
             until = min(readers, default=len(calls))
         for value in operands(call):
             last[of[value]] = max(last.get(of[value], -1), until)
@@ -75,12 +90,12 @@ def _last_reads(calls: Sequence[fx.Node], at: dict[fx.Node, int], of: dict[fx.No
 
 
 def _placed(call: fx.Node, value: fx.Node, over: fx.Node, of: dict[fx.Node, Storage]) -> bool:
-    """Does a call read what it writes over just where it writes, if at all?"""
-    own = [(i, v) for i, v in enumerate(operands(call)) if of[v] is of[over]]
-    if not own:
+    """Does a call read the memory that it overwrites only at the places that it writes, or not at all?"""
+    aliased = [(i, v) for i, v in enumerate(operands(call)) if of[v] is of[over]]
+    if not aliased:
         return INTO[call.target].anywhere
-    pairs, at = INTO[call.target].pairs(*call.args), producer(value)[1]
-    return all(v is over and (at, i) in pairs for i, v in own)
+    pairs, result_index = INTO[call.target].pairs(*call.args), producer(value)[1]
+    return all(v is over and (result_index, i) in pairs for i, v in aliased)
 
 
 def _into(call: fx.Node) -> OpOverload | None:
@@ -93,12 +108,12 @@ def _into(call: fx.Node) -> OpOverload | None:
 @lru_cache(maxsize=1024)
 def out_variant(op: OpOverload) -> OpOverload | None:
     """The op that takes what this one takes, and a tensor to write its result into."""
-    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments]
+    op_arguments = [(a.name, str(a.type)) for a in schema_of(op).arguments]
     packet = op._overloadpacket  # pyright: ignore[reportPrivateUsage]
     for name in packet.overloads():
         other: OpOverload = getattr(packet, name)
         arguments = [(a.name, str(a.type)) for a in schema_of(other).arguments]
-        if arguments == [*wanted, ("out", "Tensor")]:
+        if arguments == [*op_arguments, ("out", "Tensor")]:
             return other
     return None
 

@@ -46,17 +46,17 @@ class Positions:
     size: int
     ignored: int | None = None
 
-    def first_outside(self, held: torch.Tensor) -> tuple[int, list[int]] | None:
-        """The first element that is no position, and where it lies."""
-        if held.numel():
-            least, most = held.aminmax()
+    def first_outside(self, indices: torch.Tensor) -> tuple[int, list[int]] | None:
+        """The first element that is not a valid position, and its index; None if all are valid."""
+        if indices.numel():
+            least, most = indices.aminmax()
             if self.low <= int(least) and int(most) < self.size:
                 return None  # a batch of a million tokens is looked at every step
-        good = allowed(held, self.low, self.size, self.ignored)
+        good = allowed(indices, self.low, self.size, self.ignored)
         if good.all():
             return None
-        at: list[int] = (~good).nonzero()[0].tolist()
-        return int(held[tuple(at)]), at
+        position: list[int] = (~good).nonzero()[0].tolist()
+        return int(indices[tuple(position)]), position
 
     def __str__(self) -> str:
         span = f"{self.low} to {self.size - 1}" if self.size else "nothing"

@@ -1,4 +1,4 @@
-"""From which call to which the memory of a per-rank body's values is there.
+"""Liveness of the storages of a per-rank body: from which call to which each is allocated.
 
 A storage lives from the call that makes it to the last use of it or of a view of it; outputs live to the end, inputs
 all along. While a call runs, its operands and its results are both there.
@@ -27,7 +27,7 @@ ORDER: tuple[Phase, ...] = ("fwd", "bwd", "opt")
 
 @dataclass
 class Life:
-    """What the walk over the body learns of one storage: the calls it lives from and to, the phase it ends in."""
+    """The lifetime of one storage: its first and last call, and the phases of its creation and its last use."""
 
     storage: Storage
     born: int
@@ -41,7 +41,11 @@ class Life:
 
 
 def lives(
-    body: Graph, calls: Sequence[fx.Node], inside: set[fx.Node], of: dict[fx.Node, Storage], times: Times | None = None
+    body: Graph,
+    calls: Sequence[fx.Node],
+    microbatch_nodes: set[fx.Node],
+    of: dict[fx.Node, Storage],
+    times: Times | None = None,
 ) -> tuple[list[tuple[Port, Storage]], list[Life]]:
     """The storages of inputs; and those that calls make, in order of birth.
 
@@ -51,40 +55,40 @@ def lives(
     """
     end = len(calls) if times is None else times.end
     over = {write.value: write for write in writes(body, of)}
-    made = pieces(body)  # in the flat tensor of a bucket
+    bucket_pieces = pieces(body)  # in the flat tensor of a bucket
     several = body.microbatches > 1
-    held: list[tuple[Port, Storage]] = []
+    input_storages: list[tuple[Port, Storage]] = []
     for port, node in zip(body.inputs, body.placeholders, strict=True):
         copies = body.microbatches if port.role in GIVEN else 1
-        held.append((port, replace(of[node], bytes=of[node].bytes * copies)))
-    found: dict[Storage, Life] = {}
+        input_storages.append((port, replace(of[node], bytes=of[node].bytes * copies)))
+    life_of: dict[Storage, Life] = {}
     earlier: list[Life] = []
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
-    for at, call in enumerate(calls):
+    for index, call in enumerate(calls):
         phase, sources = info(call).phase, operands(call)
         of_weights = bool(sources) and all(source in weights for source in sources)
         for source in sources:
-            life = found.get(of[source])
+            life = life_of.get(of[source])
             if life is not None:
-                life.dies = max(life.dies, at if times is None else times.read[at])
+                life.dies = max(life.dies, index if times is None else times.read[index])
                 life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
         for value, _ in yields(call):
             if of_weights:
                 weights.add(value)
-            own = of[value].value is value or value in made
-            if own and of[value] not in found and (value not in over or over[value].op is None):
-                moved = op_name(call.target) in KINDS or value in made or call.target in (PACK, UNPACK)
-                now = at if times is None else times.made[at]
+            owns_storage = of[value].value is value or value in bucket_pieces
+            if owns_storage and of[value] not in life_of and (value not in over or over[value].op is None):
+                moved = op_name(call.target) in KINDS or value in bucket_pieces or call.target in (PACK, UNPACK)
+                now = index if times is None else times.arrived[index]
                 forever = times is not None and call.target is axis_offset
                 born = 0 if forever or (several and call.target is ACCUMULATE) else now
-                found[of[value]] = Life(of[value], born, end if forever else now, phase, phase, of_weights, moved)
+                life_of[of[value]] = Life(of[value], born, end if forever else now, phase, phase, of_weights, moved)
     for port, value in zip(body.outputs, body.output_values, strict=True):
-        life = found.get(of[value])
+        life = life_of.get(of[value])
         if life is not None and value in over:  # copied as soon as it is made; what reads it reads the copy
             life.dies, life.returned = life.born, port.role
         elif life is not None:
             life.dies, life.returned = end, life.returned or port.role
-            if several and port.role in MADE and value in inside:
-                before = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
-                earlier.append(replace(life, storage=replace(of[value], bytes=before), born=0))
-    return held, [*earlier, *sorted(found.values(), key=lambda life: life.born)]
+            if several and port.role in MADE and value in microbatch_nodes:
+                earlier_bytes = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
+                earlier.append(replace(life, storage=replace(of[value], bytes=earlier_bytes), born=0))
+    return input_storages, [*earlier, *sorted(life_of.values(), key=lambda life: life.born)]

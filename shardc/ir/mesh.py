@@ -101,11 +101,11 @@ class Mesh:
         """The axes of this mesh that the given ones stand for: themselves, or their sub-axes, major first."""
         resolved: list[str] = []
         for axis in (axes,) if isinstance(axes, str) else axes:
-            found = (axis,) if axis in self.names else self.children(axis)
-            if not found:
+            axis_names = (axis,) if axis in self.names else self.children(axis)
+            if not axis_names:
                 hint = did_you_mean(axis, self.names, "axes of the mesh")
                 raise error("SC201", f"the mesh ({self}) has no axis '{axis}'", hint=hint)
-            resolved += found
+            resolved += axis_names
         return tuple(resolved)
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -140,8 +140,8 @@ class Mesh:
         """Replace an axis by sub-axes of the given sizes, major first; every rank keeps its number."""
         assert math.prod(sizes) == self.size(axis), f"cannot split '{axis}' of {self.size(axis)} into {tuple(sizes)}"
         subs = tuple((f"{axis}:{i}", size) for i, size in enumerate(sizes))
-        at = self.names.index(axis)
-        return Mesh((*self.axes[:at], *subs, *self.axes[at + 1 :]))
+        index = self.names.index(axis)
+        return Mesh((*self.axes[:index], *subs, *self.axes[index + 1 :]))
 
     def parent(self, axis: str) -> str:
         """The axis that a sub-axis was split from; an axis that is no sub-axis is its own parent."""
@@ -190,5 +190,5 @@ def _offsets(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
 # A program has thousands of collectives but few sets of axes, and each rank asks for its groups of every one.
 @lru_cache(maxsize=1024)
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    rest = [name for name in mesh.names if name not in axes]
-    return tuple(tuple(base + offset for offset in _offsets(mesh, axes)) for base in _offsets(mesh, rest))
+    other_axes = [name for name in mesh.names if name not in axes]
+    return tuple(tuple(base + offset for offset in _offsets(mesh, axes)) for base in _offsets(mesh, other_axes))

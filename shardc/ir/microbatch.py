@@ -38,41 +38,41 @@ def in_microbatch(graph: Graph) -> set[fx.Node]:
     if graph.microbatches == 1:
         return {node for node in graph.fx.nodes if node.op != "output"}
     sums = [node for node in graph.calls() if node.target is ACCUMULATE]
-    after = _reached(sums, lambda node: node.users)
+    after_sums = _reached(sums, lambda node: node.users)
     outputs = zip(graph.outputs, graph.output_values, strict=True)
-    own = [value for port, value in outputs if port.role in MADE and value not in after]
-    return _reached([*sums, *own], lambda node: node.all_input_nodes)
+    per_microbatch = [value for port, value in outputs if port.role in MADE and value not in after_sums]
+    return _reached([*sums, *per_microbatch], lambda node: node.all_input_nodes)
 
 
 def calls_as_run(graph: Graph) -> list[fx.Node]:
     """The calls that run once a microbatch, and then those that run once a step."""
-    inside = in_microbatch(graph)
-    return sorted(graph.calls(), key=lambda node: node not in inside)
+    microbatch_nodes = in_microbatch(graph)
+    return sorted(graph.calls(), key=lambda node: node not in microbatch_nodes)
 
 
 def crossing(graph: Graph) -> list[str]:
     """Values of a single microbatch that a call reads which runs once a step: a line each."""
     if graph.microbatches == 1:
         return []
-    inside = in_microbatch(graph)
-    sums = {node for node in inside if node.target is ACCUMULATE}
+    microbatch_nodes = in_microbatch(graph)
+    sums = {node for node in microbatch_nodes if node.target is ACCUMULATE}
     fed = [n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role in FED]
-    own = _reached(fed, lambda node: [user for user in node.users if user.target is not ACCUMULATE])
-    found: list[str] = []
+    microbatch_values = _reached(fed, lambda node: [user for user in node.users if user.target is not ACCUMULATE])
+    faults: list[str] = []
     for node in graph.calls():
-        if node not in inside:
-            read = [value for value in node.all_input_nodes if value in own and value not in sums]
-            found += [f"{info(node).name} runs once a step, but reads {info(v).name} of a microbatch" for v in read]
-    return found
+        if node not in microbatch_nodes:
+            read = [value for value in node.all_input_nodes if value in microbatch_values and value not in sums]
+            faults += [f"{info(node).name} runs once a step, but reads {info(v).name} of a microbatch" for v in read]
+    return faults
 
 
 def _reached(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """Everything that can be reached from some nodes, them included; the output node is none."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     todo = list(start)
     while todo:
         node = todo.pop()
-        if node not in found and node.op != "output":
-            found.add(node)
+        if node not in reached and node.op != "output":
+            reached.add(node)
             todo.extend(step(node))
-    return found
+    return reached

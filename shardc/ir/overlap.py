@@ -48,7 +48,7 @@ def overlapping(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     for name, t in tensors.items():
         if (extent := extent_of(t)) is not None:
             by_space.setdefault(extent.space, []).append((extent, name))
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for extents in by_space.values():
         extents.sort(key=lambda pair: pair[0][1:])
         for i, (first, a) in enumerate(extents):
@@ -56,8 +56,8 @@ def overlapping(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
                 if second.start >= first.end:
                     break
                 if _share_an_element(tensors[a], first, tensors[b], second):
-                    found.append((a, b))
-    return found
+                    pairs.append((a, b))
+    return pairs
 
 
 def _share_an_element(a: Tensor, first: Extent, b: Tensor, second: Extent) -> bool:

@@ -86,11 +86,11 @@ def schedule_of(listed: SlottedCalls) -> list[Action]:
 
 @dataclass(frozen=True)
 class Times:
-    """When things happen, in numbers of actions, by call: it begins, its results are there, its operands are let go."""
+    """For each call the index of the action at which it begins, its results arrive, and its operands are released."""
 
     actions: tuple[Action, ...]
     begun: tuple[int, ...]
-    made: tuple[int, ...]
+    arrived: tuple[int, ...]
     read: tuple[int, ...]
 
     @property
@@ -100,15 +100,15 @@ class Times:
 
 def times_of(actions: Sequence[Action], calls: int) -> Times:
     """A collective holds its operands until it is waited for, and their slots until its place in the program."""
-    begun, made, read = ([0] * calls for _ in range(3))
+    begun, arrived, read = ([0] * calls for _ in range(3))
     for now, action in enumerate(actions):
         if action.kind != "add":
             read[action.at] = now
         if action.kind in ("run", "begin"):
             begun[action.at] = now
         if action.kind in ("run", "wait"):
-            made[action.at] = now
-    return Times(tuple(actions), tuple(begun), tuple(made), tuple(read))
+            arrived[action.at] = now
+    return Times(tuple(actions), tuple(begun), tuple(arrived), tuple(read))
 
 
 def _overlaps(call: CallSlots) -> bool:

@@ -53,7 +53,7 @@ def parse(text: str, filename: str = "<text>") -> Graph:
 class _Parser:
     def __init__(self, text: str, filename: str) -> None:
         self.text, self.filename = text, filename
-        self.at = 0
+        self.position = 0
         self.fx = fx.Graph()
         self.values: dict[str, fx.Node] = {}
         self.inputs: list[Port] = []
@@ -127,13 +127,13 @@ class _Parser:
         start = self.skip()
         targets = self.list_of(self.target)
         self.expect("=")
-        at = self.skip()
+        word_start = self.skip()
         word = self.take(WORD) or self.fail("an op, or the role of an input")
         if self.peek() == '"':
-            self.at = at
+            self.position = word_start
             self.placeholder(targets, start)
         else:
-            self.call(targets, word, start, at)
+            self.call(targets, word, start, word_start)
 
     def target(self) -> str | None:
         if self.take(NOTHING):
@@ -152,10 +152,10 @@ class _Parser:
         self.define(node, about, start)
 
     def port(self) -> Port:
-        at = self.skip()
+        start = self.skip()
         role = self.take(WORD) or self.fail("the role of an input or output")
         if role not in ROLES:
-            self.refuse(f"'{role}' is no role of an input or output", at, did_you_mean(role, ROLES, "roles"))
+            self.refuse(f"'{role}' is no role of an input or output", start, did_you_mean(role, ROLES, "roles"))
         name = self.string("its name in quotes")
         aliases: list[str] = []
         if self.take(r"aliases\b"):
@@ -165,13 +165,15 @@ class _Parser:
         parameter = parameter_of_state(name) if role == "state" else ""
         return Port(role, name, tuple(aliases), not self.take(r"frozen\b"), parameter)
 
-    def call(self, targets: list[str | None], word: str, start: int, at: int) -> None:
+    def call(self, targets: list[str | None], word: str, start: int, position: int) -> None:
         op = find_op(word)
         if op is None:
-            self.refuse(f"there is no op '{word}'", at, "ops are those of torch.ops.aten and torch.ops.shardc")
+            self.refuse(f"there is no op '{word}'", position, "ops are those of torch.ops.aten and torch.ops.shardc")
         if reason := unfit(op):
-            self.refuse(f"no program may call '{word}', which {reason}", at, "a program's ops are functions of tensors")
-        args, kwargs = self.arguments(op, at)
+            self.refuse(
+                f"no program may call '{word}', which {reason}", position, "a program's ops are functions of tensors"
+            )
+        args, kwargs = self.arguments(op, position)
         about = ValueInfo(
             "",
             None,
@@ -205,14 +207,14 @@ class _Parser:
 
     def name_calls(self) -> None:
         """Calls of several results are named last, so that they never take a name that the text gives."""
-        taken = set(self.values)
+        used = set(self.values)
         for node in self.several:
             base = name = info(node).name
             count = 0
-            while name in taken:
+            while name in used:
                 count += 1
                 name = f"{base}_{count}"
-            taken.add(name)
+            used.add(name)
             about = info(node)
             set_info(node, replace(about, name=name, fqn=module_of(name, about.phase)))
 
@@ -223,7 +225,7 @@ class _Parser:
         set_info(node, about)
 
     # ------------------------------------------------------------------ arguments
-    def arguments(self, op: OpOverload, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, op: OpOverload, position: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         self.expect("(")
@@ -244,7 +246,7 @@ class _Parser:
         try:
             return arrange(op, args, kwargs)
         except ValueError as wrong:
-            self.refuse(str(wrong), at, str(schema_of(op)))
+            self.refuse(str(wrong), position, str(schema_of(op)))
 
     def argument(self) -> Any:
         match self.peek():
@@ -267,18 +269,18 @@ class _Parser:
         start = self.skip()
         word = self.take(WORD)
         if word not in WORDS:
-            self.at = start
+            self.position = start
             near = suggest(word, WORDS) if word else None
             self.fail("an argument", f"did you mean {near}?" if near else None)
         return WORDS[word]
 
     def value(self) -> fx.Node:
-        at = self.skip()
+        start = self.skip()
         self.expect("%", "a value")
         name = self.name("the name of a value")
         if name not in self.values:
             near = suggest(name, self.values)
-            self.refuse(f"no value is named %{name} here", at, f"did you mean %{near}?" if near else None)
+            self.refuse(f"no value is named %{name} here", start, f"did you mean %{near}?" if near else None)
         return self.values[name]
 
     def braced(self, key: Callable[[], str], item: Callable[[], T]) -> list[tuple[str, T]]:
@@ -316,10 +318,10 @@ class _Parser:
         return self.take(AXIS_NAME) or self.fail("a mesh axis")
 
     def axes(self) -> Axes:
-        found = [self.axis()]
+        names = [self.axis()]
         while self.take(r"\."):
-            found.append(self.axis())
-        return tuple(found)
+            names.append(self.axis())
+        return tuple(names)
 
     def split(self) -> Axes:
         return () if self.take(r"-") else self.axes()
@@ -347,44 +349,44 @@ class _Parser:
 
     def skip(self) -> int:
         """Pass blanks and comments; the position after them."""
-        match = BLANK.match(self.text, self.at)
+        match = BLANK.match(self.text, self.position)
         assert match is not None, "BLANK matches nothing too"
-        self.at = match.end()
-        return self.at
+        self.position = match.end()
+        return self.position
 
     def peek(self) -> str:
         """The character under the cursor, or nothing at the end."""
         self.skip()
-        return self.text[self.at : self.at + 1]
+        return self.text[self.position : self.position + 1]
 
     def take(self, pattern: str | re.Pattern[str]) -> str | None:
         self.skip()
-        match = re.compile(pattern).match(self.text, self.at)
+        match = re.compile(pattern).match(self.text, self.position)
         if match is None:
             return None
-        self.at = match.end()
+        self.position = match.end()
         return match.group()
 
     def expect(self, literal: str, what: str | None = None) -> None:
         self.skip()
-        if not self.text.startswith(literal, self.at):
+        if not self.text.startswith(literal, self.position):
             self.fail(what or f"'{literal}'")
-        self.at += len(literal)
+        self.position += len(literal)
 
     def fail(self, expected: str, hint: str | None = None) -> NoReturn:
         self.skip()
-        word = re.compile(r"[\w.]+|.").match(self.text, self.at)
-        found = f"'{word.group()}'" if word else "the end"
-        self.refuse(f"expected {expected}, found {found}", self.at, hint)
+        word = re.compile(r"[\w.]+|.").match(self.text, self.position)
+        actual = f"'{word.group()}'" if word else "the end"
+        self.refuse(f"expected {expected}, found {actual}", self.position, hint)
 
-    def refuse(self, message: str, at: int, hint: str | None = None) -> NoReturn:
-        """Stop with a caret under the character at `at`."""
-        first = self.text.rfind("\n", 0, at) + 1
+    def refuse(self, message: str, position: int, hint: str | None = None) -> NoReturn:
+        """Stop with a caret under the character at `position`."""
+        first = self.text.rfind("\n", 0, position) + 1
         line = self.text[first:].partition("\n")[0]
-        number = self.text.count("\n", 0, at) + 1
-        where = f"{self.filename}:{number}:{at - first + 1}"
-        quoted = f"{line}\n{' ' * (at - first)}^"
-        raise error("SC404", message, location=where, source_text=quoted, hint=hint)
+        number = self.text.count("\n", 0, position) + 1
+        location = f"{self.filename}:{number}:{position - first + 1}"
+        quoted = f"{line}\n{' ' * (position - first)}^"
+        raise error("SC404", message, location=location, source_text=quoted, hint=hint)
 
 
 def _call_name(op: OpOverload, targets: list[str | None]) -> str:

@@ -146,7 +146,7 @@ class _Reader:
     """
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.position = text, 0
 
     def placement(self) -> Placement:
         if not self.text.strip():
@@ -179,23 +179,23 @@ class _Reader:
 
     def peek(self) -> str:
         """Skip blanks; the character under the cursor, or nothing at the end."""
-        while self.at < len(self.text) and self.text[self.at].isspace():
-            self.at += 1
-        return self.text[self.at : self.at + 1]
+        while self.position < len(self.text) and self.text[self.position].isspace():
+            self.position += 1
+        return self.text[self.position : self.position + 1]
 
     def take(self, pattern: str) -> str | None:
         self.peek()
-        match = re.compile(pattern).match(self.text, self.at)
+        match = re.compile(pattern).match(self.text, self.position)
         if match is None:
             return None
-        self.at = match.end()
+        self.position = match.end()
         return match.group()
 
     def expected(self, what: str) -> ShardcError:
-        found = f"'{char}'" if (char := self.peek()) else "the end"
-        quoted = f"{self.text}\n{' ' * self.at}^"
+        actual = f"'{char}'" if (char := self.peek()) else "the end"
+        quoted = f"{self.text}\n{' ' * self.position}^"
         hint = 'dims are separated by commas: "-" unsharded, "?" open, "tp", "dp.tp", "3*tp"'
-        return error("SC212", f"expected {what}, found {found}", source_text=quoted, hint=hint)
+        return error("SC212", f"expected {what}, found {actual}", source_text=quoted, hint=hint)
 
 
 def _is_dtensor(entry: object) -> bool:

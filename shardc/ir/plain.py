@@ -66,14 +66,14 @@ GRAPH = (
 def graph_from_plain(data: Plain) -> Graph:
     """Raises ShardcError (SC402, SC403) with the instruction that cannot be read, ValueError for all else."""
     fields_known(data, GRAPH)
-    made = fx.Graph()
+    fx_graph = fx.Graph()
     values: dict[str, fx.Node] = {}
     for item in listed(data["nodes"]):
         name = text_of(item["name"])
         try:
             if name in values:
                 raise ValueError("there are two instructions of this name")
-            node = _make(made, item, values)
+            node = _make(fx_graph, item, values)
             set_info(node, _info(item))
         except ShardcError:
             raise
@@ -82,9 +82,9 @@ def graph_from_plain(data: Plain) -> Graph:
             hint = "compile the program anew, and save it"
             raise error("SC402", what, tensor=name, location=str(item.get("source", "")) or None, hint=hint) from wrong
         values[name] = node
-    made.output(tuple(values[text_of(name)] for name in listed(data["returns"])))
+    fx_graph.output(tuple(values[text_of(name)] for name in listed(data["returns"])))
     inputs, outputs = ([_port(port) for port in listed(data[side])] for side in ("inputs", "outputs"))
-    graph = Graph(made, mesh_from_plain(data["mesh"]), inputs, outputs, text_of(data["name"]))
+    graph = Graph(fx_graph, mesh_from_plain(data["mesh"]), inputs, outputs, text_of(data["name"]))
     graph.activations = {fqn: values[name] for fqn, name in data["activations"].items()}
     if "origins" in data:
         for name, origin in data["origins"].items():
@@ -100,11 +100,11 @@ def graph_from_plain(data: Plain) -> Graph:
 
 
 # ---------------------------------------------------------------------- of what kind data must be
-def fields_known(data: Any, known: Sequence[str]) -> None:
+def fields_known(data: Any, allowed: Sequence[str]) -> None:
     """ValueError for what is no dict, or has other keys than these."""
     if not isinstance(data, dict):
         raise ValueError(f"{str(data)[:40]!r} is no table")
-    if more := data.keys() - set(known):
+    if more := data.keys() - set(allowed):
         raise ValueError(f"{', '.join(map(repr, sorted(more)))} is unknown")
 
 
@@ -171,8 +171,8 @@ def diagnostic_from_plain(data: Plain) -> Diagnostic:
     fields_known(data, tuple(f.name for f in fields(Diagnostic)))
     if data["code"] not in CODES or data.get("severity", "error") not in get_args(Severity):
         raise ValueError(f"{str(data)[:40]} is no diagnostic")
-    told: Plain = {key: text_of(value) for key, value in data.items()}
-    return Diagnostic(**told)
+    arguments: Plain = {key: text_of(value) for key, value in data.items()}
+    return Diagnostic(**arguments)
 
 
 def _port(data: Plain) -> Port:
@@ -232,23 +232,23 @@ def _field(value: Any) -> Any:
     if isinstance(value, TensorType):
         return str(value)
     if isinstance(value, Cause):
-        return [[list(astuple(one)) for one in value.requirements], value.through, value.others]
+        return [[list(astuple(requirement)) for requirement in value.requirements], value.through, value.others]
     return [_field(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _info(data: Plain) -> ValueInfo:
-    known: Plain = {name: _tuples(data[name]) for name in _DEFAULTS if name in data}
-    for name, value in known.items():
+    present: Plain = {name: _tuples(data[name]) for name in _DEFAULTS if name in data}
+    for name, value in present.items():
         if not _KINDS[name](value):
             raise ValueError(f"{name} is {str(value)[:80]!r}")
-    if "type" in known:
-        known["type"] = TensorType.parse(known["type"])
-    if "results" in known:
-        known["results"] = tuple(None if text is None else TensorType.parse(text) for text in known["results"])
-    if "cause" in known:
-        known["cause"] = _cause(known["cause"])
-    known.setdefault("type", None)
-    return ValueInfo(**known)
+    if "type" in present:
+        present["type"] = TensorType.parse(present["type"])
+    if "results" in present:
+        present["results"] = tuple(None if text is None else TensorType.parse(text) for text in present["results"])
+    if "cause" in present:
+        present["cause"] = _cause(present["cause"])
+    present.setdefault("type", None)
+    return ValueInfo(**present)
 
 
 def _tuples(value: Any) -> Any:
@@ -282,15 +282,15 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
 assert _KINDS.keys() == _DEFAULTS.keys()
 
 
-def _make(made: fx.Graph, data: Plain, values: Mapping[str, fx.Node]) -> fx.Node:
+def _make(fx_graph: fx.Graph, data: Plain, values: Mapping[str, fx.Node]) -> fx.Node:
     fields_known(data, (*_DEFAULTS, "item", "call", "args", "kwargs"))
     if "item" in data:
         call, index = data["item"]
         whole_of(index)
-        return made.call_function(operator.getitem, (values[call], index))
+        return fx_graph.call_function(operator.getitem, (values[call], index))
     if "call" not in data:
         fields_known(data, tuple(_DEFAULTS))
-        return made.placeholder(f"in_{len(values)}")
+        return fx_graph.placeholder(f"in_{len(values)}")
     op = find_op(text_of(data["call"]))
     if op is None:
         hint = f"this is torch {torch.__version__}; a program may call ops of torch.ops.aten and torch.ops.shardc only"
@@ -299,7 +299,7 @@ def _make(made: fx.Graph, data: Plain, values: Mapping[str, fx.Node]) -> fx.Node
         message = f"the program calls '{data['call']}', which {reason}: no program may"
         raise error("SC402", message, tensor=data["name"], hint="a program's ops are functions of tensors")
     args = tuple(_value(arg, values) for arg in listed(data["args"]))
-    return made.call_function(op, args, {name: _value(arg, values) for name, arg in data.get("kwargs", {}).items()})
+    return fx_graph.call_function(op, args, {name: _value(arg, values) for name, arg in data.get("kwargs", {}).items()})
 
 
 # ---------------------------------------------------------------------- arguments

@@ -199,9 +199,9 @@ class Program:
 
 def refuse_unsound(graphs: Mapping[str, Graph]) -> None:
     """Raise ShardcError (SC402) with what is wrong with graphs that were read: each must be as passes leave theirs."""
-    found = [f"{name}: {line}" for name, graph in graphs.items() for line in violations(graph)]
-    if found:
-        raise error("SC402", "the content is no program", cause="\n".join(found[:SHOWN]), hint=_COMPILE)
+    faults = [f"{name}: {line}" for name, graph in graphs.items() for line in violations(graph)]
+    if faults:
+        raise error("SC402", "the content is no program", cause="\n".join(faults[:SHOWN]), hint=_COMPILE)
 
 
 SHOWN = 10  # of what is wrong

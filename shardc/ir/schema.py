@@ -53,7 +53,7 @@ def register_ops() -> None:
 
 @lru_cache(maxsize=4096)
 def find_op(name: str) -> OpOverload | None:
-    """The op that `op_name` writes so: "mm", "add.Tensor", "shardc.all_reduce"; None when there is none."""
+    """The op of a name as `op_name` writes it: "mm", "add.Tensor", "shardc.all_reduce"; None when there is none."""
     namespace, parts = torch.ops.aten, name.split(".")
     if parts[0] == "shardc":
         register_ops()
@@ -63,8 +63,8 @@ def find_op(name: str) -> OpOverload | None:
     packet = getattr(namespace, parts[0], None)
     if not isinstance(packet, OpOverloadPacket):  # a namespace has attributes that are no ops
         return None
-    found = getattr(packet, parts[1] if len(parts) == 2 else "default", None)
-    return found if isinstance(found, OpOverload) else None
+    overload = getattr(packet, parts[1] if len(parts) == 2 else "default", None)
+    return overload if isinstance(overload, OpOverload) else None
 
 
 # What an argument of a functional op is spelled as; a file's name is none of these.
@@ -83,17 +83,19 @@ def unfit(op: OpOverload) -> str:
     tensors. Text and files may come from anywhere, and are read by this.
     """
     schema = schema_of(op)
-    if schema.is_mutable or any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments):
+    if schema.is_mutable or any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+    ):
         return "writes over its operands"
-    if not any("Tensor" in str(one.type) for one in schema.returns):
+    if not any("Tensor" in str(result.type) for result in schema.returns):
         return "yields no tensor"
     if op.namespace != "shardc":
-        for one in schema.arguments:
-            kind = str(one.type)
-            if _ARGUMENTS.fullmatch(kind) is None and one.name != "generator":
+        for argument in schema.arguments:
+            kind = str(argument.type)
+            if _ARGUMENTS.fullmatch(kind) is None and argument.name != "generator":
                 return f"takes a {kind}"
-            if "str" in kind and one.name not in _TEXTS:
-                return f"takes the text '{one.name}'"
+            if "str" in kind and argument.name not in _TEXTS:
+                return f"takes the text '{argument.name}'"
     return ""
 
 
@@ -126,10 +128,10 @@ def arrange(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     if len(args) > len(positional):
         raise ValueError(f"{op_name(op)} takes {len(positional)} arguments by position, here are {len(args)}")
     bound = {arg.name: value for arg, value in zip(positional, args, strict=False)}
-    known = [arg.name for arg in arguments]
+    names = [arg.name for arg in arguments]
     for name, value in kwargs.items():
-        if name not in known:
-            raise ValueError(f"{op_name(op)} has no argument '{name}', only {', '.join(known)}")
+        if name not in names:
+            raise ValueError(f"{op_name(op)} has no argument '{name}', only {', '.join(names)}")
         if name in bound:
             raise ValueError(f"{op_name(op)} is given '{name}' twice")
         bound[name] = value

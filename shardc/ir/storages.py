@@ -61,8 +61,8 @@ def storages(body: Graph) -> dict[fx.Node, Storage]:
 
 
 def strides(body: Graph) -> dict[fx.Node, Strides]:
-    """How every value of a localized body lies in memory, as far as torch can tell; else contiguous."""
-    return {value: known.strides for value, known in _laid_out(body)[1].items()}
+    """The strides of every value of a localized body as far as torch can infer them; else contiguous."""
+    return {value: operand.strides for value, operand in _laid_out(body)[1].items()}
 
 
 def operand_layouts(body: Graph) -> dict[fx.Node, _Operand]:
@@ -71,38 +71,40 @@ def operand_layouts(body: Graph) -> dict[fx.Node, _Operand]:
 
 
 def unread_bytes(body: Graph) -> dict[fx.Node, int]:
-    """Bytes of the results that a call of several makes in vain, as far as torch can tell: nothing reads them."""
-    known = operand_layouts(body)
-    found: dict[fx.Node, int] = {}
+    """Bytes of unread results, by call of several results, as far as torch can infer the layout."""
+    operand_of = operand_layouts(body)
+    sizes: dict[fx.Node, int] = {}
     for node in body.calls():
         if info(node).type is None:
             used = {position for _, position in yields(node)}
-            layouts = enumerate(_layouts(node, known))
-            size = sum(x.bytes for at, x in layouts if at not in used and x is not None and x.views is None)
+            layouts = enumerate(_layouts(node, operand_of))
+            size = sum(x.bytes for index, x in layouts if index not in used and x is not None and x.views is None)
             if size:
-                found[node] = size
-    return found
+                sizes[node] = size
+    return sizes
 
 
 def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Operand]]:
-    found: dict[fx.Node, Storage] = {}
-    known: dict[fx.Node, _Operand] = {}
+    storage_of: dict[fx.Node, Storage] = {}
+    operand_of: dict[fx.Node, _Operand] = {}
     for node in body.placeholders:
-        known[node] = own = _contiguous(type_of(node), body.mesh)
-        found[node] = _storage(node, own)
+        operand_of[node] = operand = _contiguous(type_of(node), body.mesh)
+        storage_of[node] = _storage(node, operand)
     for node in body.calls():
-        layouts = _layouts(node, known)
+        layouts = _layouts(node, operand_of)
         for value, position in yields(node):
-            own = _contiguous(type_of(value), body.mesh)
-            known[value] = own
+            operand = _contiguous(type_of(value), body.mesh)
+            operand_of[value] = operand
             layout = layouts[position] if position < len(layouts) else None
-            if layout is None or layout.shape != own.shape:
-                found[value] = _storage(value, own)
+            if layout is None or layout.shape != operand.shape:
+                storage_of[value] = _storage(value, operand)
                 continue
-            if layout.strides != own.strides:
-                known[value] = own._replace(strides=layout.strides)
-            found[value] = _storage(value, own) if layout.views is None else found[operands(node)[layout.views]]
-    return found, known
+            if layout.strides != operand.strides:
+                operand_of[value] = operand._replace(strides=layout.strides)
+            storage_of[value] = (
+                _storage(value, operand) if layout.views is None else storage_of[operands(node)[layout.views]]
+            )
+    return storage_of, operand_of
 
 
 def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
@@ -112,8 +114,8 @@ def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
     return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
 
 
-def _storage(value: fx.Node, own: _Operand) -> Storage:
-    return Storage(value, math.prod(own.shape) * own.dtype.itemsize)
+def _storage(value: fx.Node, operand: _Operand) -> Storage:
+    return Storage(value, math.prod(operand.shape) * operand.dtype.itemsize)
 
 
 def _contiguous(type: TensorType, mesh: Mesh) -> _Operand:
@@ -129,21 +131,21 @@ def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> _Operand:
     return _Operand(shape, tuple(strides[::-1]), dtype)
 
 
-def _layouts(node: fx.Node, known: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:
-    """How each result of a call lies in memory; nothing where torch cannot tell, which then means contiguous."""
+def _layouts(node: fx.Node, operand_of: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:
+    """The layout of each result of a call; empty where torch cannot infer it: results then count as contiguous."""
     if not node.all_input_nodes:
         return ()
-    args = tuple([frozen(arg, known) for arg in node.args])
-    kwargs = tuple([(name, frozen(arg, known)) for name, arg in node.kwargs.items()])
+    args = tuple([frozen(arg, operand_of) for arg in node.args])
+    kwargs = tuple([(name, frozen(arg, operand_of)) for name, arg in node.kwargs.items()])
     return _ask(node.target, args, kwargs)
 
 
-def frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:
+def frozen(arg: Any, operand_of: dict[fx.Node, _Operand]) -> Any:
     """An argument as part of a key: values by their layout, lists as tuples."""
     if isinstance(arg, fx.Node):
-        return known[arg]
+        return operand_of[arg]
     if isinstance(arg, (list, tuple)):
-        return tuple([frozen(item, known) for item in cast("Sequence[Any]", arg)])
+        return tuple([frozen(item, operand_of) for item in cast("Sequence[Any]", arg)])
     return META if isinstance(arg, torch.device) else arg
 
 
@@ -152,17 +154,17 @@ def frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:
 def _ask(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Sequence[_Layout | None]:
     tensors: list[torch.Tensor] = []
 
-    def made(arg: Any) -> Any:
+    def empty(arg: Any) -> Any:
         if isinstance(arg, _Operand):
             tensors.append(torch.empty_strided(arg.shape, arg.strides, dtype=arg.dtype, device=META))
             return tensors[-1]
-        return [made(item) for item in cast("Sequence[Any]", arg)] if isinstance(arg, tuple) else arg
+        return [empty(item) for item in cast("Sequence[Any]", arg)] if isinstance(arg, tuple) else arg
 
-    given = [made(arg) for arg in args]
-    named = {name: made(arg) for name, arg in kwargs}
+    arguments = [empty(arg) for arg in args]
+    keywords = {name: empty(arg) for name, arg in kwargs}
     try:
         kernel = cast("Callable[..., Any]", KERNELS.get(target, target))
-        results = kernel(*given, **named)
+        results = kernel(*arguments, **keywords)
     except Exception:  # shapes that depend on data, and ops that know no meta device: torch raises all kinds
         return ()
     homes = [tensor.untyped_storage() for tensor in tensors]

@@ -170,7 +170,7 @@ def _default(value: Any) -> str:
 def _comment(graph: Graph, node: fx.Node, source: str) -> str:
     """Bytes and phase of a collective; the user's line where it is another than the one last written."""
     about = info(node)
-    found = collective(graph, node)
-    if found is None:
+    transfer = collective(graph, node)
+    if transfer is None:
         return about.source if about.source != source else ""
-    return ", ".join(filter(None, (f"{human_bytes(found.bytes_per_rank)}/rank", about.phase, about.source)))
+    return ", ".join(filter(None, (f"{human_bytes(transfer.bytes_per_rank)}/rank", about.phase, about.source)))

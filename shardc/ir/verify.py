@@ -33,7 +33,7 @@ def violations(graph: Graph) -> list[str]:
 
 def formed(graph: Graph) -> list[str]:
     """Every node is an input, a call of an op of ours or aten's, a getitem of one, or the one output at the end."""
-    found: list[str] = []
+    faults: list[str] = []
     nodes = list(graph.fx.nodes)
     if not nodes or nodes[-1].op != "output" or not isinstance(nodes[-1].args[0], list | tuple):
         return ["V0 the graph does not end in an output of a tuple"]
@@ -41,31 +41,33 @@ def formed(graph: Graph) -> list[str]:
     for node in nodes[:-1]:
         calls = calls or node.op != "placeholder"
         if node.op == "placeholder" and calls:
-            found.append(f"V0 {node.name} is an input after a call")
+            faults.append(f"V0 {node.name} is an input after a call")
         if node.op not in ("placeholder", "call_function"):
-            found.append(f"V0 {node.name} is a {node.op}")
+            faults.append(f"V0 {node.name} is a {node.op}")
         elif not isinstance(node.meta.get("shardc"), ValueInfo):
-            found.append(f"V0 {node.name} has no ValueInfo")
+            faults.append(f"V0 {node.name} has no ValueInfo")
         elif node.op == "call_function" and node.target is not operator.getitem and not _known(node.target):
-            found.append(f"V0 {info(node).name} calls {node.target}, which is no op of aten or shardc")
-    return found
+            faults.append(f"V0 {info(node).name} calls {node.target}, which is no op of aten or shardc")
+    return faults
 
 
 def types_sound(graph: Graph) -> list[str]:
     """V1: in one value, an axis of the mesh shards one atom, once, or is pending; atoms are larger than 1."""
     axes = frozenset(graph.mesh.names)
-    found: list[str] = []
+    faults: list[str] = []
     for node in _nodes(graph):
         about = info(node)
         for type in (about.type, *about.results):
             if type is not None and (wrong := _type_fault(type, axes)):
-                found.append(f"V1 {about.name}: {type} {wrong}")
+                faults.append(f"V1 {about.name}: {type} {wrong}")
         split = [axis for _, over in about.assignment for axis in over] + list(about.passes)
         if not axes.issuperset(split):
-            found.append(f"V1 {about.name}: its assignment names axes that the mesh lacks: {sorted(set(split) - axes)}")
+            faults.append(
+                f"V1 {about.name}: its assignment names axes that the mesh lacks: {sorted(set(split) - axes)}"
+            )
         if len(set(split)) != len(split):
-            found.append(f"V1 {about.name}: its assignment uses an axis twice")
-    return found
+            faults.append(f"V1 {about.name}: its assignment uses an axis twice")
+    return faults
 
 
 def names_unique(graph: Graph) -> list[str]:
@@ -76,55 +78,55 @@ def names_unique(graph: Graph) -> list[str]:
 
 def ports_match(graph: Graph) -> list[str]:
     """One port a placeholder and one an output, with roles that fit, under different names."""
-    found: list[str] = []
+    faults: list[str] = []
     for side, ports, values, roles in (
         ("input", graph.inputs, graph.placeholders, INPUT_ROLES),
         ("output", graph.outputs, graph.output_values, OUTPUT_ROLES),
     ):
         if len(ports) != len(values):
-            found.append(f"{len(values)} {side}s have {len(ports)} ports")
-        found += [f"{side} {p.name!r} has the role {p.role!r}" for p in ports if p.role not in roles]
+            faults.append(f"{len(values)} {side}s have {len(ports)} ports")
+        faults += [f"{side} {p.name!r} has the role {p.role!r}" for p in ports if p.role not in roles]
         counts = Counter((p.role, name) for p in ports for name in {p.name, *p.aliases})
-        found += [f"{count} {side}s are {role} {name!r}" for (role, name), count in counts.items() if count > 1]
+        faults += [f"{count} {side}s are {role} {name!r}" for (role, name), count in counts.items() if count > 1]
     for port, value in zip(graph.outputs, graph.output_values, strict=False):
         if not isinstance(value, fx.Node) or info(value).type is None:  # pyright: ignore[reportUnnecessaryIsInstance]
-            found.append(f"output {port.name!r} is no tensor")
-    return found
+            faults.append(f"output {port.name!r} is no tensor")
+    return faults
 
 
 def arguments_fit(graph: Graph) -> list[str]:
     """Every call gives its op's schema what it asks for, tensors where it says Tensor and there alone."""
-    found: list[str] = []
+    faults: list[str] = []
     for node in graph.calls():
         names = [name for name, _, _ in _arguments(node.target)]
         bound = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
-            found.append(f"{info(node).name}: the arguments are not those of {schema_of(node.target)}")
+            faults.append(f"{info(node).name}: the arguments are not those of {schema_of(node.target)}")
             continue
         for name, kind, required in _arguments(node.target):
             if name not in bound:
                 if required:
-                    found.append(f"{info(node).name}: {op_name(node.target)} lacks {name!r}")
+                    faults.append(f"{info(node).name}: {op_name(node.target)} lacks {name!r}")
             elif not _fits(bound[name], kind):
-                found.append(f"{info(node).name}: {name!r} is {bound[name]!r}, the schema wants {kind}")
-    return found
+                faults.append(f"{info(node).name}: {name!r} is {bound[name]!r}, the schema wants {kind}")
+    return faults
 
 
 def ordered(graph: Graph) -> list[str]:
     """Values are defined before they are used; calls of several results are used through one getitem a result."""
-    found: list[str] = []
-    seen: set[fx.Node] = set()
+    faults: list[str] = []
+    defined: set[fx.Node] = set()
     for node in graph.fx.nodes:
         name = "the output" if node.op == "output" else info(node).name
         for value in node.all_input_nodes:
-            if value not in seen:
-                found.append(f"{name} uses {value.name} before it is defined")
+            if value not in defined:
+                faults.append(f"{name} uses {value.name} before it is defined")
             elif info(value).type is None and node.target is not operator.getitem:
-                found.append(f"{name} uses {info(value).name} whole")
-        seen.add(node)
+                faults.append(f"{name} uses {info(value).name} whole")
+        defined.add(node)
         if node.op == "call_function" and node.target is not operator.getitem:
-            found += _results_fit(node)
-    return found
+            faults += _results_fit(node)
+    return faults
 
 
 CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
@@ -167,8 +169,8 @@ def _results_fit(node: fx.Node) -> list[str]:
         return [f"{about.name}: type {about.type} and {len(about.results)} results for {op_name(node.target)}"]
     if about.type is not None:
         return []
-    found: list[str] = []
-    taken: set[int] = set()
+    faults: list[str] = []
+    read_indices: set[int] = set()
     for user in node.users:
         if user.target is not operator.getitem:
             continue
@@ -176,13 +178,13 @@ def _results_fit(node: fx.Node) -> list[str]:
         type = info(user).type
         declared = about.results[index] if isinstance(index, int) and 0 <= index < len(about.results) else None
         if declared is None or type is None:
-            found.append(f"{info(user).name} takes result {index} of {about.name}, which is no tensor")
+            faults.append(f"{info(user).name} takes result {index} of {about.name}, which is no tensor")
         elif (declared.shape, declared.dtype) != (type.shape, type.dtype):
-            found.append(f"{info(user).name} is {type}, {about.name} declares {declared}")
-        if index in taken:
-            found.append(f"{info(user).name} takes result {index} of {about.name} a second time")
-        taken.add(index)
-    return found
+            faults.append(f"{info(user).name} is {type}, {about.name} declares {declared}")
+        if index in read_indices:
+            faults.append(f"{info(user).name} takes result {index} of {about.name} a second time")
+        read_indices.add(index)
+    return faults
 
 
 @lru_cache(maxsize=4096)

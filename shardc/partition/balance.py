@@ -84,10 +84,10 @@ def cut_bytes(analysis: StepAnalysis) -> list[int]:
 
 def balanced_starts(costs: Sequence[float], crossing: Sequence[float], stages: int, slack: float = SLACK) -> Starts:
     """Cut units into contiguous stages, none of them empty. `crossing[i]` is what a cut before unit i costs."""
-    before = [0.0, *accumulate(costs)]
+    cost_before = [0.0, *accumulate(costs)]
 
     def cost(start: int, end: int) -> float:
-        return before[end] - before[start] + (crossing[start] if start else 0.0)
+        return cost_before[end] - cost_before[start] + (crossing[start] if start else 0.0)
 
     # best[k][end]: the least possible maximum over k + 1 stages that hold the units before `end`.
     best: list[list[float]] = [[cost(0, end) for end in range(len(costs) + 1)]]
@@ -142,15 +142,17 @@ def choose_starts(analysis: StepAnalysis, stages: int, hardware: Hardware = DEFA
 
 def named_starts(analysis: StepAnalysis, split: Sequence[str]) -> Starts:
     """Stages that begin where these modules begin. A name may be a full FQN or its last segments, if unambiguous."""
-    modules = {fqn[: at + 1] for fqn in map(_segments, _fqns(analysis)) for at in range(len(fqn))}
+    modules = {fqn[: length + 1] for fqn in map(_segments, _fqns(analysis)) for length in range(len(fqn))}
     starts = [0]
     for name in split:
-        wanted = tuple(name.split("."))
-        exact = [fqn for fqn in modules if fqn == wanted] or [fqn for fqn in modules if fqn[-len(wanted) :] == wanted]
+        segments = tuple(name.split("."))
+        exact = [fqn for fqn in modules if fqn == segments] or [
+            fqn for fqn in modules if fqn[-len(segments) :] == segments
+        ]
         if len(exact) != 1:
-            known = sorted(".".join(fqn) for fqn in (exact or modules))
+            names = sorted(".".join(fqn) for fqn in (exact or modules))
             which = "several modules are" if exact else "no module that forward runs is"
-            hint = f"name one of {', '.join(known[:4])}" if exact else did_you_mean(name, known, "modules")
+            hint = f"name one of {', '.join(names[:4])}" if exact else did_you_mean(name, names, "modules")
             raise error("SC221", f"{which} called '{name}'", cause=f"pipeline.split: {list(split)}", hint=hint)
         starts.append(_first_unit(analysis, exact[0], name, split))
     for (_, a), (name, b) in pairwise(zip(("", *split), starts, strict=True)):

@@ -129,7 +129,7 @@ def cut(
     cannot be cut.
     """
     graph = body.copy()
-    kept = merge_gathers(graph)
+    kept_gathers = merge_gathers(graph)
     keep_buffers_for_backward(graph)
     if split and stages is not None and stages != len(split) + 1:
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"
@@ -143,7 +143,7 @@ def cut(
     stage_of = {call: bisect_right(starts, unit) - 1 for call, unit in analysis.unit_of.items()}
     sums = split_sums(graph, stage_of)
     reuse_received_values(graph, stage_of, analysis.recomputed)
-    return _describe_cut(StageParts(graph, len(starts), stage_of, tuple(sums), kept), hardware)
+    return _describe_cut(StageParts(graph, len(starts), stage_of, tuple(sums), kept_gathers), hardware)
 
 
 def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
@@ -156,10 +156,10 @@ def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
     bodies = tuple(replace(body, reduce=epilogue.reduce(stage)) for stage, body in enumerate(bodies))
     ordered = set(parts.buffer_stage.values())
     stages: list[Stage] = []
-    for at in range(parts.count):
-        forward, dgrad, wgrad = (_part(parts, (at, which)) for which in PARTS)
-        gathers = parts.gathers[at]
-        stages.append(Stage(forward, dgrad, wgrad, gathers, parts.kept_gathers[at], ordered=at in ordered))
+    for index in range(parts.count):
+        forward, dgrad, wgrad = (_part(parts, (index, which)) for which in PARTS)
+        gathers = parts.gathers[index]
+        stages.append(Stage(forward, dgrad, wgrad, gathers, parts.kept_gathers[index], ordered=index in ordered))
     bundles: dict[str, dict[str, None]] = {}
     for (_, value), name in parts.names.items():
         if name != info(value).name:
@@ -261,8 +261,8 @@ def _costs(parts: StageParts, sizes: Mapping[str, int], hardware: Hardware) -> C
     stage_costs: list[StageCost] = []
     for stage in range(parts.count):
         forward, dgrad, wgrad = (sum(cost[call] for call in parts.calls[stage, which]) for which in PARTS)
-        kept = sum(sizes[name] for name in dict.fromkeys(parts.makes((stage, "forward")).values()))
-        stage_costs.append(StageCost(forward, dgrad, wgrad, activation=float(kept)))
+        activation_bytes = sum(sizes[name] for name in dict.fromkeys(parts.makes((stage, "forward")).values()))
+        stage_costs.append(StageCost(forward, dgrad, wgrad, activation=float(activation_bytes)))
     gathers = {
         name: float(sum(cost[call] for call in parts.calls[stage, name]))
         for stage, names in enumerate(parts.gathers)

@@ -23,11 +23,11 @@ SubgraphOutput = tuple[Port, fx.Node]
 
 
 def extract_subgraph(
-    whole: Graph, name: str, calls: Iterable[fx.Node], outputs: Sequence[SubgraphOutput], sums: Iterable[fx.Node] = ()
+    graph: Graph, name: str, calls: Iterable[fx.Node], outputs: Sequence[SubgraphOutput], sums: Iterable[fx.Node] = ()
 ) -> Graph:
     """The graph of these calls, which must be in order. Its inputs are the values that they read and do not produce."""
     call_list = list(calls)
-    ports = dict(zip(whole.placeholders, whole.inputs, strict=True))
+    ports = dict(zip(graph.placeholders, graph.inputs, strict=True))
     produced = set(call_list)
     read = [v for call in call_list for v in operands(call)] + [value for _, value in outputs]
     subgraph_inputs = dict.fromkeys(v for v in read if producer(v)[0] not in produced)
@@ -40,16 +40,16 @@ def extract_subgraph(
         inputs.append(ports.get(value) or Port("sum" if value in summed else "value", name_of_input))
         table[value] = node = fresh.placeholder(f"in_{len(inputs)}")
         set_info(node, replace(info(value), phase="fwd", assignment=(), passes=(), fallback=(), results=()))
-    wanted = {v for call in call_list for v in operands(call)} | {value for _, value in outputs}
+    read_values = {v for call in call_list for v in operands(call)} | {value for _, value in outputs}
     for call in call_list:
         table[call] = copy = fresh.node_copy(call, table.__getitem__)
         for value in result_values(call):
-            if value is not call and value in wanted:
+            if value is not call and value in read_values:
                 table[value] = fresh.node_copy(value, table.__getitem__)
             elif value is not call:
                 _declare_unread_result(copy, value)
     fresh.output(tuple(table[value] for _, value in outputs))
-    return Graph(fresh, whole.mesh, inputs, [port for port, _ in outputs], name)
+    return Graph(fresh, graph.mesh, inputs, [port for port, _ in outputs], name)
 
 
 def _declare_unread_result(call: fx.Node, value: fx.Node) -> None:

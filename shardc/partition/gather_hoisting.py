@@ -63,7 +63,7 @@ def merge_gathers(graph: Graph) -> frozenset[fx.Node]:
     """Merge backward's gathers into equal ones of forward. Returns forward's gathers that backward already read."""
     analysis = StepAnalysis(graph)
     hoisted = hoisted_calls(analysis)
-    kept = {
+    read_by_backward = {
         call
         for call in hoisted
         if info(call).phase == "fwd" and any(user in analysis.backward for v in result_values(call) for user in v.users)
@@ -76,7 +76,7 @@ def merge_gathers(graph: Graph) -> frozenset[fx.Node]:
             call.replace_all_uses_with(original)
             graph.activations = {name: original if v is call else v for name, v in graph.activations.items()}
             graph.fx.erase_node(call)
-    return frozenset(kept - (hoisted - set(graph.fx.nodes)))
+    return frozenset(read_by_backward - (hoisted - set(graph.fx.nodes)))
 
 
 def group_gathers(
@@ -100,9 +100,9 @@ def group_gathers(
                 needed.add_edges_from((call, source) for source in above)
                 todo += above
     groups: dict[str, GatherGroup] = {}
-    for together in nx.connected_components(needed):
-        phases = {phase for call in together for phase in read[call]}
-        is_kept = bool(together & kept)
+    for component in nx.connected_components(needed):
+        phases = {phase for call in component for phase in read[call]}
+        is_kept = bool(component & kept)
         ending = ".kept" if is_kept else "" if len(phases) == 2 else f".{phases.pop()}"
-        groups.setdefault(name + ending, GatherGroup([], is_kept)).calls.extend(together)
+        groups.setdefault(name + ending, GatherGroup([], is_kept)).calls.extend(component)
     return dict(sorted(groups.items()))

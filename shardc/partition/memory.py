@@ -50,7 +50,7 @@ class ProgramMemory:
 
     @property
     def fullest(self) -> Coordinate:
-        return max(self.coordinates, key=lambda one: one.report.peak)
+        return max(self.coordinates, key=lambda coordinate: coordinate.report.peak)
 
     @property
     def peak(self) -> int:
@@ -60,11 +60,13 @@ class ProgramMemory:
     @property
     def stored(self) -> int:
         """The most bytes that a rank holds all step long."""
-        return max(one.report.stored for one in self.coordinates)
+        return max(coordinate.report.stored for coordinate in self.coordinates)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(sorted((row for one in self.coordinates for row in one.report.rows), key=lambda row: row.rank))
+        return tuple(
+            sorted((row for coordinate in self.coordinates for row in coordinate.report.rows), key=lambda row: row.rank)
+        )
 
     def of_rank(self, rank: int) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.rank == rank)
@@ -106,13 +108,21 @@ class ProgramMemory:
         if not self.axis:
             return str(most.report)
         lines = [(self.axis, "ranks", "stages", "stored", "at the peak", "which is at instruction")]
-        for one in self.coordinates:
-            sizes = human_bytes(one.report.stored), human_bytes(one.report.peak)
-            lines.append((str(one.number), _listed(one.ranks), _listed(one.stages), *sizes, one.peak_at))
+        for coordinate in self.coordinates:
+            sizes = human_bytes(coordinate.report.stored), human_bytes(coordinate.report.peak)
+            lines.append(
+                (
+                    str(coordinate.number),
+                    _listed(coordinate.ranks),
+                    _listed(coordinate.stages),
+                    *sizes,
+                    coordinate.peak_at,
+                )
+            )
         head = f"{human_bytes(self.peak)} a rank at the peak, on ranks {_listed(most.ranks)}"
-        where = f"of {self.axis} {most.number}, at instruction {most.instruction}: {most.said}"
+        peak_place = f"of {self.axis} {most.number}, at instruction {most.instruction}: {most.said}"
         moment = [] if most.report.peak_at is None else [f"peak at {most.report.peak_at}"]
-        return "\n".join([head, "", *aligned(lines, right=(3, 4)), "", where, *moment, "", *most.report.table()])
+        return "\n".join([head, "", *aligned(lines, right=(3, 4)), "", peak_place, *moment, "", *most.report.table()])
 
 
 def memory(program: StagedProgram, *, early: bool = True) -> ProgramMemory:
@@ -130,18 +140,18 @@ def _coordinate(program: StagedProgram, c: int, early: bool) -> Coordinate:
     if isinstance(first, RunBody):
         report = memory_of_body(program.body, arena=early, overlap=early)
         return Coordinate(c, ranks, program.lists.stages_of(c), 0, instruction_text(first), report)
-    found = Ranks(program, c, early)
-    found.run()
-    stored, kept = found.stored()
+    walk = Ranks(program, c, early)
+    walk.run()
+    stored, stored_values = walk.stored()
     rows = tuple(
-        Row(rank, category, stored[category], found.at_peak[category], found.most[category])
+        Row(rank, category, stored[category], walk.at_peak[category], walk.most[category])
         for rank in ranks
         for category in CATEGORIES
     )
-    live = tuple(sorted([*kept, *found.live], key=lambda one: -one.bytes))
-    report = MemoryReport(rows, found.moment, live, tuple(found.timeline))
-    said = instruction_text(program.lists.ranks[c][found.peak_at])
-    return Coordinate(c, ranks, program.lists.stages_of(c), found.peak_at, said, report)
+    live = tuple(sorted([*stored_values, *walk.live], key=lambda value: -value.bytes))
+    report = MemoryReport(rows, walk.moment, live, tuple(walk.timeline))
+    text = instruction_text(program.lists.ranks[c][walk.peak_at])
+    return Coordinate(c, ranks, program.lists.stages_of(c), walk.peak_at, text, report)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -58,14 +58,14 @@ from shardc.schedule.pipeline import PART_OF, PartName, ValueKey
 
 
 @dataclass(eq=False)
-class Held:
+class Block:
     """Memory that outlives the work that made it; `uses` counts the values that lie in it."""
 
     value: LiveValue
     uses: int = 0
 
 
-Lie = dict[str, Held | None]  # by value: its memory; None for what is stored anyway
+Blocks = dict[str, Block | None]  # by value: its memory; None for what is stored anyway
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +88,10 @@ class Body:
 
     @cached_property
     def returned(self) -> dict[Storage, list[Port]]:
-        found: dict[Storage, list[Port]] = {}
+        ports_of: dict[Storage, list[Port]] = {}
         for port, value in zip(self.graph.outputs, self.graph.output_values, strict=True):
-            found.setdefault(self.account.of[value], []).append(port)
-        return found
+            ports_of.setdefault(self.account.of[value], []).append(port)
+        return ports_of
 
     def added_at(self, port: Port) -> int:
         """When a term is added to its sum."""
@@ -116,12 +116,12 @@ class Run:
     """A body as it runs at some instruction."""
 
     body: Body
-    made: Sequence[Life]
+    lives: Sequence[Life]
     categories: Sequence[Category]
 
     @cached_property
     def walk(self) -> Walk:
-        return Walk.over(self.made, self.categories, self.body.account.moments, self.body.placed)
+        return Walk.over(self.lives, self.categories, self.body.account.moments, self.body.placed)
 
 
 class Ranks:
@@ -132,10 +132,10 @@ class Ranks:
         self.mesh, self.pipeline, self.listed = program.body.mesh, program.lists.pipeline, program.lists.ranks[c]
         self.bodies: dict[int, Body] = {}
         self.runs: dict[tuple[int, frozenset[str], frozenset[str]], Run] = {}
-        self.values: dict[ValueKey, Lie] = {}
-        self.sums: Lie = {}
-        self.own: Lie = {}  # outputs, new buffers, and what the norm hands to the update
-        self.sending: list[list[Held | None]] = []  # what was sent, a batch each, until it is waited for
+        self.values: dict[ValueKey, Blocks] = {}
+        self.sums: Blocks = {}
+        self.results: Blocks = {}  # outputs, new buffers, and what the norm hands to the update
+        self.sending: list[list[Block | None]] = []  # what was sent, a batch each, until it is waited for
         self.now, self.most, self.at_peak = nothing(), nothing(), nothing()
         arenas = arena_plans(program, c) if early else {}  # a simulation has none
         self._placed = {graph: plan.values for graph, plan in arenas.items()}
@@ -155,16 +155,16 @@ class Ranks:
                 self._look(len(self.timeline) - 1, None)
 
     # ------------------------------------------------------------------ the list
-    def _do(self, at: int, i: Instruction) -> None:
+    def _do(self, index: int, i: Instruction) -> None:
         if isinstance(i, COMPUTE):
-            self._compute(at, i)
+            self._compute(index, i)
         elif isinstance(i, Recv):
-            arrived = Held(live_value(Storage(self._named[i.value], i.bytes), self._category(i.value)))
+            arrived = Block(live_value(Storage(self._named[i.value], i.bytes), self._category(i.value)))
             self.values[i.value, i.microbatch] = {i.value: self._take(arrived)}
         elif isinstance(i, Gather):
             for name, graph in zip(i.values, graphs_of(self.program, self.c, i), strict=True):
-                lie = self._run(at, graph, {}, ())
-                self.values[name, None] = {port.name: self._take(held) for port, held in lie.items()}
+                blocks = self._run(index, graph, {}, ())
+                self.values[name, None] = {port.name: self._take(block) for port, block in blocks.items()}
         elif isinstance(i, Free):
             for name in i.values:
                 self._forget(self.values.pop((name, i.microbatch), {}))
@@ -175,163 +175,164 @@ class Ranks:
                 read = {name: self.sums.pop(name) for name in self._body(graph).inputs}
                 if self.early:
                     self._forget(read)
-                made = self._run(at, graph, read, read if self.early else ())
-                self.sums |= {port.name: self._take(held) for port, held in made.items()}
+                reduced = self._run(index, graph, read, read if self.early else ())
+                self.sums |= {port.name: self._take(block) for port, block in reduced.items()}
                 if not self.early:
                     self._forget(read)
         elif isinstance(i, Optimizer):
             finish = self.program.epilogues[self.c]
-            passed = self._run(at, finish.norm, self.sums, ())
-            self.own |= {port.name: self._take(held) for port, held in passed.items()}
-            given = {**self.sums, **self.own}
+            passed = self._run(index, finish.norm, self.sums, ())
+            self.results |= {port.name: self._take(block) for port, block in passed.items()}
+            inputs = {**self.sums, **self.results}
             read = self._body(finish.update).inputs
-            for table in (self.sums, self.own) if self.early else ():
+            for table in (self.sums, self.results) if self.early else ():
                 self._forget({name: table.pop(name) for name in list(table) if name in read})
-            self._run(at, finish.update, given, read if self.early else ())
+            self._run(index, finish.update, inputs, read if self.early else ())
 
     def _send(self, sends: Sequence[Send]) -> None:
         """Values that leave stay until their batch is waited for, which is as late as a rank of a job may."""
         while len(self.sending) >= SENDS_IN_FLIGHT:
-            for held in self.sending.pop(0):
-                self._drop(held)
+            for block in self.sending.pop(0):
+                self._drop(block)
         if sends:
             leaving = [self.values.get((i.value, i.microbatch), {}) for i in sends]
-            self.sending.append([self._take(held) for lie in leaving for held in lie.values()])
+            self.sending.append([self._take(block) for blocks in leaving for block in blocks.values()])
 
-    def _compute(self, at: int, i: Compute) -> None:
+    def _compute(self, index: int, i: Compute) -> None:
         graph, part = self.program.stages[i.stage][PART_OF[type(i)]], self.pipeline.part(i)
-        given: Lie = {}
-        gone: list[str] = []
+        inputs: Blocks = {}
+        released: list[str] = []
         for name in part.reads:
             value = self.pipeline.value_key(name, i.microbatch)
-            given |= self.values.get(value, {})
-            if self.early and value in self.values and value in self._freed_after(at):
-                gone += self.values[value]
+            inputs |= self.values.get(value, {})
+            if self.early and value in self.values and value in self._freed_after(index):
+                released += self.values[value]
                 self._forget(self.values.pop(value))
-        lie = self._run(at, graph, given, gone)
-        by_name = {port.name: held for port, held in lie.items() if port.role == "value"}
+        outputs = self._run(index, graph, inputs, released)
+        by_name = {port.name: block for port, block in outputs.items() if port.role == "value"}
         for name in part.makes:
             members = self.program.members(name)
             self.values[name, i.microbatch] = {member: self._take(by_name[member]) for member in members}
-        for port, held in lie.items():
+        for port, block in outputs.items():
             if port.role == "sum":
                 self._begin_sum(port.name)
             elif port.role in ("buffer", "output"):  # the next microbatch starts from new buffers; outputs add up
                 key = port.name if port.role == "buffer" else f"{port.name}#{i.microbatch}"
-                before, self.own[key] = self.own.get(key), self._take(held)
-                self._drop(before)
+                previous, self.results[key] = self.results.get(key), self._take(block)
+                self._drop(previous)
 
-    def _freed_after(self, at: int) -> set[ValueKey]:
-        """What is freed before anything else is done."""
-        found: set[ValueKey] = set()
-        while at + 1 < len(self.listed) and isinstance(free := self.listed[at + 1], Free):
-            found |= {(name, free.microbatch) for name in free.values}
-            at += 1
-        return found
+    def _freed_after(self, index: int) -> set[ValueKey]:
+        """The values that the `Free` instructions right after this one release."""
+        freed: set[ValueKey] = set()
+        while index + 1 < len(self.listed) and isinstance(free := self.listed[index + 1], Free):
+            freed |= {(name, free.microbatch) for name in free.values}
+            index += 1
+        return freed
 
     # ------------------------------------------------------------------ a graph
-    def _run(self, at: int, graph: Graph, given: Lie, gone: Collection[str]) -> dict[Port, Held | None]:
-        """Look at what is held while a graph runs; the memory of its outputs.
+    def _run(self, index: int, graph: Graph, inputs: Blocks, released: Collection[str]) -> dict[Port, Block | None]:
+        """Account for the memory held while a graph runs; returns the memory of its outputs.
 
-        `gone` are those of the values given that nobody holds any more but the run itself.
+        `released` are the names of inputs that only the run itself still holds.
         """
         body = self._body(graph)
-        lost = {held: name for name in gone if (held := given[name]) is not None and not held.uses}
+        owned = {block: name for name in released if (block := inputs[name]) is not None and not block.uses}
         begun = {port.name for port in graph.outputs if port.role == "sum" and port.name not in self.sums}
-        key = (id(graph), frozenset(lost.values()), frozenset(begun))
+        key = (id(graph), frozenset(owned.values()), frozenset(begun))
         if key not in self.runs:
-            made = [*self._given(body, lost, given), *self._made(body), *self._begun(body, begun)]
-            made.sort(key=lambda life: life[0].born)
-            self.runs[key] = Run(body, [life for life, _ in made], [category for _, category in made])
-        self._look(at, self.runs[key])
-        fresh: dict[Storage, Held] = {}
-        found: dict[Port, Held | None] = {}
+            lives = [*self._input_lives(body, owned, inputs), *self._call_lives(body), *self._sum_lives(body, begun)]
+            lives.sort(key=lambda life: life[0].born)
+            self.runs[key] = Run(body, [life for life, _ in lives], [category for _, category in lives])
+        self._look(index, self.runs[key])
+        fresh: dict[Storage, Block] = {}
+        outputs: dict[Port, Block | None] = {}
         for home, ports in body.returned.items():
             for port in ports:
                 if home.value.op == "placeholder":
-                    found[port] = given.get(body.read.get(home.value, ""))
+                    outputs[port] = inputs.get(body.read.get(home.value, ""))
                     continue
                 if home not in fresh:
-                    fresh[home] = Held(live_value(home, self._returned(port)))
-                found[port] = fresh[home]
-        return found
+                    fresh[home] = Block(live_value(home, self._returned(port)))
+                outputs[port] = fresh[home]
+        return outputs
 
-    def _given(self, body: Body, lost: Mapping[Held, str], given: Lie) -> list[tuple[Life, Category]]:
-        """What the run holds alone, to its last use; where an output lies in it, to the end."""
-        found: list[tuple[Life, Category]] = []
-        for held in lost:
-            homes = [storage for name, storage in body.inputs.items() if given.get(name) is held]
+    def _input_lives(self, body: Body, owned: Mapping[Block, str], inputs: Blocks) -> list[tuple[Life, Category]]:
+        """Inputs that only the run holds: each lives to its last use, or to the end if an output lies in it."""
+        lives: list[tuple[Life, Category]] = []
+        for block in owned:
+            homes = [storage for name, storage in body.inputs.items() if inputs.get(name) is block]
             leaves = any(home in body.returned for home in homes)
             end = body.account.moments  # also of what nothing reads: no call lets go of it
             dies = end if leaves else max((body.last.get(home, end) for home in homes), default=end)
-            storage = Storage(homes[0].value, held.value.bytes)
-            found.append((Life(storage, 0, dies, "bwd", "bwd", False, False), held.value.category))
-        return found
+            storage = Storage(homes[0].value, block.value.bytes)
+            lives.append((Life(storage, 0, dies, "bwd", "bwd", False, False), block.value.category))
+        return lives
 
-    def _made(self, body: Body) -> list[tuple[Life, Category]]:
-        found: list[tuple[Life, Category]] = []
-        for life in body.account.made:
+    def _call_lives(self, body: Body) -> list[tuple[Life, Category]]:
+        lives: list[tuple[Life, Category]] = []
+        for life in body.account.lives:
             ports = body.returned.get(life.storage, [])
             if self.early and ports and all(port.role == "sum" for port in ports):
                 added = max((body.added_at(port) for port in ports), default=0)
                 life = replace(life, dies=max(life.born, added, body.last.get(life.storage, 0)))
             # Only what leaves a part is an activation: masks and the like are made by each part that reads them.
-            own: Category = "temporaries" if category_of(life) == "activations" else category_of(life)
-            found.append((life, self._returned(ports[0]) if ports else own))
-        return found
+            category: Category = "temporaries" if category_of(life) == "activations" else category_of(life)
+            lives.append((life, self._returned(ports[0]) if ports else category))
+        return lives
 
-    def _begun(self, body: Body, names: Collection[str]) -> list[tuple[Life, Category]]:
-        """Sums that have their first term here, from when it is made on; a simulation keeps the term itself."""
-        found: list[tuple[Life, Category]] = []
+    def _sum_lives(self, body: Body, names: Collection[str]) -> list[tuple[Life, Category]]:
+        """Sums that begin here: each lives from its first term on. A simulation keeps the term itself."""
+        lives: list[tuple[Life, Category]] = []
         for storage, ports in body.returned.items() if self.early else ():
             for port in ports:
                 if port.name in names:
                     sum_ = Storage(storage.value, type_of(self._named[port.name]).local_bytes(self.mesh))
                     start = body.added_at(port)
-                    found.append((Life(sum_, start, body.account.moments, "bwd", "bwd", False, False), "gradients"))
-        return found
+                    lives.append((Life(sum_, start, body.account.moments, "bwd", "bwd", False, False), "gradients"))
+        return lives
 
     # ------------------------------------------------------------------ bytes
-    def _look(self, at: int, run: Run | None) -> None:
-        """Is this the most so far? With a graph: while its calls run."""
-        inside = nothing() if run is None else run.walk.most
+    def _look(self, instruction: int, run: Run | None) -> None:
+        """Update the peaks and the timeline; with a run, by the memory that its calls hold in addition."""
+        most_in_run = nothing() if run is None else run.walk.most
         for category in CATEGORIES:
-            self.most[category] = max(self.most[category], self.now[category] + inside[category])
+            self.most[category] = max(self.most[category], self.now[category] + most_in_run[category])
         total = sum(self.now.values()) + (0 if run is None else max(run.walk.timeline, default=0))
-        self.timeline[at] = max(self.timeline[at], total)
+        self.timeline[instruction] = max(self.timeline[instruction], total)
         if total <= self.peak:
             return
-        self.peak, self.peak_at, self.moment, self.at_peak = total, at, None, dict(self.now)
-        tables = (*(lie.values() for lie in (*self.values.values(), self.sums, self.own)), *self.sending)
-        self.live = [one.value for one in dict.fromkeys(held for some in tables for held in some if held is not None)]
+        self.peak, self.peak_at, self.moment, self.at_peak = total, instruction, None, dict(self.now)
+        tables = (*(blocks.values() for blocks in (*self.values.values(), self.sums, self.results)), *self.sending)
+        live_blocks = dict.fromkeys(block for table in tables for block in table if block is not None)
+        self.live = [block.value for block in live_blocks]
         if run is not None and run.walk.peak_at is not None:
             self.moment = moment_of(run.body.account, run.walk.peak_at)
             for category, size in run.walk.at_peak.items():
                 self.at_peak[category] += size
-            for index in run.walk.there(run.made):
-                storage = run.made[index].storage
+            for index in run.walk.there(run.lives):
+                storage = run.lives[index].storage
                 self.live.append(live_value(storage, run.categories[index]))
 
-    def _take(self, held: Held | None) -> Held | None:
-        if held is not None:
-            self.now[held.value.category] += 0 if held.uses else held.value.bytes
-            held.uses += 1
-        return held
+    def _take(self, block: Block | None) -> Block | None:
+        if block is not None:
+            self.now[block.value.category] += 0 if block.uses else block.value.bytes
+            block.uses += 1
+        return block
 
-    def _drop(self, held: Held | None) -> None:
-        if held is not None:
-            held.uses -= 1
-            self.now[held.value.category] -= 0 if held.uses else held.value.bytes
+    def _drop(self, block: Block | None) -> None:
+        if block is not None:
+            block.uses -= 1
+            self.now[block.value.category] -= 0 if block.uses else block.value.bytes
 
-    def _forget(self, lie: Lie) -> None:
-        for held in lie.values():
-            self._drop(held)
+    def _forget(self, blocks: Blocks) -> None:
+        for block in blocks.values():
+            self._drop(block)
 
     def _begin_sum(self, name: str) -> None:
         if name not in self.sums:
             node = self._named[name]
             self.sums[name] = self._take(
-                Held(live_value(Storage(node, type_of(node).local_bytes(self.mesh)), "gradients"))
+                Block(live_value(Storage(node, type_of(node).local_bytes(self.mesh)), "gradients"))
             )
 
     # ------------------------------------------------------------------ what is what
@@ -366,10 +367,10 @@ class Ranks:
 
     @cached_property
     def _activations(self) -> set[str]:
-        """What some forward makes, and a backward of these ranks reads."""
-        made = {name for stage in self.pipeline.stages for name in stage.forward.makes}
+        """The values that a forward makes and a backward of these ranks reads."""
+        made_by_forward = {name for stage in self.pipeline.stages for name in stage.forward.makes}
         work = [i for i in self.program.lists.work(self.c) if not isinstance(i, Forward)]
-        return {name for i in work for name in self.pipeline.part(i).reads} & made
+        return {name for i in work for name in self.pipeline.part(i).reads} & made_by_forward
 
     @cached_property
     def _gathered(self) -> set[str]:
@@ -380,20 +381,20 @@ class Ranks:
         return {i.value for i in self.program.lists.ranks[self.c] if isinstance(i, Send | Recv)}
 
     def stored(self) -> tuple[dict[Category, int], list[LiveValue]]:
-        """What the graphs of the list read that is there all step long, by category and one by one."""
+        """The inputs of the graphs that live for the whole step: bytes by category, and each value."""
         work: set[tuple[int, PartName]] = {(i.stage, PART_OF[type(i)]) for i in self.program.lists.work(self.c)}
         graphs = [self.program.stages[stage][part] for stage, part in sorted(work)]
         graphs += [graph for i in self.listed if isinstance(i, Gather) for graph in graphs_of(self.program, self.c, i)]
         if self.pipeline.updates:
             graphs += [self.program.epilogues[self.c].norm, self.program.epilogues[self.c].update]
-        found: dict[str, LiveValue] = {}
+        live_values: dict[str, LiveValue] = {}
         for graph in graphs:
             for port, node in zip(graph.inputs, graph.placeholders, strict=True):
                 if port.role not in ("value", "sum"):
                     times = self.program.lists.microbatches if port.role in GIVEN else 1
                     category, size = STORED.get(port.role, "inputs"), type_of(node).local_bytes(self.mesh) * times
-                    found[port.name] = live_value(Storage(node, size), category)
-        held = nothing()
-        for value in found.values():
-            held[value.category] += value.bytes
-        return held, list(found.values())
+                    live_values[port.name] = live_value(Storage(node, size), category)
+        stored_bytes = nothing()
+        for value in live_values.values():
+            stored_bytes[value.category] += value.bytes
+        return stored_bytes, list(live_values.values())

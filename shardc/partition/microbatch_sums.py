@@ -115,9 +115,9 @@ def split_sums(graph: Graph, stage_of: dict[fx.Node, int]) -> list[MicrobatchSum
         update(total, name=name)
         graph.fx.erase_node(node)
         sums.append(MicrobatchSum(total, accumulates))
-    before = set(graph.fx.nodes)
+    existing = set(graph.fx.nodes)
     graph.erase_dead()
-    for erased in before - set(graph.fx.nodes):
+    for erased in existing - set(graph.fx.nodes):
         stage_of.pop(erased, None)
     return sums
 

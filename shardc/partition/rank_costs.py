@@ -56,10 +56,16 @@ def stages_with_value(program: StagedProgram, name: str) -> list[int]:
     """The stages that make the body's value of this name, or made it before backward's gathers were merged into
     forward's."""
     gathers = [set(_names(stage.gathers.values())) for stage in program.stages]
-    parts = [set(_names(s for s in (*one.parts.values(), one.reduce) if s is not None)) for one in program.stages]
-    stages = [at for at, names in enumerate(zip(gathers, parts, strict=True)) if any(name in some for some in names)]
+    parts = [
+        set(_names(s for s in (*bodies.parts.values(), bodies.reduce) if s is not None)) for bodies in program.stages
+    ]
+    stages = [
+        stage_index
+        for stage_index, names in enumerate(zip(gathers, parts, strict=True))
+        if any(name in part_names for part_names in names)
+    ]
     merged = re.sub(r"_\d+$", "", name)
-    return stages or [at for at, names in enumerate(gathers) if merged in names]
+    return stages or [stage_index for stage_index, names in enumerate(gathers) if merged in names]
 
 
 def _names(graphs: Iterable[Graph]) -> Iterator[str]:
@@ -77,7 +83,11 @@ def sum_flops(parts: Iterable[tuple[Flops, int]]) -> Flops:
 
 def rank_collectives(program: StagedProgram, c: int) -> list[Collective]:
     """The collectives of a rank along the other axes."""
-    return [replace(one, times=n * one.times) for graph, n in graph_runs(program, c) for one in collectives(graph)]
+    return [
+        replace(collective, times=n * collective.times)
+        for graph, n in graph_runs(program, c)
+        for collective in collectives(graph)
+    ]
 
 
 def bytes_sent_by_axis(program: StagedProgram, c: int, mesh: Mesh) -> dict[str, int]:
@@ -92,7 +102,9 @@ def bytes_sent_by_axis(program: StagedProgram, c: int, mesh: Mesh) -> dict[str, 
 
 def total_bytes_sent(program: StagedProgram, c: int) -> int:
     """Bytes that a rank sends in a step, each counted once."""
-    return _bytes_between_stages(program, c) + sum(one.bytes_per_step for one in rank_collectives(program, c))
+    return _bytes_between_stages(program, c) + sum(
+        collective.bytes_per_step for collective in rank_collectives(program, c)
+    )
 
 
 def _bytes_between_stages(program: StagedProgram, c: int) -> int:
@@ -102,9 +114,9 @@ def _bytes_between_stages(program: StagedProgram, c: int) -> int:
 
 def parameter_bytes(program: StagedProgram, c: int) -> int:
     """Bytes of the parameter shards that a rank stores, with the padding of uneven shards."""
-    held, body = program.held(c), program.body
+    held_names, body = program.held(c), program.body
     ports = zip(body.inputs, body.placeholders, strict=True)
-    types = [type_of(node) for port, node in ports if port.role == "param" and port.name in held]
+    types = [type_of(node) for port, node in ports if port.role == "param" and port.name in held_names]
     return sum(type.local_bytes(body.mesh) for type in types)
 
 

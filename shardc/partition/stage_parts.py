@@ -223,12 +223,12 @@ class StageParts:
 def _sums_above(value: fx.Node, sums: Mapping[fx.Node, set[int]]) -> set[fx.Node]:
     """The sums that a gradient depends on."""
     reached_sums: set[fx.Node] = set()
-    todo, seen = [value], set[fx.Node]()
+    todo, visited = [value], set[fx.Node]()
     while todo:
         node = todo.pop()
         if node in sums:
             reached_sums.add(node)
-        elif node not in seen:
-            seen.add(node)
+        elif node not in visited:
+            visited.add(node)
             todo.extend(node.all_input_nodes)
     return reached_sums

@@ -53,8 +53,8 @@ def original_of(value: fx.Node, recomputed: Mapping[fx.Node, fx.Node]) -> fx.Nod
 
 def reuse_received_values(graph: Graph, stage_of: dict[fx.Node, int], recomputed: Mapping[fx.Node, fx.Node]) -> None:
     """Make a stage read forward's own value where it would read a value that another stage recomputes."""
-    before = set(graph.fx.nodes)
-    for copy in [copy for copy in recomputed if copy in before]:
+    existing = set(graph.fx.nodes)
+    for copy in [copy for copy in recomputed if copy in existing]:
         for value in [copy] if info(copy).type is not None else list(copy.users):
             other_stage_users = [user for user in value.users if stage_of.get(user, stage_of[copy]) != stage_of[copy]]
             if other_stage_users:
@@ -62,7 +62,7 @@ def reuse_received_values(graph: Graph, stage_of: dict[fx.Node, int], recomputed
                 for user in other_stage_users:
                     user.replace_input_with(value, original)
     graph.erase_dead()
-    for erased in before - set(graph.fx.nodes):
+    for erased in existing - set(graph.fx.nodes):
         stage_of.pop(erased, None)
 
 

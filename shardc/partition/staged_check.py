@@ -26,10 +26,10 @@ BETWEEN = ("value", "sum")  # roles of what passes between graphs
 
 
 def bound_faults(program: StagedProgram) -> list[Fault]:
-    """Counts that lists of their length cannot have: what comes after is linear in lists and graphs."""
+    """Counts that contradict the lengths of the lists: later checks are linear in lists and graphs."""
     lists = program.lists
-    whole = sum(isinstance(i, RunBody) for listed in lists.ranks for i in listed) * 2 * lists.microbatches
-    work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed) + whole
+    body_work = sum(isinstance(i, RunBody) for listed in lists.ranks for i in listed) * 2 * lists.microbatches
+    work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed) + body_work
     stages = len(lists.pipeline.stages)
     if stages * lists.microbatches * 2 > work:
         message = (
@@ -45,23 +45,23 @@ def bound_faults(program: StagedProgram) -> list[Fault]:
 def stage_faults(program: StagedProgram) -> list[Fault]:
     """Everything in which graphs, lists and body disagree. Types of single calls, and proofs, are elsewhere."""
     body = program.body
-    found: list[Fault] = []
+    faults: list[Fault] = []
     for graph in (program.body, *program.graphs()):
         if graph.mesh != body.mesh:
-            found.append(Fault(graph.name, f"its mesh is ({graph.mesh}), the body's ({body.mesh})"))
+            faults.append(Fault(graph.name, f"its mesh is ({graph.mesh}), the body's ({body.mesh})"))
         if graph is not body and graph.microbatches != 1:
-            found.append(Fault(graph.name, f"it runs on a microbatch, and says {graph.microbatches}"))
+            faults.append(Fault(graph.name, f"it runs on a microbatch, and says {graph.microbatches}"))
     if program.inner.world_size != body.mesh.world_size:
-        found.append(
+        faults.append(
             Fault(body.name, f"its mesh is ({body.mesh}), the job's but for '{program.axis}' ({program.inner})")
         )
     for stage in range(len(program.stages)):
-        found += _part_faults(program, stage)
-    found += _type_faults(program)
-    found += _byte_faults(program)
+        faults += _part_faults(program, stage)
+    faults += _type_faults(program)
+    faults += _byte_faults(program)
     for rank in range(len(program.epilogues)):
-        found += _finish_faults(program, rank)
-    return [*found, *_returned_faults(program)]
+        faults += _finish_faults(program, rank)
+    return [*faults, *_returned_faults(program)]
 
 
 def _ports(graph: Graph, side: str, *roles: str) -> dict[str, fx.Node]:
@@ -69,12 +69,13 @@ def _ports(graph: Graph, side: str, *roles: str) -> dict[str, fx.Node]:
     return {p.name: v for p, v in zip(ports, values, strict=True) if p.role in roles}
 
 
-def _part_faults(program: StagedProgram, at: int) -> Iterator[Fault]:
+def _part_faults(program: StagedProgram, stage_index: int) -> Iterator[Fault]:
     """What the pipeline says that a part reads and makes is what its graph takes and gives. A body is a whole step."""
-    stage, bodies = program.lists.pipeline.stages[at], program.stages[at]
+    stage, bodies = program.lists.pipeline.stages[stage_index], program.stages[stage_index]
     if set(stage.gathers) != set(bodies.gathers) or not set(stage.kept) <= set(stage.gathers):
         yield Fault(
-            program.body.name, f"stage {at} gathers {sorted(stage.gathers)}, its graphs {sorted(bodies.gathers)}"
+            program.body.name,
+            f"stage {stage_index} gathers {sorted(stage.gathers)}, its graphs {sorted(bodies.gathers)}",
         )
         return
     for name, graph in bodies.gathers.items():
@@ -84,10 +85,10 @@ def _part_faults(program: StagedProgram, at: int) -> Iterator[Fault]:
             yield Fault(graph.name, f"it gives {sorted(_ports(graph, 'out', 'value'))}, and not the values of {name}")
         if _ports(graph, "in", *BETWEEN):
             yield Fault(graph.name, "it gathers what another graph makes")
-    described = program.lists.pipeline.parts(at)
+    described = program.lists.pipeline.parts(stage_index)
     if len(halves := [bodies.parts[half] for half in ("dgrad", "wgrad") if half in bodies.parts]) == 2:
-        whole = {*_ports(bodies.parts["backward"], "out", "sum")}
-        if differ := whole ^ {name for half in halves for name in _ports(half, "out", "sum")}:
+        backward_sums = {*_ports(bodies.parts["backward"], "out", "sum")}
+        if differ := backward_sums ^ {name for half in halves for name in _ports(half, "out", "sum")}:
             listed = ", ".join(sorted(differ))
             yield Fault(bodies.parts["backward"].name, f"{listed}: summed by one of backward and its halves alone")
     for graph, part in ((graph, described[name]) for name, graph in bodies.parts.items() if name in described):
@@ -97,13 +98,13 @@ def _part_faults(program: StagedProgram, at: int) -> Iterator[Fault]:
             yield Fault(graph.name, f"it reads {', '.join(sorted(lacking))}, which the pipeline does not give it")
         if _ports(graph, "in", "sum"):
             yield Fault(graph.name, f"it reads sums: {', '.join(_ports(graph, 'in', 'sum'))}")
-        given = _ports(graph, "out", "value")
-        if {*given} != {*makes} or len(makes) != len({*makes}):
-            yield Fault(graph.name, f"it makes {sorted(given)}, the pipeline says {sorted(makes)}")
-        alone = f"grads{at}" in part.accumulates
+        values = _ports(graph, "out", "value")
+        if {*values} != {*makes} or len(makes) != len({*makes}):
+            yield Fault(graph.name, f"it makes {sorted(values)}, the pipeline says {sorted(makes)}")
+        alone = f"grads{stage_index}" in part.accumulates
         for port in graph.outputs:
-            known = port.name in part.accumulates or port.name in part.results or (alone and port.role == "sum")
-            if port.role != "value" and not known:
+            expected = port.name in part.accumulates or port.name in part.results or (alone and port.role == "sum")
+            if port.role != "value" and not expected:
                 yield Fault(graph.name, f"it gives {port.role} '{port.name}', which the pipeline does not know")
             if port.role not in ("value", "sum", "buffer", "output"):
                 yield Fault(graph.name, f"a microbatch gives no {port.role} '{port.name}'")
@@ -114,12 +115,12 @@ def _part_faults(program: StagedProgram, at: int) -> Iterator[Fault]:
 
 def _type_faults(program: StagedProgram) -> Iterator[Fault]:
     """One type for each value and sum, wherever it is made or read; inputs of the step are the body's."""
-    own = {
+    step_inputs = {
         (p.role, p.name): (p, type_of(v)) for p, v in zip(program.body.inputs, program.body.placeholders, strict=True)
     }
     reductions = {stage.reduce for stage in program.stages}
     for role in BETWEEN:
-        known: dict[str, TensorType] = dict(program.shared) if role == "sum" else {}
+        types: dict[str, TensorType] = dict(program.shared) if role == "sum" else {}
         for graph in (program.body, *program.graphs()):
             if graph is program.body:
                 continue
@@ -127,35 +128,35 @@ def _type_faults(program: StagedProgram) -> Iterator[Fault]:
                 # What a reduction gives takes the place of a sum.
                 roles = (role, "grad") if role == "sum" and side == "out" and graph in reductions else (role,)
                 for name, value in _ports(graph, side, *roles).items():
-                    if known.setdefault(name, type_of(value)) != type_of(value):
-                        message = f"{role} '{name}' is {type_of(value)}, elsewhere {known[name]}"
+                    if types.setdefault(name, type_of(value)) != type_of(value):
+                        message = f"{role} '{name}' is {type_of(value)}, elsewhere {types[name]}"
                         yield Fault(graph.name, message, value)
     for graph in (program.body, *program.graphs()):
         for port, value in zip(graph.inputs, graph.placeholders, strict=True):
-            if port.role not in BETWEEN and own.get((port.role, port.name)) != (port, type_of(value)):
+            if port.role not in BETWEEN and step_inputs.get((port.role, port.name)) != (port, type_of(value)):
                 yield Fault(graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no input of the step", value)
 
 
 def _byte_faults(program: StagedProgram) -> Iterator[Fault]:
     """A transfer is of as many bytes as its value has, of a name that stands for one value."""
-    made = {
+    types = {
         name: type_of(value)
         for stage in program.stages
         for graph in stage.parts.values()
         for name, value in _ports(graph, "out", "value").items()
     }
     for rank, listed in enumerate(program.lists.ranks):
-        for at, i in enumerate(listed):
+        for index, i in enumerate(listed):
             if not isinstance(i, TRANSFER):
                 continue
-            size = sum(made[n].local_bytes(program.body.mesh) for n in program.members(i.value) if n in made)
+            size = sum(types[n].local_bytes(program.body.mesh) for n in program.members(i.value) if n in types)
             if i.value not in program.bundles and i.bytes != size:
-                where = f"rank {rank}, instruction {at}"
-                yield Fault(program.body.name, f"{where}: {i} moves {size} bytes")
+                location = f"rank {rank}, instruction {index}"
+                yield Fault(program.body.name, f"{location}: {i} moves {size} bytes")
 
 
 def _finish_faults(program: StagedProgram, rank: int) -> Iterator[Fault]:
-    """What the end of a step reads is there: sums of its rank's stages, those that are shared, what the norm gives."""
+    """The inputs of the step's epilogue exist: sums of its rank's stages, shared sums, and results of the norm."""
     finish = program.epilogues[rank]
     sums: set[str] = set()
     for stage in program.lists.stages_of(rank):
@@ -168,13 +169,13 @@ def _finish_faults(program: StagedProgram, rank: int) -> Iterator[Fault]:
                 if lacking := {*_ports(graph, "in", "sum")} - sums:
                     yield Fault(graph.name, f"it reads {', '.join(sorted(lacking))}, which nothing sums")
                 sums = sums - {*_ports(graph, "in", "sum")} | {port.name for port in graph.outputs}
-    given = {port.name for port in finish.norm.outputs}
-    for graph, values in ((finish.norm, set[str]()), (finish.update, given)):
+    norm_outputs = {port.name for port in finish.norm.outputs}
+    for graph, values in ((finish.norm, set[str]()), (finish.update, norm_outputs)):
         for port in graph.inputs:
             if port.role in BETWEEN and port.name not in (values if port.role == "value" else sums):
                 yield Fault(graph.name, f"rank {rank}: it reads {port.role} '{port.name}', which is not there")
-    if not {*finish.totals} <= given or len({*finish.totals}) != len(finish.totals):
-        yield Fault(finish.norm.name, f"rank {rank}: it gives no {', '.join(sorted({*finish.totals} - given))}")
+    if not {*finish.totals} <= norm_outputs or len({*finish.totals}) != len(finish.totals):
+        yield Fault(finish.norm.name, f"rank {rank}: it gives no {', '.join(sorted({*finish.totals} - norm_outputs))}")
     if finish.totals != program.epilogues[0].totals:
         yield Fault(finish.norm.name, f"rank {rank}: its totals are other ones than rank 0's")
 
@@ -182,8 +183,8 @@ def _finish_faults(program: StagedProgram, rank: int) -> Iterator[Fault]:
 def _returned_faults(program: StagedProgram) -> Iterator[Fault]:
     """Every output of the step is some rank's, of the body's type; no rank returns another."""
     body = program.body
-    wanted = {(p.role, p.name): (p, type_of(v)) for p, v in zip(body.outputs, body.output_values, strict=True)}
-    seen: set[tuple[str, str]] = set()
+    step_outputs = {(p.role, p.name): (p, type_of(v)) for p, v in zip(body.outputs, body.output_values, strict=True)}
+    returned: set[tuple[str, str]] = set()
     running = [
         *((g, None if g is body else ("output", "buffer")) for stage in program.stages for g in stage.parts.values()),
         *((finish.update, None) for finish in program.epilogues),
@@ -192,10 +193,10 @@ def _returned_faults(program: StagedProgram) -> Iterator[Fault]:
         for port, value in zip(graph.outputs, graph.output_values, strict=True):
             if roles is not None and port.role not in roles:
                 continue
-            seen.add((port.role, port.name))
-            if wanted.get((port.role, port.name)) != (port, type_of(value)):
+            returned.add((port.role, port.name))
+            if step_outputs.get((port.role, port.name)) != (port, type_of(value)):
                 yield Fault(
                     graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no output of the step", value
                 )
-    for role, name in wanted.keys() - seen:
+    for role, name in step_outputs.keys() - returned:
         yield Fault(body.name, f"no rank returns {role} '{name}'")

@@ -63,8 +63,8 @@ class StagedProgram:
 
     def __post_init__(self) -> None:
         size, inner = self.mesh.size(self.axis) if self.axis else 1, self.body.mesh.world_size
-        wanted = len(self.lists.pipeline.stages)
-        assert len(self.stages) == wanted, f"graphs of {len(self.stages)} stages, of {wanted}"
+        stage_count = len(self.lists.pipeline.stages)
+        assert len(self.stages) == stage_count, f"graphs of {len(self.stages)} stages, of {stage_count}"
         ends = size if self.lists.pipeline.updates else 0
         assert len(self.epilogues) == ends, f"{len(self.epilogues)} ends of a step for axis '{self.axis}' of {size}"
         assert size == len(self.lists.ranks), f"{len(self.lists.ranks)} lists for axis '{self.axis}' of {size}"

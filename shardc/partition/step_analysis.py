@@ -50,8 +50,8 @@ class StepAnalysis:
     def microbatch_nodes(self) -> set[fx.Node]:
         """Calls that run once a microbatch, and the inputs that they read. The sums themselves are excluded."""
         sums = [node for node in self.body.calls() if node.target is ACCUMULATE]
-        after = _reachable(sums, backwards=False)
-        outputs = [value for role, value in self._outputs if role in MADE and value not in after]
+        after_sums = _reachable(sums, backwards=False)
+        outputs = [value for role, value in self._outputs if role in MADE and value not in after_sums]
         return _reachable([*sums, *outputs], backwards=True) - set(sums)
 
     @cached_property
@@ -75,19 +75,21 @@ class StepAnalysis:
     @cached_property
     def replicable(self) -> dict[fx.Node, bool]:
         """Replicable calls. True for cheap ones, without GEMMs and collectives: backward rematerializes them."""
-        named = list(zip(self.body.placeholders, self.body.inputs, strict=True))
-        of_batch = {node for node, port in named if port.role in GIVEN}
-        of_weights = {node for node, port in named if port.role not in GIVEN}
+        ports = list(zip(self.body.placeholders, self.body.inputs, strict=True))
+        of_batch = {node for node, port in ports if port.role in GIVEN}
+        of_weights = {node for node, port in ports if port.role not in GIVEN}
         returned = {_producing_call(v) for role, v in self._outputs if role in MADE}
         returned |= {_producing_call(v) for c in self.body.calls() if c.target is ACCUMULATE for v in operands(c)}
         replicable: dict[fx.Node, bool] = {}
         for call in self.calls:
             read_calls = [_producing_call(v) for v in operands(call)]
-            if call in returned or not all(one in replicable or one in self.available_inputs for one in read_calls):
+            if call in returned or not all(
+                read_call in replicable or read_call in self.available_inputs for read_call in read_calls
+            ):
                 continue
             inexpensive = call.target not in COLLECTIVES and not node_flops(self.body, call)
-            cheap = inexpensive and all(replicable.get(one, True) for one in read_calls)
-            batch, weights = (any(one in source for one in read_calls) for source in (of_batch, of_weights))
+            cheap = inexpensive and all(replicable.get(read_call, True) for read_call in read_calls)
+            batch, weights = (any(read_call in source for read_call in read_calls) for source in (of_batch, of_weights))
             if not batch or (cheap and not weights):
                 replicable[call] = cheap
                 of_batch |= {call} if batch else set()
@@ -125,14 +127,16 @@ class StepAnalysis:
         """The unit of every call of a microbatch that is not replicable."""
         unit_of = {call: index for index, unit in enumerate(self.units) for call in unit.calls}
         readers = self._forward_readers(unit_of)
-        named: dict[str, list[int]] = {}
+        units_of_name: dict[str, list[int]] = {}
         for index, unit in enumerate(self.units):
-            named.setdefault(unit.name, []).append(index)
+            units_of_name.setdefault(unit.name, []).append(index)
         for call in self.calls:
             if call in self.recomputed:
                 unit_of[call] = unit_of[self.recomputed[call]]
             elif call in self.backward:
-                unit_of[call] = self._backward_unit(call, unit_of, readers, named.get(self._unit_name(call), []))
+                unit_of[call] = self._backward_unit(
+                    call, unit_of, readers, units_of_name.get(self._unit_name(call), [])
+                )
         self._move_to_readers(unit_of)
         return unit_of
 
@@ -159,8 +163,8 @@ class StepAnalysis:
             if _producing_call(value) not in self.backward and (units := readers.get(value)):
                 candidates = set(units) if candidates is None else candidates & units or candidates
         choices = [unit for unit in (range(last + 1) if candidates is None else candidates) if unit <= last]
-        named = [unit for unit in choices if unit in hint]
-        return max(named or (choices if candidates is not None else ()) or [last])
+        same_module = [unit for unit in choices if unit in hint]
+        return max(same_module or (choices if candidates is not None else ()) or [last])
 
     def _forward_readers(self, unit_of: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
         """The units that have a value in forward: its producer and readers; derived values share a weight's units."""

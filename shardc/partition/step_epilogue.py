@@ -135,13 +135,15 @@ class EpilogueCut:
         """The stages whose ranks must return an output of the step."""
         available = self.all_stages if value in self.totals else self.home[value] or self.all_stages
         name = port.name if port.role != "state" else port.parameter
-        wanted = frozenset(stage for stage, held in enumerate(self.held_names) if name in held)
-        if port.role not in ("param", "grad", "state") or not wanted:
+        holding_stages = frozenset(stage for stage, names in enumerate(self.held_names) if name in names)
+        if port.role not in ("param", "grad", "state") or not holding_stages:
             return available
-        if not wanted <= available:
-            message = f"stages {sorted(wanted)} hold '{name}', but only {sorted(available)} can make its {port.role}"
+        if not holding_stages <= available:
+            message = (
+                f"stages {sorted(holding_stages)} hold '{name}', but only {sorted(available)} can make its {port.role}"
+            )
             raise error("SC221", message, tensor=name, hint="split so that one stage has all that uses it")
-        return wanted
+        return holding_stages
 
     # ------------------------------------------------------------------ graphs of a rank
     def reduce(self, stage: int) -> Graph | None:

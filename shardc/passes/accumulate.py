@@ -43,13 +43,13 @@ def accumulate(graph: Graph, microbatches: int, *, always: bool = False) -> Grap
     if microbatches == 1 and not always:
         return graph
     graph.microbatches = microbatches
-    made: dict[fx.Node, fx.Node] = {}
+    sums: dict[fx.Node, fx.Node] = {}
     with graph.fx.inserting_before(graph.output_node):
         for port, value in zip(graph.outputs, graph.output_values, strict=True):
-            if port.role in ("loss", "grad") and value not in made:
-                made[value] = _summed(graph, value)
+            if port.role in ("loss", "grad") and value not in sums:
+                sums[value] = _summed(graph, value)
         outputs = zip(graph.outputs, graph.output_values, strict=True)
-        graph.output_node.args = (tuple(made[v] if port.role in ("loss", "grad") else v for port, v in outputs),)
+        graph.output_node.args = (tuple(sums[v] if port.role in ("loss", "grad") else v for port, v in outputs),)
     return graph
 
 

@@ -84,21 +84,21 @@ class Align(Pass):
 
 
 def align(graph: Graph, hardware: Hardware = DEFAULT) -> Graph:
-    """A body with padded products. The graph that is given is left as it is."""
-    chosen = [found for node in graph.calls() if (found := worth(graph, node, hardware)) is not None]
-    names = [info(one.node).name for one in sorted(chosen, key=lambda one: one.copied)]
+    """Returns a copy of the body with padded products; the given graph is not modified."""
+    chosen = [product for node in graph.calls() if (product := worth(graph, node, hardware)) is not None]
+    names = [info(candidate.node).name for candidate in sorted(chosen, key=lambda product: product.copied)]
     if not names:
         return graph
     allowed = memory(graph).peak * SLACK
     while names:
-        made = graph.copy()
-        padding = _Padding(made)
-        for node in list(made.calls()):
-            if info(node).name in names and (found := worth(made, node, hardware)) is not None:
-                padding.pad(found)
-        made.erase_dead()  # what was turned before it was padded
-        if memory(made).peak <= allowed:
-            return made
+        padded = graph.copy()
+        padding = _Padding(padded)
+        for node in list(padded.calls()):
+            if info(node).name in names and (product := worth(padded, node, hardware)) is not None:
+                padding.pad(product)
+        padded.erase_dead()  # what was turned before it was padded
+        if memory(padded).peak <= allowed:
+            return padded
         names = names[: len(names) * 3 // 4]
     return graph
 
@@ -136,11 +136,11 @@ def worth(graph: Graph, node: fx.Node, hardware: Hardware = DEFAULT) -> Product 
 
 
 def _order(value: fx.Node) -> list[int] | None:
-    """Of a value whose dims are another's in another order: for each of them, which of the other's it is."""
+    """For a permuted or transposed value: the operand's dim that each of its dims is. None for other values."""
     ndim = len(type_of(value).dims)
     if value.target is aten.permute.default:
-        asked: Sequence[int] = value.args[1]  # type: ignore[assignment]
-        return [d % ndim for d in asked]
+        permutation: Sequence[int] = value.args[1]  # type: ignore[assignment]
+        return [d % ndim for d in permutation]
     if value.target is aten.transpose.int:
         a, b = value.args[1:]
         order = list(range(ndim))
@@ -150,7 +150,7 @@ def _order(value: fx.Node) -> list[int] | None:
 
 
 def _turned(value: fx.Node) -> bool:
-    """Do columns lie along its rows?"""
+    """Is the value a transpose whose last dim is not the last dim of its operand?"""
     order = _order(value)
     return order is not None and order[-1] != len(order) - 1
 
@@ -162,7 +162,7 @@ class _Padding:
 
     def pad(self, product: Product) -> None:
         node, form, graph = product.node, FORMS[product.node.target], self.graph
-        before, name = type_of(node), info(node).name
+        original_type, name = type_of(node), info(node).name
         with graph.fx.inserting_before(node):
             node.args = tuple(
                 self.padded(value, [product.more.get(letter, 0) for letter in letters], node)  # type: ignore[arg-type]
@@ -171,16 +171,16 @@ class _Padding:
         extra = [product.more.get(letter, 0) for letter in form.result]
         if not any(extra):
             return
-        types = [before]  # with the first dims cut, one after another
-        for back, more in enumerate(reversed(extra), 1):
-            types.append(_wider(types[-1], len(before.dims) - back, more, graph))
+        types = [original_type]  # with the first dims cut, one after another
+        for from_end, more in enumerate(reversed(extra), 1):
+            types.append(_wider(types[-1], len(original_type.dims) - from_end, more, graph))
         update(node, type=types[-1], name=graph.unique(f"{name}.even"))
         readers = list(node.users)
         cut = node
-        for at, more in enumerate(extra):
+        for index, more in enumerate(extra):
             if more:
-                dim = len(before.dims) - len(extra) + at
-                type = types[len(extra) - 1 - at]
+                dim = len(original_type.dims) - len(extra) + index
+                type = types[len(extra) - 1 - index]
                 size = type.local_shape(graph.mesh)[dim]
                 with graph.fx.inserting_after(cut):
                     cut = graph.call(aten.slice.Tensor, (cut, dim, 0, size), like=node, type=type, name=f"{name}.cut")
@@ -204,8 +204,8 @@ class _Padding:
                 type = _wider(type, dim, more, self.graph)
             order, source = _order(value), value.args[0] if value.args else None
             if order is not None and isinstance(source, fx.Node):
-                inside = [extra[order.index(dim)] for dim in range(last + 1)]
-                target, args = value.target, (self.padded(source, inside, product), *value.args[1:])
+                source_extra = [extra[order.index(dim)] for dim in range(last + 1)]
+                target, args = value.target, (self.padded(source, source_extra, product), *value.args[1:])
             else:
                 first = next(dim for dim, more in enumerate(extra) if more)
                 amounts = [n for more in reversed(extra[first:]) for n in (0, more)]
@@ -216,7 +216,7 @@ class _Padding:
 
 
 def _wider(type: TensorType, dim: int, more: int, graph: Graph) -> TensorType:
-    """A type with so many elements more along a dim, on every rank."""
+    """The type with `more` additional elements along a dim, on every rank."""
     if not more:
         return type
     axes = tuple(axis for atom in type.dims[dim] for axis in atom.axes)

@@ -46,8 +46,8 @@ aten = torch.ops.aten
 FINITE: frozenset[Any] = frozenset((aten.clamp_min.default, aten.clamp.default))
 
 
-class _Said(NamedTuple):
-    """What a rule says of a call: its factors laid over the atoms that are looked at, and those axes that are not."""
+class _RuleLayout(NamedTuple):
+    """A call's rule with its factors mapped to the visible atoms, and the axes of the atoms that are not visible."""
 
     projection: Projection
     operands: tuple[tuple[Axes, ...], ...]
@@ -55,17 +55,17 @@ class _Said(NamedTuple):
     unseen: frozenset[str]
 
 
-def placement_faults(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    """What is false of how a call's results lie; `made` has their types, None for those that nothing reads."""
+def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """The faults in the placements of a call's results; `result_types` holds None for results that nothing reads."""
     handler = _HANDLERS.get(node.target)
     if handler is not None:
-        return handler(node, made, mesh)
+        return handler(node, result_types, mesh)
     read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
-    if not any(t.axes or t.partial for t in (*read, *made) if t is not None):
+    if not any(t.axes or t.partial for t in (*read, *result_types) if t is not None):
         return []  # all of it is whole on every rank
     schema, key = _frozen(node)
     every = tuple(info(node).results) if info(node).type is None else (info(node).type,)
-    return list(_by_rule(node.target, schema, key, read, tuple(made), every, mesh))
+    return list(_by_rule(node.target, schema, key, read, tuple(result_types), every, mesh))
 
 
 def _own(value: fx.Node) -> TensorType:
@@ -112,35 +112,35 @@ def _by_rule(
     names: tuple[str, ...],
     values: tuple[Hashable, ...],
     read: tuple[TensorType, ...],
-    made: tuple[TensorType | None, ...],
+    result_types: tuple[TensorType | None, ...],
     every: tuple[TensorType | None, ...],
     mesh: Mesh,
 ) -> tuple[str, ...]:
     entry = find_rule(op)
     assert entry is not None, f"{op} has no meaning"
-    whole = tuple(m or e for m, e in zip(made, every, strict=True) if e is not None)
-    shown = tuple(m for m, e in zip(made, every, strict=True) if e is not None)
-    found: tuple[str, ...] = ()
+    all_types = tuple(m or e for m, e in zip(result_types, every, strict=True) if e is not None)
+    shown = tuple(m for m, e in zip(result_types, every, strict=True) if e is not None)
+    first_faults: tuple[str, ...] = ()
     for local_shapes in (False, True) if entry.shape_arg else (entry.localize is not None,):
         try:
-            said = _laid(entry, names, values, read, whole, mesh, local_shapes=local_shapes)
+            layout = _laid(entry, names, values, read, all_types, mesh, local_shapes=local_shapes)
         except (RuleError, ValueError, IndexError, TypeError, ZeroDivisionError) as wrong:
             faults: tuple[str, ...] = (f"its rule does not fit it: {wrong}",)
         else:
-            faults = tuple(_compared(entry, said, read, shown))
+            faults = tuple(_compared(entry, layout, read, shown))
         if not faults:
             return ()
-        found = found or faults
-    return found
+        first_faults = first_faults or faults
+    return first_faults
 
 
 def _compared(
-    entry: OpRule, said: _Said, read: Sequence[TensorType], made: Sequence[TensorType | None]
+    entry: OpRule, layout: _RuleLayout, read: Sequence[TensorType], result_types: Sequence[TensorType | None]
 ) -> Iterator[str]:
-    """The results' types against what follows from the operands'."""
-    projection = said.projection
+    """Compares the types of the results with those that the rule derives from the operands."""
+    projection = layout.projection
     split: dict[int, Axes] = {}
-    for pieces, placement in zip(projection.operands, said.operands, strict=True):
+    for pieces, placement in zip(projection.operands, layout.operands, strict=True):
         for piece, axes in zip(pieces, placement, strict=True):
             if split.setdefault(piece, axes) != axes:
                 yield f"its operands lie differently along {projection.names[piece]}"
@@ -149,24 +149,24 @@ def _compared(
             yield f"{projection.names[piece]} must be whole, and lies over {'.'.join(split[piece])}"
             return
     passed: set[tuple[str, str]] = set()
-    for axis, kind in dict.fromkeys(one for type in read for one in type.partial):
+    for axis, kind in dict.fromkeys(reduction for type in read for reduction in type.partial):
         having = [k for k, type in enumerate(read) if (axis, kind) in type.partial]
         joint = projection.linear == "joint" and len(having) == len(read)
-        each = projection.linear != "joint" and len(having) == 1 and having[0] in projection.linear
-        if entry.kind == "view" and axis in said.unseen:
+        single_operand = projection.linear != "joint" and len(having) == 1 and having[0] in projection.linear
+        if entry.kind == "view" and axis in layout.unseen:
             continue  # side by side
-        if not ((kind == "sum" and (joint or each)) or (kind != "sum" and entry.op in FINITE)):
+        if not ((kind == "sum" and (joint or single_operand)) or (kind != "sum" and entry.op in FINITE)):
             yield f"it is not linear in what is pending by {kind} over {axis}"
         passed.add((axis, kind))
-    for k, (type, placement) in enumerate(zip(made, said.results, strict=True)):
+    for k, (type, placement) in enumerate(zip(result_types, layout.results, strict=True)):
         if type is None:
             continue
         for piece, axes in zip(projection.results[k], placement, strict=True):
-            if piece in split and split[piece] != axes and not said.unseen.issuperset({*split[piece]} ^ {*axes}):
+            if piece in split and split[piece] != axes and not layout.unseen.issuperset({*split[piece]} ^ {*axes}):
                 have, say = ".".join(split[piece]) or "no axis", ".".join(axes) or "no axis"
                 yield f"{projection.names[piece]} lies over {have}, and over {say} in its result"
         pending = {*projection.partial(split, k), *passed}
-        spoken = {one for one in type.partial if one[0] not in said.unseen}
+        spoken = {reduction for reduction in type.partial if reduction[0] not in layout.unseen}
         if spoken - pending or pending - set(type.partial):
             yield f"pending in its result is {_listed(pending)}, not {_listed(type.partial)}"
 
@@ -176,11 +176,11 @@ def _laid(
     names: tuple[str, ...],
     values: tuple[Hashable, ...],
     read: tuple[TensorType, ...],
-    whole: tuple[TensorType | None, ...],
+    all_types: tuple[TensorType | None, ...],
     mesh: Mesh,
     *,
     local_shapes: bool,
-) -> _Said:
+) -> _RuleLayout:
     def shape(type: TensorType) -> tuple[int, ...]:
         return type.local_shape(mesh) if local_shapes else type.shape
 
@@ -193,7 +193,7 @@ def _laid(
         return value
 
     arguments = {name: thawed(name, value) for name, value in zip(names, values, strict=True)}
-    types = [t for t in whole if t is not None]
+    types = [t for t in all_types if t is not None]
     if entry.shape_arg and not local_shapes:
         arguments[entry.shape_arg] = list(types[0].shape)
     rule = fit(notation_of(entry, arguments), tuple(map(shape, read)), tuple(map(shape, types)))
@@ -209,7 +209,7 @@ def _laid(
 
     ins, outs = [seen(t) for t in read], [seen(t) for t in types]
     projection = overlay(rule, ins, outs)
-    return _Said(projection, tuple(t.placement for t in ins), tuple(t.placement for t in outs), frozenset(unseen))
+    return _RuleLayout(projection, tuple(t.placement for t in ins), tuple(t.placement for t in outs), frozenset(unseen))
 
 
 def _listed(pending: Iterable[tuple[str, str]]) -> str:
@@ -217,9 +217,9 @@ def _listed(pending: Iterable[tuple[str, str]]) -> str:
 
 
 # ---------------------------------------------------------------------- ops of ours without a rule
-def _moved(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    """A collective or a slice: what it does to its operand's placement, from its arguments, is what the result says."""
-    args, after = given(node), made[0]
+def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """For a collective or a slice: its arguments and its operand's placement determine the placement of its result."""
+    args, after = given(node), result_types[0]
     before = type_of(args["x"])
     axes: Axes = mesh.resolve(args["axes"])
     assert after is not None
@@ -254,7 +254,7 @@ def _moved(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list
         if not square or len(ends) != 1 or list(args["source"]) != transposition(mesh.size(axes[:1])):
             return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
         placement[ends[0]] = axes[1:]
-    if len({axis for own in placement for axis in own}) != sum(map(len, placement)):
+    if len({axis for atom_axes in placement for axis in atom_axes}) != sum(map(len, placement)):
         return [f"shards by {'.'.join(axes)} what lies over it already"]
     want = before.place(placement, pending.items())
     return [] if want == after else [f"yields {want}, the result says {after}"]
@@ -266,20 +266,20 @@ def is_flat(node: fx.Node) -> bool:
 
 
 def _layout_fault(node: fx.Node, before: TensorType, after: TensorType, mesh: Mesh, axes: Axes) -> str | None:
-    """Of a collective that moves a flat tensor: its numbers say how a rank's elements lie, before and after."""
+    """For a collective on a flat tensor: checks its numbers against the local element counts of operand and result."""
     args = given(node)
     if not {"atoms", "pos"} <= args.keys():
         return None
-    atoms, pos, held = args["atoms"], args["pos"], math.prod(before.local_shape(mesh))
-    if math.prod(atoms) != held or not 0 <= pos < len(atoms):
-        return f"takes {held} elements as {atoms}, dim {pos}"
+    atoms, pos, operand_numel = args["atoms"], args["pos"], math.prod(before.local_shape(mesh))
+    if math.prod(atoms) != operand_numel or not 0 <= pos < len(atoms):
+        return f"takes {operand_numel} elements as {atoms}, dim {pos}"
     size, group = atoms[pos], mesh.size(axes)
     moved = args["size"] if "size" in args else -(-size // group)
     if "size" in args and not size * (group - 1) < moved <= size * group:
         return f"gathers {group} times {size} as {moved}"
-    made = math.prod(atoms[:pos]) * moved * math.prod(atoms[pos + 1 :])
-    if math.prod(args["shape"]) != made or tuple(args["shape"]) != after.local_shape(mesh):
-        return f"yields {made} elements, in the shape {args['shape']}, and {after}"
+    result_numel = math.prod(atoms[:pos]) * moved * math.prod(atoms[pos + 1 :])
+    if math.prod(args["shape"]) != result_numel or tuple(args["shape"]) != after.local_shape(mesh):
+        return f"yields {result_numel} elements, in the shape {args['shape']}, and {after}"
     return None
 
 
@@ -300,9 +300,9 @@ def _flat_moved(node: fx.Node, before: TensorType, after: TensorType, mesh: Mesh
     return []
 
 
-def _packed(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+def _packed(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     """A bucket's members are pending alike, and lie along the axes of the flat tensor."""
-    after, read = made[0], list(map(type_of, operands(node)))
+    after, read = result_types[0], list(map(type_of, operands(node)))
     assert after is not None
     if any(type.partial != after.partial for type in read):
         return [f"packs what is pending otherwise than {_listed(after.partial)}"]
@@ -310,52 +310,56 @@ def _packed(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> lis
     return [] if along <= set(after.axes) else [f"packs what lies over {sorted(along)} as {after}"]
 
 
-def _unpacked(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+def _unpacked(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     """Each member is its operand of the `pack` after the collective between the two."""
     flat = operands(node)[0]
     if flat.op != "call_function" or not is_flat(flat):
         return ["unpacks what was not packed"]
     (pack,) = operands(flat)
     members, args = operands(pack), given(flat)
-    if len(members) != len(made):
-        return [f"unpacks {len(made)} of {len(members)} members"]
+    if len(members) != len(result_types):
+        return [f"unpacks {len(result_types)} of {len(members)} members"]
     axes: Axes = mesh.resolve(args["axes"])
-    found: list[str] = []
-    for member, after in zip(map(type_of, members), made, strict=True):
+    faults: list[str] = []
+    for member, after in zip(map(type_of, members), result_types, strict=True):
         if after is None:
             continue
-        pending = {one for one in member.partial if not ("op" in args and one[0] in axes)}
+        pending = {reduction for reduction in member.partial if not ("op" in args and reduction[0] in axes)}
         moved = "pos" in args
         lies = [
             (tuple(a for a in b if a not in axes), a_) for b, a_ in zip(member.placement, after.placement, strict=False)
         ]
-        same = (
+        same_placement = (
             all(b == (tuple(a for a in c if a not in axes)) for b, c in lies)
             if moved
             else member.placement == after.placement
         )
         gathers = flat.target is collectives.all_gather
-        held = set(axes) & set((member if gathers else after).axes)
-        if (after.dtype, after.shape) != (member.dtype, member.shape) or not same or set(after.partial) != pending:
-            found.append(f"unpacks {after} of {member}")
-        elif moved and (held != set(axes) or set(axes) & set((after if gathers else member).axes)):
-            found.append(f"unpacks {after} of {member}, moved over {'.'.join(axes)}")
-    return found
+        present_axes = set(axes) & set((member if gathers else after).axes)
+        if (
+            (after.dtype, after.shape) != (member.dtype, member.shape)
+            or not same_placement
+            or set(after.partial) != pending
+        ):
+            faults.append(f"unpacks {after} of {member}")
+        elif moved and (present_axes != set(axes) or set(axes) & set((after if gathers else member).axes)):
+            faults.append(f"unpacks {after} of {member}, moved over {'.'.join(axes)}")
+    return faults
 
 
-def _masked(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+def _masked(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     args = given(node)
     type, pos = type_of(args["x"]), args["pos"]
-    if made[0] != type:
-        return [f"yields {type}, the result says {made[0]}"]
+    if result_types[0] != type:
+        return [f"yields {type}, the result says {result_types[0]}"]
     if not 0 <= pos < len(type.atoms):
         return [f"pos is {pos}, of {len(type.atoms)} atoms"]
-    atom, told = type.atoms[pos], (args["size"], tuple(args["axes"]), tuple(args["atoms"]))
-    fits = told == (atom.size, atom.axes, type.local_atoms(mesh))
+    atom, declared = type.atoms[pos], (args["size"], tuple(args["axes"]), tuple(args["atoms"]))
+    fits = declared == (atom.size, atom.axes, type.local_atoms(mesh))
     return [] if fits else [f"masks the padding of {args['size']}@{'.'.join(args['axes'])}, where {atom} lies"]
 
 
-def _offset(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+def _offset(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     args = given(node)
     axes, strides = args["axes"], args["strides"]
     if len(axes) != len(strides) or not {*axes} <= {*mesh.names}:
@@ -363,20 +367,22 @@ def _offset(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> lis
     return []
 
 
-def _kept(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+def _unchanged(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     type = type_of(operands(node)[0])
-    return [] if made[0] == type else [f"yields {type}, the result says {made[0]}"]
+    return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
 
 
-def _kernel(node: fx.Node, made: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     read = list(map(type_of, operands(node)))
-    pending = {one for type in read for one in type.partial}
+    pending = {reduction for type in read for reduction in type.partial}
     lies = {axis for type in read for axis in type.axes} | {axis for axis, _ in pending}
-    results = [type for type in made if type is not None]
-    found = [f"makes {t} of what lies over {sorted(lies)}" for t in results if not t.axes | t.partial_axes <= lies]
+    results = [type for type in result_types if type is not None]
+    faults = [f"makes {t} of what lies over {sorted(lies)}" for t in results if not t.axes | t.partial_axes <= lies]
     # A softmax's own maximum goes (see above).
-    lost = {one for one in pending if one[1] == "sum"} - {one for type in results for one in type.partial}
-    return found + ([f"loses what is pending: {_listed(lost)}"] if lost and results else [])
+    lost = {reduction for reduction in pending if reduction[1] == "sum"} - {
+        reduction for type in results for reduction in type.partial
+    }
+    return faults + ([f"loses what is pending: {_listed(lost)}"] if lost and results else [])
 
 
 _Handler = Callable[[fx.Node, Sequence[TensorType | None], Mesh], list[str]]
@@ -386,7 +392,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     local.axis_offset: _offset,
     PACK: _packed,
     UNPACK: _unpacked,
-    **dict.fromkeys(SAME, _kept),
+    **dict.fromkeys(SAME, _unchanged),
     **dict.fromkeys(KERNELS, _kernel),
 }
 MEANT: frozenset[Any] = frozenset(_HANDLERS)  # the ops of ours that a program may hold without a rule

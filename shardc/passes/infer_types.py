@@ -58,13 +58,13 @@ class _Number(NamedTuple):
 
 
 def results_of(node: fx.Node, mesh: Mesh) -> tuple[Local | None, ...]:
-    """What a call yields on one rank; None in the place of what is no tensor. Raises UnfitOperandsError."""
+    """The results of a call on one rank; None for a result that is not a tensor. Raises UnfitOperandsError."""
     args = tuple([_frozen(arg, mesh) for arg in node.args])
     kwargs = tuple([(name, _frozen(arg, mesh)) for name, arg in node.kwargs.items()])
-    found = _results(node.target, args, kwargs)  # type: ignore[arg-type]
-    if isinstance(found, str):
-        raise UnfitOperandsError(found)
-    return found
+    local_results = _results(node.target, args, kwargs)  # type: ignore[arg-type]
+    if isinstance(local_results, str):
+        raise UnfitOperandsError(local_results)
+    return local_results
 
 
 def declared(node: fx.Node) -> tuple[TensorType | None, ...]:
@@ -91,16 +91,16 @@ def _results(
         return (Local(torch.int64, ()),)
     with torch.no_grad():
         try:
-            given = [_thawed(arg) for arg in args]
-            named = {name: _thawed(arg) for name, arg in kwargs}
+            arguments = [_thawed(arg) for arg in args]
+            keywords = {name: _thawed(arg) for name, arg in kwargs}
             if any(argument.name == "device" for argument in schema_of(op).arguments):
-                named["device"] = META
-            made: Any = KERNELS.get(op, op)(*given, **named)
+                keywords["device"] = META
+            output: Any = KERNELS.get(op, op)(*arguments, **keywords)
         except Exception as wrong:  # whatever an op finds wrong with its operands
             return f"{type(wrong).__name__}: {str(wrong).strip().partition(chr(10))[0][:200]}"
-    values: Sequence[Any] = made if isinstance(made, list | tuple) else (made,)
-    found = [Local(v.dtype, tuple(v.shape)) if isinstance(v, torch.Tensor) else None for v in values]
-    return tuple(found)
+    values: Sequence[Any] = output if isinstance(output, list | tuple) else (output,)
+    tensors = [Local(v.dtype, tuple(v.shape)) if isinstance(v, torch.Tensor) else None for v in values]
+    return tuple(tensors)
 
 
 def _thawed(arg: Any) -> Any:

@@ -56,39 +56,39 @@ class Fault:
 
 
 def type_faults(graph: Graph) -> list[Fault]:
-    """Everything that a graph says falsely of its values."""
-    found: list[Fault] = []
+    """All faults in the types of a graph's values."""
+    faults: list[Fault] = []
     for node in graph.placeholders:
         if wrong := _too_large(type_of(node), graph.mesh):
-            found.append(Fault(graph.name, wrong, node))
+            faults.append(Fault(graph.name, wrong, node))
     for node in graph.calls():
-        found += [Fault(graph.name, line, node) for line in _call_faults(node, graph.mesh)]
-    if not found:  # it takes the types of members to be right
-        found += [Fault(graph.name, line) for line in buckets_match(graph)]
-    return found
+        faults += [Fault(graph.name, line, node) for line in _call_faults(node, graph.mesh)]
+    if not faults:  # it takes the types of members to be right
+        faults += [Fault(graph.name, line) for line in buckets_match(graph)]
+    return faults
 
 
 def step_faults(graph: Graph) -> list[Fault]:
     """Of a whole step: nothing it takes or returns is pending, and what replaces an input lies as that does."""
-    found: list[Fault] = []
+    faults: list[Fault] = []
     twins = {port.name: type_of(node) for port, node in zip(graph.inputs, graph.placeholders, strict=True)}
     for node in graph.placeholders:
         if type_of(node).partial:
-            found.append(Fault(graph.name, f"the input is pending: {type_of(node)}", node))
+            faults.append(Fault(graph.name, f"the input is pending: {type_of(node)}", node))
     for port, value in zip(graph.outputs, graph.output_values, strict=True):
         type, twin = type_of(value), twins.get(port.name)
         what = f"{port.role} '{port.name}'"
         if type.partial:
-            found.append(Fault(graph.name, f"{what} is returned pending: {type}", value))
+            faults.append(Fault(graph.name, f"{what} is returned pending: {type}", value))
         elif port.role in UPDATES and twin is None:
-            found.append(Fault(graph.name, f"{what} is of no input", value))
+            faults.append(Fault(graph.name, f"{what} is of no input", value))
         elif (
             port.role in UPDATES and twin is not None and (type.placement, type.shape) != (twin.placement, twin.shape)
         ) or (port.role in ("param", "buffer", "state") and twin != type):
-            found.append(Fault(graph.name, f"{what} is {type}, and its input {twin}", value))
+            faults.append(Fault(graph.name, f"{what} is {type}, and its input {twin}", value))
         elif port.role == "loss" and type.shape != ():
-            found.append(Fault(graph.name, f"{what} is no number, but {type}", value))
-    return found
+            faults.append(Fault(graph.name, f"{what} is no number, but {type}", value))
+    return faults
 
 
 def single_faults(graph: Graph) -> list[Fault]:
@@ -115,19 +115,19 @@ def _call_faults(node: fx.Node, mesh: Mesh) -> Iterator[str]:
     if not _known(node.target):
         yield f"{op_name(node.target)} has no sharding rule here, so that nothing is known of what it means"
         return
-    made: list[TensorType | None] = [about.type] if about.type is not None else [None] * len(about.results)
+    result_types: list[TensorType | None] = [about.type] if about.type is not None else [None] * len(about.results)
     if about.type is None:
         for value in node.users:
-            made[int(value.args[1])] = type_of(value)  # type: ignore[arg-type]
+            result_types[int(value.args[1])] = type_of(value)  # type: ignore[arg-type]
     try:
         computed = results_of(node, mesh)
     except UnfitOperandsError as wrong:
         yield f"{op_name(node.target)} does not take its operands: {wrong}"
         return
-    if len(computed) < len(made) or (about.type is not None and len(computed) != 1):
-        yield f"{op_name(node.target)} yields {len(computed)} results, and {len(made)} are declared"
+    if len(computed) < len(result_types) or (about.type is not None and len(computed) != 1):
+        yield f"{op_name(node.target)} yields {len(computed)} results, and {len(result_types)} are declared"
         return
-    for i, (type, local) in enumerate(zip(made, computed, strict=False)):
+    for i, (type, local) in enumerate(zip(result_types, computed, strict=False)):
         which = f"result {i} " if about.type is None else ""
         if type is not None and (wrong := _too_large(type, mesh)):
             yield which + wrong
@@ -140,7 +140,7 @@ def _call_faults(node: fx.Node, mesh: Mesh) -> Iterator[str]:
             and (declared.dtype, declared.ndim) != (local.dtype, len(local.shape))
         ):
             yield f"{which}is {_shown(local)}, the call declares {declared}"
-    yield from placement_faults(node, made, mesh)
+    yield from placement_faults(node, result_types, mesh)
 
 
 def _shown(local: Local | None) -> str:

@@ -32,18 +32,18 @@ Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and
 
 def no_axis_twice(graph: Graph) -> list[str]:
     """V1: in one value an axis of the mesh shards at most one atom, once, and is not pending as well."""
-    found: list[str] = []
+    faults: list[str] = []
     for value in graph.values():
         type = type_of(value)
         axes = [a for atom in type.atoms for a in atom.axes] + [a for a, _ in type.partial]
         if len(axes) != len(set(axes)) or not set(axes) <= set(graph.mesh.names):
-            found.append(f"V1 {info(value).name}: {type}")
-    return found
+            faults.append(f"V1 {info(value).name}: {type}")
+    return faults
 
 
 def atoms_nest(graph: Graph) -> list[str]:
     """V2: the atoms of every operand and result agree with the factors of the rule, or it keeps them whole."""
-    found: list[str] = []
+    faults: list[str] = []
     for node in _ruled(graph):
         projection = project(node)
         for value, pieces in zip(
@@ -53,59 +53,59 @@ def atoms_nest(graph: Graph) -> list[str]:
                 continue
             sizes = tuple(projection.sizes[p] for p in pieces)
             if sizes != tuple(a.size for a in type_of(value).atoms):
-                found.append(f"V2 {info(node).name}: {info(value).name} is {type_of(value)}, pieces {sizes}")
-    return found
+                faults.append(f"V2 {info(node).name}: {info(value).name} is {type_of(value)}, pieces {sizes}")
+    return faults
 
 
 def results_follow_rules(graph: Graph) -> list[str]:
     """V3: every result is what the rule yields from the assignment; no blocked piece is split."""
-    found: list[str] = []
+    faults: list[str] = []
     for node in _ruled(graph):
         projection = project(node)
         split = split_of(node, projection)
         if set(split) & projection.blocked:
-            found.append(f"V3 {info(node).name} splits a piece that it needs whole")
+            faults.append(f"V3 {info(node).name} splits a piece that it needs whole")
         for k, value in enumerate(results(node)):
             if value is None:
                 continue
             want = produced(type_of(value), projection, split, info(node).passes, k)
             if want != type_of(value):
-                found.append(f"V3 {info(value).name} is {type_of(value)}, its rule yields {want}")
-    return found
+                faults.append(f"V3 {info(value).name} is {type_of(value)}, its rule yields {want}")
+    return faults
 
 
 def operands_match(graph: Graph) -> list[str]:
     """V4: operands are as their op demands; pending sums reach linear operands, a sum's all or a product's one."""
-    found: list[str] = []
+    faults: list[str] = []
     for node in _ruled(graph):
         for value, need in zip(operands(node), operand_types(node), strict=True):
             if type_of(value) != need:
-                found.append(f"V4 {info(node).name} reads {info(value).name} as {type_of(value)}, needs {need}")
+                faults.append(f"V4 {info(node).name} reads {info(value).name} as {type_of(value)}, needs {need}")
         projection = project(node)
         for axis in info(node).passes:
             pending = [i for i, v in enumerate(operands(node)) if axis in type_of(v).partial_axes]
             joint = projection.linear == "joint" and len(pending) == len(operands(node))
-            each = projection.linear != "joint" and len(pending) == 1 and pending[0] in projection.linear
-            if not (joint or each):
-                found.append(f"V4 {info(node).name} is not linear in what is pending over {axis}")
-    return found
+            single_operand = projection.linear != "joint" and len(pending) == 1 and pending[0] in projection.linear
+            if not (joint or single_operand):
+                faults.append(f"V4 {info(node).name} is not linear in what is pending over {axis}")
+    return faults
 
 
 def outputs_as_asked(graph: Graph) -> list[str]:
     """V5: outputs are placed as their parameter, buffer or annotation, none pending; no constant is communicated."""
-    found: list[str] = []
+    faults: list[str] = []
     for port, value, want in zip(graph.outputs, graph.output_values, output_types(graph), strict=True):
         if type_of(value) != want:
-            found.append(f"V5 {port.name} is {type_of(value)}, asked for {want}")
+            faults.append(f"V5 {port.name} is {type_of(value)}, asked for {want}")
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES and info(node).constant:
-            found.append(f"V5 {info(node).name} communicates a constant")
-    return found
+            faults.append(f"V5 {info(node).name} communicates a constant")
+    return faults
 
 
 def buckets_match(graph: Graph) -> list[str]:
-    """What is packed goes through one collective and is unpacked as it was laid out, whole and once."""
-    found: list[str] = []
+    """Each packed tensor goes through one collective and is unpacked once, completely, in the layout of the pack."""
+    faults: list[str] = []
     for pack in graph.calls():
         if pack.target is not PACK:
             continue
@@ -113,33 +113,33 @@ def buckets_match(graph: Graph) -> list[str]:
         readers = list(pack.users)
         moved = readers[0] if len(readers) == 1 else None
         if moved is None or moved.target not in collectives.COLLECTIVES or [u.target for u in moved.users] != [UNPACK]:
-            found.append(f"{name} is not packed for one collective, unpacked once")
+            faults.append(f"{name} is not packed for one collective, unpacked once")
             continue
-        (back,) = moved.users
-        after, mesh = given(back), graph.mesh
+        (unpack,) = moved.users
+        layout, mesh = given(unpack), graph.mesh
         group = mesh.size(given(moved)["axes"])
         scatters, gathers = moved.target is collectives.reduce_scatter, moved.target is collectives.all_gather
-        if (args["rows"], after["rows"]) != (group if scatters else 1, group if gathers else 1):
-            found.append(f"{name} has {args['rows']} rows, and {after['rows']} when it is unpacked")
+        if (args["rows"], layout["rows"]) != (group if scatters else 1, group if gathers else 1):
+            faults.append(f"{name} has {args['rows']} rows, and {layout['rows']} when it is unpacked")
         mids = [-(-mid // args["rows"]) for mid in args["mids"]]
-        if (args["leads"], mids, args["unit"]) != (after["leads"], after["mids"], after["unit"]):
-            found.append(f"{name} is not unpacked as it was packed")
-        shapes = shapes_of(after["shapes"], after["ranks"])
+        if (args["leads"], mids, args["unit"]) != (layout["leads"], layout["mids"], layout["unit"]):
+            faults.append(f"{name} is not unpacked as it was packed")
+        shapes = shapes_of(layout["shapes"], layout["ranks"])
         for i, (x, lead, mid) in enumerate(zip(args["xs"], args["leads"], args["mids"], strict=True)):
-            own, made = type_of(x), math.prod(shapes[i])
-            numel = math.prod(own.local_shape(mesh))
-            if own.dtype != type_of(pack).dtype or numel % (lead * mid):
-                found.append(f"{name} packs {info(x).name}, {own}, as {lead} x {mid}")
-            elif made * mid != numel * after["sizes"][i]:
-                found.append(f"{name} packs {numel} elements of {info(x).name}, and {made} are unpacked")
-        for value in back.users:
+            member_type, unpacked_numel = type_of(x), math.prod(shapes[i])
+            numel = math.prod(member_type.local_shape(mesh))
+            if member_type.dtype != type_of(pack).dtype or numel % (lead * mid):
+                faults.append(f"{name} packs {info(x).name}, {member_type}, as {lead} x {mid}")
+            elif unpacked_numel * mid != numel * layout["sizes"][i]:
+                faults.append(f"{name} packs {numel} elements of {info(x).name}, and {unpacked_numel} are unpacked")
+        for value in unpack.users:
             if type_of(value).local_shape(mesh) != tuple(shapes[value.args[1]]):  # type: ignore[index]
-                found.append(f"{info(value).name} is {type_of(value)}, unpacked as {shapes[value.args[1]]}")  # type: ignore[index]
+                faults.append(f"{info(value).name} is {type_of(value)}, unpacked as {shapes[value.args[1]]}")  # type: ignore[index]
         numels = [math.prod(type_of(x).local_shape(mesh)) for x in args["xs"]]
         width = starts(columns_packed(numels, args["mids"], args["rows"]), args["unit"])[-1]
         if math.prod(type_of(pack).local_shape(mesh)) != width * args["rows"]:
-            found.append(f"{name} is {type_of(pack)}, of {args['rows']} rows of {width}")
-    return found
+            faults.append(f"{name} is {type_of(pack)}, of {args['rows']} rows of {width}")
+    return faults
 
 
 def microbatches_summed(graph: Graph) -> list[str]:
@@ -156,12 +156,12 @@ def microbatches_summed(graph: Graph) -> list[str]:
 
 def updates_have_inputs(graph: Graph) -> list[str]:
     """What a step updates it has read: a new parameter, buffer or state of the type of the old one."""
-    before = {(port.role, port.name): type_of(value) for port, value in _ports(graph, "inputs")}
+    input_types = {(port.role, port.name): type_of(value) for port, value in _ports(graph, "inputs")}
     faults: list[str] = []
     for port, value in _ports(graph, "outputs"):
         if port.role not in ("param", "state", "buffer"):
             continue
-        old, new = before.get((port.role, port.name)), type_of(value)
+        old, new = input_types.get((port.role, port.name)), type_of(value)
         if old is None:
             faults.append(f"{port.role} {port.name} is updated and never read")
         elif (old.dtype, old.shape) != (new.dtype, new.shape):

@@ -47,9 +47,9 @@ GROUPED = ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
     ],
 )
 def sdpa(q: Dims, k: Dims, v: Dims, mask: Dims | None, causal: bool, scale: float | None, gqa: bool) -> Notation:
-    at = _Labels(q, k, mask)
-    ins = ", ".join(filter(None, (at.q, at.k, at.v, at.mask)))
-    return Notation(f"{ins} -> {at.o}, {at.lse}", whole="t d e s" if causal else "t d e")
+    labels = _Labels(q, k, mask)
+    ins = ", ".join(filter(None, (labels.q, labels.k, labels.v, labels.mask)))
+    return Notation(f"{ins} -> {labels.o}, {labels.lse}", whole="t d e s" if causal else "t d e")
 
 
 @rule(
@@ -66,12 +66,12 @@ def sdpa_bwd(
     g: Dims, q: Dims, k: Dims, v: Dims, mask: Dims | None, o: Dims, lse: Dims,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool,
 ) -> Notation:  # fmt: skip
-    at = _Labels(q, k, mask)
-    ins = ", ".join(filter(None, (at.o, at.q, at.k, at.v, at.mask, at.o, at.lse)))
-    dmask = at.mask if need_mask and at.mask is not None else "0"  # an empty tensor when nobody asks
+    labels = _Labels(q, k, mask)
+    ins = ", ".join(filter(None, (labels.o, labels.q, labels.k, labels.v, labels.mask, labels.o, labels.lse)))
+    dmask = labels.mask if need_mask and labels.mask is not None else "0"  # an empty tensor when nobody asks
     free = " ".join(f"b{i}" for i in range(q.ndim - 2)) + " k r"
     return Notation(
-        f"{ins} -> {at.q}, {at.k}, {at.v}, {dmask}",
+        f"{ins} -> {labels.q}, {labels.k}, {labels.v}, {dmask}",
         sum=free if causal else f"{free} s",
         whole="t d e s" if causal else "t d e",
         linear=(0,),

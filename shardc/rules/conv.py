@@ -59,10 +59,10 @@ def convolution(
     input: Dims, weight: Dims, bias: Dims | None, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Notation:  # fmt: skip
-    at = _Labels(weight.ndim - 2, transposed, groups)
+    labels = _Labels(weight.ndim - 2, transposed, groups)
     if bias is not None:  # every shard of a sum over c would add it; normalize takes it out
-        return Notation(f"{at.x}, {at.w}, {at.bias} -> {at.y}", whole=f"{at.whole} c")
-    return Notation(f"{at.x}, {at.w} -> {at.y}", sum="c", whole=at.whole, linear="each")
+        return Notation(f"{labels.x}, {labels.w}, {labels.bias} -> {labels.y}", whole=f"{labels.whole} c")
+    return Notation(f"{labels.x}, {labels.w} -> {labels.y}", sum="c", whole=labels.whole, linear="each")
 
 
 @rule(
@@ -79,11 +79,11 @@ def convolution_backward(
     grad_output: Dims, input: Dims, weight: Dims, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int, output_mask: Sequence[bool],
 ) -> Notation:  # fmt: skip
-    at = _Labels(weight.ndim - 2, transposed, groups)
-    outs = [t for t, wanted in zip((at.x, at.w, at.bias), output_mask, strict=True) if wanted]
+    labels = _Labels(weight.ndim - 2, transposed, groups)
+    outs = [t for t, needed in zip((labels.x, labels.w, labels.bias), output_mask, strict=True) if needed]
     # A bias gradient does not have c, nor is it a sum over c.
-    whole = f"{at.whole} c" if output_mask[2] else at.whole
-    return Notation(f"{at.y}, {at.x}, {at.w} -> {', '.join(outs)}", sum="n o", whole=whole, linear=(0,))
+    whole = f"{labels.whole} c" if output_mask[2] else labels.whole
+    return Notation(f"{labels.y}, {labels.x}, {labels.w} -> {', '.join(outs)}", sum="n o", whole=whole, linear=(0,))
 
 
 # ------------------------------------------------------------------------------------------------ windows

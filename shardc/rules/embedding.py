@@ -36,7 +36,7 @@ def owned(call: LocalCall, index: fx.Node, dim: Dim, known: bool = False) -> tup
     if not known:
         index = call.emit(check_index, index, math.prod(atom.size for atom in dim), type=type)
     digits: list[tuple[fx.Node, int]] = []  # with their local extents
-    inside: list[fx.Node] = []
+    conditions: list[fx.Node] = []
     for k, atom in enumerate(dim):
         digit = index
         below = math.prod(a.size for a in dim[k + 1 :])
@@ -49,16 +49,16 @@ def owned(call: LocalCall, index: fx.Node, dim: Dim, known: bool = False) -> tup
             digit = call.emit(aten.sub.Tensor, digit, shift, type=type)
             low = call.emit(aten.ge.Scalar, digit, 0, type=type.with_dtype(torch.bool))
             high = call.emit(aten.lt.Scalar, digit, size, type=type.with_dtype(torch.bool))
-            inside += [low, high]
+            conditions += [low, high]
         digits.append((digit, atom.local(call.graph.mesh)))
     local = digits[0][0]
     for digit, size in digits[1:]:
         local = call.emit(aten.mul.Tensor, local, size, type=type)
         local = call.emit(aten.add.Tensor, local, digit, type=type)
-    mine = inside[0]
-    for condition in inside[1:]:
-        mine = call.emit(aten.bitwise_and.Tensor, mine, condition, type=type.with_dtype(torch.bool))
-    return call.emit(aten.where.ScalarOther, mine, local, 0, type=type), mine
+    owned_mask = conditions[0]
+    for condition in conditions[1:]:
+        owned_mask = call.emit(aten.bitwise_and.Tensor, owned_mask, condition, type=type.with_dtype(torch.bool))
+    return call.emit(aten.where.ScalarOther, owned_mask, local, 0, type=type), owned_mask
 
 
 def _levels(call: LocalCall, atom: Atom) -> list[tuple[dict[str, int], int]]:
@@ -92,9 +92,9 @@ def broadcast_mask(call: LocalCall, mask: fx.Node, type: TensorType, before: int
     return mask
 
 
-def keep_owned(call: LocalCall, values: fx.Node, mine: fx.Node, before: int = 0) -> tuple[Any, ...]:
+def keep_owned(call: LocalCall, values: fx.Node, owned_mask: fx.Node, before: int = 0) -> tuple[Any, ...]:
     """`values` where this rank owns the position, and 0 elsewhere, as a call's target, arguments and keywords."""
-    return aten.where.ScalarOther, (broadcast_mask(call, mine, type_of(values), before), values, 0), {}
+    return aten.where.ScalarOther, (broadcast_mask(call, owned_mask, type_of(values), before), values, 0), {}
 
 
 # ------------------------------------------------------------------------------------------------ embedding
@@ -102,10 +102,10 @@ def _look_up_owned(call: LocalCall) -> Any:
     rows = call.operands[0].dims[0]
     if not sharded(rows):
         return call.with_args()
-    index, mine = owned(call, call.args["indices"], rows)
+    index, owned_mask = owned(call, call.args["indices"], rows)
     type = call.results[0]
     picked = call.emit(aten.embedding.default, call.args["weight"], index, type=type)
-    return keep_owned(call, picked, mine)
+    return keep_owned(call, picked, owned_mask)
 
 
 @rule(
@@ -125,13 +125,13 @@ def _scatter_owned(call: LocalCall) -> Any:
     rows = call.results[0].dims[0]
     if not sharded(rows):
         return call.with_args()
-    index, mine = owned(call, call.args["indices"], rows, known=info(call.node).phase == "bwd")
+    index, owned_mask = owned(call, call.args["indices"], rows, known=info(call.node).phase == "bwd")
     padding = call.args["padding_idx"]
     if padding >= 0:
-        type = type_of(mine)
+        type = type_of(owned_mask)
         real = call.emit(aten.ne.Scalar, call.args["indices"], padding, type=type)
-        mine = call.emit(aten.bitwise_and.Tensor, mine, real, type=type)
-    target, args, kwargs = keep_owned(call, call.args["grad_output"], mine)
+        owned_mask = call.emit(aten.bitwise_and.Tensor, owned_mask, real, type=type)
+    target, args, kwargs = keep_owned(call, call.args["grad_output"], owned_mask)
     grad = call.emit(target, *args, type=call.operands[0], **kwargs)
     size = call.result_shape()[0]
     return call.with_args(grad_output=grad, indices=index, num_weights=size, padding_idx=-1)

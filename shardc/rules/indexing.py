@@ -29,22 +29,22 @@ def _text(labels: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------ index, index_put
 def _indexed(x: Dims, indices: Sequence[Dims | None]) -> tuple[list[str], list[str], list[str]]:
     """Labels of each index, of the elements they pick, and which dims of x are indexed."""
-    given = [i for i in indices if i is not None]
-    ndim = max(i.ndim for i in given)
+    index_tensors = [i for i in indices if i is not None]
+    ndim = max(i.ndim for i in index_tensors)
     picked = [
-        f"i{d}" if any(i.ndim >= ndim - d and i.shape[i.ndim - ndim + d] != 1 for i in given) else "1"
+        f"i{d}" if any(i.ndim >= ndim - d and i.shape[i.ndim - ndim + d] != 1 for i in index_tensors) else "1"
         for d in range(ndim)
     ]
     texts = [
         _text([label if n != 1 else "1" for label, n in zip(picked[ndim - i.ndim :], i.shape, strict=True)])
-        for i in given
+        for i in index_tensors
     ]
-    at = [d for d, i in enumerate(indices) if i is not None]
-    rest = [x[d] for d in range(x.ndim) if d not in at]
+    indexed_dims = [d for d, i in enumerate(indices) if i is not None]
+    other_labels = [x[d] for d in range(x.ndim) if d not in indexed_dims]
     # Indices that stand together leave their dims in place; apart, they go to the front.
-    together = at == list(range(at[0], at[0] + len(at)))
-    front = at[0] if together else 0
-    return texts, [*rest[:front], *picked, *rest[front:]], [x[d] for d in at]
+    adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[0] + len(indexed_dims)))
+    front = indexed_dims[0] if adjacent else 0
+    return texts, [*other_labels[:front], *picked, *other_labels[front:]], [x[d] for d in indexed_dims]
 
 
 @rule(
@@ -57,8 +57,8 @@ def _indexed(x: Dims, indices: Sequence[Dims | None]) -> tuple[list[str], list[s
     ],
 )
 def index(self: Dims, indices: Sequence[Dims | None]) -> Notation:
-    texts, result, at = _indexed(self, indices)
-    return Notation(f"{', '.join([str(self), *texts])} -> {_text(result)}", whole=" ".join(at), linear=(0,))
+    texts, result, indexed = _indexed(self, indices)
+    return Notation(f"{', '.join([str(self), *texts])} -> {_text(result)}", whole=" ".join(indexed), linear=(0,))
 
 
 @rule(
@@ -75,11 +75,11 @@ def index(self: Dims, indices: Sequence[Dims | None]) -> Notation:
 def index_put(self: Dims, indices: Sequence[Dims | None], values: Dims, accumulate: bool = False) -> Notation:
     if any(i is not None and i.boolean for i in indices):
         return _put_where(self, indices, values)
-    texts, result, at = _indexed(self, indices)
+    texts, result, indexed = _indexed(self, indices)
     aligned = result[len(result) - values.ndim :]
     value = _text([label if n != 1 else "1" for label, n in zip(aligned, values.shape, strict=True)])
     picked = [label for label in result if label not in self.labels]
-    whole = " ".join([*at, *(p for p in picked if p != "1")])  # each shard would add to its own copy of self
+    whole = " ".join([*indexed, *(p for p in picked if p != "1")])  # each shard would add to its own copy of self
     return Notation(f"{', '.join([str(self), *texts, value])} -> {self}", whole=whole)
 
 
@@ -97,7 +97,9 @@ def _put_where(x: Dims, indices: Sequence[Dims | None], values: Dims) -> Notatio
         d += spanned
     alone = len(labels) == 1 and all(n == 1 for n in values.shape)
     value = ["1" if n == 1 else f"v{k}" for k, n in enumerate(values.shape)]
-    whole = [] if alone else dict.fromkeys((*covered, *(label for some in labels for label in some), *value))
+    whole = (
+        [] if alone else dict.fromkeys((*covered, *(label for mask_labels in labels for label in mask_labels), *value))
+    )
     texts = ", ".join([str(x), *map(_text, labels), _text(value)])
     return Notation(f"{texts} -> {x}", whole=" ".join(label for label in whole if label != "1"))
 
@@ -129,9 +131,9 @@ def _gather_owned(call: LocalCall) -> Any:
     _, atoms = _position(call)
     if not sharded(atoms):
         return call.with_args()
-    index, mine = owned(call, call.args["index"], atoms)
+    index, owned_mask = owned(call, call.args["index"], atoms)
     picked = call.emit(aten.gather.default, call.args["self"], call.args["dim"], index, type=call.results[0])
-    return keep_owned(call, picked, mine)
+    return keep_owned(call, picked, owned_mask)
 
 
 @rule(
@@ -155,9 +157,9 @@ def _select_owned(call: LocalCall) -> Any:
     dim, atoms = _position(call)
     if not sharded(atoms):
         return call.with_args()
-    index, mine = owned(call, call.args["index"], atoms)
+    index, owned_mask = owned(call, call.args["index"], atoms)
     picked = call.emit(aten.index_select.default, call.args["self"], dim, index, type=call.results[0])
-    return keep_owned(call, picked, mine, before=dim)
+    return keep_owned(call, picked, owned_mask, before=dim)
 
 
 @rule(
@@ -174,15 +176,15 @@ def _scatter_add_owned(call: LocalCall) -> Any:
     _, atoms = _position(call)
     if not sharded(atoms):
         return call.with_args()
-    index, mine = owned(call, call.args["index"], atoms)
+    index, owned_mask = owned(call, call.args["index"], atoms)
     # src may be larger than index; only its leading part is read, so the mask is laid over that part.
     src, type = call.args["src"], call.operands[2]
-    for d, (size, wanted) in enumerate(zip(type.shape, call.operands[1].shape, strict=True)):
-        if size != wanted:
+    for d, (size, target_size) in enumerate(zip(type.shape, call.operands[1].shape, strict=True)):
+        if size != target_size:
             dims = (*type.dims[:d], call.operands[1].dims[d], *type.dims[d + 1 :])
             type = TensorType(type.dtype, dims)
-            src = call.emit(aten.slice.Tensor, src, d, 0, wanted, type=type)
-    target, args, kwargs = keep_owned(call, src, mine)
+            src = call.emit(aten.slice.Tensor, src, d, 0, target_size, type=type)
+    target, args, kwargs = keep_owned(call, src, owned_mask)
     return call.with_args(index=index, src=call.emit(target, *args, type=type, **kwargs))
 
 
@@ -253,9 +255,9 @@ def _index_add_owned(call: LocalCall) -> Any:
     dim, atoms = _position(call)
     if not sharded(atoms):
         return call.with_args()
-    index, mine = owned(call, call.args["index"], atoms)
+    index, owned_mask = owned(call, call.args["index"], atoms)
     type = call.operands[2]
-    target, args, kwargs = keep_owned(call, call.args["source"], mine, before=dim)
+    target, args, kwargs = keep_owned(call, call.args["source"], owned_mask, before=dim)
     return call.with_args(index=index, source=call.emit(target, *args, type=type, **kwargs))
 
 

@@ -58,7 +58,7 @@ def layer_norm_backward(
 ) -> Notation:  # fmt: skip
     x, inner, stats = _parts(input, normalized_shape)
     ins = _joined(x, x, stats, stats, inner if weight else None, inner if bias else None)
-    outs = _joined(*(t for t, wanted in zip((x, inner, inner), output_mask, strict=True) if wanted))
+    outs = _joined(*(t for t, needed in zip((x, inner, inner), output_mask, strict=True) if needed))
     rows = " ".join(input.labels[: input.ndim - len(normalized_shape)])
     return Notation(f"{ins} -> {outs}", sum=rows, whole=inner, linear=(0,))
 
@@ -104,7 +104,7 @@ def group_norm_backward(
 ) -> Notation:  # fmt: skip
     x, channels, whole = _group_dims(input, group)
     ins = _joined(x, x, "n g", "n g", channels if weight else None)
-    outs = _joined(*(t for t, wanted in zip((x, channels, channels), output_mask, strict=True) if wanted))
+    outs = _joined(*(t for t, needed in zip((x, channels, channels), output_mask, strict=True) if needed))
     return Notation(f"{ins} -> {outs}", sum="n", whole=whole, linear=(0,))
 
 

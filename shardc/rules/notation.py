@@ -121,14 +121,14 @@ def validate(notation: Notation) -> None:
         for name in names:
             if names.count(name) > 1:
                 raise RuleError(f"{notation.text!r}: factor {name!r} twice in one tensor")
-    known = {n for term in (*left, *right) for dim in term for n in dim}
-    said = [n for names in (notation.sum, notation.max, notation.min, notation.whole) for n in names.split()]
-    for name in said:
-        if name not in known:
+    factors = {n for term in (*left, *right) for dim in term for n in dim}
+    annotated = [n for names in (notation.sum, notation.max, notation.min, notation.whole) for n in names.split()]
+    for name in annotated:
+        if name not in factors:
             raise RuleError(f"{notation.text!r}: factor {name!r} is not in the rule")
-    inside = {n for term in left for dim in term for n in dim if not n.isdigit()}
+    operand_factors = {n for term in left for dim in term for n in dim if not n.isdigit()}
     for term in right:
-        missing = inside - {n for dim in term for n in dim} - set(said)
+        missing = operand_factors - {n for dim in term for n in dim} - set(annotated)
         if missing:
             raise RuleError(_missing(notation, missing))
 
@@ -205,11 +205,11 @@ def _ellipsis_sizes(terms: Sequence[Term], shapes: Sequence[Shape]) -> dict[str,
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
         if ("...",) in term:
-            at = term.index(("...",))
+            position = term.index(("...",))
             count = len(shape) - (len(term) - 1)
             for i in range(count):
                 name = f"~{count - 1 - i}"
-                sizes[name] = max(sizes.get(name, 1), shape[at + i])
+                sizes[name] = max(sizes.get(name, 1), shape[position + i])
     return sizes
 
 
@@ -218,9 +218,9 @@ def _label(
 ) -> list[tuple[str, ...]]:
     """Replace `...` by its names and record the sizes that single-factor dims tell."""
     if ("...",) in term:
-        at, count = term.index(("...",)), len(shape) - (len(term) - 1)
-        inner = tuple((f"~{count - 1 - i}",) if shape[at + i] != 1 else ("1",) for i in range(count))
-        term = term[:at] + inner + term[at + 1 :]
+        position, count = term.index(("...",)), len(shape) - (len(term) - 1)
+        inner = tuple((f"~{count - 1 - i}",) if shape[position + i] != 1 else ("1",) for i in range(count))
+        term = term[:position] + inner + term[position + 1 :]
         sizes.update(spread)
     if len(term) != len(shape):
         raise RuleError(f"{notation.text!r}: {len(term)} dims against shape {shape}")
@@ -243,9 +243,9 @@ def _infer(tensors: Sequence[list[tuple[str, ...]]], shapes: Sequence[Shape], si
         progress = False
         for dim, size in todo:
             unknown = [n for n in dim if n not in sizes]
-            known = math.prod(sizes[n] for n in dim if n in sizes)
-            if len(unknown) == 1 and known and size % known == 0:
-                sizes[unknown[0]] = size // known
+            product = math.prod(sizes[n] for n in dim if n in sizes)
+            if len(unknown) == 1 and product and size % product == 0:
+                sizes[unknown[0]] = size // product
                 progress = True
 
 

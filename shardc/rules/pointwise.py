@@ -89,8 +89,8 @@ def to_copy(self: Dims, dtype: torch.dtype | None = None, *options: Any) -> Nota
     examples=[*BINARY, ((4, 6), 2.0), (2.0, (4, 6)), example((4, 6), (6,), alpha=2)],
 )
 def add(self: Dims | float, other: Dims | float, alpha: float = 1) -> Notation:
-    both = isinstance(self, Dims) and isinstance(other, Dims)  # a number may stand first, as in 1 - x
-    return Notation(aligned(self, other), linear="joint" if both else ())
+    two_tensors = isinstance(self, Dims) and isinstance(other, Dims)  # a number may stand first, as in 1 - x
+    return Notation(aligned(self, other), linear="joint" if two_tensors else ())
 
 
 pointwise(aten.rsub.Tensor, BINARY, linear="joint")

@@ -78,12 +78,17 @@ def project(node: fx.Node) -> Projection:
 
     Every pass and every check asks for it, so it is kept for as long as the call and its tensors' atoms are the same.
     """
-    known = _known.get(node)
-    same = known is not None and known.target is node.target and known.args is node.args and known.kwargs is node.kwargs
-    ins = known.operands if known is not None and same else operands(node)
+    cached = _known.get(node)
+    unchanged = (
+        cached is not None
+        and cached.target is node.target
+        and cached.args is node.args
+        and cached.kwargs is node.kwargs
+    )
+    ins = cached.operands if cached is not None and unchanged else operands(node)
     sizes = tuple([t.sizes for t in (*map(type_of, ins), *result_types(node))])
-    if known is not None and same and known.sizes == sizes:
-        return known.projection
+    if cached is not None and unchanged and cached.sizes == sizes:
+        return cached.projection
     projection = _overlay(rule_of(node), sizes)
     _known[node] = _Known(node.target, node.args, node.kwargs, sizes, ins, projection)
     return projection
@@ -91,10 +96,10 @@ def project(node: fx.Node) -> Projection:
 
 def result_types(node: fx.Node) -> list[TensorType]:
     """Types of all results, in the order of the rule."""
-    found = info(node)
-    if found.type is not None:
-        return [found.type]
-    declared = [t for t in found.results if t is not None]
+    about = info(node)
+    if about.type is not None:
+        return [about.type]
+    declared = [t for t in about.results if t is not None]
     return [declared[i] if v is None else type_of(v) for i, v in enumerate(results(node))]
 
 
@@ -129,13 +134,13 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
             runs = group(atoms, [rule.sizes[f] for f in dim])
             # Factor by factor: one that is cut differently elsewhere does not take its neighbours in the dim along.
             for run, f in zip(runs, dim, strict=True) if runs is not None else [(atoms, None)]:
-                own = of_factor.get(f, ()) if f is not None else ()
-                if tuple(sizes[p] for p in own) != run:
-                    own = tuple(range(len(names), len(names) + len(run)))
-                    names.extend(f"?{p}" for p in own)
+                run_pieces = of_factor.get(f, ()) if f is not None else ()
+                if tuple(sizes[p] for p in run_pieces) != run:
+                    run_pieces = tuple(range(len(names), len(names) + len(run)))
+                    names.extend(f"?{p}" for p in run_pieces)
                     sizes.extend(run)
-                    opaque.update(own)
-                pieces += own
+                    opaque.update(run_pieces)
+                pieces += run_pieces
         return tuple(pieces)
 
     laid = [lay(labels, dims) for labels, dims in tensors]
@@ -150,18 +155,18 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
 def group(atoms: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]] | None:
     """Cut a dim's atom sizes into runs whose products are the factor sizes; None when they do not nest."""
     runs: list[tuple[int, ...]] = []
-    at = 0
+    index = 0
     for size in factors:
         run: list[int] = []
         product = 1
-        while product < size and at < len(atoms):
-            run.append(atoms[at])
-            product *= atoms[at]
-            at += 1
+        while product < size and index < len(atoms):
+            run.append(atoms[index])
+            product *= atoms[index]
+            index += 1
         if product != size:
             return None
         runs.append(tuple(run))
-    return runs if at == len(atoms) else None
+    return runs if index == len(atoms) else None
 
 
 def refine(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...] | None:

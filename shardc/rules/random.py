@@ -31,8 +31,8 @@ def _draw_shard(call: LocalCall) -> Any:
             inner //= atom.size
             sizes.append(atom.local(call.graph.mesh))
             strides.append(inner)
-    for at, stride in enumerate(strides):
-        steps |= axis_strides(type, at, stride, call)
+    for index, stride in enumerate(strides):
+        steps |= axis_strides(type, index, stride, call)
     scalar = call.operands[1]
     offset = call.emit(aten.add.Tensor, call.args["offset"], call.offset(steps), type=scalar)
     draw = call.emit(RANDOM_UNIFORM, call.args["seed"], call.args["op_id"], sizes, strides, offset, type=type)

@@ -25,11 +25,11 @@ def reduced(
     x: Dims, dims: Sequence[int] | None, keepdim: bool, how: Literal["sum", "max", "min", "whole"], results: int = 1
 ) -> Notation:
     """`x` without `dims` (all of them if none are given), which combine as `how` says."""
-    gone = {x.dim(d) for d in dims} if dims else set(range(x.ndim))
-    kept = ["1" if d in gone else x[d] for d in range(x.ndim) if keepdim or d not in gone]
-    after = ", ".join([" ".join(kept) or "()"] * results)
-    notation = Notation(f"{x if x.ndim else '()'} -> {after}")
-    names = " ".join(x[d] for d in sorted(gone))
+    reduced_dims = {x.dim(d) for d in dims} if dims else set(range(x.ndim))
+    kept_labels = ["1" if d in reduced_dims else x[d] for d in range(x.ndim) if keepdim or d not in reduced_dims]
+    result = ", ".join([" ".join(kept_labels) or "()"] * results)
+    notation = Notation(f"{x if x.ndim else '()'} -> {result}")
+    names = " ".join(x[d] for d in sorted(reduced_dims))
     match how:
         case "sum":
             return replace(notation, sum=names, linear="joint")
@@ -226,8 +226,8 @@ def sort_stable(self: Dims, stable: bool | None, dim: int, descending: bool) -> 
 @rule(aten.topk.default, examples=[((4, 6), 2), ((4, 6), 3, 0), ((4, 6), 1), ((4, 6), 6)])
 def topk(self: Dims, k: int, dim: int, largest: bool, sorted: bool) -> Notation:
     label = self[self.dim(dim)]
-    after = self.replace(dim, f"top_{label}")
-    return Notation(f"{self} -> {after}, {after}", whole=f"{label} top_{label}")
+    result = self.replace(dim, f"top_{label}")
+    return Notation(f"{self} -> {result}, {result}", whole=f"{label} top_{label}")
 
 
 # Not a sum over shards: padding that is masked with 0 would be counted where 0 is.

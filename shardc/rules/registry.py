@@ -109,21 +109,21 @@ def rule_of(node: fx.Node) -> FactorRule:
     shapes = tuple(type_of(v).shape for v in operands(node))
     out = result_shapes(node)
     key = (node.target, _freeze(node.args), _freeze(node.kwargs), out)
-    found = _FITTED.get(key)
-    if found is None:
+    fitted = _FITTED.get(key)
+    if fitted is None:
         entry = _RULES[node.target]
-        found = _FITTED[key] = fit(notation_of(entry, bind(node)), shapes, out)
-    return found
+        fitted = _FITTED[key] = fit(notation_of(entry, bind(node)), shapes, out)
+    return fitted
 
 
 def notation_of(entry: OpRule, arguments: dict[str, Any]) -> Notation:
     """The notation of a call whose tensors, in `arguments`, are `Dims`."""
     if entry.function is None:
         return entry.defaults
-    said = entry.function(*arguments.values())
-    if isinstance(said, str):
-        return replace(entry.defaults, text=said)
-    return said
+    notation = entry.function(*arguments.values())
+    if isinstance(notation, str):
+        return replace(entry.defaults, text=notation)
+    return notation
 
 
 def bind(node: fx.Node) -> dict[str, Any]:

@@ -150,8 +150,8 @@ def slice_scatter(self: Dims, src: Dims, dim: int, start: int | None, end: int |
 # ------------------------------------------------------------------------------------------- one index of a dim
 @rule(aten.select.int, linear="joint", examples=[((4, 6, 3), 1, 2), ((4, 6), -1, -1), ((4, 1), 1, 0)])
 def select(self: Dims, dim: int, index: int) -> Notation:
-    gone = self.replace(dim, None)
-    return Notation(f"{self} -> {gone if gone.ndim else '()'}", whole=self[self.dim(dim)], linear="joint")
+    result = self.replace(dim, None)
+    return Notation(f"{self} -> {result if result.ndim else '()'}", whole=self[self.dim(dim)], linear="joint")
 
 
 def local_input_sizes(call: LocalCall) -> Any:
@@ -198,9 +198,9 @@ def _splitting(x: Dims, dim: int, sizes: Sequence[int]) -> Notation:
 
 def localize_split(call: LocalCall) -> Any:
     dim = call.args["dim"] % call.operands[0].ndim
-    held, size = call.operand_shape(0)[dim], call.operands[0].shape[dim]
+    local_size, size = call.operand_shape(0)[dim], call.operands[0].shape[dim]
     # Sections are equal and divide what is held, or the dim is whole and nothing changes.
-    return call.with_args(dim=dim, split_size=call.args["split_size"] * held // size)
+    return call.with_args(dim=dim, split_size=call.args["split_size"] * local_size // size)
 
 
 @rule(
@@ -212,15 +212,15 @@ def localize_split(call: LocalCall) -> Any:
 def split(self: Dims, split_size: int, dim: int) -> Notation:
     size = self.shape[self.dim(dim)]
     split_size = max(split_size, 1)
-    return _splitting(self, dim, [min(split_size, size - at) for at in range(0, size, split_size)] or [0])
+    return _splitting(self, dim, [min(split_size, size - start) for start in range(0, size, split_size)] or [0])
 
 
 def localize_split_with_sizes(call: LocalCall) -> Any:
     dim = call.args["dim"] % call.operands[0].ndim
     sizes = call.args["split_sizes"]
-    held = call.operand_shape(0)[dim]
+    local_size = call.operand_shape(0)[dim]
     if len(set(sizes)) == 1:
-        sizes = [held // len(sizes)] * len(sizes)
+        sizes = [local_size // len(sizes)] * len(sizes)
     return call.with_args(dim=dim, split_sizes=sizes)
 
 
@@ -300,14 +300,14 @@ def glu_backward(grad_output: Dims, self: Dims, dim: int) -> str:
     examples=[((4, 6), (1, 0)), ((4, 6), (0, -2), 1.5), ((4, 6), (0, 0, 1, 2)), ((4, 6), (0, 0))],
 )
 def constant_pad_nd(self: Dims, pad: Sequence[int], value: float) -> Notation:
-    after = self
+    result = self
     for i in range(0, len(pad), 2):
         if pad[i] or pad[i + 1]:
             dim = self.ndim - 1 - i // 2
-            after = after.replace(dim, f"padded{dim}")
-    changed = [n for a, b in zip(self.labels, after.labels, strict=True) if a != b for n in (a, b)]
+            result = result.replace(dim, f"padded{dim}")
+    changed = [n for a, b in zip(self.labels, result.labels, strict=True) if a != b for n in (a, b)]
     linear: Linear = "joint" if value == 0 or not changed else ()
-    return Notation(f"{self} -> {after}", whole=" ".join(changed), linear=linear)
+    return Notation(f"{self} -> {result}", whole=" ".join(changed), linear=linear)
 
 
 @rule(aten.roll.default, linear="joint", examples=[((4, 6), (1,), (1,)), ((4, 6), (2, -1), (0, 1)), ((4, 6), (1,))])
@@ -324,8 +324,8 @@ def flip(self: Dims, dims: Sequence[int]) -> Notation:
 @rule(aten.unfold.default, linear="joint", examples=[((4, 6), 1, 3, 2)])
 def unfold(self: Dims, dimension: int, size: int, step: int) -> Notation:
     label = self[self.dim(dimension)]
-    after = f"{self.replace(dimension, 'windows')} {label}_in"
-    return Notation(f"{self} -> {after}", whole=f"{label} windows {label}_in", linear="joint")
+    result = f"{self.replace(dimension, 'windows')} {label}_in"
+    return Notation(f"{self} -> {result}", whole=f"{label} windows {label}_in", linear="joint")
 
 
 @rule(
@@ -335,8 +335,8 @@ def unfold(self: Dims, dimension: int, size: int, step: int) -> Notation:
     examples=[((4, 2, 3), (4, 6), 1, 3, 2), ((2, 6, 3), (5, 6), 0, 3, 1)],
 )
 def unfold_backward(grad_in: Dims, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Notation:
-    before = Dims("x", input_sizes)
-    label = before[before.dim(dim)]
+    source = Dims("x", input_sizes)
+    label = source[source.dim(dim)]
     return Notation(
-        f"{before.replace(dim, 'windows')} {label}_in -> {before}", whole=f"{label} windows {label}_in", linear="joint"
+        f"{source.replace(dim, 'windows')} {label}_in -> {source}", whole=f"{label} windows {label}_in", linear="joint"
     )

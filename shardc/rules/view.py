@@ -33,15 +33,15 @@ def reshape_notation(before: Sequence[int], after: Sequence[int]) -> Notation:
     left: list[str] = []
     right: list[str] = []
     whole: list[str] = []
-    for at, (a, b) in enumerate(_groups(before, after)):
+    for index, (a, b) in enumerate(_groups(before, after)):
         common = refine([n for n in a if n > 1], [n for n in b if n > 1])
         if common is None:
-            whole += [f"i{at}_{k}" for k in range(len(a))] + [f"o{at}_{k}" for k in range(len(b))]
-            left += [f"i{at}_{k}" for k in range(len(a))]
-            right += [f"o{at}_{k}" for k in range(len(b))]
+            whole += [f"i{index}_{k}" for k in range(len(a))] + [f"o{index}_{k}" for k in range(len(b))]
+            left += [f"i{index}_{k}" for k in range(len(a))]
+            right += [f"o{index}_{k}" for k in range(len(b))]
         else:
-            left += _spell(a, common, at)
-            right += _spell(b, common, at)
+            left += _spell(a, common, index)
+            right += _spell(b, common, index)
     return Notation(f"{' '.join(left) or '()'} -> {' '.join(right) or '()'}", whole=" ".join(whole), linear="joint")
 
 
@@ -63,7 +63,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return groups
 
 
-def _spell(dims: Sequence[int], common: Sequence[int], at: int) -> list[str]:
+def _spell(dims: Sequence[int], common: Sequence[int], index: int) -> list[str]:
     """Each dim as a compound of the common factors, which are named by their position."""
     spelled: list[str] = []
     k = 0
@@ -72,7 +72,7 @@ def _spell(dims: Sequence[int], common: Sequence[int], at: int) -> list[str]:
         product = 1
         while product < size:
             product *= common[k]
-            names.append(f"f{at}_{k}")
+            names.append(f"f{index}_{k}")
             k += 1
         spelled.append("1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})")
     return spelled
@@ -88,8 +88,8 @@ RESHAPES = [((2, 6, 8), (12, 8)), ((12, 8), (3, 4, 8)), ((2, 3, 4), (6, 2, 2)), 
     examples=[*RESHAPES, ((2, 6, 8), (-1, 8)), ((4, 6), (2, 12))],
 )
 def view(self: Dims, size: Sequence[int]) -> Notation:
-    known = math.prod(n for n in size if n != -1) or 1
-    return reshape_notation(self.shape, [math.prod(self.shape) // known if n == -1 else n for n in size])
+    known_size = math.prod(n for n in size if n != -1) or 1
+    return reshape_notation(self.shape, [math.prod(self.shape) // known_size if n == -1 else n for n in size])
 
 
 rule(aten.reshape.default, shape_arg="shape", kind="view", examples=RESHAPES)(view)
@@ -144,8 +144,8 @@ def squeeze(self: Dims) -> str:
 
 
 def _squeezed(x: Dims, dims: Sequence[int]) -> str:
-    gone = {x.dim(d) for d in dims if x.ndim and x.shape[d] == 1}
-    return f"{x if x.ndim else '()'} -> {' '.join(x[d] for d in range(x.ndim) if d not in gone) or '()'}"
+    squeezed = {x.dim(d) for d in dims if x.ndim and x.shape[d] == 1}
+    return f"{x if x.ndim else '()'} -> {' '.join(x[d] for d in range(x.ndim) if d not in squeezed) or '()'}"
 
 
 # ------------------------------------------------------------------------------------------------- repeated data
@@ -165,9 +165,9 @@ rule(
 def repeat(self: Dims, repeats: Sequence[int]) -> Notation:
     # Copies are whole: a dim of n copies of d is `(n d)`, and every shard repeats its own part of d.
     new = len(repeats) - self.ndim
-    after = [f"(r{i} {self[i - new]})" if i >= new else f"r{i}" for i in range(len(repeats))]
+    result = [f"(r{i} {self[i - new]})" if i >= new else f"r{i}" for i in range(len(repeats))]
     copies = " ".join(f"r{i}" for i in range(len(repeats)))
-    return Notation(f"{self if self.ndim else '()'} -> {' '.join(after) or '()'}", whole=copies, linear="joint")
+    return Notation(f"{self if self.ndim else '()'} -> {' '.join(result) or '()'}", whole=copies, linear="joint")
 
 
 # ------------------------------------------------------------------------------------------------ other readings
@@ -178,9 +178,9 @@ rule(aten.view_as_complex.default, "... 2 -> ...", linear="joint", kind="view", 
 @rule(aten.diagonal.default, linear="joint", examples=[((4, 4, 3),), ((3, 4, 5), 1, 0, -1)])
 def diagonal(self: Dims, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Notation:
     cut = {self.dim(dim1), self.dim(dim2)}
-    kept = [self[d] for d in range(self.ndim) if d not in cut]
-    gone = " ".join(self[d] for d in cut)
-    return Notation(f"{self} -> {' '.join([*kept, 'diagonal'])}", whole=f"{gone} diagonal", linear="joint")
+    kept_labels = [self[d] for d in range(self.ndim) if d not in cut]
+    cut_labels = " ".join(self[d] for d in cut)
+    return Notation(f"{self} -> {' '.join([*kept_labels, 'diagonal'])}", whole=f"{cut_labels} diagonal", linear="joint")
 
 
 @rule(
@@ -199,8 +199,8 @@ def diagonal_backward(grad_output: Dims, input_sizes: Sequence[int], offset: int
 # Strides speak of the whole tensor's memory: nothing of it can be cut.
 @rule(aten.as_strided.default, linear="joint", examples=[((4, 6), (2, 3), (6, 2), 1)])
 def as_strided(self: Dims, size: Sequence[int], *layout: Any) -> Notation:
-    after = " ".join(f"o{i}" for i in range(len(size))) or "()"
-    return Notation(f"{self if self.ndim else '()'} -> {after}", whole=f"{self} {after}", linear="joint")
+    result = " ".join(f"o{i}" for i in range(len(size))) or "()"
+    return Notation(f"{self if self.ndim else '()'} -> {result}", whole=f"{self} {result}", linear="joint")
 
 
 @rule(aten.as_strided_scatter.default, linear="joint", examples=[((4, 6), (2, 3), (2, 3), (6, 2), 1)])

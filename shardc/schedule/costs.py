@@ -55,8 +55,8 @@ class Costs:
             return stage.forward
         if isinstance(work, Dgrad):
             return stage.dgrad
-        whole = stage.dgrad + stage.wgrad if stage.backward is None else stage.backward
-        return whole if isinstance(work, Backward) else stage.wgrad
+        backward = stage.dgrad + stage.wgrad if stage.backward is None else stage.backward
+        return backward if isinstance(work, Backward) else stage.wgrad
 
     def gather_seconds(self, work: Gather) -> float:
         return self.gather + sum(self.gathers.get(name, 0.0) for name in work.values)

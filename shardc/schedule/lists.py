@@ -75,12 +75,12 @@ class RankLists:
         return {
             "pipeline": pipeline_to_plain(self.pipeline),
             "microbatches": self.microbatches,
-            "ranks": [[instruction_to_plain(i) for i in own] for own in self.ranks],
+            "ranks": [[instruction_to_plain(i) for i in rank_list] for rank_list in self.ranks],
             "schedule": self.schedule,
         }
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> RankLists:
-        ranks = tuple(tuple(map(instruction_from_plain, listed(own))) for own in listed(data["ranks"]))
+        ranks = tuple(tuple(map(instruction_from_plain, listed(rank_list))) for rank_list in listed(data["ranks"]))
         count = checked_count(data["microbatches"])
         return cls(pipeline_from_plain(data["pipeline"]), count, ranks, text_of(data["schedule"]))

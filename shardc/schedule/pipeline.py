@@ -146,17 +146,22 @@ class Pipeline:
                     readers.setdefault(name, set()).add((index, which))
         tables: list[dict[PartName, StagePart]] = []
         for index, (forward, dgrad, wgrad) in enumerate(self._stage_parts):
-            inside = {name for name in dgrad.makes if readers.get(name, set()) == {(index, 2)}}
+            internal = {name for name in dgrad.makes if readers.get(name, set()) == {(index, 2)}}
             tables.append(
-                {"forward": forward, "backward": _whole_backward(dgrad, wgrad, inside), "dgrad": dgrad, "wgrad": wgrad}
+                {
+                    "forward": forward,
+                    "backward": _whole_backward(dgrad, wgrad, internal),
+                    "dgrad": dgrad,
+                    "wgrad": wgrad,
+                }
             )
         return tables
 
 
-def _whole_backward(dgrad: StagePart, wgrad: StagePart, inside: set[str]) -> StagePart:
-    """Dgrad and wgrad as one part. Values that only pass between them (`inside`) are left out."""
+def _whole_backward(dgrad: StagePart, wgrad: StagePart, internal: set[str]) -> StagePart:
+    """Dgrad and wgrad as one part. Values that only pass between them (`internal`) are left out."""
     reads = dict.fromkeys(name for name in (*dgrad.reads, *wgrad.reads) if name not in dgrad.makes)
-    makes = tuple(name for name in (*dgrad.makes, *wgrad.makes) if name not in inside)
+    makes = tuple(name for name in (*dgrad.makes, *wgrad.makes) if name not in internal)
     accumulates = dict.fromkeys(dgrad.accumulates + wgrad.accumulates)
     return StagePart(tuple(reads), makes, tuple(accumulates), dgrad.results + wgrad.results)
 

@@ -135,5 +135,5 @@ def _step_text(batched: list[list[Instruction]], number: int, other: int) -> str
     """The instructions of a step that involve another rank, and the work that follows."""
     shown = [instruction_text(i) for i in batched[number] if not isinstance(i, TRANSFER) or i.peer == other]
     work = next((i for batch in batched[number:] for i in batch if isinstance(i, COMPUTE)), None)
-    before = "" if work is None else f", before {instruction_text(work)}"
-    return " | ".join(shown[:3]) + (f" | {len(shown) - 3} more" if len(shown) > 3 else "") + before
+    suffix = "" if work is None else f", before {instruction_text(work)}"
+    return " | ".join(shown[:3]) + (f" | {len(shown) - 3} more" if len(shown) > 3 else "") + suffix

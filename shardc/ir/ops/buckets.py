@@ -61,7 +61,7 @@ def fill(
 ) -> Tensor:
     """Copy members to their places in a flat tensor; those that are None are there already."""
     into: list[Tensor] = []
-    given: list[Tensor] = []
+    sources: list[Tensor] = []
     places = cut(flat, rows, columns_packed(numels, mids, rows), unit)
     for x, place, lead, mid in zip(xs, places, leads, mids, strict=True):
         if x is None:
@@ -70,12 +70,12 @@ def fill(
         if chunk * rows != mid:
             x = pad(x.reshape(lead, mid, -1), [0, 0, 0, chunk * rows - mid])
         if lead == 1:
-            given.append(x.reshape(rows, -1))
+            sources.append(x.reshape(rows, -1))
             into.append(place)
         else:
-            given.append(x.reshape(lead, rows, chunk, -1).permute(1, 2, 0, 3))
+            sources.append(x.reshape(lead, rows, chunk, -1).permute(1, 2, 0, 3))
             into.append(place.unflatten(1, (chunk, lead, -1)))
-    copy_all(into, given)
+    copy_all(into, sources)
     return flat
 
 
@@ -92,24 +92,24 @@ def shapes_of(shapes: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
 
 
 def unpacked(
-    flat: Tensor, leads: list[int], mids: list[int], rows: int, unit: int, sizes: list[int], made: Sequence[Tensor]
+    flat: Tensor, leads: list[int], mids: list[int], rows: int, unit: int, sizes: list[int], outputs: Sequence[Tensor]
 ) -> None:
     """Copy members out of several rows, each to its own tensor. `sizes` are those of the dims put together."""
-    columns = [y.numel() // size * mid for y, size, mid in zip(made, sizes, mids, strict=True)]
+    columns = [y.numel() // size * mid for y, size, mid in zip(outputs, sizes, mids, strict=True)]
     into: list[Tensor] = []
-    given: list[Tensor] = []
-    for y, piece, lead, mid, size in zip(made, cut(flat, rows, columns, unit), leads, mids, sizes, strict=True):
+    sources: list[Tensor] = []
+    for y, piece, lead, mid, size in zip(outputs, cut(flat, rows, columns, unit), leads, mids, sizes, strict=True):
         if size != rows * mid:  # padding at the end
             joined = piece.unflatten(1, (mid, lead, -1)).flatten(0, 1)[:size].movedim(0, 1)
             into.append(y.view(lead, size, -1))
-            given.append(joined)
+            sources.append(joined)
         elif lead == 1:
             into.append(y.view(rows, -1))
-            given.append(piece)
+            sources.append(piece)
         else:
             into.append(y.view(lead, rows, mid, -1).permute(1, 2, 0, 3))
-            given.append(piece.unflatten(1, (mid, lead, -1)))
-    copy_all(into, given)
+            sources.append(piece.unflatten(1, (mid, lead, -1)))
+    copy_all(into, sources)
 
 
 def unpack(
@@ -124,20 +124,20 @@ def unpack(
     over: Mapping[int, Tensor] = NOWHERE,
 ) -> list[Tensor]:
     """The members of a flat tensor; those of `over` in the memory given for them."""
-    wanted = shapes_of(shapes, ranks)
+    result_shapes = shapes_of(shapes, ranks)
     if rows > 1:
-        made = [
+        outputs = [
             over[i] if i in over and over[i].is_contiguous() else flat.new_empty(shape)
-            for i, shape in enumerate(wanted)
+            for i, shape in enumerate(result_shapes)
         ]
-        unpacked(flat, leads, mids, rows, unit, sizes, made)
+        unpacked(flat, leads, mids, rows, unit, sizes, outputs)
     else:
-        pieces = cut(flat, 1, [math.prod(shape) for shape in wanted], unit)
-        made = [
+        pieces = cut(flat, 1, [math.prod(shape) for shape in result_shapes], unit)
+        outputs = [
             piece.view(shape) if lead == 1 else piece.view(mid, lead, -1).movedim(0, 1).reshape(shape)
-            for piece, shape, lead, mid in zip(pieces, wanted, leads, mids, strict=True)
+            for piece, shape, lead, mid in zip(pieces, result_shapes, leads, mids, strict=True)
         ]
-    return [over[i].copy_(y) if i in over and over[i] is not y else y for i, y in enumerate(made)]
+    return [over[i].copy_(y) if i in over and over[i] is not y else y for i, y in enumerate(outputs)]
 
 
 PACK = define("pack(Tensor[] xs, int[] leads, int[] mids, int rows, int unit) -> Tensor", _pack, _pack)

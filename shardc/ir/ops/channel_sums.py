@@ -24,8 +24,8 @@ def _totals(means: Tensor, size: int, dims: int) -> Tensor:
 
 
 def _squares(means: Tensor, squares: Tensor, centre: Tensor, size: int) -> Tensor:
-    apart = (means - centre.reshape(1, -1)).square()
-    return (squares + apart * size).sum(0).reshape(centre.shape)
+    deviations = (means - centre.reshape(1, -1)).square()
+    return (squares + deviations * size).sum(0).reshape(centre.shape)
 
 
 def _fake_totals(means: Tensor, size: int, dims: int) -> Tensor:

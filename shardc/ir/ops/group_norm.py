@@ -49,10 +49,10 @@ def _moments(x: Tensor) -> Pair:
 
 def _stats(means: Tensor, squares: Tensor, groups: int, size: int, eps: float) -> Pair:
     """Of channels of one size, without cancellation (Chan)."""
-    each = means.reshape(len(means), groups, -1)
-    mean = each.mean(-1)
-    apart = (each - mean[..., None]).square().sum(-1) * size
-    variance = (squares.reshape(each.shape).sum(-1) + apart) / (each.shape[-1] * size)
+    channel_means = means.reshape(len(means), groups, -1)
+    mean = channel_means.mean(-1)
+    spread = (channel_means - mean[..., None]).square().sum(-1) * size
+    variance = (squares.reshape(channel_means.shape).sum(-1) + spread) / (channel_means.shape[-1] * size)
     return mean, torch.rsqrt(variance + eps)
 
 
@@ -71,8 +71,8 @@ def _sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, groups: int) -> Pai
 
 def _means(hats: Tensor, sums: Tensor, weight: Tensor | None, groups: int, count: int) -> Pair:
     def mean(of: Tensor) -> Tensor:
-        each = of if weight is None else of * _wide(weight)
-        return each.reshape(len(of), groups, -1).sum(-1) / count
+        weighted = of if weight is None else of * _wide(weight)
+        return weighted.reshape(len(of), groups, -1).sum(-1) / count
 
     return mean(hats), mean(sums)
 
@@ -80,9 +80,9 @@ def _means(hats: Tensor, sums: Tensor, weight: Tensor | None, groups: int, count
 def _slope(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, hat: Tensor, grad: Tensor, groups: int
 ) -> Tensor:
-    own = _grouped(dy, groups)
-    own = own if weight is None else own * _per_channel(weight, groups)
-    dx = own - _per_group(grad, groups) - _hat(x, mean, rstd, groups) * _per_group(hat, groups)
+    dy_grouped = _grouped(dy, groups)
+    dy_grouped = dy_grouped if weight is None else dy_grouped * _per_channel(weight, groups)
+    dx = dy_grouped - _per_group(grad, groups) - _hat(x, mean, rstd, groups) * _per_group(hat, groups)
     return (dx * _per_group(rstd, groups)).reshape(x.shape).to(x.dtype)
 
 

@@ -41,9 +41,11 @@ def _statistics_exact(op: Any) -> Callable[..., Any]:
         like = args[0]  # the operand, or the gradient of its norm
         if like.dtype not in NARROW or like.device.type != "cpu":
             return op(*args, **kwargs)
-        found = op(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
-        kept = slice(1) if op is LAYER_NORM else slice(None)
-        return *(one if one is None else one.to(like.dtype) for one in found[kept]), *found[len(found[kept]) :]
+        outputs = op(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+        cast_back = slice(1) if op is LAYER_NORM else slice(None)
+        return *(output if output is None else output.to(like.dtype) for output in outputs[cast_back]), *outputs[
+            len(outputs[cast_back]) :
+        ]
 
     return run
 

@@ -40,29 +40,31 @@ def span(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, in
     return Span(min(start, size), extent, local)
 
 
-def take(x: torch.Tensor, pos: int, held: Span) -> torch.Tensor:
+def take(x: torch.Tensor, pos: int, shard_span: Span) -> torch.Tensor:
     """The held part of dim `pos`, zero padded to its local size; always a fresh contiguous tensor."""
-    if held.extent == held.local:
-        return x.narrow(pos, held.start, held.extent).clone(memory_format=torch.contiguous_format)
-    shape = [*x.shape[:pos], held.local, *x.shape[pos + 1 :]]
+    if shard_span.extent == shard_span.local:
+        return x.narrow(pos, shard_span.start, shard_span.extent).clone(memory_format=torch.contiguous_format)
+    shape = [*x.shape[:pos], shard_span.local, *x.shape[pos + 1 :]]
     chunk = x.new_zeros(shape)
-    if held.extent:
-        chunk.narrow(pos, 0, held.extent).copy_(x.narrow(pos, held.start, held.extent))
+    if shard_span.extent:
+        chunk.narrow(pos, 0, shard_span.extent).copy_(x.narrow(pos, shard_span.start, shard_span.extent))
     return chunk
 
 
 def _shard_slice(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, shape: list[int]) -> torch.Tensor:
     context = current()
-    held = span(atoms[pos], axes, context.mesh, context.coordinate)
-    return take(x.reshape(atoms), pos, held).view(shape)
+    shard_span = span(atoms[pos], axes, context.mesh, context.coordinate)
+    return take(x.reshape(atoms), pos, shard_span).view(shape)
 
 
 def _mask_pad(x: torch.Tensor, atoms: list[int], pos: int, size: int, axes: list[str], fill: float) -> torch.Tensor:
     context = current()
-    held = span(size, axes, context.mesh, context.coordinate)
-    assert held.local == atoms[pos], f"atom {pos} holds {atoms[pos]}, not the {held.local} that {size} over {axes} has"
+    shard_span = span(size, axes, context.mesh, context.coordinate)
+    assert shard_span.local == atoms[pos], (
+        f"atom {pos} holds {atoms[pos]}, not the {shard_span.local} that {size} over {axes} has"
+    )
     masked = x.reshape(atoms).clone(memory_format=torch.contiguous_format)
-    masked.narrow(pos, held.extent, held.local - held.extent).fill_(fill)
+    masked.narrow(pos, shard_span.extent, shard_span.local - shard_span.extent).fill_(fill)
     return masked.view(x.shape)
 
 

@@ -79,13 +79,13 @@ class Bucket(Pass):
 
 
 def bucket(graph: Graph, size: int = DEFAULT.bucket_bytes) -> Graph:
-    """A body with buckets. The graph that is given is left as it is."""
+    """Returns a copy of the body with buckets; the given graph is not modified."""
     allowed = memory(graph).peak + size
-    for at in range(TRIES):
-        made = graph.copy()
-        _Buckets(made, size >> at).run()
-        if memory(made).peak <= allowed:
-            return made
+    for attempt in range(TRIES):
+        bucketed = graph.copy()
+        _Buckets(bucketed, size >> attempt).run()
+        if memory(bucketed).peak <= allowed:
+            return bucketed
     return graph
 
 
@@ -109,9 +109,9 @@ class _Open:
     bytes: int = 0
     due: float = math.inf
 
-    def add(self, one: _Member, due: float) -> None:
-        self.members.append(one)
-        self.bytes += one.bytes
+    def add(self, member: _Member, due: float) -> None:
+        self.members.append(member)
+        self.bytes += member.bytes
         self.due = min(self.due, due)
 
 
@@ -122,7 +122,7 @@ class _Buckets:
         for node in [n for n in graph.fx.nodes if n.op == "call_function" and n not in self.inside]:
             graph.output_node.prepend(node)  # in the order that they run in
         self.calls = list(graph.calls())
-        self.at = {node: i for i, node in enumerate(self.calls)}
+        self.position = {node: i for i, node in enumerate(self.calls)}
         self.weights = _weights(graph)
         self.open: dict[Key, _Open] = {}
         self.gathers: dict[tuple[Phase, bool], list[fx.Node]] = {}  # that are early, or their buckets
@@ -130,7 +130,7 @@ class _Buckets:
 
     def run(self) -> None:
         for i, node in enumerate(self.calls):
-            for key in [key for key, one in self.open.items() if one.due <= i]:
+            for key in [key for key, candidate in self.open.items() if candidate.due <= i]:
                 self.close(key)
             member = self.member(node)
             if member is None:
@@ -146,8 +146,8 @@ class _Buckets:
                 if member.bytes > self.size:
                     self.gathers.setdefault(key.when, []).append(node)
                     continue
-            held = self.open.get(key)
-            if held is not None and held.bytes + member.bytes > self.size:
+            open_bucket = self.open.get(key)
+            if open_bucket is not None and open_bucket.bytes + member.bytes > self.size:
                 self.close(key)
             # What is gathered early is read after its bucket was sent, however soon.
             self.open.setdefault(key, _Open()).add(member, math.inf if early else due)
@@ -182,50 +182,50 @@ class _Buckets:
         return Key(kind, axes, args.get("op", ""), dtype, pending, about.phase, inside, layer)
 
     def late(self, node: fx.Node, due: float) -> bool:
-        """Is it for the optimizer, or for whoever runs the step?"""
+        """Is the first reader in the optimizer, or is the result only returned?"""
         return due == math.inf or info(node).phase == "opt" or info(self.calls[int(due)]).phase == "opt"
 
     def due(self, node: fx.Node) -> float:
         """The first call that reads a result, be it through views."""
-        found = math.inf
+        earliest = math.inf
         for user in node.users:
             if user.target is operator.getitem or user.target in LATER:
-                found = min(found, self.due(user))
+                earliest = min(earliest, self.due(user))
             elif user.op != "output":
-                found = min(found, self.at[user])
-        return found
+                earliest = min(earliest, self.position[user])
+        return earliest
 
     # ------------------------------------------------------------------ making one
     def close(self, key: Key) -> None:
-        one = self.open.pop(key)
+        open_bucket = self.open.pop(key)
         early = bool(key.layer)
-        if len(one.members) == 1:
+        if len(open_bucket.members) == 1:
             if early:
-                self.gathers.setdefault(key.when, []).append(one.members[0].node)
+                self.gathers.setdefault(key.when, []).append(open_bucket.members[0].node)
             return
-        self._early(key, one) if early else self._late(key, one)
+        self._early(key, open_bucket) if early else self._late(key, open_bucket)
 
-    def _late(self, key: Key, one: _Open) -> None:
-        sender = one.members[-1].node
-        moved = self._sent(key, one.members, sender, sender)
-        if one.due < math.inf:
-            self._back(one.members, moved, self.calls[int(one.due)])
+    def _late(self, key: Key, open_bucket: _Open) -> None:
+        sender = open_bucket.members[-1].node
+        moved = self._sent(key, open_bucket.members, sender, sender)
+        if open_bucket.due < math.inf:
+            self._back(open_bucket.members, moved, self.calls[int(open_bucket.due)])
             return
         if key in self.returned:  # unpacked while the next is under way, so that its memory goes
             self._back(*self.returned[key], moved.next)
-        self.returned[key] = one.members, moved
+        self.returned[key] = open_bucket.members, moved
 
-    def _early(self, key: Key, one: _Open) -> None:
-        sender = one.members[0].node
+    def _early(self, key: Key, open_bucket: _Open) -> None:
+        sender = open_bucket.members[0].node
         gathers = self.gathers.setdefault(key.when, [])
-        before = sorted(node for node in gathers if node < sender)
-        place = before[-AHEAD] if len(before) >= AHEAD else sender
-        for member in one.members:
+        earlier_gathers = sorted(node for node in gathers if node < sender)
+        place = earlier_gathers[-AHEAD] if len(earlier_gathers) >= AHEAD else sender
+        for member in open_bucket.members:
             _hoist(member.x, place)
-        moved = self._sent(key, one.members, sender, place)
+        moved = self._sent(key, open_bucket.members, sender, place)
         gathers.append(moved)
-        due = min(self.due(member.node) for member in one.members)
-        self._back(one.members, moved, self.calls[int(due)])
+        due = min(self.due(member.node) for member in open_bucket.members)
+        self._back(open_bucket.members, moved, self.calls[int(due)])
 
     def _sent(self, key: Key, members: list[_Member], sender: fx.Node, packed: fx.Node) -> fx.Node:
         """Pack before `packed`, and the collective before `sender`."""
@@ -242,10 +242,10 @@ class _Buckets:
         along = [a for a in along if a not in mesh.resolve(axes)]
         xs = [m.x for m in members]
 
-        def typed(shared: bool, whole: int, partial: Iterable[tuple[str, str]] = ()) -> TensorType:
+        def typed(shared: bool, unsharded_size: int, partial: Iterable[tuple[str, str]] = ()) -> TensorType:
             """Ranks along the members' own axes have a flat tensor each; along `axes`, if so, a part of one."""
             atoms = [Atom(mesh.size(a), (a,)) for a in along]
-            atoms += [Atom(group, axes) if shared else Atom(whole), Atom(width)]
+            atoms += [Atom(group, axes) if shared else Atom(unsharded_size), Atom(width)]
             return TensorType(key.dtype, (tuple(a for a in atoms if a.size > 1),), tuple(partial))
 
         with graph.fx.inserting_before(packed):
@@ -262,8 +262,8 @@ class _Buckets:
             case _:
                 args = (flat, list(axes), [width], 0, group * width, [group * width])
                 type = typed(False, group)
-        done = {p for p in pending if p[0] not in axes}
-        type = type.place(type.placement, done)
+        remaining = {p for p in pending if p[0] not in axes}
+        type = type.place(type.placement, remaining)
         with graph.fx.inserting_before(sender):
             return graph.call(sender.target, args, like=sender, type=type, name=name, **about)
 
@@ -284,35 +284,35 @@ class _Buckets:
         types = tuple(type_of(m.node).replicated() for m in members)
         with graph.fx.inserting_before(place):
             name = f"{info(moved).name}.unpack"
-            back = graph.call(UNPACK, (moved, *layout), like=moved, type=None, name=name, results=types)
+            unpacked = graph.call(UNPACK, (moved, *layout), like=moved, type=None, name=name, results=types)
         followers: list[fx.Node] = []
         for i, member in enumerate(members):
             node = member.node
             about = info(node)
             followers += [node, *self._views(node)]
-            node.target, node.args, node.kwargs = operator.getitem, (back, i), {}
+            node.target, node.args, node.kwargs = operator.getitem, (unpacked, i), {}
             set_info(node, about)
         for node in followers:
             place.prepend(node)
 
     def _views(self, node: fx.Node) -> list[fx.Node]:
         """The views of a result, and theirs."""
-        found: list[fx.Node] = []
+        views: list[fx.Node] = []
         for user in node.users:
             if user.target is operator.getitem or user.target in LATER:
-                found += [user, *self._views(user)]
-        return found
+                views += [user, *self._views(user)]
+        return views
 
 
 def _weights(graph: Graph) -> set[fx.Node]:
     """Parameters and what is made of a parameter alone, but not by communication."""
-    found = {node for port, node in zip(graph.inputs, graph.placeholders, strict=True) if port.role == "param"}
+    weights = {node for port, node in zip(graph.inputs, graph.placeholders, strict=True) if port.role == "param"}
     for node in graph.calls():
         sources = node.all_input_nodes
-        one = info(node).type is not None and op_name(node.target) not in KINDS
-        if one and sources and found.issuperset(sources) and info(node).phase != "opt":
-            found.add(node)
-    return found
+        is_compute = info(node).type is not None and op_name(node.target) not in KINDS
+        if is_compute and sources and weights.issuperset(sources) and info(node).phase != "opt":
+            weights.add(node)
+    return weights
 
 
 def _hoist(node: fx.Node, place: fx.Node) -> None:

@@ -46,8 +46,8 @@ class NameCauses(Pass):
         causes = Causes(graph)
         for node in graph.calls():
             if node.target in COLLECTIVES:
-                said = dict.fromkeys(causes.cause(node, axis) for axis in given(node)["axes"])
-                update(node, cause=Cause(tuple(filter(None, said))))
+                requirements = dict.fromkeys(causes.cause(node, axis) for axis in given(node)["axes"])
+                update(node, cause=Cause(tuple(filter(None, requirements))))
         return graph
 
 
@@ -67,7 +67,7 @@ class _Shared:
 
     call: fx.Node
     places: tuple[Place, ...]
-    made: tuple[Place, ...]  # those of its results
+    of_results: tuple[Place, ...]  # the places in its results
 
 
 class Causes:
@@ -76,7 +76,7 @@ class Causes:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._shared: dict[str, dict[Place, list[_Shared]]] | None = None
-        self._found: dict[tuple[str, Scope], dict[Place, tuple[int, Place, fx.Node | None]]] = {}
+        self._reached_by_scope: dict[tuple[str, Scope], dict[Place, tuple[int, Place, fx.Node | None]]] = {}
 
     def cause(self, moved: fx.Node, axis: str) -> Requirement | None:
         """The annotation behind an axis of a collective, or the storage that it is for; None if there is neither."""
@@ -95,37 +95,37 @@ class Causes:
         forward = any(info(v).phase == "fwd" for v, _ in starts)
         scopes: tuple[Scope, ...] = ("upstream", "forward", "anywhere") if forward else ("upstream", "anywhere")
         for scope in scopes:
-            found = self._reached(axis, scope)
-            near = [place for place in starts if place in found]
+            reached = self._reached(axis, scope)
+            near = [place for place in starts if place in reached]
             if near:
-                return _path(found, min(near, key=lambda place: found[place][0]))
+                return _path(reached, min(near, key=lambda place: reached[place][0]))
         return []
 
     def _reached(self, axis: str, scope: Scope) -> dict[Place, tuple[int, Place, fx.Node | None]]:
         """For each place that can be reached: how far it is, the place before it, and the call between."""
-        if (axis, scope) in self._found:
-            return self._found[axis, scope]
+        if (axis, scope) in self._reached_by_scope:
+            return self._reached_by_scope[axis, scope]
         if self._shared is None:
             self._shared = _shared(self.graph)
         groups = self._shared.get(axis, {})
-        found: dict[Place, tuple[int, Place, fx.Node | None]] = {}
+        reached: dict[Place, tuple[int, Place, fx.Node | None]] = {}
         for value, seed in self.graph.seeds.items():
             for atom, axes in enumerate(seed.placement):
                 if axis in axes:
-                    found[value, atom] = 0, (value, atom), None
-        queue = deque(found)
+                    reached[value, atom] = 0, (value, atom), None
+        queue = deque(reached)
         while queue:
             place = queue.popleft()
-            far = found[place][0] + 1
+            far = reached[place][0] + 1
             for group in groups.get(place, ()):
                 if scope == "forward" and info(group.call).phase != "fwd":
                     continue
-                for other in group.made if scope == "upstream" else group.places:
-                    if other not in found:
-                        found[other] = far, place, group.call
+                for other in group.of_results if scope == "upstream" else group.places:
+                    if other not in reached:
+                        reached[other] = far, place, group.call
                         queue.append(other)
-        self._found[axis, scope] = found
-        return found
+        self._reached_by_scope[axis, scope] = reached
+        return reached
 
 
 def left(moved: fx.Node, axis: str) -> Left:
@@ -146,7 +146,7 @@ def left(moved: fx.Node, axis: str) -> Left:
     projection = project(call)
     pieces = [p for p, axes in split_of(call, projection).items() if axis in axes]
     sides = zip(operands(call), projection.operands, strict=True)
-    starts = tuple((v, own.index(p)) for v, own in sides for p in pieces if p in own)
+    starts = tuple((v, operand_pieces.index(p)) for v, operand_pieces in sides for p in pieces if p in operand_pieces)
     return Left(call, value, starts, passed)
 
 
@@ -166,10 +166,10 @@ def _sharded(value: fx.Node, axis: str) -> Iterator[Place]:
     return ((value, i) for i, axes in enumerate(type_of(value).placement) if axis in axes)
 
 
-def _path(found: dict[Place, tuple[int, Place, fx.Node | None]], place: Place) -> Way:
+def _path(reached: dict[Place, tuple[int, Place, fx.Node | None]], place: Place) -> Way:
     way: Way = []
     while True:
-        far, earlier, call = found[place]
+        far, earlier, call = reached[place]
         way.append((place, call))
         if not far:
             return way[::-1]
@@ -178,14 +178,14 @@ def _path(found: dict[Place, tuple[int, Place, fx.Node | None]], place: Place) -
 
 def _shared(graph: Graph) -> dict[str, dict[Place, list[_Shared]]]:
     """Axis -> place -> the groups that it belongs to."""
-    found: dict[str, dict[Place, list[_Shared]]] = {axis: {} for axis in graph.mesh.names}
+    groups_of: dict[str, dict[Place, list[_Shared]]] = {axis: {} for axis in graph.mesh.names}
     for call in graph.calls():
         for axis, places in _groups(call):
-            made = tuple(place for place in places if producer(place[0])[0] is call)
-            group = _Shared(call, places, made)
+            result_places = tuple(place for place in places if producer(place[0])[0] is call)
+            group = _Shared(call, places, result_places)
             for place in places:
-                found[axis].setdefault(place, []).append(group)
-    return found
+                groups_of[axis].setdefault(place, []).append(group)
+    return groups_of
 
 
 def _groups(call: fx.Node) -> Iterator[tuple[str, tuple[Place, ...]]]:
@@ -200,11 +200,11 @@ def _groups(call: fx.Node) -> Iterator[tuple[str, tuple[Place, ...]]]:
     elif info(call).assignment and find_rule(call.target) is not None:
         projection = project(call)
         split = split_of(call, projection)
-        for value, own in zip(values, (*projection.operands, *projection.results), strict=True):
+        for value, tensor_pieces in zip(values, (*projection.operands, *projection.results), strict=True):
             if value is None:
                 continue
             for atom, axes in enumerate(type_of(value).placement):
                 for axis in axes:
-                    if axis in split.get(own[atom], ()):
-                        pieces.setdefault((own[atom], axis), []).append((value, atom))
+                    if axis in split.get(tensor_pieces[atom], ()):
+                        pieces.setdefault((tensor_pieces[atom], axis), []).append((value, atom))
     yield from ((axis, tuple(dict.fromkeys(places))) for (_, axis), places in pieces.items() if len(places) > 1)

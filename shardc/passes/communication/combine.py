@@ -55,13 +55,13 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _merge_equal(graph: Graph) -> None:
     """One collective for equal ones on one value; gathers are kept apart by phase, so that backward gathers anew."""
-    seen: dict[Any, fx.Node] = {}
+    first_by_key: dict[Any, fx.Node] = {}
     for node in list(graph.calls()):
         if node.target not in _MOVES:
             continue
         phase = info(node).phase if node.target in _GATHERS else ""
         key = (node.target, node.args[0], repr(node.args[1:]), type_of(node), phase)
-        first = seen.setdefault(key, node)
+        first = first_by_key.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.activations = {k: first if v is node else v for k, v in graph.activations.items()}
@@ -85,8 +85,8 @@ def _merge_gathers(graph: Graph, node: fx.Node) -> None:
         return
     atom = node.args[3]
     assert isinstance(atom, int)
-    before = type_of(_source(first))
-    if not even(before, atom, before.atoms[atom].axes, graph.mesh):
+    source_type = type_of(_source(first))
+    if not even(source_type, atom, source_type.atoms[atom].axes, graph.mesh):
         return
     axes = [*node.args[1], *first.args[1]]  # type: ignore[misc]
     node.args = (first.args[0], axes, first.args[2], atom, node.args[4], node.args[5])

@@ -74,15 +74,15 @@ class ReportGathers(Pass):
         stopped: set[tuple[str, ...]] = set()  # lines
         for node in graph.calls():
             if node.target in _GIVES:
-                found = _gathered(graph, node)
+                finding = _gathered(graph, node)
             else:
-                found = _computed_whole(graph, node) if node.target is local.shard_slice else None
+                finding = _computed_whole(graph, node) if node.target is local.shard_slice else None
                 # Work done whole follows from a gather before it, and in backward from the same in forward.
-                if found is not None and found.line in stopped and found.family not in families:
+                if finding is not None and finding.line in stopped and finding.family not in families:
                     continue
-            if found is not None:
-                stopped.add(found.line)
-                families.setdefault(found.family, []).append(found)
+            if finding is not None:
+                stopped.add(finding.line)
+                families.setdefault(finding.family, []).append(finding)
         graph.diagnostics += [_diagnostic(family) for family in families.values()]
         return graph
 
@@ -93,18 +93,18 @@ def _gathered(graph: Graph, node: fx.Node) -> _Finding | None:
     seed = graph.seeds.get(root)
     if root.op == "placeholder":
         computed = {axis for _, axis in graph.priorities.get(root, {})}
-        computed |= {axis for own in seed.placement for axis in own} if seed is not None else set()
+        computed |= {axis for atom_axes in seed.placement for axis in atom_axes} if seed is not None else set()
         axes = tuple(axis for axis in axes if axis in computed)  # over the others it is only stored
     annotated = seed is not None and root.op == "placeholder"
-    readers = sorted(_readers(node, atom), key=lambda found: not found[1])
+    readers = sorted(_readers(node, atom), key=lambda entry: not entry[1])
     if not axes or not readers or not (annotated or readers[0][1]):
         return None
-    reader, whole = readers[0]
+    reader, needs_whole = readers[0]
     over = ".".join(graph.mesh.merged(axes))
     moved = collective(graph, node)
     assert moved is not None
     if annotated:
-        needs = "needs it whole" if whole else "is split over that along another dim"
+        needs = "needs it whole" if needs_whole else "is split over that along another dim"
         message = f"{info(root).name} is sharded over '{over}', but {info(reader).name} {needs}"
         hint = "shard a dim that the op can split, or leave this tensor unsharded"
     else:
@@ -112,9 +112,9 @@ def _gathered(graph: Graph, node: fx.Node) -> _Finding | None:
         message = f"axis '{over}' ({graph.mesh.size(axes)}) cannot shard the factor of size {size} that "
         message += f"{info(reader).name} needs whole"
         hint = _hint(reader)
-    own = info(root).cause  # one for all axes: of this one it may say nothing
-    known = own if _says(own, axes) else info(node).cause or own
-    cause = str(known if seed is None else seed.cause)
+    root_cause = info(root).cause  # one for all axes: of this one it may say nothing
+    nearest_cause = root_cause if _says(root_cause, axes) else info(node).cause or root_cause
+    cause = str(nearest_cause if seed is None else seed.cause)
     code = "SC209" if annotated else "SC203"
     return _Finding(code, reader, root, over, message, cause, hint, moved.kind, moved.bytes_per_rank)
 
@@ -128,12 +128,14 @@ def _computed_whole(graph: Graph, node: fx.Node) -> _Finding | None:
         return None
     projection, seed = project(call), graph.seeds.get(value)
     pieces = next(p for p, v in zip(projection.results, results(call), strict=True) if v is value)
-    asked = seed is not None and not {axis for own in seed.placement for axis in own}.isdisjoint(axes)
-    if pieces[_atom(node, 3)] not in projection.blocked and not asked:
+    annotated = seed is not None and not {axis for atom_axes in seed.placement for axis in atom_axes}.isdisjoint(axes)
+    if pieces[_atom(node, 3)] not in projection.blocked and not annotated:
         return None
     over = ".".join(graph.mesh.merged(axes))
     message = f"{info(value).name} is computed whole over '{over}' and then sliced: its op does not split that dim"
-    cause = str((seed if seed is not None and asked else _asked_by(graph, node, set(axes)) or info(node)).cause)
+    cause = str(
+        (seed if seed is not None and annotated else _annotation_behind(graph, node, set(axes)) or info(node)).cause
+    )
     # Positions and indices are next to no work.
     severity: Severity = "warning" if type_of(value).dtype.is_floating_point else "note"
     hint = "annotate a dim that the op can split, or a value behind the next op that can"
@@ -145,16 +147,16 @@ def _says(cause: Cause, axes: Axes) -> bool:
     return any(axis in requirement.axes for requirement in cause.requirements for axis in axes)
 
 
-def _asked_by(graph: Graph, node: fx.Node, axes: set[str]) -> Seed | None:
+def _annotation_behind(graph: Graph, node: fx.Node, axes: set[str]) -> Seed | None:
     """The nearest annotation behind a slice that says one of its axes: it is what the slice is for."""
-    seen, todo = {node}, deque([node])
+    visited, todo = {node}, deque([node])
     while todo:
         for user in todo.popleft().users:
             seed = graph.seeds.get(user)
-            if seed is not None and any(axis in axes for own in seed.placement for axis in own):
+            if seed is not None and any(axis in axes for atom_axes in seed.placement for axis in atom_axes):
                 return seed
-            if user not in seen and user.op != "output" and len(seen) < NEAR:
-                seen.add(user)
+            if user not in visited and user.op != "output" and len(visited) < NEAR:
+                visited.add(user)
                 todo.append(user)
     return None
 
@@ -163,7 +165,7 @@ def _diagnostic(family: Sequence[_Finding]) -> Diagnostic:
     first, about = family[0], info(family[0].op)
     message = first.message
     if first.kind:
-        moved = human_bytes(sum(found.moved for found in family))
+        moved = human_bytes(sum(finding.moved for finding in family))
         times = f"{len(family)} times, {moved} a rank in all" if len(family) > 1 else f"{moved} a rank"
         phase = {"fwd": "forward", "bwd": "backward"}.get(about.phase, "in the optimizer")
         message += f"; {first.kind} inserted, {times}, {phase}"
@@ -177,7 +179,7 @@ def _diagnostic(family: Sequence[_Finding]) -> Diagnostic:
         fqn=about.fqn or None,
         tensor=name,
         placement=str(type_of(first.value)),
-        also=listed(other for found in family if (other := info(found.value).name) != name),
+        also=listed(other for finding in family if (other := info(finding.value).name) != name),
         op=f"{op_name(first.op.target)}   {rule_of(first.op)}",
         cause=first.cause or None,
         hint=first.hint,

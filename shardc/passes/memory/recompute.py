@@ -74,43 +74,49 @@ class Recompute(Pass):
         tradeoffs = [t for t, _ in segments]
 
         def dropped(choices: Sequence[Choice]) -> set[fx.Node]:
-            return {own[at] for (_, own), c in zip(segments, choices, strict=True) for at in c.dropped}
+            return {
+                storage_values[position]
+                for (_, storage_values), c in zip(segments, choices, strict=True)
+                for position in c.dropped
+            }
 
         if self.mode == "budget":
-            found, peak = within(tradeoffs, self.budget, lambda choices: forward.peak(dropped(choices)))
+            selected, peak = within(tradeoffs, self.budget, lambda choices: forward.peak(dropped(choices)))
             if peak > self.budget:
                 graph.diagnostics.append(self._too_much(peak))
         else:
-            found = [fewest_bytes(t) for t in tradeoffs]
-        _rewrite(graph, forward, dropped(found))
+            selected = [fewest_bytes(t) for t in tradeoffs]
+        _rewrite(graph, forward, dropped(selected))
         graph.erase_dead()
         return graph
 
     def settle(self, body: Graph) -> None:
-        """Say SC214, or no more, of a body as its ranks run it: by the activations that `cost.memory` counts.
+        """Report SC214, or withdraw it, for a body as ranks run it, by the activations that `cost.memory` counts.
 
-        The choice itself is made with room for temporaries, which live beside them. Without a budget nothing is said.
+        The choice itself leaves memory for temporaries, live at the same time. Without a budget nothing is reported.
         """
         if self.mode != "budget":
             return
         body.diagnostics = [d for d in body.diagnostics if d.code != "SC214"]
-        held = memory(body, overlap=True).row("activations").most
-        if held > self.budget:
-            body.diagnostics.append(self._too_much(held))
+        activations = memory(body, overlap=True).row("activations").most
+        if activations > self.budget:
+            body.diagnostics.append(self._too_much(activations))
 
     def _tradeoff(self, forward: _Forward, segment: str) -> tuple[Tradeoff, list[fx.Node]]:
-        """A segment's choices, and the values that its storages stand for."""
+        """The tradeoff of a segment, and the values for which its storages were allocated."""
         calls = [c for c in forward.segments[segment] if not is_view(c.target)]
-        made = [[v for v in results(c) if v is not None and v not in forward.given] for c in calls]
-        own = [v for values in made for v in values]
-        at = {v: i for i, v in enumerate(own)}
-        found: list[Call] = []
-        for call, values in zip(calls, made, strict=True):
-            reads = dict.fromkeys(at[o] for v in operands(call) if (o := forward.owner[v]) in at)
-            found.append(Call(self._price(forward, call, segment), tuple(reads), tuple(at[v] for v in values)))
+        call_results = [[v for v in results(c) if v is not None and v not in forward.given] for c in calls]
+        storage_values = [v for values in call_results for v in values]
+        position = {v: i for i, v in enumerate(storage_values)}
+        priced_calls: list[Call] = []
+        for call, values in zip(calls, call_results, strict=True):
+            reads = dict.fromkeys(position[o] for v in operands(call) if (o := forward.owner[v]) in position)
+            priced_calls.append(
+                Call(self._price(forward, call, segment), tuple(reads), tuple(position[v] for v in values))
+            )
         mesh = forward.graph.mesh
-        storages = tuple(Storage(type_of(v).local_bytes(mesh), v in forward.needed) for v in own)
-        return Tradeoff(tuple(found), storages), own
+        storages = tuple(Storage(type_of(v).local_bytes(mesh), v in forward.needed) for v in storage_values)
+        return Tradeoff(tuple(priced_calls), storages), storage_values
 
     def _price(self, forward: _Forward, call: fx.Node, segment: str) -> int | None:
         """FLOPs of running a call again; None if it may not."""
@@ -140,9 +146,9 @@ class Recompute(Pass):
 
 def _work(graph: Graph, call: fx.Node, hardware: Hardware) -> int:
     """FLOPs of a product, as of 16 bits; of anything else one for each element it makes: little, but not nothing."""
-    made = [type_of(v) for v in results(call) if v is not None]
-    flops = hardware.bf16_flops(node_flops(graph, call), made[0].dtype) if made else 0
-    return flops or sum(math.prod(type.local_shape(graph.mesh)) for type in made)
+    result_types = [type_of(v) for v in results(call) if v is not None]
+    flops = hardware.bf16_flops(node_flops(graph, call), result_types[0].dtype) if result_types else 0
+    return flops or sum(math.prod(type.local_shape(graph.mesh)) for type in result_types)
 
 
 def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:
@@ -156,7 +162,7 @@ def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:
 
 @dataclass
 class _Forward:
-    """What the choice rests on: whose storage each value holds, what stays anyway, and what backward wants."""
+    """Inputs of the choice: the storage of each value, those kept in any case, and those that backward reads."""
 
     graph: Graph
     segments: dict[str, list[fx.Node]] = field(default_factory=dict[str, list[fx.Node]])  # forward calls, by layer
@@ -169,17 +175,17 @@ class _Forward:
         self.given |= kept_anyway(self.graph, owner)
         backward: dict[tuple[object, str, str], fx.Node] = {}
         for call in self.calls:
-            at = info(call).layer
+            layer = info(call).layer
             if is_forward(call):
-                self.segments.setdefault(at, []).append(call)
+                self.segments.setdefault(layer, []).append(call)
             elif call.target in COLLECTIVES:
                 backward.setdefault(_same(call), call)
             for value in operands(call):
-                made = owner[value]
+                storage = owner[value]
                 if not is_forward(call):
-                    self.needed.add(made)
-                elif info(made).layer != at:
-                    self.given.add(made)
+                    self.needed.add(storage)
+                elif info(storage).layer != layer:
+                    self.given.add(storage)
         for call in self.calls:
             if is_forward(call) and call.target in COLLECTIVES and _same(call) in backward:
                 self.twins[call] = backward[_same(call)]
@@ -194,39 +200,39 @@ class _Forward:
 
     @cached_property
     def sizes(self) -> dict[Hashable, int]:
-        found = activation_bytes(self.graph, self.owner)
-        return {**found, **{(v, "again"): size for v, size in found.items()}}
+        storage_bytes = activation_bytes(self.graph, self.owner)
+        return {**storage_bytes, **{(v, "again"): size for v, size in storage_bytes.items()}}
 
     def schedule(self, dropped: set[fx.Node]) -> list[tuple[list[fx.Node], fx.Node]]:
         """All calls in order, each with the forward calls that must run again right before it."""
         order = {call: i for i, call in enumerate(self.calls)}
         serves = {twin: call for call, twin in self.twins.items()}
-        done: set[fx.Node] = set()
+        finished: set[fx.Node] = set()
         steps: list[tuple[list[fx.Node], fx.Node]] = []
         for call in self.calls:
             if is_forward(call):
                 steps.append(([], call))
-            elif serves.get(call) not in done:  # else it ran earlier, in place of the forward's
-                steps.append((sorted(self._missing(call, dropped, done), key=order.__getitem__), call))
+            elif serves.get(call) not in finished:  # else it ran earlier, in place of the forward's
+                steps.append((sorted(self._missing(call, dropped, finished), key=order.__getitem__), call))
                 if call in serves:
-                    done.add(serves[call])
+                    finished.add(serves[call])
         return steps
 
-    def _missing(self, call: fx.Node, dropped: set[fx.Node], done: set[fx.Node]) -> list[fx.Node]:
+    def _missing(self, call: fx.Node, dropped: set[fx.Node], finished: set[fx.Node]) -> list[fx.Node]:
         """The forward calls that must run again before this one can; they count as done."""
-        found: list[fx.Node] = []
+        missing: list[fx.Node] = []
         todo = [call]
         while todo:
             for value in operands(todo.pop()):
                 source = producer(value)[0]
-                if self.owner[value] in dropped and is_forward(source) and source not in done:
-                    done.add(source)
-                    found.append(source)
+                if self.owner[value] in dropped and is_forward(source) and source not in finished:
+                    finished.add(source)
+                    missing.append(source)
                     todo.append(source)
-        return found
+        return missing
 
     def peak(self, dropped: set[fx.Node]) -> int:
-        """The most bytes of activations live at a time, were these storages not kept for backward."""
+        """The peak of live activation bytes if these storages are not kept for backward."""
 
         def keys(values: Iterable[fx.Node | None], late: bool) -> list[Hashable]:
             return [self._key(self.owner[v], late and self.owner[v] in dropped) for v in values if v is not None]
@@ -236,13 +242,13 @@ class _Forward:
 
         steps: list[Step] = []
         for first, call in self.schedule(dropped):
-            steps += [step(self.twins.get(again, again), True) for again in first]
+            steps += [step(self.twins.get(recomputed, recomputed), True) for recomputed in first]
             steps.append(step(call, not is_forward(call)))
         return max(live_bytes(steps, self.sizes), default=0)
 
-    def _key(self, made: fx.Node, again: bool) -> Hashable:
-        twin = self.twins.get(made)
-        return made if not again else (made, "again") if twin is None else twin
+    def _key(self, storage: fx.Node, recomputed: bool) -> Hashable:
+        twin = self.twins.get(storage)
+        return storage if not recomputed else (storage, "again") if twin is None else twin
 
 
 def is_forward(call: fx.Node) -> bool:
@@ -254,19 +260,19 @@ def _same(call: fx.Node) -> tuple[object, str, str]:
 
 
 def _rewrite(graph: Graph, forward: _Forward, dropped: set[fx.Node]) -> None:
-    """Put the schedule into the graph: copies of calls before those of backward that want them."""
+    """Insert the recomputed calls: a copy of each before the first backward call that reads it."""
     new: dict[fx.Node, fx.Node] = {}
     for first, call in forward.schedule(dropped):
-        for again in first:
-            twin = forward.twins.get(again)
+        for recomputed in first:
+            twin = forward.twins.get(recomputed)
             if twin is None:
                 with graph.fx.inserting_before(call):
-                    _run_again(graph, again, new)
+                    _run_again(graph, recomputed, new)
             else:
                 call.prepend(twin)
-                update(twin, origin=Derivation("recomputed", info(again).name))
+                update(twin, origin=Derivation("recomputed", info(recomputed).name))
                 _read(twin, new)
-                new[again] = twin
+                new[recomputed] = twin
         if not is_forward(call):
             _read(call, new)
 

@@ -49,7 +49,7 @@ class Tradeoff:
 
 @dataclass(frozen=True)
 class Choice:
-    """Storages of a tradeoff to do without, the bytes that are kept still, and the FLOPs of making up for it."""
+    """The storages that are not kept, the bytes that are kept, and the FLOPs of recomputation."""
 
     dropped: frozenset[int]
     bytes: int
@@ -86,13 +86,14 @@ def cheapest(tradeoff: Tradeoff, byte: int, flop: int) -> Choice:
             network.add_edge(("kept", s), "sink")
     if not network.in_degree("sink"):
         return nothing_again(tradeoff)
-    _, (_, wanted) = nx.minimum_cut(network, "source", "sink")  # what leads to the sink: of equal cuts the nearest one
-    again = {s for s in range(len(tradeoff.storages)) if ("made", s) in wanted}
-    kept = {s for s in range(len(tradeoff.storages)) if ("kept", s) in wanted} - again
+    # Of equal cuts, networkx returns the one nearest to the sink.
+    _, (_, sink_side) = nx.minimum_cut(network, "source", "sink")
+    recomputed = {s for s in range(len(tradeoff.storages)) if ("made", s) in sink_side}
+    kept = {s for s in range(len(tradeoff.storages)) if ("kept", s) in sink_side} - recomputed
     return Choice(
         frozenset(s for s in range(len(tradeoff.storages)) if s not in kept),
         sum(tradeoff.storages[s].bytes for s in kept),
-        sum(call.flops or 0 for c, call in enumerate(tradeoff.calls) if ("call", c) in wanted),
+        sum(call.flops or 0 for c, call in enumerate(tradeoff.calls) if ("call", c) in sink_side),
     )
 
 
@@ -110,48 +111,48 @@ def _between(tradeoff: Tradeoff, most: Choice, least: Choice, depth: int) -> tup
     byte, flop = least.flops - most.flops, most.bytes - least.bytes
     if depth == 0 or byte <= 0 or flop <= 0:
         return ()
-    found = cheapest(tradeoff, byte, flop)
-    if byte * found.bytes + flop * found.flops >= byte * most.bytes + flop * most.flops:
+    middle = cheapest(tradeoff, byte, flop)
+    if byte * middle.bytes + flop * middle.flops >= byte * most.bytes + flop * most.flops:
         return ()
-    before = _between(tradeoff, most, found, depth - 1)
-    return (*before, found, *_between(tradeoff, found, least, depth - 1))
+    upper = _between(tradeoff, most, middle, depth - 1)
+    return (*upper, middle, *_between(tradeoff, middle, least, depth - 1))
 
 
 def within(
     tradeoffs: Sequence[Tradeoff], budget: int, peak: Callable[[Sequence[Choice]], int]
 ) -> tuple[list[Choice], int]:
-    """One choice a segment, of the fewest FLOPs whose `peak` is in the budget, and that peak; else the leanest found.
+    """One choice per segment, of the fewest FLOPs whose `peak` fits the budget, and that peak; else the lowest peak.
 
     Steps along all hulls are taken best first (fewest FLOPs a byte freed), which is optimal for the knapsack up to its
-    last item; how many it takes is searched by bisection, each time asking what the whole program then holds.
+    last item; how many it takes is searched by bisection, each time with the peak of the whole program.
     """
     hulls = [hull(t) for t in tradeoffs]
     steps: list[tuple[float, int, int]] = []
     for segment, points in enumerate(hulls):
-        for at in range(1, len(points)):
-            freed = points[at - 1].bytes - points[at].bytes
-            steps.append(((points[at].flops - points[at - 1].flops) / max(freed, 1), segment, at))
+        for index in range(1, len(points)):
+            freed = points[index - 1].bytes - points[index].bytes
+            steps.append(((points[index].flops - points[index - 1].flops) / max(freed, 1), segment, index))
     steps.sort()  # of equal layers the first: theirs is kept longest
 
-    def taken(count: int) -> list[Choice]:
+    def choices_after(count: int) -> list[Choice]:
         reached = [0] * len(hulls)
-        for _, segment, at in steps[:count]:
-            reached[segment] = max(reached[segment], at)
-        return [points[at] for points, at in zip(hulls, reached, strict=True)]
+        for _, segment, index in steps[:count]:
+            reached[segment] = max(reached[segment], index)
+        return [points[index] for points, index in zip(hulls, reached, strict=True)]
 
     peaks: dict[int, int] = {}
 
-    def held(count: int) -> int:
+    def peak_after(count: int) -> int:
         if count not in peaks:
-            peaks[count] = peak(taken(count))
+            peaks[count] = peak(choices_after(count))
         return peaks[count]
 
-    few, many = 0, len(steps)
-    if held(0) > budget:
-        while few + 1 < many:
-            middle = (few + many) // 2
-            few, many = (few, middle) if held(middle) <= budget else (middle, many)
-        held(many)
+    low, high = 0, len(steps)
+    if peak_after(0) > budget:
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if peak_after(middle) <= budget else (middle, high)
+        peak_after(high)
     fitting = [count for count, size in peaks.items() if size <= budget]
     best = min(fitting) if fitting else min(peaks, key=lambda count: (peaks[count], count))
-    return taken(best), peaks[best]
+    return choices_after(best), peaks[best]

@@ -33,14 +33,14 @@ def is_view(op: Any) -> bool:
 
 
 def owners(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """For each value, the one that its storage was made for."""
-    found: dict[fx.Node, fx.Node] = {n: n for n in graph.placeholders}
+    """For each value, the value for which its storage was allocated."""
+    owner: dict[fx.Node, fx.Node] = {n: n for n in graph.placeholders}
     for call in graph.calls():
         viewed = operands(call)[:1] if is_view(call.target) else []
         for value in results(call):
             if value is not None:
-                found[value] = found[viewed[0]] if viewed else value
-    return found
+                owner[value] = owner[viewed[0]] if viewed else value
+    return owner
 
 
 def kept_anyway(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -50,9 +50,9 @@ def kept_anyway(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
 
 
 def activation_bytes(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-    """Bytes that one rank holds in each storage that forward and backward make for themselves."""
-    made = {v for v in owner.values() if info(v).phase != "opt"} - kept_anyway(graph, owner)
-    return {v: type_of(v).local_bytes(graph.mesh) for v in made}
+    """Bytes on one rank of each storage that forward and backward allocate for themselves."""
+    storages = {v for v in owner.values() if info(v).phase != "opt"} - kept_anyway(graph, owner)
+    return {v: type_of(v).local_bytes(graph.mesh) for v in storages}
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def live_bytes(steps: Sequence[Step], size: Mapping[Hashable, int]) -> list[int]
     """Bytes held during each step, operands and results included. Storages without a size do not count."""
     first: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
-    for at, step in enumerate(steps):
+    for index, step in enumerate(steps):
         for key in step.makes:
-            first.setdefault(key, at)
-            last[key] = at
+            first.setdefault(key, index)
+            last[key] = index
         for key in step.reads:
-            last[key] = at
+            last[key] = index
     change = [0] * (len(steps) + 1)
-    for key, at in first.items():
-        change[at] += size.get(key, 0)
+    for key, index in first.items():
+        change[index] += size.get(key, 0)
         change[last[key] + 1] -= size.get(key, 0)
     return list(accumulate(change))[:-1]

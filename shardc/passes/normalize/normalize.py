@@ -72,7 +72,7 @@ class _Walk:
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in PLACEMENT_ARGUMENTS}
         function = DECOMPOSITIONS.get(node.target)
         if function is not None:
-            emit.made.clear()
+            emit.new_nodes.clear()
             arguments = bind_call(node.target, node.args, dict(node.kwargs), lambda _, value: value)
             with self.graph.fx.inserting_before(node):
                 result = function(emit, *arguments.values())
@@ -91,18 +91,20 @@ class _Walk:
             return
         constant = is_constant(node.target, node.args, node.kwargs)
         key = self.emit.key(node.target, node.args, node.kwargs, constant)
-        found = self.emit.seen.setdefault(key, node)
-        if found is not node:
-            self._replace(node, found)
+        earlier = self.emit.seen.setdefault(key, node)
+        if earlier is not node:
+            self._replace(node, earlier)
         elif constant:
             update(node, constant=True)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        if new in self.emit.made:
+        if new in self.emit.new_nodes:
             update(new, name=info(node).name)
         if info(node).type is not None:
-            old, got = type_of(node), type_of(new)
-            assert (old.dtype, old.shape) == (got.dtype, got.shape), f"{info(node).name}: {old} became {got}"
+            old, new_type = type_of(node), type_of(new)
+            assert (old.dtype, old.shape) == (new_type.dtype, new_type.shape), (
+                f"{info(node).name}: {old} became {new_type}"
+            )
         node.replace_all_uses_with(new)
         self.moved[node] = new
 

@@ -109,7 +109,7 @@ class _Walk:
         self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str
     ) -> dict[int, int]:
         """Pieces that someone wishes split over the axis, each with the earliest priority of such a wish."""
-        found: dict[int, int] = {}
+        priority_of: dict[int, int] = {}
         for value, pieces in zip((*sources, *outs), (*projection.operands, *projection.results), strict=True):
             if value is None or info(value).constant:
                 continue
@@ -117,8 +117,8 @@ class _Walk:
             for atom, axes in enumerate(self.wish[value].placement):
                 if axis in axes and pieces[atom] not in projection.blocked:
                     piece = pieces[atom]
-                    found[piece] = min(found.get(piece, _NEVER), ranks.get((atom, axis), _NEVER))
-        return found
+                    priority_of[piece] = min(priority_of.get(piece, _NEVER), ranks.get((atom, axis), _NEVER))
+        return priority_of
 
     def _cost(
         self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str, piece: int
@@ -129,13 +129,13 @@ class _Walk:
         for value, pieces in zip(sources, projection.operands, strict=True):
             type = self.now[value]
             size = type.local_bytes(self.graph.mesh)
-            at = next((i for i, axes in enumerate(type.placement) if axis in axes), None)
+            current = next((i for i, axes in enumerate(type.placement) if axis in axes), None)
             need = pieces.index(piece) if piece in pieces else None
             if axis in type.partial_axes:
                 cost += size if need is not None else 2 * size
-            elif at is not None and need is None:
+            elif current is not None and need is None:
                 cost += size * k
-            elif at is not None and at != need:
+            elif current is not None and current != need:
                 cost += size
         for value, pieces in zip(outs, projection.results, strict=True):
             if value is None:
@@ -177,17 +177,17 @@ def _waiting(graph: Graph, copied: dict[fx.Node, Axes]) -> dict[fx.Node, set[str
 
     What attention's heads leave pending is smallest as the gradient of the weight, and as a term of the input's.
     """
-    found: dict[fx.Node, set[str]] = {}
+    waiting: dict[fx.Node, set[str]] = {}
     for node in list(graph.calls()):
         axes = {axis for v in (*operands(node), *results(node)) if v is not None for axis in copied.get(v, ())}
         todo = [node] if axes and info(node).phase == "bwd" else []
         while todo:
             call = todo.pop()
-            if axes <= found.get(call, set()):
+            if axes <= waiting.get(call, set()):
                 continue
-            found.setdefault(call, set()).update(axes)
-            for before in (producer(v)[0] for v in operands(call)):
-                rule = find_rule(before.target)
-                alone = rule is not None and (rule.kind in ("view", "pointwise") or len(operands(before)) == 1)
-                todo += [before] if alone and info(before).phase == "bwd" else []
-    return found
+            waiting.setdefault(call, set()).update(axes)
+            for source in (producer(v)[0] for v in operands(call)):
+                rule = find_rule(source.target)
+                alone = rule is not None and (rule.kind in ("view", "pointwise") or len(operands(source)) == 1)
+                todo += [source] if alone and info(source).phase == "bwd" else []
+    return waiting

@@ -91,14 +91,16 @@ class Classes:
         return self._rivals.get(self.of((value, atom)), set())
 
     def needing_whole(self, value: fx.Node, atom: int) -> list[fx.Node]:
-        """The calls that read the value, if every one of them keeps this atom whole."""
+        """The calls that read the value, if each of them needs this atom whole; else none."""
         uses: list[tuple[fx.Node, int]] = []
         for node, k in self._uses.get(value, []):
             # A parameter is computed with through its cast, and updated piece by piece.
             if info(node).phase != "opt":
                 uses += self._uses.get(node, []) if narrows(node) else [(node, k)]
-        whole = all(project(n).operands[k][atom] in project(n).blocked - opened(n, project(n)).keys() for n, k in uses)
-        return [node for node, _ in uses] if whole else []
+        always_whole = all(
+            project(n).operands[k][atom] in project(n).blocked - opened(n, project(n)).keys() for n, k in uses
+        )
+        return [node for node, _ in uses] if always_whole else []
 
 
 def _rivals(node: fx.Node, projection: Projection) -> Iterator[tuple[int, int]]:

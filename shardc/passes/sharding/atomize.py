@@ -108,8 +108,8 @@ class _Atoms:
         users = {id(self.users[slot]): self.users[slot] for slot in slots}
         once = len(users) == len(slots)
         op = _Op(list(zip(slots, labels, strict=True)), {f: (n,) for f, n in rule.sizes.items()}, once)
-        for known in users.values():
-            known.append(op)
+        for slot_ops in users.values():
+            slot_ops.append(op)
         self._push(op)
 
     def _push(self, op: _Op) -> None:
@@ -150,14 +150,14 @@ class _Atoms:
                             self._push(user)
                 if merged != want:
                     changed = True
-                    at = 0
+                    position = 0
                     for f in factors:
                         size, run = math.prod(op.split[f]), 1
-                        start = at
+                        start = position
                         while run < size:
-                            run *= merged[at]
-                            at += 1
-                        op.split[f] = merged[start:at]
+                            run *= merged[position]
+                            position += 1
+                        op.split[f] = merged[start:position]
         return changed
 
     def write(self) -> None:
@@ -166,9 +166,9 @@ class _Atoms:
             if isinstance(slot, tuple):
                 node, index = slot
                 declared = list(info(node).results)
-                known = declared[index]
-                assert known is not None
-                declared[index] = replace(known, dims=atoms)
+                declared_type = declared[index]
+                assert declared_type is not None
+                declared[index] = replace(declared_type, dims=atoms)
                 update(node, results=tuple(declared))
             elif type_of(slot).dims != atoms:
                 update(slot, type=replace(type_of(slot), dims=atoms))

@@ -24,8 +24,10 @@ def narrows(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is not CAST:
         return False
     (source,) = operands(node)
-    before, after = type_of(source).dtype, type_of(node).dtype
-    fewer = before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
+    source_dtype, cast_dtype = type_of(source).dtype, type_of(node).dtype
+    fewer = (
+        source_dtype.is_floating_point and cast_dtype.is_floating_point and cast_dtype.itemsize < source_dtype.itemsize
+    )
     return fewer and source.op == "placeholder"
 
 
@@ -41,32 +43,32 @@ def gradients(graph: Graph) -> dict[str, fx.Node]:
 
 
 def carriers(gradient: fx.Node) -> list[fx.Node]:
-    """The calls that a gradient goes through, last first, from where it is made to where it is wanted.
+    """The calls that carry a gradient from its producer to its reader, last first.
 
-    None of them does more than sum terms, look at them otherwise or cast them; without a cast there are none.
+    Each only sums terms, views them or casts them. Without a cast the list is empty.
     """
-    found: list[fx.Node] = []
+    calls: list[fx.Node] = []
     todo = [gradient]
     while todo:
         call = producer(todo.pop())[0]
         rule = find_rule(call.target) if call.op == "call_function" else None
         if rule is not None and rule.kind in ("view", "pointwise") and rule_of(call).linear == "joint":
-            found.append(call)
+            calls.append(call)
             # What something else reads too is an activation's gradient as well.
             todo += [v for v in operands(call) if all(user is call for user in v.users)]
-    return found if any(call.target is CAST for call in found) else []
+    return calls if any(call.target is CAST for call in calls) else []
 
 
 def narrow_gradients(graph: Graph) -> set[fx.Node]:
-    """The values of low precision that are nothing but parameters' gradients, or terms of them."""
-    found: set[fx.Node] = set()
+    """The low-precision values that are only gradients of parameters, or terms of such gradients."""
+    narrow_values: set[fx.Node] = set()
     for gradient in gradients(graph).values():
         # Rounded for parameters that are stored in fewer digits.
-        found |= {user for user in gradient.users if user.target is CAST and type_of(user).dtype in HALF}
+        narrow_values |= {user for user in gradient.users if user.target is CAST and type_of(user).dtype in HALF}
         for call in carriers(gradient):
             terms = [v for v in operands(call) if all(user is call for user in v.users)]
-            found |= {v for term in terms for v in (term, *_looked_up(term)) if type_of(v).dtype in HALF}
-    return found
+            narrow_values |= {v for term in terms for v in (term, *_looked_up(term)) if type_of(v).dtype in HALF}
+    return narrow_values
 
 
 def _looked_up(term: fx.Node) -> list[fx.Node]:

@@ -31,8 +31,8 @@ class GroupSums(Pass):
     """Reassociate additions by what is pending."""
 
     def run(self, graph: Graph) -> Graph:
-        kept = {*graph.seeds, *graph.activations.values(), *graph.output_values}
-        chains = _Chains(kept)
+        pinned = {*graph.seeds, *graph.activations.values(), *graph.output_values}
+        chains = _Chains(pinned)
         for node in [n for n in graph.calls() if _plain(n)]:
             if not chains.inner(node):
                 _regroup(graph, chains, node)
@@ -95,31 +95,31 @@ def _regroup(graph: Graph, chains: _Chains, root: fx.Node) -> None:
     with graph.fx.inserting_before(root):
         for partial, terms in ordered:
             pending = tuple(p for p in partial if p in pending)
-            one = reduce(lambda a, b: _add(graph, root, a, b, partial), terms)
-            total = one if total is None else _add(graph, root, total, one, pending)
+            group_sum = reduce(lambda a, b: _add(graph, root, a, b, partial), terms)
+            total = group_sum if total is None else _add(graph, root, total, group_sum, pending)
     # The last addition is the root, which keeps its name and its readers.
     assert total is not None
     root.args = total.args
 
 
 def _add(graph: Graph, root: fx.Node, a: fx.Node, b: fx.Node, partial: Partial) -> fx.Node:
-    """An addition as `assign` would have it: over the axes that both terms are pending on, it waits to be told."""
-    found = info(root)
+    """An addition as `assign` would annotate it: over the axes on which both terms are pending, its sum is delayed."""
+    about = info(root)
     axes = {axis for axis, _ in partial}
-    split = tuple((name, _without(own, axes)) for name, own in found.assignment)
-    waiting = tuple((axis, name) for name, own in found.assignment for axis in own if axis in axes)
+    split = tuple((name, _without(shard_axes, axes)) for name, shard_axes in about.assignment)
+    waiting = tuple((axis, name) for name, shard_axes in about.assignment for axis in shard_axes if axis in axes)
     type = type_of(root)
-    placement = [_without(own, axes) for own in type.placement]
-    delayed = [(axis, "sum") for axis, _ in (*found.fallback, *waiting) if axis in axes]
+    placement = [_without(shard_axes, axes) for shard_axes in type.placement]
+    delayed = [(axis, "sum") for axis, _ in (*about.fallback, *waiting) if axis in axes]
     return graph.call(
         ADD,
         (a, b),
         like=root,
         type=type.place(placement, delayed),
-        assignment=tuple((name, own) for name, own in split if own),
-        fallback=(*(f for f in found.fallback if f[0] in axes), *waiting),
+        assignment=tuple((name, shard_axes) for name, shard_axes in split if shard_axes),
+        fallback=(*(f for f in about.fallback if f[0] in axes), *waiting),
     )
 
 
-def _without(axes: Axes, gone: set[str]) -> Axes:
-    return tuple(a for a in axes if a not in gone)
+def _without(axes: Axes, removed: set[str]) -> Axes:
+    return tuple(a for a in axes if a not in removed)

@@ -43,16 +43,16 @@ class InsertReshards(Pass):
     hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
-        kept = [node for name, node in graph.input_nodes().items() if name in self.keep_gathered]
-        copies = _Copies(graph, {v for node in kept for v in (node, *narrow_copies(node))}, self.hardware)
+        gathered_inputs = [node for name, node in graph.input_nodes().items() if name in self.keep_gathered]
+        copies = _Copies(graph, {v for node in gathered_inputs for v in (node, *narrow_copies(node))}, self.hardware)
         for node in list(graph.fx.nodes):
             if node.op == "placeholder":
                 copies.born(node)
             elif node.op == "output":
                 outputs: list[fx.Node] = []
-                for v, asked in zip(graph.output_values, output_types(graph), strict=True):
+                for v, output_type in zip(graph.output_values, output_types(graph), strict=True):
                     with graph.fx.inserting_before(copies.earliest(v, node)):
-                        outputs.append(copies.get(v, asked, "out"))
+                        outputs.append(copies.get(v, output_type, "out"))
                 node.args = (tuple(outputs),)
             elif node.target is operator.getitem:
                 continue
@@ -116,10 +116,10 @@ def output_types(graph: Graph) -> list[TensorType]:
 
 def as_annotated(type: TensorType, seed: Seed) -> TensorType:
     """The dims that an annotation fixes as it says; the open ones as they are, less the axes that those take."""
-    taken = {axis for axes, fixed in zip(seed.placement, seed.fixed, strict=True) if fixed for axis in axes}
+    fixed_axes = {axis for axes, fixed in zip(seed.placement, seed.fixed, strict=True) if fixed for axis in axes}
     return type.place(
         [
-            want if fixed else tuple(axis for axis in has if axis not in taken)
+            want if fixed else tuple(axis for axis in has if axis not in fixed_axes)
             for want, fixed, has in zip(seed.placement, seed.fixed, type.placement, strict=True)
         ]
     )
@@ -132,7 +132,7 @@ def find_view(value: fx.Node) -> bool:
 
 
 class _Copies:
-    """All placements in which each value is at hand."""
+    """The placements in which each value is available."""
 
     def __init__(self, graph: Graph, keep: set[fx.Node], hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
@@ -169,7 +169,7 @@ class _Copies:
         return following
 
     def _untouched(self, value: fx.Node) -> bool:
-        """Nothing was made of the value yet, nor of what it is a view of: a copy could lie further down."""
+        """Neither the value nor the base of its view has a copy yet: a copy could lie further down."""
         if len(self.have[value]) > 1 or value.op == "placeholder":
             return False
         if not find_view(value):
@@ -178,8 +178,8 @@ class _Copies:
         return root is not None and self._untouched(root)
 
     def get(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node:
-        """The value as `need` says, made at the insertion point if it is not at hand."""
-        usable = [(t, n) for t, n, kept in self.have[value] if kept is None or kept == phase]
+        """The value in the placement `need`; inserts a reshard at the insertion point if none is available."""
+        usable = [(t, n) for t, n, kept_phase in self.have[value] if kept_phase is None or kept_phase == phase]
         for type, node in usable:
             if type == need:
                 return node
@@ -195,20 +195,20 @@ class _Copies:
             if hoisted is not None:
                 self.have[value].append((need, hoisted, phase))
                 return hoisted
-        made = self._reshard(value, source, need, phase)
-        kept = phase if value not in self.keep and any(s.kind in _GATHERS for s in steps) else None
-        self.have[value].append((need, made, kept))
-        return made
+        copy = self._reshard(value, source, need, phase)
+        kept_phase = phase if value not in self.keep and any(s.kind in _GATHERS for s in steps) else None
+        self.have[value].append((need, copy, kept_phase))
+        return copy
 
     def _reshard(self, value: fx.Node, source: fx.Node, need: TensorType, phase: str) -> fx.Node:
         name = f"{info(value).name}.reshard"
         shown = info(value).phase if phase == "out" else phase
         origin = Derivation("moved", info(value).name)
-        made = self.graph.call(
+        resharded = self.graph.call(
             collectives.reshard, (source,), like=value, type=need, name=name, phase=shown, origin=origin
         )
-        self.origin[made] = value
-        return made
+        self.origin[resharded] = value
+        return resharded
 
     def _at_view_root(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node | None:
         """Reshard the view's input instead and repeat the view, where the two have the same pieces."""
@@ -223,14 +223,14 @@ class _Copies:
         root = self._root(source)
         if root is None:
             return None
-        wanted = type_of(root).place([of_piece[p] for p in projection.operands[0]], need.partial)
-        if not set(wanted.partial) <= set(type_of(root).partial):
+        root_type = type_of(root).place([of_piece[p] for p in projection.operands[0]], need.partial)
+        if not set(root_type.partial) <= set(type_of(root).partial):
             return None
-        placed = self.get(root, wanted, phase)
+        placed = self.get(root, root_type, phase)
         split = tuple((projection.names[p], axes) for p, axes in of_piece.items() if axes)
         shown = info(value).phase if phase == "out" else phase
         passes = tuple(a for a, _ in need.partial)
-        again = self.graph.call(
+        repeated_view = self.graph.call(
             value.target,
             value.args,
             dict(value.kwargs),
@@ -241,9 +241,9 @@ class _Copies:
             passes=passes,
             phase=shown,
         )
-        replace_operands(again, [placed])
-        self.origin[again] = value
-        return again
+        replace_operands(repeated_view, [placed])
+        self.origin[repeated_view] = value
+        return repeated_view
 
     def _root(self, placed: fx.Node) -> fx.Node | None:
         """The value of which an operand, perhaps already a reshard, is a copy."""

@@ -80,8 +80,10 @@ class _Walk:
         values = operands(node)
         for piece, axes in split.items():
             kind = projection.reduces.get(piece)
-            gone = any(piece not in r for r, v in zip(projection.results, results(node), strict=True) if v is not None)
-            if kind is None or not gone or projection.sizes[piece] % mesh.size(axes) == 0:
+            reduced_away = any(
+                piece not in r for r, v in zip(projection.results, results(node), strict=True) if v is not None
+            )
+            if kind is None or not reduced_away or projection.sizes[piece] % mesh.size(axes) == 0:
                 continue
             for i, pieces in enumerate(projection.operands):
                 if piece not in pieces:
@@ -110,7 +112,7 @@ class _Walk:
         return masked
 
     def _carry(self, node: fx.Node) -> None:
-        """Collectives and slices fill the padding they make with 0, and carry along what was there."""
+        """Collectives and slices fill padding that they create with 0, and keep the padding of their operand."""
         mesh = self.graph.mesh
         sources = operands(node)
         for value in results(node):
@@ -118,8 +120,8 @@ class _Walk:
                 continue
             uneven = type_of(value).uneven_atoms(mesh)
             if len(sources) == 1 and len(type_of(sources[0]).atoms) == len(type_of(value).atoms):
-                before = set(type_of(sources[0]).uneven_atoms(mesh)) - self.zero.get(sources[0], set())
-                self.zero[value] = {i for i in uneven if i not in before}
+                nonzero = set(type_of(sources[0]).uneven_atoms(mesh)) - self.zero.get(sources[0], set())
+                self.zero[value] = {i for i in uneven if i not in nonzero}
             else:
                 self.zero[value] = set()
 
@@ -132,7 +134,7 @@ class _Walk:
                 continue
             self.zero[value] = set()
             for atom in type_of(value).uneven_atoms(self.graph.mesh):
-                having = [i for i, own in enumerate(projection.operands) if pieces[atom] in own]
+                having = [i for i, operand_pieces in enumerate(projection.operands) if pieces[atom] in operand_pieces]
                 if not having or not set(having) <= set(linear):
                     continue
                 if projection.linear == "joint" and len(having) < len(sources):
@@ -161,8 +163,8 @@ def _rewrite(graph: Graph, node: fx.Node, entry: OpRule, projection: Projection,
 
 def _set_argument(node: fx.Node, name: str, value: Any) -> None:
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    at = names.index(name)
-    if at < len(node.args):
-        node.args = (*node.args[:at], value, *node.args[at + 1 :])
+    position = names.index(name)
+    if position < len(node.args):
+        node.args = (*node.args[:position], value, *node.args[position + 1 :])
     else:
         node.kwargs = {**node.kwargs, name: value}

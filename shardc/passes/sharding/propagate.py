@@ -111,13 +111,13 @@ class _Spread:
         for value, seed in self.graph.seeds.items():
             if seed.priority != priority:
                 continue
-            taken = {axis for axes in self.spec[value] for axis in axes}
+            used_axes = {axis for axes in self.spec[value] for axis in axes}
             for i, axes in enumerate(seed.placement):
                 if seed.fixed[i]:
                     # What arrived earlier at a dim that the user fixes yields to the user.
                     self.spec[value][i] = axes
                     self.priorities.setdefault(value, {}).update({(i, axis): priority for axis in axes})
-                elif axes and not taken & set(axes):
+                elif axes and not used_axes & set(axes):
                     self.spec[value][i] = axes
             self._drop_repeats(value, seed.placement)
             self.fixed[value] = seed.fixed
@@ -138,9 +138,9 @@ class _Spread:
 
     def _drop_repeats(self, value: fx.Node, placement: tuple[Axes, ...]) -> None:
         """An axis that the seed puts on one atom leaves the others."""
-        own = {axis: i for i, axes in enumerate(placement) for axis in axes}
+        atom_of = {axis: i for i, axes in enumerate(placement) for axis in axes}
         for i, axes in enumerate(self.spec[value]):
-            self.spec[value][i] = tuple(a for a in axes if own.get(a, i) == i)
+            self.spec[value][i] = tuple(a for a in axes if atom_of.get(a, i) == i)
 
     def _step(self, link: _Link, priority: int) -> list[fx.Node]:
         have: dict[int, Axes] = {}
@@ -166,11 +166,11 @@ class _Spread:
             fixed = self.fixed.get(value)
             moved = False
             for i, piece in enumerate(pieces):
-                wanted = have.get(piece)
-                if wanted is None or spec[i] == wanted or (fixed is not None and fixed[i]):
+                target_axes = have.get(piece)
+                if target_axes is None or spec[i] == target_axes or (fixed is not None and fixed[i]):
                     continue
                 used = {a for axes in spec for a in axes}
-                for axis in wanted:
+                for axis in target_axes:
                     if axis not in used and claims[axis] == 1:
                         spec[i] = (*spec[i], axis)
                         used.add(axis)

@@ -48,13 +48,13 @@ def plan(
         return None
     if before == after:
         return [], 0.0
-    found = _Planner(before, after, mesh, hardware).run()
+    cheapest = _Planner(before, after, mesh, hardware).run()
     if before.partial and after.axes & before.partial_axes:
         # Something in the way of a reduce-scatter may cost more to move while it is pending than an all-reduce.
-        found = min(
-            found, _Planner(before, after, mesh, hardware, eager=True).run(), key=lambda steps_cost: steps_cost[1]
+        cheapest = min(
+            cheapest, _Planner(before, after, mesh, hardware, eager=True).run(), key=lambda steps_cost: steps_cost[1]
         )
-    return found
+    return cheapest
 
 
 class _Planner:
@@ -78,9 +78,9 @@ class _Planner:
         return self.steps, self.cost
 
     def _emit(self, kind: str, axis: str, sent: float, **fields: object) -> None:
-        after = self.type.place(self.now, self.pending.items())
-        self.steps.append(Step(kind, axis, self.type, after, **fields))  # type: ignore[arg-type]
-        self.type = after
+        result_type = self.type.place(self.now, self.pending.items())
+        self.steps.append(Step(kind, axis, self.type, result_type, **fields))  # type: ignore[arg-type]
+        self.type = result_type
         if kind != "slice":
             # The group of a permute is along both axes.
             axes = (axis, self.steps[-1].to_axis or axis)
@@ -109,9 +109,9 @@ class _Planner:
 
     def _reduce(self) -> bool:
         """Resolve a pending reduction whose axis no atom will take."""
-        wanted = set[str]() if self.eager else {axis for axes in self.want for axis in axes}
+        target_axes = set[str]() if self.eager else {axis for axes in self.want for axis in axes}
         for axis, reduction in list(self.pending.items()):
-            if axis not in self.keep and axis not in wanted:
+            if axis not in self.keep and axis not in target_axes:
                 k = self.mesh.size(axis)
                 del self.pending[axis]
                 self._emit("all_reduce", axis, 2 * self._bytes() * (k - 1) / k, reduction=reduction)

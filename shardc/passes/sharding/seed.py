@@ -68,13 +68,13 @@ class SeedAnnotations(Pass):
 
     def run(self, graph: Graph) -> Graph:
         classes = Classes(graph)
-        found = [(b, find_value(graph, b)) for b in self.bound]
-        requests = [(b, value) for b, value in found if value is not None]
+        bound_values = [(b, find_value(graph, b)) for b in self.bound]
+        requests = [(b, value) for b, value in bound_values if value is not None]
         for b, value in requests:
             b.placement.check(graph.mesh, type_of(value).ndim, b.name, b.cause)
         graph.mesh = _split_mesh(graph.mesh, [_landings(classes, b, v, graph.mesh, {}) for b, v in requests])
         claims = _claims(classes, requests, graph.mesh)
-        notes: list[tuple[Hashable, Diagnostic]] = [_unread(b) for b, value in found if value is None]
+        notes: list[tuple[Hashable, Diagnostic]] = [_unread(b) for b, value in bound_values if value is None]
         for b, value in requests:
             landings = _landings(classes, b, value, graph.mesh, claims)
             seed = _seed(b, value, landings, graph.mesh)
@@ -107,7 +107,7 @@ Claims = Mapping[Place, Set[str]]  # class -> the axes that parameters' annotati
 class _Landing:
     """Where the axes of one dim go: flat atom -> axes; `splits` are the sub-axes that it takes.
 
-    What is `dropped` found no room; what is `copied` splits the work that the tensor goes into along another's dim.
+    `dropped` axes have no atom left to shard. `copied` axes shard the reader along a dim of another tensor.
     """
 
     axes: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
@@ -128,9 +128,9 @@ def _landings(classes: Classes, bound: Bound, value: fx.Node, mesh: Mesh, claims
         return bound.kind == "param" and any(axis in claims.get(c, ()) for c in classes.rivals(value, atom))
 
     return {
-        d: _land(_candidates(classes, bound, value, d, wanted), mesh.resolve(wanted.axes), mesh, barred)
-        for d, wanted in enumerate(bound.placement.padded(type_of(value).ndim))
-        if wanted.axes
+        d: _land(_candidates(classes, bound, value, d, dim_placement), mesh.resolve(dim_placement.axes), mesh, barred)
+        for d, dim_placement in enumerate(bound.placement.padded(type_of(value).ndim))
+        if dim_placement.axes
     }
 
 
@@ -157,41 +157,42 @@ def _land(
     landing = _Landing()
     todo = [(axis, mesh.size(axis)) for axis in axes if mesh.size(axis) > 1]
     queue = list(atoms)
-    at, left = queue.pop(0) if queue else (-1, 1)
+    atom, remaining = queue.pop(0) if queue else (-1, 1)
     while todo:
         axis, size = todo.pop(0)
-        while queue and (left == 1 or barred(at, axis)):
-            at, left = queue.pop(0)
-        if at < 0 and size == 1:  # nothing to shard, and nobody to share it with
+        while queue and (remaining == 1 or barred(atom, axis)):
+            atom, remaining = queue.pop(0)
+        if atom < 0 and size == 1:  # nothing to shard, and nobody to share it with
             continue
-        if at >= 0 and left > 1 and barred(at, axis):
+        if atom >= 0 and remaining > 1 and barred(atom, axis):
             landing.copied.append(axis)
-        elif left == 1 and size > 1:
+        elif remaining == 1 and size > 1:
             landing.dropped.append(axis)
-        elif left >= size or size % left:
-            landing.axes.setdefault(at, []).append(axis)
-            left = -(-left // size)
+        elif remaining >= size or size % remaining:
+            landing.axes.setdefault(atom, []).append(axis)
+            remaining = -(-remaining // size)
         else:  # the axis is a multiple of the atom: its major part goes here
-            landing.splits.append((axis, (left, size // left)))
-            todo.insert(0, (axis, size // left))
-            left = 1
+            landing.splits.append((axis, (remaining, size // remaining)))
+            todo.insert(0, (axis, size // remaining))
+            remaining = 1
     return landing
 
 
 def _candidates(
-    classes: Classes, bound: Bound, value: fx.Node, dim: int, wanted: DimPlacement
+    classes: Classes, bound: Bound, value: fx.Node, dim: int, dim_placement: DimPlacement
 ) -> list[tuple[int, int]]:
     """The atoms of a dim that its axes may land on, in order of preference of the leading ones."""
     type = type_of(value)
     start = sum(len(d) for d in type.dims[:dim])
     atoms = [(start + i, a.size) for i, a in enumerate(type.dims[dim])]
-    if wanted.blocks > 1:
+    if dim_placement.blocks > 1:
         product = 1
-        while atoms and product < wanted.blocks:
+        while atoms and product < dim_placement.blocks:
             product *= atoms.pop(0)[1]
-        if product != wanted.blocks:
-            found = " ".join(str(a.size) for a in type.dims[dim])
-            message = f"dim {dim} of {bound.name} does not fall into {wanted.blocks} blocks: its factors are ({found})"
+        if product != dim_placement.blocks:
+            factors = " ".join(str(a.size) for a in type.dims[dim])
+            blocks = f"{dim_placement.blocks} blocks: its factors are ({factors})"
+            message = f"dim {dim} of {bound.name} does not fall into {blocks}"
             raise _refuse(
                 "SC203", message, bound, hint="use a block count that the model's splits and views agree with"
             )
@@ -242,15 +243,15 @@ def _unread(bound: Bound) -> tuple[Hashable, Diagnostic]:
 
 
 def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh) -> list[tuple[Hashable, Diagnostic]]:
-    """What was dropped, or lands where the text does not say; each with what it has in common with its like."""
-    type, wanted = type_of(value), bound.placement.dims[dim]
+    """Diagnostics for axes that were dropped or shard another factor than written; each with its key for merging."""
+    type, dim_placement = type_of(value), bound.placement.dims[dim]
     family = (*_family(bound), dim, type.sizes[dim])
     about = f"dim {dim} of {bound.name}"
     notes: list[tuple[Hashable, Diagnostic]] = []
 
     def note(code: str, message: str, hint: str | None = None, severity: Severity = "note") -> None:
-        found = Diagnostic(code, message, severity, **_about(bound), hint=hint)
-        notes.append(((*family, message.replace(bound.name, "")), found))
+        diagnostic = Diagnostic(code, message, severity, **_about(bound), hint=hint)
+        notes.append(((*family, message.replace(bound.name, "")), diagnostic))
 
     for axis in landing.dropped:
         message = f"axis '{axis}' ({mesh.size(axis)}) finds nothing left to shard in {about}: replicated over it"
@@ -273,8 +274,8 @@ def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh
     start = sum(len(d) for d in type.dims[:dim])
     first = min(landing.axes, default=start)
     skipped = math.prod(atom.size for atom in type.atoms[start:first])
-    if landing.axes and skipped != wanted.blocks:
-        text = f"{skipped}*{'.'.join(wanted.axes)}"
+    if landing.axes and skipped != dim_placement.blocks:
+        text = f"{skipped}*{'.'.join(dim_placement.axes)}"
         message = f"{about} is sharded as {text}: its leading factor {skipped} selects or is needed whole"
         note("SC203", message, f'write "{text}" for this dim to say so')
     return notes
@@ -285,14 +286,14 @@ def _split_mesh(mesh: Mesh, walks: list[dict[int, _Landing]]) -> Mesh:
     cuts: dict[str, tuple[int, ...]] = {}
     for landings in walks:
         for landing in landings.values():
-            done: dict[str, list[int]] = {}
+            heads_of: dict[str, list[int]] = {}
             for axis, (head, _) in landing.splits:
-                done.setdefault(axis, []).append(head)
-            for axis, heads in done.items():
-                rest = mesh.size(axis)
+                heads_of.setdefault(axis, []).append(head)
+            for axis, heads in heads_of.items():
+                remainder = mesh.size(axis)
                 for head in heads:
-                    rest //= head
-                sizes = tuple(n for n in (*heads, rest) if n > 1)
+                    remainder //= head
+                sizes = tuple(n for n in (*heads, remainder) if n > 1)
                 merged = refine(cuts.get(axis, (mesh.size(axis),)), sizes)
                 cuts[axis] = merged if merged is not None else cuts[axis]
     for axis, sizes in cuts.items():
@@ -303,8 +304,8 @@ def _split_mesh(mesh: Mesh, walks: list[dict[int, _Landing]]) -> Mesh:
 
 def copied_axes(graph: Graph) -> dict[fx.Node, Axes]:
     """Axes that no op on a value is to be split over, of parameters that are copied over them, and their gradients."""
-    found = {value: seed.copied for value, seed in graph.seeds.items() if seed.copied}
-    return found | {twin: found[value] for value, twin in linked_gradients(graph) if value in found}
+    copied = {value: seed.copied for value, seed in graph.seeds.items() if seed.copied}
+    return copied | {twin: copied[value] for value, twin in linked_gradients(graph) if value in copied}
 
 
 def landed(graph: Graph, requests: Sequence[tuple[Bound, fx.Node]]) -> dict[fx.Node, tuple[Axes, ...]]:
@@ -322,8 +323,8 @@ def _seed(bound: Bound, value: fx.Node, landings: dict[int, _Landing], mesh: Mes
     type = type_of(value)
     placement: list[Axes] = [()] * len(type.atoms)
     fixed: list[bool] = []
-    for d, wanted in enumerate(bound.placement.padded(type.ndim)):
-        fixed += [not wanted.open] * len(type.dims[d])
+    for d, dim_placement in enumerate(bound.placement.padded(type.ndim)):
+        fixed += [not dim_placement.open] * len(type.dims[d])
         for i, axes in landings[d].axes.items() if d in landings else ():
             placement[i] = tuple(axes)
     shared = tuple(axis for landing in landings.values() for axis in (*landing.copied, *landing.shared(mesh)))

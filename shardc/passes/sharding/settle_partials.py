@@ -130,7 +130,7 @@ def _cut(
         return []
     outputs = {v: p for p, v in zip(graph.outputs, graph.output_values, strict=True)}
     twins = graph.input_nodes()
-    wanted = {v: axis in type_of(twins[p.name]).axes for v, p in outputs.items() if p.role in UPDATES}
+    twin_sharded = {v: axis in type_of(twins[p.name]).axes for v, p in outputs.items() if p.role in UPDATES}
     start = round(hardware.start_bytes((axis,)))
     chosen: list[_Op] = []
     for values in _components(pending, eligible, users):
@@ -143,7 +143,7 @@ def _cut(
             waiting = [op for op, i in uses if i in eligible.get(op, ())]
             sharded = [op.wants(i, axis) for op, i in resolved]
             sharded += [True for op in waiting if axis in op.delayed]
-            sharded += [wanted[v]] if v in wanted else []
+            sharded += [twin_sharded[v]] if v in twin_sharded else []
             once = bool(sharded) and all(sharded)
             times = graph.microbatches if v in repeated else 1
             cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + start)
@@ -184,12 +184,12 @@ def _components(
 
 def _finish(graph: Graph, ops: list[_Op], passing: dict[_Op, list[str]]) -> None:
     """Give ops whose sums are resolved before them their fallback piece, and derive every produced type anew."""
-    wanted = _Wanted(graph)
+    reader_orders = _ReaderOrders(graph)
     for op in reversed(ops):
         for axis, piece in op.delayed.items():
             if axis not in passing[op]:
-                op.split[piece] = wanted.order(op, piece, (*op.split.get(piece, ()), axis))
-        wanted.read(op)
+                op.split[piece] = reader_orders.order(op, piece, (*op.split.get(piece, ()), axis))
+        reader_orders.read(op)
     for op in ops:
         names = op.projection.names
         update(
@@ -203,7 +203,7 @@ def _finish(graph: Graph, ops: list[_Op], passing: dict[_Op, list[str]]) -> None
                 update(v, type=produced(type_of(v), op.projection, op.split, tuple(passing[op]), k))
 
 
-class _Wanted:
+class _ReaderOrders:
     """How results are split by who reads them: several axes on one atom have an order, and another costs a move."""
 
     def __init__(self, graph: Graph) -> None:

@@ -85,8 +85,8 @@ def extended(type: TensorType, axes: Axes, mesh: Mesh) -> tuple[Axes, ...]:
         size = mesh.size(axis)
         local = type.place(placement).local_atoms(mesh)
         fitting = [i for i, n in enumerate(local) if n % size == 0]
-        at = fitting[0] if fitting else max(range(len(local)), key=lambda i: local[i])
-        placement[at] = (*placement[at], axis)
+        atom = fitting[0] if fitting else max(range(len(local)), key=lambda i: local[i])
+        placement[atom] = (*placement[atom], axis)
     return tuple(placement)
 
 

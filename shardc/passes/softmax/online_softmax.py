@@ -55,68 +55,70 @@ class OnlineSoftmax(Pass):
     def run(self, graph: Graph) -> Graph:
         tops = [node for node in graph.calls() if node.target is collectives.all_reduce and node.args[1] == "max"]
         for top in tops:
-            at = {node: i for i, node in enumerate(graph.fx.nodes)}
-            found = find(graph, top, at)
-            chosen = None if found is None else worth(graph, found, self.hardware)
+            position = {node: i for i, node in enumerate(graph.fx.nodes)}
+            softmax = find(graph, top, position)
+            chosen = None if softmax is None else worth(graph, softmax, self.hardware)
             if chosen is not None:
                 _Rewriting(graph, chosen).run()
                 graph.erase_dead()
         return graph
 
 
-def worth(graph: Graph, found: Softmax, hardware: Hardware = DEFAULT) -> Softmax | None:
+def worth(graph: Graph, softmax: Softmax, hardware: Hardware = DEFAULT) -> Softmax | None:
     """The softmax with those sums over classes that are worth gathering; None if nothing is."""
 
     def sent(nodes: Sequence[fx.Node]) -> int:
         every = [collective(graph, node) for node in nodes]
-        return sum(one.bytes_per_rank for one in every if one is not None)
+        return sum(transfer.bytes_per_rank for transfer in every if transfer is not None)
 
-    start = hardware.start_bytes(found.axes)
-    one = type_of(found.top).local_bytes(graph.mesh) * (graph.mesh.size(found.axes) - 1)
-    picked = tuple(p for p in found.picked if one - sent(p.pending.reduced) <= start * len(p.pending.reduced))
-    replaced = [found.top, *(node for total in found.totals for node in total.pending.reduced)]
-    if 2 * one - sent(replaced) > start * (len(replaced) - 1):
+    start = hardware.start_bytes(softmax.axes)
+    statistic_bytes = type_of(softmax.top).local_bytes(graph.mesh) * (graph.mesh.size(softmax.axes) - 1)
+    picked = tuple(
+        p for p in softmax.picked if statistic_bytes - sent(p.pending.reduced) <= start * len(p.pending.reduced)
+    )
+    replaced = [softmax.top, *(node for total in softmax.totals for node in total.pending.reduced)]
+    if 2 * statistic_bytes - sent(replaced) > start * (len(replaced) - 1):
         return None
-    return replace(found, picked=picked)
+    return replace(softmax, picked=picked)
 
 
 class _Rewriting:
-    def __init__(self, graph: Graph, found: Softmax) -> None:
-        self.graph, self.mesh, self.found = graph, graph.mesh, found
-        self.name = info(found.top).name
+    def __init__(self, graph: Graph, softmax: Softmax) -> None:
+        self.graph, self.mesh, self.softmax = graph, graph.mesh, softmax
+        self.name = info(softmax.top).name
         self.base = self.name.rpartition(".")[0]
-        self.type = type_of(found.top)  # of a statistic
+        self.type = type_of(softmax.top)  # of a statistic
         self.shape = list(self.type.local_shape(self.mesh))
-        ranks = self.mesh.size(found.axes)
-        self.own, self.every = (Atom(ranks, found.axes),), (Atom(ranks),)
-        self.like = found.top  # whose phase and source what is put has
+        ranks = self.mesh.size(softmax.axes)
+        self.sharded_dim, self.ranks_dim = (Atom(ranks, softmax.axes),), (Atom(ranks),)
+        self.like = softmax.top  # whose phase and source what is put has
         self.memo: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
-        found, first = self.found, self.found.totals[0]
-        moved = dict.fromkeys(node for picked in found.picked for node in picked.late)
+        softmax, first = self.softmax, self.softmax.totals[0]
+        moved = dict.fromkeys(node for picked in softmax.picked for node in picked.late)
         for node in sorted(moved, key={n: i for i, n in enumerate(self.graph.fx.nodes)}.__getitem__):
-            found.top.prepend(node)
-        for hot, target in {p.where.args[0]: p.target for p in found.picked}.items():
+            softmax.top.prepend(node)
+        for hot, target in {p.where.args[0]: p.target for p in softmax.picked}.items():
             if self.countable():
                 self.count_from_own(hot, target)  # type: ignore[arg-type]
-        with self.graph.fx.inserting_before(found.top):
-            self.floor = self.finite(found.top.args[0], "floor")
+        with self.graph.fx.inserting_before(softmax.top):
+            self.floor = self.finite(softmax.top.args[0], "floor")
             # Padding is -inf already, for the maximum: it adds nothing to the sum.
-            shifted = self.put(aten.sub.Tensor, (found.masked, self.floor), type_of(first.exp), "shifted")
+            shifted = self.put(aten.sub.Tensor, (softmax.masked, self.floor), type_of(first.exp), "shifted")
             self.exp = self.put(aten.exp.default, (shifted,), type_of(first.exp), "exp")
-            total = self.again(None, first.pending.value, self.exp)
+            total = self.resummed(None, first.pending.value, self.exp)
             # One read of the logits for all that several losses pick from them.
-            picks = {p.where.args[0]: p for p in reversed(found.picked)}
+            picks = {p.where.args[0]: p for p in reversed(softmax.picked)}
             masked = {hot: self.masked(p) for hot, p in picks.items()}
-            rows = self.gathered([found.top.args[0], total, *masked.values()])
+            rows = self.gathered([softmax.top.args[0], total, *masked.values()])
             row = dict(zip(masked, rows[2:], strict=True))
             top = self.put(aten.amax.default, (rows[0], [len(self.shape)], False), self.type, "top")
             self.heights = self.finite(rows[0], "heights")
         self.sums, self.rows = rows[1], row
-        _swap(self.graph, found.top, top)
-        shifts = [top if p.shift is found.top else p.shift for p in (*found.totals, *found.picked)]
-        for part, shift in zip((*found.totals, *found.picked), shifts, strict=True):
+        _swap(self.graph, softmax.top, top)
+        shifts = [top if p.shift is softmax.top else p.shift for p in (*softmax.totals, *softmax.picked)]
+        for part, shift in zip((*softmax.totals, *softmax.picked), shifts, strict=True):
             with self.graph.fx.inserting_before(part.pending.value):
                 value = self.total(shift) if isinstance(part, Total) else self.picked(part, shift)
                 value = self.reshaped(value, type_of(part.pending.value))
@@ -128,18 +130,18 @@ class _Rewriting:
     def finite(self, x: Any, name: str) -> fx.Node:
         """A maximum as what to subtract. Where a loss takes care of infinite ones, +inf is made finite as well."""
         most = torch.finfo(self.type.dtype).max
-        if all(total.shift is self.found.top for total in self.found.totals):
+        if all(total.shift is self.softmax.top for total in self.softmax.totals):
             return self.put(aten.clamp_min.default, (x, -most), type_of(x), name)
         return self.put(aten.clamp.default, (x, -most, most), type_of(x), name)
 
     def countable(self) -> bool:
         """Does a shard hold columns one after another?"""
-        atoms = type_of(self.found.x).dims[self.found.dims[0]]
-        return len(atoms) == 1 and atoms[0].axes == self.found.axes
+        atoms = type_of(self.softmax.x).dims[self.softmax.dims[0]]
+        return len(atoms) == 1 and atoms[0].axes == self.softmax.axes
 
     def count_from_own(self, hot: fx.Node, target: fx.Node) -> None:
         """Number the columns from the shard's first one: a kernel then need not read their numbers."""
-        atoms = type_of(self.found.x).dims[self.found.dims[0]]
+        atoms = type_of(self.softmax.x).dims[self.softmax.dims[0]]
         numbers = next(operand for operand in operands(hot) if operand is not target)
         type, size, strides = type_of(numbers), atoms[0].size, list[int]()
         for axis in atoms[0].axes:
@@ -147,47 +149,47 @@ class _Rewriting:
             strides.append(size)
         with self.graph.fx.inserting_before(hot):
             count = TensorType(type.dtype, (atoms,))
-            own = self.put(aten.arange.default, (size,), count, dtype=type.dtype)
-            own = self.put(aten.view.default, (own, list(type.local_shape(self.mesh))), type, "columns")
+            columns = self.put(aten.arange.default, (size,), count, dtype=type.dtype)
+            columns = self.put(aten.view.default, (columns, list(type.local_shape(self.mesh))), type, "columns")
             scalar = TensorType(torch.int64, ())
-            first = self.put(local.axis_offset, (list(self.found.axes), strides), scalar, "first")
+            first = self.put(local.axis_offset, (list(self.softmax.axes), strides), scalar, "first")
             lower = self.put(aten.sub.Tensor, (target, first), type_of(target), "target")
-        hot.args = (own, lower)
+        hot.args = (columns, lower)
 
     def masked(self, picked: Picked) -> fx.Node:
         hot, (_, _, otherwise) = picked.where.args[0], picked.where.args
-        where = self.put(picked.where.target, (hot, self.found.x, otherwise), type_of(picked.where), "where")
+        where = self.put(picked.where.target, (hot, self.softmax.x, otherwise), type_of(picked.where), "where")
         # Cut by one axis, only columns past the last one are padding, and no target.
-        last = self.countable() and len(self.found.axes) == 1
-        return self.again(None if last else picked.mask, picked.pending.value, where)
+        last = self.countable() and len(self.softmax.axes) == 1
+        return self.resummed(None if last else picked.mask, picked.pending.value, where)
 
-    def again(self, mask: fx.Node | None, total: fx.Node, x: fx.Node) -> fx.Node:
-        """The same sum of other numbers."""
+    def resummed(self, mask: fx.Node | None, total: fx.Node, x: fx.Node) -> fx.Node:
+        """The same sum over other values."""
         if mask is not None:
             x = self.put(mask.target, (x, *mask.args[1:]), type_of(mask), "mask_pad")
         return self.put(total.target, (x, *total.args[1:]), type_of(total), "sum")
 
     def gathered(self, values: Sequence[Any]) -> list[fx.Node]:
-        """What every rank has of each statistic, in the last dim."""
-        type, shape = self.with_dims(self.own, ()), [1, 1, *self.shape]
+        """All-gathers each statistic; the last dim of the result counts the ranks."""
+        type, shape = self.with_dims(self.sharded_dim, ()), [1, 1, *self.shape]
         parts = [self.put(aten.view.default, (value, shape), type, "part") for value in values]
         count = (Atom(len(values)),)
-        own = self.put(aten.cat.default, (parts, 1), self.with_dims(self.own, count), "statistics")
-        type = self.with_dims(self.every, count)
-        atoms, ranks = list(type_of(own).local_atoms(self.mesh)), self.every[0].size
-        args = (own, list(self.found.axes), atoms, 0, ranks, list(type.local_shape(self.mesh)))
+        shard_statistics = self.put(aten.cat.default, (parts, 1), self.with_dims(self.sharded_dim, count), "statistics")
+        type = self.with_dims(self.ranks_dim, count)
+        atoms, ranks = list(type_of(shard_statistics).local_atoms(self.mesh)), self.ranks_dim[0].size
+        args = (shard_statistics, list(self.softmax.axes), atoms, 0, ranks, list(type.local_shape(self.mesh)))
         every = self.put(collectives.all_gather, args, type)
         name = self.graph.unique(self.name.replace(".all_reduce", ".all_gather"))
-        cause = Cause.joined(info(node).cause for node in (self.found.top, *self.reduced()))
+        cause = Cause.joined(info(node).cause for node in (self.softmax.top, *self.reduced()))
         update(every, name=name, cause=cause, origin=Derivation("replacement", self.name))
         last = len(self.shape) + 1
-        type = TensorType(self.type.dtype, (count, *self.type.dims, self.every))
+        type = TensorType(self.type.dtype, (count, *self.type.dims, self.ranks_dim))
         turned = self.put(aten.permute.default, (every, [*range(1, last + 1), 0]), type, "permute")
-        row = TensorType(self.type.dtype, (*self.type.dims, self.every))
+        row = TensorType(self.type.dtype, (*self.type.dims, self.ranks_dim))
         return [self.put(aten.select.int, (turned, 0, i), row, "select") for i in range(len(values))]
 
     def reduced(self) -> list[fx.Node]:
-        return [node for part in (*self.found.totals, *self.found.picked) for node in part.pending.reduced]
+        return [node for part in (*self.softmax.totals, *self.softmax.picked) for node in part.pending.reduced]
 
     # ------------------------------------------------------------------ after they have met
     def total(self, shift: fx.Node) -> fx.Node:
@@ -201,17 +203,17 @@ class _Rewriting:
 
     def picked(self, picked: Picked, shift: fx.Node) -> fx.Node:
         """The target's x - shift; 0 where the target is no class."""
-        whole = self.put(aten.sum.dim_IntList, (self.rows[picked.where.args[0]], [len(self.shape)]), self.type)
-        lower = self.put(aten.sub.Tensor, (whole, shift), self.type)
+        value = self.put(aten.sum.dim_IntList, (self.rows[picked.where.args[0]], [len(self.shape)]), self.type)
+        lower = self.put(aten.sub.Tensor, (value, shift), self.type)
         flag = type_of(picked.target).with_dtype(torch.bool)
         low = self.put(aten.ge.Scalar, (picked.target, 0), flag)
         high = self.put(aten.lt.Scalar, (picked.target, picked.columns), flag)
-        there = self.put(aten.bitwise_and.Tensor, (low, high), flag)
-        return self.put(aten.where.ScalarOther, (there, lower, 0.0), self.type)
+        in_range = self.put(aten.bitwise_and.Tensor, (low, high), flag)
+        return self.put(aten.where.ScalarOther, (in_range, lower, 0.0), self.type)
 
     def resolve(self, pending: Pending, value: fx.Node) -> None:
         """The value in the place of a pending sum; what carried that on has nothing pending any more."""
-        axes = set(self.found.axes)
+        axes = set(self.softmax.axes)
         name = info(pending.value).name
         _swap(self.graph, pending.value, value)
         update(value, name=name)
@@ -231,20 +233,20 @@ class _Rewriting:
         old = total.exp
         if total.mask is not None and not total.mask.users:
             self.graph.fx.erase_node(total.mask)
-        at = {node: i for i, node in enumerate(self.graph.fx.nodes)}
-        for user in sorted(old.users, key=at.__getitem__):
-            self.like = user if user.op == "call_function" else self.found.top
+        position = {node: i for i, node in enumerate(self.graph.fx.nodes)}
+        for user in sorted(old.users, key=position.__getitem__):
+            self.like = user if user.op == "call_function" else self.softmax.top
             with self.graph.fx.inserting_before(user):
                 number = self.number(user, old)
                 if number is None:
                     user.replace_input_with(old, self.whole(old, shift))
                     continue
-                type = self.with_dims(self.own)
+                type = self.with_dims(self.sharded_dim)
                 part = self.put(aten.view.default, (number, [1, *self.shape]), type, "part")
                 factor = self.put(user.target, (self.scale(shift), part), type)
                 user.target = aten.mul.Tensor
                 user.args = (self.exp, self.spread(factor, type_of(old)))
-        self.like = self.found.top
+        self.like = self.softmax.top
 
     def number(self, user: fx.Node, old: fx.Node) -> fx.Node | None:
         """What a call multiplies or divides by, if that is a number a row."""
@@ -260,12 +262,12 @@ class _Rewriting:
 
     def scale(self, shift: fx.Node) -> fx.Node:
         """exp(f_i - shift), a number a row of each shard; 0 or more."""
-        type = self.with_dims(self.own)
+        type = self.with_dims(self.sharded_dim)
         views = [self.put(aten.view.default, (v, [1, *self.shape]), type, "part") for v in (self.floor, shift)]
         return self.put(aten.exp.default, (self.put(aten.sub.Tensor, tuple(views), type),), type)
 
     def whole(self, old: fx.Node, shift: fx.Node) -> fx.Node:
-        """exp(x - shift) itself, made where it is first asked for."""
+        """exp(x - shift) itself, computed at its first use."""
         if old not in self.memo:
             factor = self.spread(self.scale(shift), type_of(old))
             self.memo[old] = self.put(aten.mul.Tensor, (self.exp, factor), type_of(old))
@@ -275,9 +277,9 @@ class _Rewriting:
         """A number a row and shard, over the columns of the shard."""
         shape = list(to.local_shape(self.mesh))
         dims = list(to.dims)
-        for d in self.found.dims:
+        for d in self.softmax.dims:
             dims[d] = (Atom(shape[d]),) if shape[d] > 1 else ()
-        type = TensorType(to.dtype, (self.own, *dims))
+        type = TensorType(to.dtype, (self.sharded_dim, *dims))
         wide = self.put(aten.expand.default, (factor, [1, *shape]), type, "expand")
         return self.put(aten.view.default, (wide, shape), to, "view")
 
@@ -287,7 +289,7 @@ class _Rewriting:
 
     def reshaped(self, value: fx.Node, like: TensorType) -> fx.Node:
         """A dim that a sum does not keep goes."""
-        resolved = like.place(like.placement, [p for p in like.partial if p[0] not in self.found.axes])
+        resolved = like.place(like.placement, [p for p in like.partial if p[0] not in self.softmax.axes])
         shape = list(resolved.local_shape(self.mesh))
         return value if shape == self.shape else self.put(aten.view.default, (value, shape), resolved, "view")
 

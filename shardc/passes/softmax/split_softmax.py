@@ -80,12 +80,12 @@ class SplitSoftmax(Pass):
 
 def _merge(graph: Graph) -> None:
     """A log-softmax of the same values has the same pieces: they are made once in each phase."""
-    seen: dict[object, fx.Node] = {}
+    first_by_key: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
         if node.target in PIECES:
-            found = seen.setdefault((node.target, str(node.args), str(node.kwargs), info(node).phase), node)
-            if found is not node and type_of(found) == type_of(node) and node not in graph.seeds:
-                replaced(graph, node, found)
+            first = first_by_key.setdefault((node.target, str(node.args), str(node.kwargs), info(node).phase), node)
+            if first is not node and type_of(first) == type_of(node) and node not in graph.seeds:
+                replaced(graph, node, first)
 
 
 def replaced(graph: Graph, old: fx.Node, new: fx.Node) -> None:
@@ -109,34 +109,34 @@ def _pays(graph: Graph, node: fx.Node) -> bool:
     """Does a rank send less with the call in pieces?"""
     mesh, k = graph.mesh, graph.mesh.size(_axes(node))
     first = operands(node)[0]  # x or g; y is as forward left it
-    whole = (k - 1) * type_of(first).local_bytes(mesh)
+    gather_bytes = (k - 1) * type_of(first).local_bytes(mesh)
     shape = type_of(node).local_shape(mesh)
     dim = _dim(node)
     rows = math.prod((*shape[:dim], *shape[dim + 1 :])) * max(4, type_of(first).dtype.itemsize)
     pieces = STATISTICS * (k - 1) * rows if node.target is FORWARD else 2 * (k - 1) * rows // k
     if _wanted_whole(node):
         pieces += (k - 1) * type_of(node).local_bytes(mesh)
-    return pieces < whole
+    return pieces < gather_bytes
 
 
 def _wanted_whole(node: fx.Node) -> bool:
     """Does a call behind the softmax, past views and pointwise ops, need the dim whole?"""
-    todo, seen = [(node, i) for i in _atoms(type_of(node), node)], set[fx.Node]()
-    while todo and len(seen) < NEAR:
+    todo, visited = [(node, i) for i in _atoms(type_of(node), node)], set[fx.Node]()
+    while todo and len(visited) < NEAR:
         value, atom = todo.pop()
         for user in value.users:
             rule = find_rule(user.target)
-            if rule is None or user in seen or user.target in (FORWARD, BACKWARD):
+            if rule is None or user in visited or user.target in (FORWARD, BACKWARD):
                 continue
-            seen.add(user)
+            visited.add(user)
             projection = project(user)
-            at = operands(user).index(value)
-            piece = projection.operands[at][atom]
+            operand_index = operands(user).index(value)
+            piece = projection.operands[operand_index][atom]
             if piece in projection.blocked:
                 return True
-            for made, pieces in zip(results(user), projection.results, strict=True):
-                if made is not None and rule.kind in ("pointwise", "view") and piece in pieces:
-                    todo.append((made, pieces.index(piece)))
+            for result, pieces in zip(results(user), projection.results, strict=True):
+                if result is not None and rule.kind in ("pointwise", "view") and piece in pieces:
+                    todo.append((result, pieces.index(piece)))
     return False
 
 
@@ -146,23 +146,25 @@ class _Pieces:
     def __init__(self, graph: Graph, node: fx.Node) -> None:
         self.graph, self.node, self.dim = graph, node, _dim(node)
         self.wish = type_of(node)
-        self.own = _atoms(self.wish, node)
+        self.dim_atoms = _atoms(self.wish, node)
         dtype = self.wish.dtype
         self.wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         wide = self.wish.with_dtype(self.wide)
         self.full = wide
-        self.row = TensorType(self.wide, tuple(() if d == self.dim else own for d, own in enumerate(wide.dims)))
+        self.row = TensorType(
+            self.wide, tuple(() if d == self.dim else dim_atoms for d, dim_atoms in enumerate(wide.dims))
+        )
 
     def put(self) -> None:
         node = self.node
-        made = self.forward() if node.target is FORWARD else self.backward()
+        replacement = self.forward() if node.target is FORWARD else self.backward()
         if self.wide != self.wish.dtype:
-            made = self.call(aten._to_copy.default, made, type=self.wish, dtype=self.wish.dtype)
+            replacement = self.call(aten._to_copy.default, replacement, type=self.wish, dtype=self.wish.dtype)
         name = info(node).name
         if node in self.graph.seeds:
-            self.graph.seeds[made] = self.graph.seeds.pop(node)
-        replaced(self.graph, node, made)
-        update(made, name=name)
+            self.graph.seeds[replacement] = self.graph.seeds.pop(node)
+        replaced(self.graph, node, replacement)
+        update(replacement, name=name)
 
     def forward(self) -> fx.Node:
         x = self.widened(self.node.args[0])
@@ -172,18 +174,22 @@ class _Pieces:
 
     def backward(self) -> fx.Node:
         g, y = (self.widened(arg) for arg in self.node.args[:2])
-        both = self.call(aten.mul.Tensor, g, y)
-        inner = self.call(aten.sum.dim_IntList, both, [self.dim], True, type=self.row)
+        product = self.call(aten.mul.Tensor, g, y)
+        inner = self.call(aten.sum.dim_IntList, product, [self.dim], True, type=self.row)
         return self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, g, inner), y)
 
     def widened(self, x: Any) -> fx.Node:
         return x if type_of(x).dtype == self.wide else self.call(aten._to_copy.default, x, dtype=self.wide)
 
     def call(self, target: Any, *args: Any, type: TensorType | None = None, **kwargs: Any) -> fx.Node:
-        made = self.graph.call(target, args, kwargs, like=self.node, type=type or self.full)
-        asked = self.graph.priorities.get(self.node, {})
+        result = self.graph.call(target, args, kwargs, like=self.node, type=type or self.full)
+        priorities = self.graph.priorities.get(self.node, {})
         if type is self.row:  # one dim has no atoms
-            first, gone = self.own.start, len(self.own)
-            asked = {(i if i < first else i - gone, a): p for (i, a), p in asked.items() if i not in self.own}
-        self.graph.priorities[made] = dict(asked)
-        return made
+            first, atom_count = self.dim_atoms.start, len(self.dim_atoms)
+            priorities = {
+                (i if i < first else i - atom_count, a): p
+                for (i, a), p in priorities.items()
+                if i not in self.dim_atoms
+            }
+        self.graph.priorities[result] = dict(priorities)
+        return result

@@ -69,8 +69,8 @@ class Softmax:
     picked: tuple[Picked, ...]
 
 
-def find(graph: Graph, top: fx.Node, at: Mapping[fx.Node, int]) -> Softmax | None:
-    """The softmax that an all-reduced maximum is of; `at` says where each node stands."""
+def find(graph: Graph, top: fx.Node, position: Mapping[fx.Node, int]) -> Softmax | None:
+    """The softmax to which an all-reduced maximum belongs; `position` is the index of each node in the graph."""
     highest, axes = top.args[0], tuple(top.args[2])  # type: ignore[arg-type]
     if not isinstance(highest, fx.Node) or highest.target is not aten.amax.default or len(highest.args) != 3:
         return None
@@ -81,9 +81,9 @@ def find(graph: Graph, top: fx.Node, at: Mapping[fx.Node, int]) -> Softmax | Non
     x = operands(masked)[0] if masked.target is local.mask_pad else masked
     dims = tuple(d % len(type_of(x).dims) for d in highest.args[1])  # type: ignore[union-attr]
     seed = Softmax(top, x, masked, axes, dims, (), ())
-    shifts = [user for user in x.users if _shifted(graph, user, seed) and at[user] > at[top]]
-    totals = [one for sub in shifts for one in _totals(graph, sub, seed)]
-    picked = [one for sub in shifts for one in _picked(graph, sub, seed, at)]
+    shifts = [user for user in x.users if _shifted(graph, user, seed) and position[user] > position[top]]
+    totals = [part for sub in shifts for part in _totals(graph, sub, seed)]
+    picked = [part for sub in shifts for part in _picked(graph, sub, seed, position)]
     return Softmax(top, x, masked, axes, dims, tuple(totals), tuple(picked)) if totals else None
 
 
@@ -92,9 +92,11 @@ def _shifted(graph: Graph, sub: fx.Node, of: Softmax) -> bool:
     if sub.target is not aten.sub.Tensor or len(sub.args) != 2 or sub.kwargs or sub.args[0] is not of.x:
         return False
     shift = sub.args[1]
-    same = isinstance(shift, fx.Node) and not type_of(shift).partial and type_of(shift).dtype == type_of(of.top).dtype
+    comparable = (
+        isinstance(shift, fx.Node) and not type_of(shift).partial and type_of(shift).dtype == type_of(of.top).dtype
+    )
     mesh = graph.mesh
-    return same and type_of(shift).local_shape(mesh) == type_of(of.top).local_shape(mesh)  # type: ignore[arg-type]
+    return comparable and type_of(shift).local_shape(mesh) == type_of(of.top).local_shape(mesh)  # type: ignore[arg-type]
 
 
 def _totals(graph: Graph, sub: fx.Node, of: Softmax) -> Iterator[Total]:
@@ -105,7 +107,7 @@ def _totals(graph: Graph, sub: fx.Node, of: Softmax) -> Iterator[Total]:
             yield from (Total(shift, exp, mask, pending) for mask, pending in _summed(exp, of))
 
 
-def _picked(graph: Graph, sub: fx.Node, of: Softmax, at: Mapping[fx.Node, int]) -> Iterator[Picked]:
+def _picked(graph: Graph, sub: fx.Node, of: Softmax, position: Mapping[fx.Node, int]) -> Iterator[Picked]:
     shift = sub.args[1]
     assert isinstance(shift, fx.Node)
     for where in sub.users:
@@ -113,7 +115,7 @@ def _picked(graph: Graph, sub: fx.Node, of: Softmax, at: Mapping[fx.Node, int]) 
             continue
         hot = where.args[0]
         assert isinstance(hot, fx.Node)
-        target, late = _target(graph, hot, of), late_ancestors(hot, of.top, at)
+        target, late = _target(graph, hot, of), late_ancestors(hot, of.top, position)
         if target is None or late is None:
             continue
         columns = type_of(of.x).shape[of.dims[0]]
@@ -138,12 +140,12 @@ def settled(value: fx.Node, axes: Axes) -> Pending | None:
     """Where a pending sum is resolved, if that is by all-reduces over just these axes, of it alone."""
     carriers: list[fx.Node] = []
     reduced: list[fx.Node] = []
-    seen, todo = {value}, [value]
+    visited, todo = {value}, [value]
     while todo:
         for user in todo.pop().users:
-            if user in seen:
+            if user in visited:
                 continue
-            seen.add(user)
+            visited.add(user)
             if user.target is collectives.all_reduce:
                 if user.args[1] != "sum" or tuple(user.args[2]) != axes:  # type: ignore[arg-type]
                     return None
@@ -153,8 +155,10 @@ def settled(value: fx.Node, axes: Axes) -> Pending | None:
                 todo.append(user)
             else:
                 return None
-    own = all(operand in seen for node in carriers for operand in operands(node) if _pending(operand, axes))
-    return Pending(value, tuple(carriers), tuple(reduced)) if own and reduced else None
+    self_contained = all(
+        operand in visited for node in carriers for operand in operands(node) if _pending(operand, axes)
+    )
+    return Pending(value, tuple(carriers), tuple(reduced)) if self_contained and reduced else None
 
 
 def _pending(value: fx.Node, axes: Axes) -> bool:
@@ -182,15 +186,15 @@ def _target(graph: Graph, hot: fx.Node, of: Softmax) -> fx.Node | None:
     return None
 
 
-def late_ancestors(value: fx.Node, top: fx.Node, at: Mapping[fx.Node, int]) -> tuple[fx.Node, ...] | None:
-    """What a value is made of that stands after `top`, itself included; None if it is made of `top`."""
-    found: set[fx.Node] = set()
+def late_ancestors(value: fx.Node, top: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, ...] | None:
+    """The ancestors of a value that come after `top`, the value included; None if `top` is an ancestor."""
+    ancestors: set[fx.Node] = set()
     todo = [value]
     while todo:
         node = todo.pop()
         if node is top:
             return None
-        if node not in found and at[node] > at[top]:
-            found.add(node)
+        if node not in ancestors and position[node] > position[top]:
+            ancestors.add(node)
             todo += node.all_input_nodes
-    return tuple(sorted(found, key=at.__getitem__))
+    return tuple(sorted(ancestors, key=position.__getitem__))

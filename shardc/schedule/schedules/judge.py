@@ -16,24 +16,24 @@ def best_orders(candidates: Iterable[Orders], costs: Costs) -> Orders | None:
     pipeline = chain_pipeline(len(costs.stages), crossing=costs.crossing)
     judged: list[tuple[float, float, Orders]] = []
     for orders in candidates:
-        held = max(peak_activations(order, costs) for order in orders)
-        if held > costs.memory:
+        activations = max(peak_activations(order, costs) for order in orders)
+        if activations > costs.memory:
             continue
         spans = work_spans(orders, pipeline, costs)
         if all(len(timed) == len(order) for timed, order in zip(spans, orders, strict=True)):
             end = max(timed[-1].end for timed in spans)
-            judged.append((float(f"{end:.6g}"), held, orders))
+            judged.append((float(f"{end:.6g}"), activations, orders))
     return min(judged, key=lambda scored: scored[:2])[2] if judged else None
 
 
 def peak_activations(order: Iterable[Compute], costs: Costs) -> float:
     """The most that a rank holds at once, in the unit of `StageCost.activation`."""
-    held = most = 0.0
+    live = most = 0.0
     for work in order:
         size = costs.stages[work.stage].activation
         if isinstance(work, Forward):
-            held += size
-            most = max(most, held)
+            live += size
+            most = max(most, live)
         elif isinstance(work, Wgrad | Backward):
-            held -= size
+            live -= size
     return most

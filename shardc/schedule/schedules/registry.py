@@ -79,8 +79,8 @@ def order(name: str, stages: int, virtual: int, microbatches: int, costs: Costs 
     ranks, most = stages // virtual, len(COMPUTE) * virtual * microbatches + 1
 
     def listed() -> Orders:  # users' functions may as well make tuples, or generators, of no end even
-        said = _SCHEDULES[name](stages, virtual, microbatches, costs or Costs.unit(stages))
-        return [list(islice(work, most)) for work in islice(said, ranks + 1)]
+        work_lists = _SCHEDULES[name](stages, virtual, microbatches, costs or Costs.unit(stages))
+        return [list(islice(work, most)) for work in islice(work_lists, ranks + 1)]
 
     try:
         orders = within(SECONDS, listed)
@@ -90,8 +90,8 @@ def order(name: str, stages: int, virtual: int, microbatches: int, costs: Costs 
     except (ShardcError, KeyboardInterrupt):
         raise
     except BaseException as failed:
-        found = f"{type(failed).__name__}: {failed}"
-        raise error("SC220", f"schedule '{name}' does not list its work: {found}", hint=_RANKS) from failed
+        failure = f"{type(failed).__name__}: {failed}"
+        raise error("SC220", f"schedule '{name}' does not list its work: {failure}", hint=_RANKS) from failed
     _check(name, orders, stages, ranks, microbatches)
     return orders
 
@@ -104,8 +104,10 @@ def need_virtual(name: str, virtual: int, fits: bool, hint: str) -> None:
 
 def _check(name: str, orders: Orders, stages: int, ranks: int, microbatches: int) -> None:
     if len(orders) != ranks:
-        many = f"more than the {ranks} ranks there are" if len(orders) > ranks else f"{len(orders)} of {ranks} ranks"
-        raise error("SC220", f"schedule '{name}' lists work for {many}", hint=_RANKS)
+        count_text = (
+            f"more than the {ranks} ranks there are" if len(orders) > ranks else f"{len(orders)} of {ranks} ranks"
+        )
+        raise error("SC220", f"schedule '{name}' lists work for {count_text}", hint=_RANKS)
     for rank, work in enumerate(orders):
         if len(work) > (most := len(COMPUTE) * (stages // ranks) * microbatches):
             message = f"schedule '{name}' lists more work for rank {rank} than there is: over {most} pieces"

@@ -52,12 +52,12 @@ def _training(e: Emit, x: Node, weight: Node | None, bias: Node | None, eps: flo
 def _declare(e: Emit, running: Sequence[Node] = ()) -> None:
     """Statistics for backward have the dtype that they are computed in, running ones their own; fakes say otherwise."""
     for user in e.at.users:
-        at = user.args[1]
-        assert isinstance(at, int)
-        if at in (1, 2) and dtype_of(user) in HALF:
+        position = user.args[1]
+        assert isinstance(position, int)
+        if position in (1, 2) and dtype_of(user) in HALF:
             update(user, type=type_of(user).with_dtype(torch.float32))
-        elif at > 2:
-            update(user, type=type_of(user).with_dtype(dtype_of(running[at - 3])))
+        elif position > 2:
+            update(user, type=type_of(user).with_dtype(dtype_of(running[position - 3])))
 
 
 def _inference(
@@ -134,4 +134,4 @@ def batch_norm_backward(
     dx = e.cast(e.mul(grad, scale), dtype_of(x))
     kind = dtype_of(x) if weight is None else dtype_of(weight)
     dweight, dbias = e.cast(_flat(e, sum_gx), kind), e.cast(_flat(e, sum_g), kind)
-    return tuple(value if wanted else None for value, wanted in zip((dx, dweight, dbias), mask, strict=True))
+    return tuple(value if needed else None for value, needed in zip((dx, dweight, dbias), mask, strict=True))

@@ -57,11 +57,11 @@ def log_softmax_backward(e: Emit, g: Node, output: Node, dim: int, dtype: torch.
     if not shape_of(output):
         return e.full([], 0.0, dtype)
     dim %= len(shape_of(output))
-    found = e.memo.get(("nll_backward", g))
+    memoized = e.memo.get(("nll_backward", g))
     parts = e.memo.get(("log_softmax", output))
-    if found is not None and parts is not None and found.log_probs is output and parts.dim == dim:
-        softmax = e.mul(parts.exp, e.div(e.cast(found.row, dtype_of(parts.exp)), parts.total))
-        hot = e.where(found.hot, e.cast(found.row, dtype_of(softmax)), 0.0)
+    if memoized is not None and parts is not None and memoized.log_probs is output and parts.dim == dim:
+        softmax = e.mul(parts.exp, e.div(e.cast(memoized.row, dtype_of(parts.exp)), parts.total))
+        hot = e.where(memoized.hot, e.cast(memoized.row, dtype_of(softmax)), 0.0)
         return e.cast(e.sub(softmax, hot), dtype)
     g, output = e.wide(g), e.wide(output)
     return e.cast(e.sub(g, e.mul(e.exp(output), e.sum(g, [dim], True))), dtype)

@@ -56,32 +56,32 @@ def _bags(e: Emit, indices: Node, offsets: Node, mode: int, by_frequency: bool, 
 @decompose(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, sometimes=True)
 def embedding_bag(
     e: Emit, weight: Node, indices: Node, offsets: Node, by_frequency: bool, mode: int, sparse: bool,
-    each: Node | None, include_last_offset: bool, padding: int,
+    sample_weights: Node | None, include_last_offset: bool, padding: int,
 ) -> Result:  # fmt: skip
     bags = None if include_last_offset else _bags(e, indices, offsets, mode, by_frequency, sparse, padding)
     if bags is None:
         return KEEP
     rows = e.wide(e(aten.embedding.default, weight, bags.indices))
-    if each is not None:
-        rows = e.mul(rows, bags.along(e.wide(each)))
+    if sample_weights is not None:
+        rows = e.mul(rows, bags.along(e.wide(sample_weights)))
     if padding >= 0:
         rows = e.where(bags.along(bags.real()), rows, 0.0)
-    found = bags.counted(e.sum(rows, [1]), rows)
-    return e.cast(found, dtype_of(weight)), None, None, None  # the rest is for a backward that is taken apart too
+    bag_sums = bags.counted(e.sum(rows, [1]), rows)
+    return e.cast(bag_sums, dtype_of(weight)), None, None, None  # the rest is for a backward that is taken apart too
 
 
 @decompose(aten._embedding_bag_backward.default, sometimes=True)
 def embedding_bag_backward(
     e: Emit, grad: Node, indices: Node, offsets: Node, bag_of: Node, size: Node, most: Node, num_weights: int,
-    by_frequency: bool, mode: int, sparse: bool, each: Node | None, padding: int,
+    by_frequency: bool, mode: int, sparse: bool, sample_weights: Node | None, padding: int,
 ) -> Result:  # fmt: skip
     bags = _bags(e, indices, offsets, mode, by_frequency, sparse, padding)
     if bags is None or bags.shape[0] != shape_of(grad)[0]:
         return KEEP
     wide = bags.counted(e.wide(grad), e.wide(grad))
     rows = e.expand(e(aten.unsqueeze.default, wide, 1), (*bags.shape, shape_of(grad)[1]))
-    if each is not None:
-        rows = e.mul(rows, bags.along(e.wide(each)))
+    if sample_weights is not None:
+        rows = e.mul(rows, bags.along(e.wide(sample_weights)))
     rows = e.cast(rows, dtype_of(grad))
     return e(aten.embedding_dense_backward.default, rows, bags.indices, num_weights, padding, False)
 
@@ -94,7 +94,7 @@ def per_sample_weights_backward(
     if bags is None or bags.shape[0] != shape_of(grad)[0]:
         return KEEP
     rows = e.wide(e(aten.embedding.default, weight, bags.indices))
-    found = e.sum(e.mul(rows, e(aten.unsqueeze.default, e.wide(grad), 1)), [2])
+    products = e.sum(e.mul(rows, e(aten.unsqueeze.default, e.wide(grad), 1)), [2])
     if padding >= 0:
-        found = e.where(bags.real(), found, 0.0)
-    return e.view(e.cast(found, dtype_of(grad)), shape_of(indices))
+        products = e.where(bags.real(), products, 0.0)
+    return e.view(e.cast(products, dtype_of(grad)), shape_of(indices))

@@ -51,23 +51,23 @@ def index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, ac
 
 def _from_front(e: Emit, rows: Node, count: int) -> Node:
     """Row numbers with those counted from the back, as indexing allows, counted from the front."""
-    known = _known(e, rows)
-    if known is not None and (not known.numel() or int(known.min()) >= 0):
+    constant_rows = _constant_value(e, rows)
+    if constant_rows is not None and (not constant_rows.numel() or int(constant_rows.min()) >= 0):
         return rows
     return e.where(e(aten.lt.Scalar, rows, 0), e.add(rows, count), rows)
 
 
 def _grid(e: Emit, shape: Sequence[int], indices: Sequence[Node | None]) -> tuple[int, ...] | None:
     """The shape that the indices broadcast to, if together they count through the leading dims in order, each once."""
-    given: list[torch.Tensor] = []
+    index_values: list[torch.Tensor] = []
     for i in indices:
-        known = None if i is None or dtype_of(i) == torch.bool else _known(e, i)
-        if known is None:
+        constant = None if i is None or dtype_of(i) == torch.bool else _constant_value(e, i)
+        if constant is None:
             return None
-        given.append(known)
-    grid = torch.broadcast_shapes(*(i.shape for i in given))
+        index_values.append(constant)
+    grid = torch.broadcast_shapes(*(i.shape for i in index_values))
     last = -1
-    for size, i in zip(shape, given, strict=False):
+    for size, i in zip(shape, index_values, strict=False):
         if i.numel() != size or not torch.equal(i.flatten(), torch.arange(size, dtype=i.dtype)):
             return None
         along = [len(grid) - i.ndim + d for d, n in enumerate(i.shape) if n != 1]
@@ -77,7 +77,7 @@ def _grid(e: Emit, shape: Sequence[int], indices: Sequence[Node | None]) -> tupl
     return tuple(grid)
 
 
-def _known(e: Emit, node: Node) -> torch.Tensor | None:
+def _constant_value(e: Emit, node: Node) -> torch.Tensor | None:
     """The value of a constant."""
     if not info(node).constant or math.prod(shape_of(node)) > KNOWN_ELEMENTS:
         return None
@@ -85,10 +85,10 @@ def _known(e: Emit, node: Node) -> torch.Tensor | None:
     def compute() -> torch.Tensor | None:
         values: dict[Node, torch.Tensor] = {}
         for source in node.all_input_nodes:
-            known = _known(e, source)
-            if known is None:
+            operand_value = _constant_value(e, source)
+            if operand_value is None:
                 return None
-            values[source] = known
+            values[source] = operand_value
 
         def value(source: Node) -> Any:
             return values[source]

@@ -165,8 +165,8 @@ def logsumexp(e: Emit, x: Node, dim: Dims, keepdim: bool) -> Result:
     infinite = e(aten.eq.Scalar, e(aten.abs.default, top), math.inf)  # inf - inf is NaN
     top = e.where(infinite, e.full([], 0.0, dtype_of(top)), top)
     total = e.add(e.log(e.sum(e.exp(e.sub(wide, top)), dims, True)), top)
-    kept = [1 if d in dims else n for d, n in enumerate(shape_of(x)) if keepdim or d not in dims]
-    return e.view(e.cast(total, dtype_of(x)), kept)
+    result_shape = [1 if d in dims else n for d, n in enumerate(shape_of(x)) if keepdim or d not in dims]
+    return e.view(e.cast(total, dtype_of(x)), result_shape)
 
 
 # ---------------------------------------------------------------------- pooling to one element

@@ -57,19 +57,19 @@ class Emit:
     at: Node
     memo: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     seen: dict[Hashable, Node] = field(default_factory=dict[Hashable, Node])
-    made: set[Node] = field(default_factory=set[Node])  # by this decomposition
+    new_nodes: set[Node] = field(default_factory=set[Node])  # by this decomposition
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         constant = is_constant(target, args, kwargs)
         key = self.key(target, args, kwargs, constant)
-        found = self.seen.get(key)
-        if found is None:
+        node = self.seen.get(key)
+        if node is None:
             type = infer(target, args, kwargs)
             assert isinstance(type, TensorType), f"{target} has several results"
-            found = self.graph.call(target, args, kwargs, like=self.at, type=type, results=(), constant=constant)
-            self.seen[key] = found
-            self.made.add(found)
-        return found
+            node = self.graph.call(target, args, kwargs, like=self.at, type=type, results=(), constant=constant)
+            self.seen[key] = node
+            self.new_nodes.add(node)
+        return node
 
     def key(self, target: Any, args: Any, kwargs: Any, constant: bool) -> Hashable:
         """Calls with the same key may be merged. Merging across phases would undo activation checkpointing."""

@@ -18,8 +18,9 @@ def _over_others(e: Emit, x: Node, dim: int) -> Node:
 def weight_norm(e: Emit, v: Node, g: Node, dim: int) -> tuple[Node, Node]:
     wide = e.wide(v)
     norm = e(aten.sqrt.default, _over_others(e, e.mul(wide, wide), dim))
-    kept = next((dtype_of(user) for user in e.at.users if user.args[1] == 1), dtype_of(norm))  # of halves it differs
-    return e.cast(e.mul(wide, e.div(e.wide(g), norm)), dtype_of(v)), e.cast(norm, kept)
+    # The declared dtype of the norm differs where v has 16 bits.
+    norm_dtype = next((dtype_of(user) for user in e.at.users if user.args[1] == 1), dtype_of(norm))
+    return e.cast(e.mul(wide, e.div(e.wide(g), norm)), dtype_of(v)), e.cast(norm, norm_dtype)
 
 
 @decompose(aten._weight_norm_interface_backward.default)
