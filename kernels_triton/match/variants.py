@@ -81,7 +81,7 @@ PARAMETRIC = (
 )  # operands and results of the parameters' dtype
 
 # The norms of GPT-2, BERT and ViT.
-LAYER_NORMS = ({"before", "weight", "bias", "sum"},)
+LAYER_NORMS: tuple[frozenset[str] | set[str], ...] = ({"before", "weight", "bias", "sum"},)
 LAYER_NORM_GRADS: tuple[frozenset[str] | set[str], ...] = (
     {"weight", "dweight", "dbias", "dbefore"},
     {"weight", "dweight", "dbias", "dbefore", "residual"},
