@@ -22,7 +22,6 @@ from functools import cached_property
 
 from torch import fx
 
-from shardc.ir.graph import results
 from shardc.passes.fusion.analysis.iteration_space import Prim, SpaceConstraint, Value, find_space, space_constraint
 from shardc.passes.fusion.clustering.cluster import repeats_expensive, rounds_unnoticed
 from shardc.passes.fusion.clustering.clustering import MAX_PRIMS, Clustering
@@ -59,29 +58,30 @@ def fusion_groups(clustering: Clustering, rematerialize: bool = True) -> list[Fu
     groups = _without_dead_values(graph, groups)
     if rematerialize:
         rematerializer = _Rematerializer(graph, groups)
-        groups = _without_dead_values(graph, [rematerializer.improved(group) for group in reversed(groups)][::-1])
+        improved = [rematerializer.improved(group) for group in reversed(groups)][::-1]
+        if any(a is not b for a, b in zip(groups, improved, strict=True)):
+            groups = _without_dead_values(graph, improved)
     return groups
 
 
 def _without_dead_values(graph: FusionGraph, groups: list[FusionGroup]) -> list[FusionGroup]:
     """The groups with the outputs that others read, and with the operations that those outputs need."""
     fused = {i for group in groups for i in group.calls}
-    readers = {value: {i for i in calls if i not in fused} for value, calls in graph.readers.items()}
+    read = {value for value, calls in graph.readers.items() if not calls <= fused}
     live: list[FusionGroup] = []
     for group in reversed(groups):
-        values = [v for i in group.calls for v in results(graph.calls[i]) if v is not None]
-        outputs = tuple(v for v in values if readers.get(v))
+        outputs = tuple([v for i in group.calls for v in graph.values[i] if v in read])
+        if not outputs:
+            continue
         needed: set[Value] = set(outputs)
         prims: list[Prim] = []
         for prim in reversed(group.prims):
             if prim.out in needed:
                 prims.append(prim)
-                needed.update(read.value for read in prim.reads)
-        if not outputs:
-            continue
+                for operand in prim.reads:
+                    needed.add(operand.value)
         group = replace(_with_prims(group, tuple(reversed(prims))), outputs=outputs)
-        for value in group.reads:
-            readers.setdefault(value, set()).add(group.calls[0])
+        read |= group.reads
         live.append(group)
     return live[::-1]
 
@@ -195,9 +195,11 @@ class _Rematerializer:
         start at it, as it was stored."""
         recipes: dict[fx.Node, tuple[Prim, ...]] = {}
         for i, op in self.graph.lowered.items():
-            for value in results(self.graph.calls[i]):
-                recipe = None if value is None or op.is_float64 else _recipe(op, value)
-                if value is not None and recipe is not None and self.graph.sensitivity.repeatable(recipe):
+            if op.is_float64:
+                continue
+            for value in self.graph.values[i]:
+                recipe = _recipe(op, value)
+                if recipe is not None and self.graph.sensitivity.repeatable(recipe):
                     recipes[value] = recipe
         return recipes
 
@@ -211,7 +213,8 @@ def _recipe(op: LoweredOp, value: fx.Node) -> tuple[Prim, ...] | None:
             if prim.over != "point" or prim.op == "cat":
                 return None
             recipe.append(prim)
-            needed.update(read.value for read in prim.reads)
+            for read in prim.reads:
+                needed.add(read.value)
     return tuple(reversed(recipe))
 
 
