@@ -17,7 +17,7 @@ New values of what is stored (casts and updates of parameters, new optimizer sta
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -238,32 +238,36 @@ class Walk:
         arena: int = 0,
     ) -> Walk:
         """Lives in order of birth, and how many moments there are; what is `placed` is in the arena, which is there."""
-        births = _Agenda(range(len(made)), [life.born for life in made])
-        deaths = _Agenda(sorted(range(len(made)), key=lambda i: made[i].dies), [life.dies for life in made])
+        ends = [life.dies for life in made]
+        deaths = sorted(range(len(made)), key=ends.__getitem__)
+        born = died = 0  # how many of the lives, and of the deaths
         now, most, at_peak = nothing(), nothing(), nothing()
         now["arena"] = most["arena"] = total = arena
         timeline: list[int] = []
         peak = 0
         peak_at: int | None = None
         for at in range(moments):
-            for i in births.due(at):
-                size, category = made[i].storage.bytes, categories[i]
-                if made[i].storage.value in placed:
-                    now["arena"] -= size
+            while born < len(made) and made[born].born == at:
+                storage, category = made[born].storage, categories[born]
+                if storage.value in placed:
+                    now["arena"] -= storage.bytes
                 else:
-                    total += size
-                now[category] += size
-                most[category] = max(most[category], now[category])
+                    total += storage.bytes
+                now[category] += storage.bytes
+                if now[category] > most[category]:
+                    most[category] = now[category]
+                born += 1
             timeline.append(total)
             if total > peak or peak_at is None:
                 peak, peak_at, at_peak = total, at, dict(now)
-            for i in deaths.due(at):
-                size = made[i].storage.bytes
-                if made[i].storage.value in placed:
-                    now["arena"] += size
+            while died < len(made) and ends[deaths[died]] == at:
+                storage = made[deaths[died]].storage
+                if storage.value in placed:
+                    now["arena"] += storage.bytes
                 else:
-                    total -= size
-                now[categories[i]] -= size
+                    total -= storage.bytes
+                now[categories[deaths[died]]] -= storage.bytes
+                died += 1
         return cls(tuple(timeline), peak_at, at_peak, most)
 
     def there(self, made: Sequence[Life]) -> list[int]:
@@ -274,18 +278,6 @@ class Walk:
 
 def nothing() -> dict[Category, int]:
     return dict.fromkeys(CATEGORIES, 0)
-
-
-class _Agenda:
-    """Indices in order of their times, handed out as time goes by."""
-
-    def __init__(self, order: Sequence[int], times: Sequence[int]) -> None:
-        self.order, self.times, self.next = order, times, 0
-
-    def due(self, now: int) -> Iterator[int]:
-        while self.next < len(self.order) and self.times[self.order[self.next]] == now:
-            self.next += 1
-            yield self.order[self.next - 1]
 
 
 def live_value(storage: Storage, category: Category) -> LiveValue:

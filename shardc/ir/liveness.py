@@ -62,12 +62,16 @@ def lives(
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
     for at, call in enumerate(calls):
         phase, sources = info(call).phase, operands(call)
-        of_weights = bool(sources) and all(source in weights for source in sources)
+        of_weights = bool(sources) and weights.issuperset(sources)
+        read = at if times is None else times.read[at]
         for source in sources:
-            life = found.get(of[source])
-            if life is not None:
-                life.dies = max(life.dies, at if times is None else times.read[at])
-                life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
+            storage = of[source]
+            if storage in found:
+                life = found[storage]
+                if read > life.dies:
+                    life.dies = read
+                if phase != life.last and ORDER.index(phase) > ORDER.index(life.last):
+                    life.last = phase
         for value, _ in yields(call):
             if of_weights:
                 weights.add(value)

@@ -93,8 +93,7 @@ def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Opera
     for node in body.calls():
         layouts = _layouts(node, known)
         for value, position in yields(node):
-            own = _contiguous(type_of(value), body.mesh)
-            known[value] = own
+            known[value] = own = _contiguous(type_of(value), body.mesh)
             layout = layouts[position] if position < len(layouts) else None
             if layout is None or layout.shape != own.shape:
                 found[value] = _storage(value, own)
@@ -131,11 +130,12 @@ def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> _Operand:
 
 def _layouts(node: fx.Node, known: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:
     """How each result of a call lies in memory; nothing where torch cannot tell, which then means contiguous."""
-    if not node.all_input_nodes:
+    args, kwargs = node.args, node.kwargs
+    if not (args and type(args[0]) is fx.Node) and not node.all_input_nodes:
         return ()
-    args = tuple([frozen(arg, known) for arg in node.args])
-    kwargs = tuple([(name, frozen(arg, known)) for name, arg in node.kwargs.items()])
-    return _ask(node.target, args, kwargs)
+    positional = tuple([known[arg] if type(arg) is fx.Node else frozen(arg, known) for arg in args])
+    named = tuple([(name, frozen(arg, known)) for name, arg in kwargs.items()]) if kwargs else ()
+    return _ask(node.target, positional, named)
 
 
 def frozen(arg: Any, known: dict[fx.Node, _Operand]) -> Any:

@@ -96,7 +96,7 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
     if inline:
         lowered = inline_producers(graph, views, calls, lowered, per_microbatch, sensitivity, sizes)
     before = sensitivity.lowered
-    if len(lowered) != len(before) or any([op is not before[i] for i, op in lowered.items()]):
+    if len(lowered) != len(before) or [*lowered.values()] != [before[i] for i in lowered]:
         sensitivity = NumericSensitivity(views, calls, lowered)
     readers: dict[fx.Node, set[int]] = {}
     for value in graph.output_values:

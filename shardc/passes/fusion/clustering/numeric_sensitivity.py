@@ -103,13 +103,20 @@ class NumericSensitivity:
     def repeatable(self, prims: Iterable[Prim]) -> bool:
         """May another kernel compute these operations too?"""
         required = self.required
-        return not required or all([prim.out not in required or self._is_reproducible(prim) for prim in prims])
+        if required:
+            for prim in prims:
+                if prim.out in required and not self._is_reproducible(prim):
+                    return False
+        return True
 
     def with_eager_rounding(self, op: LoweredOp) -> LoweredOp | None:
         """The call, with 16-bit values of the graph rounded on their way to a discontinuous operation. None where the
         result has no iteration space."""
         required = self.required
-        if not any([prim.out in required and required[prim.out] == Reproducibility.BITWISE for prim in op.prims]):
+        for prim in op.prims:
+            if prim.out in required and required[prim.out] == Reproducibility.BITWISE:
+                break
+        else:
             return op
         prims: list[Prim] = []
         number = 1 + max((p.out.number for p in op.prims if isinstance(p.out, Temporary)), default=-1)

@@ -55,10 +55,10 @@ def inline_producers(
         if value not in readers or len(producer.prims) > MAX_INLINED_PRIMS:
             continue
         numbers = readers[value]
-        if not numbers or not all([j in inlined for j in numbers]):
+        if not numbers or not inlined.keys() >= numbers:
             continue
         users = {j: inlined[j] for j in numbers}
-        if not _is_pointwise(producer) or _reads_contiguously(producer, users.values()):
+        if _reads_contiguously(producer, users.values()) or not _is_pointwise(producer):
             continue
         frequency = _run_frequency(value, per_microbatch)
         if any(_run_frequency(user.node, per_microbatch) != frequency for user in users.values()):
@@ -143,13 +143,16 @@ def _readers(
 
 
 def _is_pointwise(producer: LoweredOp) -> bool:
-    return not any([prim.over != "point" or prim.op == "cat" for prim in producer.prims])
+    return all(prim.over == "point" and prim.op != "cat" for prim in producer.prims)
 
 
 def _reads_contiguously(producer: LoweredOp, users: Iterable[LoweredOp]) -> bool:
     """Does one of the users read the producer's value whole and in order?"""
     value = producer.node
-    whole = contiguous_runs(next(prim.size for prim in producer.prims if prim.out is value))
+    whole = ((1, 0),)
+    for prim in producer.prims:
+        if prim.out is value:
+            whole = contiguous_runs(prim.size)
     for user in users:
         for prim in user.prims:
             for read in prim.reads:
