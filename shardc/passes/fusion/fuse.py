@@ -35,7 +35,7 @@ from shardc.passes.fusion.clustering.excluded import check_excluded, excluded
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph, build_fusion_graph
 from shardc.passes.fusion.clustering.memory_budget import MemoryBudget, allowed_peak
 from shardc.passes.fusion.clustering.rematerialize import FusionGroup, fusion_groups
-from shardc.passes.fusion.emit.emit import emit, is_profitable
+from shardc.passes.fusion.emit.emit import Emitter, is_profitable
 from shardc.passes.fusion.lowering import activations as _pointwise
 from shardc.passes.fusion.lowering import common as _lowerings
 from shardc.passes.fusion.lowering import concat_slice as _parts
@@ -126,7 +126,7 @@ def fuse(
             watch(clustering, groups)
         touched = [{info(value).name for value in (*group.outputs, *group.reads)} for group in groups]
         call_names = [info(node).name for node in fusion_graph.calls]
-        positions = emit(fusion_graph, groups, allowed_templates)
+        fused, positions = Emitter(fusion_graph, allowed_templates).emit(groups)
         restore_softmaxes(fused)
         report = memory(fused)
         if report.peak <= before.peak:
