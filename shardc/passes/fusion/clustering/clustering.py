@@ -49,27 +49,15 @@ MANY_READERS = 16
 NO_COMMON_SPACE = "no rows and columns are common to both"
 
 
-@dataclass(frozen=True)
-class FusionLimits:
-    """What the search may do. `fuse.tighten` withdraws one freedom after another while the peak of memory is higher."""
-
-    horizontal: bool = True  # merge calls that share no value
-    rematerialize: bool = True
-    extend_lifetimes: bool = True  # hold values for longer, where the memory budget allows it
-    pinned: frozenset[int] = frozenset()  # calls that stay in their barrier epoch
-    unmerged: frozenset[int] = frozenset()  # calls that merge with no other
-    excluded: frozenset[str] = frozenset()  # names of calls that become no kernel
-
-
 @dataclass
 class Clustering:
     graph: FusionGraph
     dag: ClusterDag
-    limits: FusionLimits
     budget: MemoryBudget
     critical: CriticalCollectives
     hardware: Hardware = DEFAULT
     clusters: dict[int, Cluster] = field(default_factory=dict[int, Cluster])
+    split: set[int] = field(default_factory=set[int])  # calls of clusters that were split (`repair`)
 
     def prims(self, calls: Iterable[int]) -> list[Prim]:
         return [prim for i in sorted(calls) for prim in self.graph.lowered[i].prims]
@@ -80,17 +68,10 @@ class Clustering:
         return space
 
 
-def cluster_calls(
-    graph: FusionGraph,
-    limits: FusionLimits | None = None,
-    budget: MemoryBudget | None = None,
-    hardware: Hardware = DEFAULT,
-) -> Clustering:
+def cluster_calls(graph: FusionGraph, budget: MemoryBudget | None = None, hardware: Hardware = DEFAULT) -> Clustering:
     """Merge calls while a merge is legal and saves something."""
-    limits = limits or FusionLimits()
-    budget = budget if budget is not None and limits.extend_lifetimes else MemoryBudget.empty()
     dag = ClusterDag(graph.call_count, graph.edges, graph.barriers)
-    clustering = Clustering(graph, dag, limits, budget, CriticalCollectives.of(graph), hardware)
+    clustering = Clustering(graph, dag, budget or MemoryBudget.empty(), CriticalCollectives.of(graph), hardware)
     for i, op in graph.lowered.items():
         cluster = cluster_of(graph, i)
         has_trivial_space = cluster.is_elementwise and not cluster.strided_reads
@@ -98,8 +79,7 @@ def cluster_calls(
             clustering.clusters[i] = cluster
     merger = _Merger(clustering)
     merger.run(_vertical_candidates(graph, clustering.clusters))
-    if limits.horizontal:
-        merger.run(_horizontal_candidates(clustering))
+    merger.run(_horizontal_candidates(clustering))
     return clustering
 
 
@@ -120,7 +100,7 @@ class _Merger:
 
     def __init__(self, clustering: Clustering) -> None:
         self.clustering, self.graph, self.dag = clustering, clustering.graph, clustering.dag
-        self.clusters, self.limits, self.budget = clustering.clusters, clustering.limits, clustering.budget
+        self.clusters, self.budget = clustering.clusters, clustering.budget
         self.heap: list[tuple[bool, int, int, int, int, int]] = []
         self.pushed: set[tuple[int, int, int, int]] = set()
         self.has_critical = bool(clustering.critical.by_operand)
@@ -243,9 +223,6 @@ class _Merger:
             return "one is the optimizer's, the other is not"
         if a.is_float64 != b.is_float64:
             return "one computes in float64, the other does not"
-        unmerged = self.limits.unmerged
-        if unmerged and not (unmerged.isdisjoint(a.calls) and unmerged.isdisjoint(b.calls)):
-            return "merged, they held more at the peak of memory"
         if constraint is None:
             return NO_COMMON_SPACE
         calls = sorted([*a.calls, *b.calls])
@@ -304,8 +281,6 @@ class _Merger:
         for cluster, other in ((a, b), (b, a)):
             stored = {v for v in cluster.writes if not graph.readers.get(v, set()) <= inside}
             held -= sum(graph.bytes[v] for v in cluster.writes & other.reads if v not in stored)
-            if cluster.barrier_epoch != epoch and not self.limits.pinned.isdisjoint(cluster.calls):
-                return "run at another time, it held more at the peak of memory"
             if cluster.barrier_epoch > epoch:
                 held += sum(graph.bytes[v] for v in stored)
             elif cluster.barrier_epoch < epoch:

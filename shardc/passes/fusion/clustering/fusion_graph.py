@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -54,15 +55,31 @@ class FusionGraph:
     views: ViewAnalysis
     sensitivity: NumericSensitivity  # which values several kernels may each compute
     bytes: dict[Value, int]
+    unneeded: set[int]  # calls whose readers all compute the results themselves
     call_count: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.call_count = len(self.calls)
 
+    def keep_call(self, i: int) -> None:
+        """Let no kernel compute a call: it reads its operands, and so do those calls that kernels computed for it."""
+        self.lowered.pop(i, None)
+        self.unneeded.discard(i)
+        for value in operands(self.calls[i]):
+            base = self.views.of[value].base
+            self.readers.setdefault(base, set()).add(i)
+            j = self.number.get(base)
+            if j in self.unneeded:
+                self.keep_call(j)
 
-def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inline: bool = True) -> FusionGraph:
-    """The fusion graph of a body. `exclude` holds names of ops and values that stay calls. With `inline`, producers are
-    inlined where `inline_producers` finds it worthwhile."""
+    @cached_property
+    def number(self) -> dict[fx.Node, int]:
+        """The call that makes each value."""
+        return {value: i for i, written in enumerate(self.values) for value in written}
+
+
+def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset()) -> FusionGraph:
+    """The fusion graph of a body. `exclude` holds names of ops and values that stay calls."""
     per_microbatch = in_microbatch(graph)
     calls = [*graph.calls()]
     if graph.microbatches > 1:
@@ -93,8 +110,7 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
         lowered[i] = inlined = _with_cheap_operands(op, cheap) if cheap else op
         if sensitivity.repeatable(op.prims) and _is_cheap(sizes, inlined):
             cheap[inlined.node] = inlined
-    if inline:
-        lowered = inline_producers(graph, views, calls, lowered, per_microbatch, sensitivity, sizes)
+    lowered = inline_producers(graph, views, calls, lowered, per_microbatch, sensitivity, sizes)
     before = sensitivity.lowered
     if len(lowered) != len(before) or [*lowered.values()] != [before[i] for i in lowered]:
         sensitivity = NumericSensitivity(views, calls, lowered)
@@ -128,7 +144,7 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
         barrier_epoch += [epoch] * (end - begin)
     inner = [node in per_microbatch for node in calls]
     phases = [info(node).phase for node in calls]
-    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes)
+    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, unneeded)
     return FusionGraph(graph, calls, values, phases, lowered, *about)
 
 

@@ -16,7 +16,7 @@ something may stay unrounded in that sum alone, as in any compiler's kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from torch import fx
 
 from shardc.passes.fusion.analysis.iteration_space import Prim, SpaceConstraint, Value, find_space, space_constraint
 from shardc.passes.fusion.clustering.cluster import repeats_expensive, rounds_unnoticed
-from shardc.passes.fusion.clustering.clustering import MAX_PRIMS, Clustering
+from shardc.passes.fusion.clustering.clustering import MAX_PRIMS
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
 from shardc.passes.fusion.lowering.lowered_op import LoweredOp
 
@@ -47,24 +47,22 @@ class FusionGroup:
         return _reads(self.prims)
 
 
-def fusion_groups(clustering: Clustering, rematerialize: bool = True) -> list[FusionGroup]:
-    """The groups of a clustering, in order, without dead operations."""
-    graph = clustering.graph
-    groups: list[FusionGroup] = []
-    for number in sorted(clustering.clusters, key=lambda n: clustering.dag.position[n]):
-        cluster = clustering.clusters[number]
-        calls, prims = tuple(sorted(cluster.calls)), tuple(clustering.prims(cluster.calls))
-        groups.append(FusionGroup(calls, prims, cluster.constraint, cluster.barrier_epoch))
-    groups = _without_dead_values(graph, groups)
-    if rematerialize:
-        rematerializer = _Rematerializer(graph, groups)
-        improved = [rematerializer.improved(group) for group in reversed(groups)][::-1]
-        if any(a is not b for a, b in zip(groups, improved, strict=True)):
-            groups = _without_dead_values(graph, improved)
+def fusion_groups(
+    graph: FusionGraph, clusters: Sequence[FusionGroup], read_only: Collection[int] = ()
+) -> list[FusionGroup]:
+    """The groups of some clusters, in order, without dead operations. Those with a call of `read_only` recompute
+    nothing."""
+    groups = _without_dead_values(graph, clusters)
+    rematerializer = _Rematerializer(graph, groups)
+    improved = [group if group.calls[0] in read_only else rematerializer.improved(group) for group in reversed(groups)][
+        ::-1
+    ]
+    if any(a is not b for a, b in zip(groups, improved, strict=True)):
+        groups = _without_dead_values(graph, improved)
     return groups
 
 
-def _without_dead_values(graph: FusionGraph, groups: list[FusionGroup]) -> list[FusionGroup]:
+def _without_dead_values(graph: FusionGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
     """The groups with the outputs that others read, and with the operations that those outputs need."""
     fused = {i for group in groups for i in group.calls}
     read = {value for value, calls in graph.readers.items() if not calls <= fused}

@@ -95,7 +95,7 @@ class Emitter:
             self._write(graph, call, table, read)
         graph.finish_copy(body, table)
         position = {call: i for i, call in enumerate(order)}
-        return graph, [position[call] for call in kernels if call in position]
+        return graph, [position[call] for call in kernels]
 
     def _write(self, graph: Graph, call: _Call, table: dict[Any, fx.Node], read: set[fx.Node]) -> None:
         """Add a call and those of its results that something reads."""
