@@ -94,15 +94,29 @@ def fuse(
 ) -> Graph:
     """A body with its kernels. The given graph is not changed. `watch` sees every emission, and the chosen one last.
 
-    Where nothing that is left to undo brings the peak within its bound, nothing is fused, and a warning says so (SC217).
+    Where no repair brings the peak within its bound, nothing is fused, and a warning says so (SC217).
     """
-    before = memory(graph)
-    bound = allowed_peak(before.peak)
-    exclude = excluded(graph, exclude)
-    fusion_graph = build_fusion_graph(_rewritten(graph, exclude), exclude)
-    clustering = cluster_calls(fusion_graph, MemoryBudget.of(graph, before, fusion_graph), hardware)
+    before, exclude = memory(graph), excluded(graph, exclude)
+    rewritten = _rewritten(graph, exclude)
+    for inline in (True, False):  # a value that a reader computes in parts holds its operands until then
+        fusion_graph = build_fusion_graph(rewritten, exclude, inline)
+        clustering = cluster_calls(fusion_graph, MemoryBudget.of(graph, before, fusion_graph), hardware)
+        emitter = Emitter(fusion_graph, _allowed_templates(exclude, templates))
+        fused = _within_bound(clustering, emitter, allowed_peak(before.peak), watch)
+        if fused is not None:
+            return fused
+        if not fusion_graph.inlined:
+            break
+    graph = graph.copy()
+    message = "nothing is fused: the kernels hold more at the peak than their calls do, however they are split"
+    hint = "recompute, or exclude what runs at the peak: `shardc cost --memory` names it"
+    graph.diagnostics.append(Diagnostic("SC217", message, "warning", hint=hint))
+    return graph
+
+
+def _within_bound(clustering: Clustering, emitter: Emitter, bound: int, watch: Watch | None) -> Graph | None:
+    """The graph with the kernels of a clustering, repaired until its peak is within the bound; None if that fails."""
     kernels = Kernels.of(clustering)
-    emitter = Emitter(fusion_graph, _allowed_templates(exclude, templates))
     for round in range(MAX_ROUNDS):
         groups = [group for group in kernels.groups() if is_profitable(group)]
         if watch is not None:
@@ -114,11 +128,7 @@ def fuse(
             return fused
         if not kernels.repair(groups, positions, report, report.peak - bound, round):
             break
-    graph = graph.copy()
-    message = "nothing is fused: the kernels hold more at the peak than their calls do, however they are split"
-    hint = "recompute, or exclude what runs at the peak: `shardc cost --memory` names it"
-    graph.diagnostics.append(Diagnostic("SC217", message, "warning", hint=hint))
-    return graph
+    return None
 
 
 def _rewritten(graph: Graph, exclude: Collection[str]) -> Graph:

@@ -55,6 +55,7 @@ class FusionGraph:
     views: ViewAnalysis
     sensitivity: NumericSensitivity  # which values several kernels may each compute
     bytes: dict[Value, int]
+    inlined: set[int]  # calls that compute producers of their operands
     unneeded: set[int]  # calls whose readers all compute the results themselves
     call_count: int = field(init=False)
 
@@ -78,8 +79,9 @@ class FusionGraph:
         return {value: i for i, written in enumerate(self.values) for value in written}
 
 
-def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset()) -> FusionGraph:
-    """The fusion graph of a body. `exclude` holds names of ops and values that stay calls."""
+def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inline: bool = True) -> FusionGraph:
+    """The fusion graph of a body. `exclude` holds names of ops and values that stay calls. With `inline`, producers are
+    inlined where `inline_producers` finds it worthwhile."""
     per_microbatch = in_microbatch(graph)
     calls = [*graph.calls()]
     if graph.microbatches > 1:
@@ -110,7 +112,11 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset()) -> F
         lowered[i] = inlined = _with_cheap_operands(op, cheap) if cheap else op
         if sensitivity.repeatable(op.prims) and _is_cheap(sizes, inlined):
             cheap[inlined.node] = inlined
-    lowered = inline_producers(graph, views, calls, lowered, per_microbatch, sensitivity, sizes)
+    inlined: set[int] = set()
+    if inline:
+        before = lowered
+        lowered = inline_producers(graph, views, calls, lowered, per_microbatch, sensitivity, sizes)
+        inlined = {i for i, op in lowered.items() if op is not before[i]}
     before = sensitivity.lowered
     if len(lowered) != len(before) or [*lowered.values()] != [before[i] for i in lowered]:
         sensitivity = NumericSensitivity(views, calls, lowered)
@@ -144,7 +150,7 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset()) -> F
         barrier_epoch += [epoch] * (end - begin)
     inner = [node in per_microbatch for node in calls]
     phases = [info(node).phase for node in calls]
-    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, unneeded)
+    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, inlined, unneeded)
     return FusionGraph(graph, calls, values, phases, lowered, *about)
 
 

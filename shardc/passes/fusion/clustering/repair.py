@@ -88,9 +88,8 @@ class Kernels:
             excess -= edit.held
             if patient and excess <= 0:
                 break
-        return bool(edits) or self._shrink(
-            ([g for g, early in zip(groups, is_early, strict=True) if early] or groups)[-1:]
-        )
+        started = [group for group, early in zip(groups, is_early, strict=True) if early]
+        return bool(edits) or self._shrink((started or groups)[-1:])
 
     def _edits(self, group: FusionGroup, early: bool, live: Collection[str] | None) -> list[_Edit]:
         """What may be undone in a kernel that holds some of the `live` values; None: whatever it holds."""
@@ -101,8 +100,8 @@ class Kernels:
             return sum(graph.bytes[v] for v in values)
 
         edits: list[_Edit] = []
-        if (extended := held(group.reads - cluster.reads)) and not self.read_only.issuperset(group.calls):
-            saved = sum(graph.bytes[v] for v in cluster.reads - group.reads)
+        saved = sum(graph.bytes[v] for v in cluster.reads - group.reads)  # they would be held instead
+        if (extended := held(group.reads - cluster.reads) - saved) > 0 and group.calls[0] not in self.read_only:
             edits.append(_Edit(group, frozenset(), saved, extended))
         epoch, own = graph.barrier_epoch, group.barrier_epoch
         later = frozenset(i for i in group.calls if epoch[i] > own)
@@ -110,12 +109,8 @@ class Kernels:
         for moved in (later, sooner) if live is None else (later,) if early else (sooner,):
             if moved and len(moved) < len(group.calls):
                 rest = frozenset(group.calls) - moved
-                values = (
-                    set(group.outputs) & self._written(moved)
-                    if moved is later
-                    else self._read(moved) - self._read(rest)
-                )
-                if extended := held(values):
+                written, read = set(group.outputs) & self._written(moved), self._read(moved) - self._read(rest)
+                if extended := held(written if moved is later else read):
                     edits.append(_Edit(group, moved, self._bytes_between(moved, rest), extended))
         return edits
 
@@ -129,8 +124,10 @@ class Kernels:
             self._split(edit.group, [first, second])
 
     def _shrink(self, at_peak: Sequence[FusionGroup]) -> bool:
-        """Split the kernel at the peak; one that is a call stays one."""
+        """Split the kernel at the peak; one that is a call stays one, unless it computes producers of its operands."""
         for group in at_peak:
+            if len(group.calls) == 1 and group.calls[0] in self.graph.inlined:
+                return False
             parts = self._components(group)
             if len(parts) == 1 and len(group.calls) > 1:
                 half = len(group.calls) // 2
