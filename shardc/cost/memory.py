@@ -190,8 +190,9 @@ def category_of(life: Life) -> Category:
     return "communication" if life.moved else "temporaries"
 
 
-def memory(body: Graph, *, arena: bool = False, overlap: bool = False) -> MemoryReport:
-    """The report of a localized body. As a rank of a job runs it: with its `arena`, its collectives `overlap`.
+def memory(body: Graph, *, arena: bool = False, overlap: bool = False, listed: bool = True) -> MemoryReport:
+    """The report of a localized body. As a rank of a job runs it: with its `arena`, its collectives `overlap`. Without
+    `listed`, the values that are there at the peak are left out.
 
     Without overlap, each collective is waited for where it begins, as a simulation does, and a moment is a call.
     """
@@ -211,8 +212,8 @@ def memory(body: Graph, *, arena: bool = False, overlap: bool = False) -> Memory
         for rank in range(body.mesh.world_size)
         for category in CATEGORIES
     )
-    live = [live_value(storage, category) for category, storage in held]
-    if walk.peak_at is not None:
+    live = [live_value(storage, category) for category, storage in held] if listed else []
+    if walk.peak_at is not None and listed:
         live += [live_value(made[i].storage, categories[i]) for i in walk.there(made)]
     live.sort(key=lambda one: -one.bytes)
     moment = None if walk.peak_at is None else moment_of(account, walk.peak_at)

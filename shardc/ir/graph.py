@@ -296,11 +296,17 @@ def keep_atoms(call: fx.Node, value: fx.Node) -> None:
     update(call, results=tuple(declared))
 
 
+LITERALS = {int, float, bool, str, type(None)}
+
+
 def operands(node: fx.Node) -> list[fx.Node]:
     """Tensor operands in order of appearance in args then kwargs, lists flattened, repeats kept."""
     found: list[fx.Node] = []
     for arg in node.args:
-        _collect(arg, found)
+        if type(arg) is fx.Node:
+            found.append(arg)
+        elif type(arg) not in LITERALS:
+            _collect(arg, found)
     if node.kwargs:
         for arg in node.kwargs.values():
             _collect(arg, found)

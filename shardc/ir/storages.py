@@ -53,6 +53,7 @@ class _Operand(NamedTuple):
     shape: tuple[int, ...]
     strides: Strides
     dtype: torch.dtype
+    bytes: int
 
 
 def storages(body: Graph) -> dict[fx.Node, Storage]:
@@ -93,7 +94,8 @@ def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Opera
     for node in body.calls():
         layouts = _layouts(node, known)
         for value, position in yields(node):
-            known[value] = own = _contiguous(type_of(value), body.mesh)
+            type = type_of(value)
+            known[value] = own = _in_order(type.local_shape(body.mesh), type.dtype)
             layout = layouts[position] if position < len(layouts) else None
             if layout is None or layout.shape != own.shape:
                 found[value] = _storage(value, own)
@@ -112,7 +114,7 @@ def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
 
 
 def _storage(value: fx.Node, own: _Operand) -> Storage:
-    return Storage(value, math.prod(own.shape) * own.dtype.itemsize)
+    return Storage(value, own.bytes)
 
 
 def _contiguous(type: TensorType, mesh: Mesh) -> _Operand:
@@ -125,7 +127,7 @@ def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> _Operand:
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return _Operand(shape, tuple(strides[::-1]), dtype)
+    return _Operand(shape, tuple(strides[::-1]), dtype, math.prod(shape) * dtype.itemsize)
 
 
 def _layouts(node: fx.Node, known: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:

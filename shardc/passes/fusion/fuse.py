@@ -96,7 +96,7 @@ def fuse(
 
     Where no repair brings the peak within its bound, nothing is fused, and a warning says so (SC217).
     """
-    before, exclude = memory(graph), excluded(graph, exclude)
+    before, exclude = memory(graph, listed=False), excluded(graph, exclude)
     rewritten = _rewritten(graph, exclude)
     for inline in (True, False):  # a value that a reader computes in parts holds its operands until then
         fusion_graph = build_fusion_graph(rewritten, exclude, inline)

@@ -137,7 +137,11 @@ class _Merger:
             return
         x, y = clusters[a], clusters[b]
         entry = (a, b, x.version, y.version)
-        if entry in self.pushed or not self.dag.share_window(a, b):
+        if entry in self.pushed:
+            return
+        earliest, latest = self.dag.earliest, self.dag.latest
+        begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
+        if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
             return
         if x.constraint == y.constraint or x.constraint.merged_with(y.constraint) is not None:
             self.pushed.add(entry)
@@ -251,7 +255,7 @@ class _Merger:
         if cluster.prim_count > factor * MAX_PRIMS or len(cluster.reads) + len(writes) > factor * MAX_TENSORS:
             return "one kernel would have too many operations or tensors"
         if constraint.cols:
-            full = sum(1 for v in (*cluster.reads, *writes) if graph.bytes[v] * 4 >= constraint.size)
+            full = len([v for v in (*cluster.reads, *writes) if graph.bytes[v] * 4 >= constraint.size])
             if full > MAX_ROW_TENSORS and full > max(len(each.reads) + each.result_count for each in (a, b)):
                 return "a kernel that holds rows would hold too many tensors"
         if rounds_unnoticed(cluster.reads, lambda: self.clustering.prims(cluster.calls)):
@@ -297,20 +301,19 @@ class _Merger:
         return all(i < graph.call_count and graph.barrier_epoch[i] < epoch for i in readers)
 
 
-def _vertical_candidates(graph: FusionGraph, clusters: dict[int, Cluster]) -> Iterable[tuple[int, int]]:
+def _vertical_candidates(graph: FusionGraph, clusters: dict[int, Cluster]) -> list[tuple[int, int]]:
     """Producers with their consumers, and successive readers of one value."""
-    for source, target in graph.edges:
-        if source in clusters and target in clusters:
-            yield source, target
-    for value in list(graph.readers):
-        readers = sorted(i for i in graph.readers[value] if i in clusters)
-        yield from pairwise(readers)
+    pairs = [(source, target) for source, target in graph.edges if source in clusters and target in clusters]
+    for readers in graph.readers.values():
+        if len(readers) > 1:
+            pairs += pairwise(sorted([i for i in readers if i in clusters]))
+    return pairs
 
 
 def _horizontal_candidates(clustering: Clustering) -> Iterable[tuple[int, int]]:
     """Successive clusters of one constraint and phase, which need share no value: a merge saves a launch."""
     by_constraint: dict[object, list[int]] = {}
-    for number in sorted(clustering.clusters, key=lambda n: clustering.dag.position[n]):
+    for number in sorted(clustering.clusters, key=clustering.dag.position.__getitem__):
         cluster = clustering.clusters[number]
         key = (cluster.constraint, clustering.graph.phases[cluster.calls[0]])
         by_constraint.setdefault(key, []).append(number)

@@ -217,9 +217,9 @@ def _recipe(op: LoweredOp, value: fx.Node) -> tuple[Prim, ...] | None:
 
 
 def _reads(prims: Sequence[Prim]) -> frozenset[fx.Node]:
-    computed = {prim.out for prim in prims}
     read = {read.value for prim in prims for read in prim.reads}
-    return frozenset(value for value in read if isinstance(value, fx.Node) and value not in computed)
+    read -= {prim.out for prim in prims}
+    return frozenset([value for value in read if type(value) is fx.Node])
 
 
 def _topological(prims: tuple[Prim, ...]) -> list[Prim]:
