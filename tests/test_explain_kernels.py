@@ -85,8 +85,8 @@ def test_calls_and_bytes_add_up_to_the_program(name: str) -> None:
 
 def test_text(golden: Any) -> None:
     """A template that makes again what forward made; a generated kernel; calls that are none, for several reasons."""
-    kernels = ("d.h.1.bias_gelu_backward", "d.h.1.fused_cos_mul")
-    shown = [planned("plain").explain(name) for name in (*kernels, "d.h.1.down.sum", "h.1.cumsum", "sum.all_reduce")]
+    kernels = ("d.h.1.bias_gelu_backward", "d.h.1.fused_cos_mul_sum")
+    shown = [planned("plain").explain(name) for name in (*kernels, "d.h.1.up.sum", "h.1.cumsum", "sum.all_reduce")]
     assert isinstance(shown.pop(), Explanation)  # a collective is explained as one
     shown += [planned("part of it").explain(name) for name in ("h.0.sin", "h.1.norm.native_layer_norm")]
     text = "\n\n".join(map(str, shown))

@@ -57,7 +57,7 @@ INDEXED = {"iota", "uniform", "spread"}  # they change along dims that no operan
 class Ref(NamedTuple):
     """A reference to a value: input `index`, or step `index - len(inputs)`."""
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 Operand = Ref | float | int | bool

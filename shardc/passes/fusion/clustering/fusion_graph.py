@@ -109,9 +109,9 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
         if i not in duplicates and (rounded := sensitivity.with_eager_rounding(op)) is not None
     }
     for i, op in lowered.items():
-        lowered[i] = inlined = _with_cheap_operands(op, cheap) if cheap else op
-        if sensitivity.repeatable(op.prims) and _is_cheap(sizes, inlined):
-            cheap[inlined.node] = inlined
+        lowered[i] = op_alone = _with_cheap_operands(op, cheap) if cheap else op
+        if sensitivity.repeatable(op.prims) and _is_cheap(sizes, op_alone):
+            cheap[op_alone.node] = op_alone
     inlined: set[int] = set()
     if inline:
         before = lowered
@@ -149,7 +149,7 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
     for epoch, (begin, end) in enumerate(pairwise([-1, *barriers, len(calls) - 1])):
         barrier_epoch += [epoch] * (end - begin)
     inner = [node in per_microbatch for node in calls]
-    phases = [info(node).phase for node in calls]
+    phases: list[Phase] = [info(node).phase for node in calls]
     about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, inlined, unneeded)
     return FusionGraph(graph, calls, values, phases, lowered, *about)
 

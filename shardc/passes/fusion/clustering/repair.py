@@ -128,16 +128,16 @@ class Kernels:
         for group in at_peak:
             if len(group.calls) == 1 and group.calls[0] in self.graph.inlined:
                 return False
-            parts = self._components(group)
-            if len(parts) == 1 and len(group.calls) > 1:
-                half = len(group.calls) // 2
-                parts = [frozenset(group.calls[:half]), frozenset(group.calls[half:])]
+            parts, calls = self._components(group), list(group.calls)
+            if len(parts) == 1 and len(calls) > 1:
+                half = len(calls) // 2
+                parts = [frozenset(calls[:half]), frozenset(calls[half:])]
             if len(parts) > 1:
                 self._split(group, parts)
             else:
                 self.clusters.remove(self._cluster_of(group))
                 self.split.update(group.calls)
-                self.graph.keep_call(group.calls[0])
+                self.graph.keep_call(calls[0])
         return bool(at_peak)
 
     def _components(self, group: FusionGroup) -> list[frozenset[int]]:
