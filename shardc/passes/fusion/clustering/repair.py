@@ -9,7 +9,7 @@ fewest bytes of traffic for each byte that it holds at the peak:
 
     recomputation   a kernel reads its operands instead of recomputing them: what it recomputed them from may die
     motion          the calls of a kernel that stood in a later epoch (or an earlier one) are a kernel of their own
-    size            the kernel that runs at the peak is split: into parts that share no result, then in halves
+    size            the kernel that runs at the peak is split: by epoch, into parts that share no result, in halves
     the call        what is left of it stays a call of the graph
 
 Splitting makes no cycle: all edges between the parts lead from the first to the second.
@@ -128,7 +128,9 @@ class Kernels:
         for group in at_peak:
             if len(group.calls) == 1 and group.calls[0] in self.graph.inlined:
                 return False
-            parts, calls = self._components(group), list(group.calls)
+            parts, calls = self._by_epoch(group), list(group.calls)  # a moved result may hold a whole bucket
+            if len(parts) == 1:
+                parts = self._components(group)
             if len(parts) == 1 and len(calls) > 1:
                 half = len(calls) // 2
                 parts = [frozenset(calls[:half]), frozenset(calls[half:])]
@@ -139,6 +141,12 @@ class Kernels:
                 self.split.update(group.calls)
                 self.graph.keep_call(calls[0])
         return bool(at_peak)
+
+    def _by_epoch(self, group: FusionGroup) -> list[frozenset[int]]:
+        parts: dict[int, set[int]] = {}
+        for i in sorted(group.calls):
+            parts.setdefault(self.graph.barrier_epoch[i], set()).add(i)
+        return [frozenset(part) for part in parts.values()]
 
     def _components(self, group: FusionGroup) -> list[frozenset[int]]:
         """The parts of a kernel that read no results of one another, by their first calls."""
