@@ -3,7 +3,8 @@
 
     python -m benchmarks.fusion_census                        GPT-2, Llama, BERT, T5 and ViT, a JSON line each
     python -m benchmarks.fusion_census --models gpt2 --toy    sizes for a test
-    python -m benchmarks.fusion_census --calls 10000          seconds of CPU that fusing graphs of so many calls takes
+    python -m benchmarks.fusion_census --calls 10000          seconds of CPU that fusing graphs of so many calls takes,
+                                                              and calls of functions, which are the same in every run
 
 Joint graphs of forward and backward on one device, width 768, 4 x 512 tokens (ViT 16 images of 197), bfloat16 over
 float32 parameters. Inductor is given the very graph (decomposed as it wants it), schedules it, and is asked for its own
@@ -206,6 +207,22 @@ def traced(calls: int) -> Graph:
     return shardc.compile(Deep(blocks), {"x": torch.zeros(4, 8, 16)}, mesh="dp=1").body
 
 
+def function_calls(run: Callable[[], object]) -> tuple[int, int]:
+    """How many functions a run calls: those written in Python, and those of C."""
+    counts = {"call": 0, "c_call": 0}
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        if event in counts:
+            counts[event] += 1
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return counts["call"], counts["c_call"]
+
+
 def timed(calls: int) -> dict[str, object]:
     """A drawn graph and a model's, with the check that memory does not grow."""
     from tests.passes.fuse_graphs import chains
@@ -218,7 +235,9 @@ def timed(calls: int) -> dict[str, object]:
         fused = fuse(graph)
         seconds = time.process_time() - start
         count = [sum(1 for _ in one.calls()) for one in (graph, fused)]
-        row[name] = {"calls": count[0], "after": count[1], "seconds": round(seconds, 2)}
+        python, c = function_calls(lambda graph=graph: fuse(graph))
+        row[name] = {"calls": count[0], "after": count[1], "seconds": round(seconds, 2),
+                     "functions of Python": python, "functions of C": c}  # fmt: skip
     return row
 
 

@@ -36,7 +36,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -51,12 +51,13 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 
+INDEXED = {"iota", "uniform", "spread"}  # they change along dims that no operand says
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+
+class Ref(NamedTuple):
     """A reference to a value: input `index`, or step `index - len(inputs)`."""
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 Operand = Ref | float | int | bool
@@ -82,14 +83,19 @@ class KernelStep:
     attributes: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     literals: tuple[str, ...] = field(init=False, repr=False)
+    reads: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the values among the operands
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "literals", tuple([repr(o) for o in self.operands if not isinstance(o, Ref)]))
+        reads = tuple([o.index for o in self.operands if type(o) is Ref])
+        literal = len(reads) < len(self.operands)
+        literals = tuple([repr(o) for o in self.operands if type(o) is not Ref]) if literal else ()
+        object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "literals", literals)
 
 
 def value_operands(step: KernelStep) -> tuple[int, ...]:
     """The values among a step's operands."""
-    return tuple(o.index for o in step.operands if isinstance(o, Ref))
+    return step.reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ class Kernel:
 
     def values_read(self, value: int) -> tuple[int, ...]:
         step = self.step(value)
-        return () if step is None else value_operands(step)
+        return () if step is None else step.reads
 
     @cached_property
     def varies(self) -> tuple[tuple[bool, ...], ...]:
@@ -170,7 +176,11 @@ class Kernel:
                 tuple(s != 0 and n > 1 for s, n in zip(tensor.access_map.strides, self.space, strict=True))
             )
         for step in self.steps:
-            operands = [dims_of_values[v] for v in value_operands(step)]
+            operands = [dims_of_values[v] for v in step.reads]
+            reduces = OPS[step.op].reduces
+            if operands and not reduces and step.op not in INDEXED and operands.count(operands[0]) == len(operands):
+                dims_of_values.append(operands[0])
+                continue
             along = [any(each) for each in zip(*operands, strict=True)] if operands else [False] * len(self.space)
             if step.op == "iota":
                 along[step.attributes[0]] = True
@@ -178,9 +188,9 @@ class Kernel:
                 along = [s != 0 or a for s, a in zip(step.attributes[1:], along, strict=True)]
             elif step.op == "spread":
                 along = [s != 0 or a for s, a in zip(step.attributes, along, strict=True)]
-            elif OPS[step.op].reduces == "row":
+            elif reduces == "row":
                 along[-1] = False
-            elif OPS[step.op].reduces == "col":
+            elif reduces == "col":
                 along[self.batch : -1] = [False] * (len(along) - 1 - self.batch)
             dims_of_values.append(tuple(a and n > 1 for a, n in zip(along, self.space, strict=True)))
         return tuple(dims_of_values)
@@ -215,9 +225,11 @@ class Kernel:
     def in_epilogue(self) -> tuple[bool, ...]:
         """For each value, whether it is a sum over rows or is computed from one."""
         flags = [False] * len(self.inputs)
-        for number, step in enumerate(self.steps):
-            operands = self.values_read(number + len(self.inputs))
-            flags.append(OPS[step.op].reduces == "col" or any(flags[v] for v in operands))
+        for step in self.steps:
+            is_late = OPS[step.op].reduces == "col"
+            for value in step.reads:
+                is_late |= flags[value]
+            flags.append(is_late)
         return tuple(flags)
 
     @cached_property
@@ -273,9 +285,10 @@ def _step_fault(step: KernelStep, index: int, dims: int) -> str:
         return f"no op {step.op!r}"
     if len(step.operands) != len(op.operands):
         return f"{step.op} takes {len(op.operands)} operands"
-    operands = value_operands(step)
-    if not all(0 <= v < index for v in operands):
-        return f"{step.op} reads a value that is not there yet"
+    operands = step.reads
+    for value in operands:
+        if not 0 <= value < index:
+            return f"{step.op} reads a value that is not there yet"
     if not operands and op.operands:
         return f"{step.op} of literals"
     if step.op == "uniform" and not isinstance(step.operands[0], Ref):
@@ -284,7 +297,7 @@ def _step_fault(step: KernelStep, index: int, dims: int) -> str:
         return "a cast, and nothing else, has a dtype"
     if step.dtype is not None and step.dtype not in DTYPES:
         return f"a cast to {step.dtype}"
-    count = {"iota": 1, "uniform": 1 + dims, "spread": dims}.get(step.op, 0)
+    count = 0 if step.op not in INDEXED else {"iota": 1, "uniform": 1 + dims, "spread": dims}[step.op]
     if len(step.attributes) != count:
         return f"{step.op} has {count} attributes"
     if step.op == "iota" and not 0 <= step.attributes[0] < dims:
@@ -304,7 +317,8 @@ def _check_kernel(kernel: Kernel) -> None:
     expect(bool(kernel.outputs), "it has no outputs")
     dims = len(kernel.space)
     for index, tensor in enumerate(kernel.inputs):
-        expect(tensor.dtype in DTYPES, f"%{index} is {tensor.dtype}")
+        if tensor.dtype not in DTYPES:
+            raise malformed_kernel(f"%{index} is {tensor.dtype}", kernel.name)
         _check_access_map(kernel, f"%{index}", tensor.access_map, math.prod(tensor.shape))
     for index, step in enumerate(kernel.steps, len(kernel.inputs)):
         if wrong := _step_fault(step, index, dims):
@@ -313,17 +327,21 @@ def _check_kernel(kernel: Kernel) -> None:
         # The approximations of functions.py have float32 accuracy only.
         float32_ops = [s.op for s in kernel.steps if OPS[s.op].reduces or OPS[s.op].function not in WIDE]
         expect(not float32_ops, f"{', '.join(float32_ops)} in float64")
+    in_epilogue = kernel.in_epilogue
+    epilogue = {value for value, is_late in enumerate(in_epilogue) if is_late}
     for index, step in enumerate(kernel.steps, len(kernel.inputs)):
-        late = any(kernel.in_epilogue[v] for v in value_operands(step))
-        if late:
+        if epilogue and not epilogue.isdisjoint(step.reads):
             expect(not OPS[step.op].reduces, f"%{index}: {step.op} of a sum over rows")
-            for value in (*value_operands(step), index):
-                level = 0 if kernel.in_epilogue[value] else kernel.level[value]
+            for value in (*step.reads, index):
+                level = 0 if in_epilogue[value] else kernel.level[value]
                 expect(level == 0, f"%{index}: a sum over rows meets a reduction of a row")
                 expect(not kernel.varies_by_row(value), f"%{index}: a sum over rows meets a value of rows")
         if step.op == "uniform":
-            expect(all(kernel.kind(v) == "scalar" for v in value_operands(step)), f"%{index}: a seed that varies")
-        for operand, letter in zip(step.operands, OPS[step.op].operands, strict=True):
+            expect(all(kernel.kind(v) == "scalar" for v in step.reads), f"%{index}: a seed that varies")
+        letters = OPS[step.op].operands
+        if "b" not in letters and "i" not in letters:
+            continue
+        for operand, letter in zip(step.operands, letters, strict=True):
             if letter in "bi":
                 got = kernel.classes[operand.index] if isinstance(operand, Ref) else literal_class(operand)
                 known = got == letter or (letter == "i" and got == "b")

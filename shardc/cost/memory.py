@@ -17,7 +17,7 @@ New values of what is stored (casts and updates of parameters, new optimizer sta
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -190,8 +190,9 @@ def category_of(life: Life) -> Category:
     return "communication" if life.moved else "temporaries"
 
 
-def memory(body: Graph, *, arena: bool = False, overlap: bool = False) -> MemoryReport:
-    """The report of a localized body. As a rank of a job runs it: with its `arena`, its collectives `overlap`.
+def memory(body: Graph, *, arena: bool = False, overlap: bool = False, listed: bool = True) -> MemoryReport:
+    """The report of a localized body. As a rank of a job runs it: with its `arena`, its collectives `overlap`. Without
+    `listed`, the values that are there at the peak are left out.
 
     Without overlap, each collective is waited for where it begins, as a simulation does, and a moment is a call.
     """
@@ -211,8 +212,8 @@ def memory(body: Graph, *, arena: bool = False, overlap: bool = False) -> Memory
         for rank in range(body.mesh.world_size)
         for category in CATEGORIES
     )
-    live = [live_value(storage, category) for category, storage in stored_values]
-    if walk.peak_at is not None:
+    live = [live_value(storage, category) for category, storage in stored_values] if listed else []
+    if walk.peak_at is not None and listed:
         live += [live_value(lives[i].storage, categories[i]) for i in walk.there(lives)]
     live.sort(key=lambda value: -value.bytes)
     moment = None if walk.peak_at is None else moment_of(account, walk.peak_at)
@@ -238,32 +239,36 @@ class Walk:
         arena: int = 0,
     ) -> Walk:
         """Lives in order of birth, and how many moments there are; what is `placed` is in the arena, which is there."""
-        births = _Agenda(range(len(lives)), [life.born for life in lives])
-        deaths = _Agenda(sorted(range(len(lives)), key=lambda i: lives[i].dies), [life.dies for life in lives])
+        ends = [life.dies for life in lives]
+        deaths = sorted(range(len(lives)), key=ends.__getitem__)
+        born = died = 0  # how many of the lives, and of the deaths
         now, most, at_peak = nothing(), nothing(), nothing()
         now["arena"] = most["arena"] = total = arena
         timeline: list[int] = []
         peak = 0
         peak_at: int | None = None
         for moment in range(moments):
-            for i in births.due(moment):
-                size, category = lives[i].storage.bytes, categories[i]
-                if lives[i].storage.value in placed:
-                    now["arena"] -= size
+            while born < len(lives) and lives[born].born == moment:
+                storage, category = lives[born].storage, categories[born]
+                if storage.value in placed:
+                    now["arena"] -= storage.bytes
                 else:
-                    total += size
-                now[category] += size
-                most[category] = max(most[category], now[category])
+                    total += storage.bytes
+                now[category] += storage.bytes
+                if now[category] > most[category]:
+                    most[category] = now[category]
+                born += 1
             timeline.append(total)
             if total > peak or peak_at is None:
                 peak, peak_at, at_peak = total, moment, dict(now)
-            for i in deaths.due(moment):
-                size = lives[i].storage.bytes
-                if lives[i].storage.value in placed:
-                    now["arena"] += size
+            while died < len(lives) and ends[deaths[died]] == moment:
+                storage = lives[deaths[died]].storage
+                if storage.value in placed:
+                    now["arena"] += storage.bytes
                 else:
-                    total -= size
-                now[categories[i]] -= size
+                    total -= storage.bytes
+                now[categories[deaths[died]]] -= storage.bytes
+                died += 1
         return cls(tuple(timeline), peak_at, at_peak, most)
 
     def there(self, lives: Sequence[Life]) -> list[int]:
@@ -274,18 +279,6 @@ class Walk:
 
 def nothing() -> dict[Category, int]:
     return dict.fromkeys(CATEGORIES, 0)
-
-
-class _Agenda:
-    """Indices in order of their times, handed out as time goes by."""
-
-    def __init__(self, order: Sequence[int], times: Sequence[int]) -> None:
-        self.order, self.times, self.next = order, times, 0
-
-    def due(self, now: int) -> Iterator[int]:
-        while self.next < len(self.order) and self.times[self.order[self.next]] == now:
-            self.next += 1
-            yield self.order[self.next - 1]
 
 
 def live_value(storage: Storage, category: Category) -> LiveValue:

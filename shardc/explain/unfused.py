@@ -46,8 +46,8 @@ def _reason(clustering: Clustering, i: int, linked: set[int], by_plan: Mapping[s
     name, op = info(node).name, op_name(node.target)
     if name in by_plan:
         return NotFused(f"the plan leaves it alone: fuse: {{exclude: ['{by_plan[name]}']}}")
-    if name in clustering.limits.excluded:
-        return NotFused("as a kernel, it held more at the peak of memory")
+    if i in clustering.split:
+        return NotFused("as a part of a kernel, it held more at the peak of memory")
     if op in KINDS:
         return NotFused("it communicates: kernels run before it and after it")
     if op in PRODUCTS:

@@ -98,7 +98,10 @@ def reduced_in_place(moved: fx.Node) -> bool:
 def with_buckets(body: Graph, of: dict[fx.Node, Storage]) -> dict[fx.Node, Storage]:
     """The storage of every value, with members that are allocated in their buckets, and reduced there."""
     placed = {value: of[piece.layout.pack] for value, piece in pieces(body).items()}
-    over = {of[call]: of[operands(call)[0]] for call in body.calls() if reduced_in_place(call)}
+    reductions = [call for call in body.calls() if call.target is all_reduce]
+    over = {of[call]: of[operands(call)[0]] for call in reductions if reduced_in_place(call)}
+    if not placed and not over:
+        return of
     return {value: placed.get(value, over.get(storage, storage)) for value, storage in of.items()}
 
 

@@ -157,24 +157,42 @@ class Graph:
     def copy(self) -> Graph:
         """An independent graph; node infos are frozen and shared."""
         table: dict[fx.Node, fx.Node] = {}
-        fresh = fx.Graph()
+        copied = Graph(fx.Graph(), self.mesh, self.inputs, self.outputs, self.name)
         for node in self.fx.nodes:
-            if node.op == "output":
-                fresh.output(fx.map_arg(node.args[0], lambda n: table[n]))
-            else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: table[n])
-                table[node] = _node(fresh, node.op, node.target, args, kwargs, node.name)
-                table[node].meta.update(node.meta)
-        copied = Graph(fresh, self.mesh, self.inputs, self.outputs, self.name)
-        # Passes may have erased values that these tables still hold.
-        copied.activations = {name: table[n] for name, n in self.activations.items() if n in table}
-        copied.gradients = {name: table[n] for name, n in self.gradients.items() if n in table}
-        copied.stored = {table[n]: placement for n, placement in self.stored.items()}
-        copied.seeds = {table[n]: seed for n, seed in self.seeds.items() if n in table}
-        copied.priorities = {table[n]: p for n, p in self.priorities.items() if n in table}
-        copied.diagnostics = list(self.diagnostics)
-        copied.microbatches, copied.tokens = self.microbatches, self.tokens
+            if node.op != "output":
+                copied.append_copy(node, table)
+                copied._names.setdefault(info(node).name, 0)
+        copied.finish_copy(self, table)
         return copied
+
+    def emptied(self) -> tuple[Graph, dict[fx.Node, fx.Node]]:
+        """A graph with this one's inputs, and with its names taken, but without calls; and the copies of the inputs. It
+        is for `append_copy` and other insertions, and then for `finish_copy`."""
+        emptied = Graph(fx.Graph(), self.mesh, self.inputs, self.outputs, self.name)
+        emptied._names = dict(self._names)
+        table: dict[fx.Node, fx.Node] = {}
+        for node in self.placeholders:
+            emptied.append_copy(node, table)
+        return emptied, table
+
+    def append_copy(self, node: fx.Node, table: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Add a copy of another graph's node at the end. `table` has the copies of its operands, and then its own."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: table[n])
+        table[node] = _node(self.fx, node.op, node.target, args, kwargs, node.name)
+        table[node].meta.update(node.meta)
+        return table[node]
+
+    def finish_copy(self, other: Graph, table: Mapping[fx.Node, fx.Node]) -> None:
+        """Return what another graph does, and know of values what it knows."""
+        self.fx.output(fx.map_arg(other.output_node.args[0], lambda n: table[n]))
+        # Passes may have erased values that these tables still hold.
+        self.activations = {name: table[n] for name, n in other.activations.items() if n in table}
+        self.gradients = {name: table[n] for name, n in other.gradients.items() if n in table}
+        self.stored = {table[n]: placement for n, placement in other.stored.items()}
+        self.seeds = {table[n]: seed for n, seed in other.seeds.items() if n in table}
+        self.priorities = {table[n]: p for n, p in other.priorities.items() if n in table}
+        self.diagnostics = list(other.diagnostics)
+        self.microbatches, self.tokens = other.microbatches, other.tokens
 
     # ------------------------------------------------------------------ editing
     def unique(self, name: str) -> str:
@@ -200,7 +218,15 @@ class Graph:
         name: str | None = None,
         **fields: Any,
     ) -> fx.Node:
-        """Insert a call at the insertion point; its info is that of `like` with `type`, `name`, `fields` changed.
+        """Insert a call at the insertion point; its info is that of `like` with `type`, `name`, `fields` changed."""
+        node = insert(self.fx, target, args, kwargs)
+        set_info(node, self.info_like(like, target, type, name, **fields))
+        return node
+
+    def info_like(
+        self, like: fx.Node, target: Any, type: TensorType | None, name: str | None = None, **fields: Any
+    ) -> ValueInfo:
+        """The info of a new call of `target`: that of `like` with `type`, `name` and `fields` changed.
 
         The default name is that of `like`'s module followed by the op's. What belongs to a recomputed call is
         recomputed; of the other kinds of origin the caller says which the new call has.
@@ -210,17 +236,15 @@ class Graph:
         if name is None:
             prefix = f"d.{base.fqn}" if base.phase == "bwd" and base.fqn else "d" if base.phase == "bwd" else base.fqn
             name = ".".join(filter(None, (prefix, op_name(target).removeprefix("shardc.").partition(".")[0])))
-        node = insert(self.fx, target, args, kwargs)
         fields = {"assignment": (), "passes": (), "fallback": (), "results": (), "origin": origin, **fields}
-        set_info(node, replace(base, name=self.unique(name), type=type, **fields))
-        return node
+        return replace(base, name=self.unique(name), type=type, **fields)
 
     def erase_dead(self) -> None:
         """Remove calls that nothing uses; placeholders stay."""
         for node in reversed(list(self.fx.nodes)):
             if node.op == "call_function" and not node.users:
                 if node.target is operator.getitem:
-                    _keep_atoms(node)
+                    keep_atoms(producer(node)[0], node)
                 self.fx.erase_node(node)
 
 
@@ -264,19 +288,25 @@ def type_of(node: fx.Node) -> TensorType:
     return type
 
 
-def _keep_atoms(value: fx.Node) -> None:
-    """Note on a call the atoms of a result that nothing reads any more: its rule is laid over all results."""
-    call, index = producer(value)
+def keep_atoms(call: fx.Node, value: fx.Node) -> None:
+    """Note on a call the atoms of a result that nothing reads any more: its rule is laid over all results. The result
+    may be that of a call which this one is a copy of."""
     declared = list(info(call).results)
-    declared[index] = type_of(value).replicated()
+    declared[producer(value)[1]] = type_of(value).replicated()
     update(call, results=tuple(declared))
+
+
+LITERALS = {int, float, bool, str, type(None)}
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """Tensor operands in order of appearance in args then kwargs, lists flattened, repeats kept."""
     collected: list[fx.Node] = []
     for arg in node.args:
-        _collect(arg, collected)
+        if type(arg) is fx.Node:
+            collected.append(arg)
+        elif type(arg) not in LITERALS:
+            _collect(arg, collected)
     if node.kwargs:
         for arg in node.kwargs.values():
             _collect(arg, collected)

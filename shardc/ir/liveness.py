@@ -66,12 +66,16 @@ def lives(
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
     for index, call in enumerate(calls):
         phase, sources = info(call).phase, operands(call)
-        of_weights = bool(sources) and all(source in weights for source in sources)
+        of_weights = bool(sources) and weights.issuperset(sources)
+        read = index if times is None else times.read[index]
         for source in sources:
-            life = life_of.get(of[source])
-            if life is not None:
-                life.dies = max(life.dies, index if times is None else times.read[index])
-                life.last = phase if ORDER.index(phase) > ORDER.index(life.last) else life.last
+            storage = of[source]
+            if storage in life_of:
+                life = life_of[storage]
+                if read > life.dies:
+                    life.dies = read
+                if phase != life.last and ORDER.index(phase) > ORDER.index(life.last):
+                    life.last = phase
         for value, _ in yields(call):
             if of_weights:
                 weights.add(value)

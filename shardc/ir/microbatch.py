@@ -46,6 +46,8 @@ def in_microbatch(graph: Graph) -> set[fx.Node]:
 
 def calls_as_run(graph: Graph) -> list[fx.Node]:
     """The calls that run once a microbatch, and then those that run once a step."""
+    if graph.microbatches == 1:
+        return list(graph.calls())
     microbatch_nodes = in_microbatch(graph)
     return sorted(graph.calls(), key=lambda node: node not in microbatch_nodes)
 

@@ -53,6 +53,7 @@ class _Operand(NamedTuple):
     shape: tuple[int, ...]
     strides: Strides
     dtype: torch.dtype
+    bytes: int
 
 
 def storages(body: Graph) -> dict[fx.Node, Storage]:
@@ -93,8 +94,8 @@ def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Opera
     for node in body.calls():
         layouts = _layouts(node, operand_of)
         for value, position in yields(node):
-            operand = _contiguous(type_of(value), body.mesh)
-            operand_of[value] = operand
+            type = type_of(value)
+            operand_of[value] = operand = _in_order(type.local_shape(body.mesh), type.dtype)
             layout = layouts[position] if position < len(layouts) else None
             if layout is None or layout.shape != operand.shape:
                 storage_of[value] = _storage(value, operand)
@@ -115,7 +116,7 @@ def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
 
 
 def _storage(value: fx.Node, operand: _Operand) -> Storage:
-    return Storage(value, math.prod(operand.shape) * operand.dtype.itemsize)
+    return Storage(value, operand.bytes)
 
 
 def _contiguous(type: TensorType, mesh: Mesh) -> _Operand:
@@ -128,16 +129,17 @@ def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> _Operand:
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return _Operand(shape, tuple(strides[::-1]), dtype)
+    return _Operand(shape, tuple(strides[::-1]), dtype, math.prod(shape) * dtype.itemsize)
 
 
 def _layouts(node: fx.Node, operand_of: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:
     """The layout of each result of a call; empty where torch cannot infer it: results then count as contiguous."""
-    if not node.all_input_nodes:
+    args, kwargs = node.args, node.kwargs
+    if not (args and type(args[0]) is fx.Node) and not node.all_input_nodes:
         return ()
-    args = tuple([frozen(arg, operand_of) for arg in node.args])
-    kwargs = tuple([(name, frozen(arg, operand_of)) for name, arg in node.kwargs.items()])
-    return _ask(node.target, args, kwargs)
+    positional = tuple([operand_of[arg] if type(arg) is fx.Node else frozen(arg, operand_of) for arg in args])
+    named = tuple([(name, frozen(arg, operand_of)) for name, arg in kwargs.items()]) if kwargs else ()
+    return _ask(node.target, positional, named)
 
 
 def frozen(arg: Any, operand_of: dict[fx.Node, _Operand]) -> Any:

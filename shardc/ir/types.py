@@ -73,6 +73,7 @@ class TensorType:
     sizes: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)  # of the atoms, dim by dim
     atoms: tuple[Atom, ...] = field(init=False, compare=False, repr=False)  # dims flattened
     placement: tuple[Axes, ...] = field(init=False, compare=False, repr=False)  # the axes of each flat atom
+    is_sharded: bool = field(init=False, compare=False, repr=False)  # does some atom have axes?
 
     def __post_init__(self) -> None:
         sizes = tuple([tuple([a.size for a in dim]) for dim in self.dims])
@@ -80,7 +81,9 @@ class TensorType:
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "atoms", atoms)
         object.__setattr__(self, "shape", tuple([math.prod(dim) for dim in sizes]))
-        object.__setattr__(self, "placement", tuple([a.axes for a in atoms]))
+        placement = tuple([a.axes for a in atoms])
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "is_sharded", any(placement))
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorType:
@@ -109,7 +112,7 @@ class TensorType:
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape every rank stores (the same on all of them; uneven atoms are padded)."""
-        if not any(self.placement):
+        if not self.is_sharded:
             return self.shape
         return tuple([math.prod([a.local(mesh) for a in dim]) for dim in self.dims])
 

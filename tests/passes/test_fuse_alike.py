@@ -75,7 +75,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
 
 @pytest.mark.sampled(6)
 def test_cached_lowerings_equal_fresh_ones(graph: Graph) -> None:
-    views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
+    views = ViewAnalysis(graph, LOWERINGS)
     cache = LoweringCache(views)
     for node in graph.calls():
         assert repr(cache.lower(node)) == repr(lower_op(views, node)), info(node).name
@@ -115,7 +115,7 @@ def numbers() -> tuple[Graph, dict[str, fx.Node]]:
 
 def test_different_calls_are_lowered_separately() -> None:
     graph, made = numbers()
-    views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
+    views = ViewAnalysis(graph, LOWERINGS)
     cache = LoweringCache(views)
     for name, node in made.items():
         assert repr(cache.lower(node)) == repr(lower_op(views, node)), name
@@ -135,7 +135,7 @@ def test_a_call_of_which_less_is_used_is_another() -> None:
             item = b.call(f"{call.name}.{at}", types[at], operator.getitem, call, at)
             b.output("output", item.name, item)
     graph = b.graph()
-    views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
+    views = ViewAnalysis(graph, LOWERINGS)
     cache = LoweringCache(views)
     assert [len(one.prims) if (one := cache.lower(node)) else 0 for node in nodes] == [
         len(one.prims) if (one := lower_op(views, node)) else 0 for node in nodes

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import shardc
-from benchmarks.fusion_census import CALLS_OF_BLOCK, traced
+from benchmarks.fusion_census import CALLS_OF_BLOCK, function_calls, traced
 from shardc.ir.graph import Graph
 from shardc.passes.fusion.clustering import clustering, fusion_graph, rematerialize
 from shardc.passes.fusion.clustering.clustering import _Merger  # pyright: ignore[reportPrivateUsage]
 from shardc.passes.fusion.clustering.rematerialize import _Rematerializer  # pyright: ignore[reportPrivateUsage]
 from shardc.passes.fusion.emit import kernel_builder
 from shardc.passes.fusion.fuse import fuse
+from tests.passes.fuse_graphs import chains
 
 MODULES = [rematerialize, clustering, kernel_builder, fusion_graph]
 
@@ -52,6 +54,19 @@ def test_twice_the_blocks_are_twice_the_work() -> None:
     for name, count in large.items():
         assert count <= 2.1 * small[name], (name, small[name], count)
     assert large["expand"] <= 2 * sum(1 for _ in graphs[1].calls())
+
+
+@pytest.mark.parametrize(("graph", "python", "c"), [(lambda n: chains(n), 230, 160), (traced, 320, 240)])
+def test_the_functions_that_fusing_calls(graph: Callable[[int], Graph], python: int, c: int) -> None:
+    """For each call of the graph; seconds vary, and this does not."""
+    small, large = graph(600), graph(1200)
+    for body in (small, large):
+        fuse(body)  # what torch is asked once
+    counts = [function_calls(lambda body=body: fuse(body)) for body in (small, large)]
+    calls = [sum(1 for _ in body.calls()) for body in (small, large)]
+    for before, after, most in zip(*counts, (python, c), strict=True):
+        assert after <= most * calls[1]
+        assert after / calls[1] <= 1.1 * before / calls[0]
 
 
 def test_chains_that_join_are_looked_at_once() -> None:

@@ -14,9 +14,11 @@ from kernels_triton.match.op import KERNELS, kernel_of
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, producer, results
+from shardc.passes.fusion import fuse as fuse_module
 from shardc.passes.fusion.analysis.traffic import PRODUCTS, traffic
 from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
-from shardc.passes.fusion.clustering.memory_budget import MemoryBudget
+from shardc.passes.fusion.clustering.memory_budget import MemoryBudget, allowed_peak
+from shardc.passes.fusion.clustering.rematerialize import FusionGroup
 from shardc.passes.fusion.fuse import fuse
 
 TP = {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"}
@@ -164,12 +166,29 @@ class Scaled(nn.Module):
 
 
 def test_where_nothing_is_fused_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardc.passes.fusion.fuse.MAX_TRIES", 3)
+    monkeypatch.setattr("shardc.passes.fusion.fuse.MAX_ROUNDS", 1)
     plan = {"fuse": True, "inputs": {"x": "dp"}}
     program = shardc.compile(Scaled(), (torch.randint(30, (4, 8)),), mesh="dp=2", plan=plan)
     (found,) = (one for one in program.diagnostics if one.code == "SC217")
     assert found.severity == "warning"
-    assert "after 3 tries" in found.message
+    assert "however they are split" in found.message
+
+
+def test_kernels_that_hold_too_much_are_split_and_the_graph_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"inputs": {"x": "dp"}}
+    body = shardc.compile(Scaled(), (torch.randint(30, (4, 8)),), mesh="dp=2", plan=plan).body
+    read: list[Graph] = []
+    emitted: list[list[FusionGroup]] = []
+    build = fuse_module.build_fusion_graph
+    monkeypatch.setattr(fuse_module, "build_fusion_graph", lambda *args: read.append(args[0]) or build(*args))
+    fused = fuse_module.fuse(body, watch=lambda _, groups: emitted.append(groups))
+    assert len(read) == 1
+    assert 1 < len(emitted) <= 6
+    assert memory(fused).peak <= allowed_peak(memory(body).peak)
+    assert traffic(fused).bytes < traffic(body).bytes
+    calls = [{i for group in groups for i in group.calls} for groups in emitted]
+    assert calls[-1] <= calls[0], "repair fuses nothing more"
+    assert all(any(set(g.calls) <= set(f.calls) for f in emitted[0]) for g in emitted[-1]), "it only splits"
 
 
 class Beside(nn.Module):

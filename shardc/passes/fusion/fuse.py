@@ -4,11 +4,16 @@
     %h1 = add(%a, %h)              ->   shardc.fused([...])         and writes %h1 and the norm
     %n = native_layer_norm(%h1)
 
-    analysis     facts about single values: iteration spaces, views, constants, bytes moved
-    lowering     each call as operations of a kernel
-    clustering   which calls become one kernel: `fusion_graph` (who reads what), `clustering` (the search),
-                 `cluster_dag` and `memory_budget` (is a merge legal?), `rematerialize` (what a kernel recomputes)
-    emit         the graph with a call for each kernel: a template's op where one matches, else `shardc.fused`
+1. analysis       facts about single values (`analysis`: iteration spaces, views, constants), each call as operations of
+                  a kernel (`lowering`), and who reads what (`clustering/fusion_graph`)
+2. legality       which calls may be one kernel: their spaces, the order of barriers (`cluster_dag`), and memory: each
+                  merge by the bytes that it holds for longer (`memory_budget`), all of them by the peak (`repair`)
+3. profitability  which legal merge saves most (`clustering`), what a kernel better recomputes (`rematerialize`), and
+                  whether a group is worth a kernel (`is_profitable`)
+4. emission       a new graph with a call for each kernel: a template's op where one matches, else `shardc.fused`
+
+The first three run once. A graph whose kernels hold too much at the peak is repaired, not tried again: `repair` splits
+what holds the bytes, and the groups are emitted anew.
 
 Needs a localized body, or a part of one. Ensures the same values under the same names, no higher peak of memory (beyond
 `memory_budget.allowed_peak`), and collectives and products in their order.
@@ -19,23 +24,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kernels_triton.match.op import OPS
 from shardc.cost.memory import memory
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, info
+from shardc.ir.graph import Graph
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.passes.base import Pass
-from shardc.passes.fusion.analysis.traffic import traffic
 from shardc.passes.fusion.clustering.batch_norms import join_channel_moments
-from shardc.passes.fusion.clustering.clustering import Clustering, FusionLimits, cluster_calls
+from shardc.passes.fusion.clustering.clustering import Clustering, cluster_calls
 from shardc.passes.fusion.clustering.excluded import check_excluded, excluded
-from shardc.passes.fusion.clustering.fusion_graph import FusionGraph, build_fusion_graph
+from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
 from shardc.passes.fusion.clustering.memory_budget import MemoryBudget, allowed_peak
-from shardc.passes.fusion.clustering.rematerialize import FusionGroup, fusion_groups
-from shardc.passes.fusion.emit.emit import emit, is_profitable
+from shardc.passes.fusion.clustering.rematerialize import FusionGroup
+from shardc.passes.fusion.clustering.repair import Kernels
+from shardc.passes.fusion.emit.emit import Emitter, is_profitable
 from shardc.passes.fusion.lowering import activations as _pointwise
 from shardc.passes.fusion.lowering import common as _lowerings
 from shardc.passes.fusion.lowering import concat_slice as _parts
@@ -50,8 +54,7 @@ from shardc.passes.fusion.lowering.softmaxes import restore_softmaxes, split_sof
 
 __all__ = ["Fuse", "Watch", "check_excluded", "fuse"]
 _ = _functions, _integers, _lowerings, _parts, _pointwise, _quotients, _reductions, _special
-MAX_TRIES = 16
-MIN_GAIN_DIVISOR = 16  # a slightly higher peak is worth a 16th of the bytes moved
+MAX_ROUNDS = 64  # of repairs; few graphs need one
 Watch = Callable[[Clustering, list[FusionGroup]], None]  # the clusters, and the groups that become kernels
 
 
@@ -67,15 +70,6 @@ class Fuse(Pass):
 
     def run(self, graph: Graph) -> Graph:
         return fuse(graph, self.exclude, self.templates, hardware=self.hardware) if self.enabled else graph
-
-
-class _NearFit(NamedTuple):
-    """A fused graph whose peak is slightly higher than before."""
-
-    graph: Graph
-    clustering: Clustering
-    groups: list[FusionGroup]
-    bytes: int
 
 
 @contextmanager
@@ -98,92 +92,56 @@ def fuse(
     watch: Watch | None = None,
     hardware: Hardware = DEFAULT,
 ) -> Graph:
-    """A body with its kernels. The given graph is not changed. `watch` sees every try, and the chosen one last.
+    """A body with its kernels. The given graph is not changed. `watch` sees every emission, and the chosen one last.
 
-    Where the kernels hold more at the peak than the calls did, the limits are tightened and fewer kernels are made.
-    Where no try succeeds, nothing is fused, and a warning says so (SC217). A try whose peak is within `allowed_peak` is
-    taken unless a later one saves nearly as much.
+    Where no repair brings the peak within its bound, nothing is fused, and a warning says so (SC217).
     """
-    before = memory(graph)
-    near_fit: _NearFit | None = None
-    limits, exclude = FusionLimits(), excluded(graph, exclude)
-    allowed_templates = [
-        name
-        for name in (OPS if templates is None else templates)
-        if name not in exclude and f"shardc.{name}" not in exclude
-    ]
-    for _ in range(MAX_TRIES):
-        fused = graph.copy()
-        if "shardc.mask_pad" not in exclude:
-            lower_padding(fused)
-        split_softmaxes(fused, exclude)
-        split_group_norms(fused, exclude)
-        join_channel_moments(fused, exclude)
-        fusion_graph = build_fusion_graph(fused, exclude | limits.excluded, limits.rematerialize)
-        clustering = cluster_calls(fusion_graph, limits, MemoryBudget.of(graph, before, fusion_graph), hardware)
-        groups = [group for group in fusion_groups(clustering, limits.rematerialize) if is_profitable(group)]
-        if watch is not None:
-            watch(clustering, groups)
-        touched = [{info(value).name for value in (*group.outputs, *group.reads)} for group in groups]
-        call_names = [info(node).name for node in fusion_graph.calls]
-        positions = emit(fusion_graph, groups, allowed_templates)
-        restore_softmaxes(fused)
-        report = memory(fused)
-        if report.peak <= before.peak:
-            if near_fit is None or MIN_GAIN_DIVISOR * near_fit.bytes >= (MIN_GAIN_DIVISOR - 1) * traffic(fused).bytes:
-                return fused
+    before, exclude = memory(graph, listed=False), excluded(graph, exclude)
+    rewritten = _rewritten(graph, exclude)
+    for inline in (True, False):  # a value that a reader computes in parts holds its operands until then
+        fusion_graph = build_fusion_graph(rewritten, exclude, inline)
+        clustering = cluster_calls(fusion_graph, MemoryBudget.of(graph, before, fusion_graph), hardware)
+        emitter = Emitter(fusion_graph, _allowed_templates(exclude, templates))
+        fused = _within_bound(clustering, emitter, allowed_peak(before.peak), watch)
+        if fused is not None:
+            return fused
+        if not fusion_graph.inlined:
             break
-        if near_fit is None and report.peak <= allowed_peak(before.peak):
-            near_fit = _NearFit(fused, clustering, groups, traffic(fused).bytes)
-        assert report.peak_at is not None
-        live = {value.name for value in report.live}
-        before_peak = [position <= report.peak_at.index for position in positions]
-        limits = _tighten(limits, fusion_graph, groups, call_names, touched, live, before_peak)
-        if near_fit is not None and (limits.unmerged or limits.excluded):
-            break
-    if near_fit is not None:
-        if watch is not None:
-            watch(near_fit.clustering, near_fit.groups)
-        return near_fit.graph
     graph = graph.copy()
-    message = f"nothing is fused: after {MAX_TRIES} tries kernels still hold more at the peak than their calls do"
+    message = "nothing is fused: the kernels hold more at the peak than their calls do, however they are split"
     hint = "recompute, or exclude what runs at the peak: `shardc cost --memory` names it"
     graph.diagnostics.append(Diagnostic("SC217", message, "warning", hint=hint))
     return graph
 
 
-def _tighten(
-    limits: FusionLimits,
-    fusion_graph: FusionGraph,
-    groups: list[FusionGroup],
-    call_names: list[str],
-    touched: list[set[str]],
-    live: set[str],
-    before_peak: list[bool],
-) -> FusionLimits:
-    """Limits that forbid what raised the peak: calls that moved to another epoch, and whose operands or results are
-    live at the peak; or else the kernel that runs at the peak."""
-    epoch = fusion_graph.barrier_epoch
-    moved = {
-        i
-        for group, names, is_early in zip(groups, touched, before_peak, strict=True)
-        if not live.isdisjoint(names)
-        for i in group.calls
-        if (epoch[i] > group.barrier_epoch if is_early else epoch[i] < group.barrier_epoch)
-    }
-    if limits.extend_lifetimes:
-        return replace(limits, extend_lifetimes=False)
-    if not moved <= limits.pinned:
-        return replace(limits, pinned=limits.pinned | moved)
-    if limits.horizontal:
-        return replace(limits, horizontal=False)
-    if limits.rematerialize:
-        return replace(limits, rematerialize=False)
-    candidates = [group for group, is_early in zip(groups, before_peak, strict=True) if is_early] or groups
-    if not candidates:
-        return limits
-    at_peak = candidates[-1]
-    if not limits.unmerged.issuperset(at_peak.calls):
-        return replace(limits, unmerged=limits.unmerged | set(at_peak.calls))
-    # It is one call, which still reads the operands of rematerialised values.
-    return replace(limits, excluded=limits.excluded | {call_names[i] for i in at_peak.calls})
+def _within_bound(clustering: Clustering, emitter: Emitter, bound: int, watch: Watch | None) -> Graph | None:
+    """The graph with the kernels of a clustering, repaired until its peak is within the bound; None if that fails."""
+    kernels = Kernels.of(clustering)
+    for round in range(MAX_ROUNDS):
+        groups = [group for group in kernels.groups() if is_profitable(group)]
+        if watch is not None:
+            watch(clustering, groups)
+        fused, positions = emitter.emit(groups)
+        restore_softmaxes(fused)
+        report = memory(fused)
+        if report.peak <= bound:
+            return fused
+        if not kernels.repair(groups, positions, report, report.peak - bound, round):
+            break
+    return None
+
+
+def _rewritten(graph: Graph, exclude: Collection[str]) -> Graph:
+    """A copy in the form that kernels compute: masks as selects, norms and softmaxes with their statistics."""
+    graph = graph.copy()
+    if "shardc.mask_pad" not in exclude:
+        lower_padding(graph)
+    split_softmaxes(graph, exclude)
+    split_group_norms(graph, exclude)
+    join_channel_moments(graph, exclude)
+    return graph
+
+
+def _allowed_templates(exclude: Collection[str], templates: Collection[str] | None) -> list[str]:
+    names = OPS if templates is None else templates
+    return [name for name in names if name not in exclude and f"shardc.{name}" not in exclude]

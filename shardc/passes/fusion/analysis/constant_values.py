@@ -15,15 +15,19 @@ from torch import fx
 from shardc.ir.graph import type_of
 
 aten = torch.ops.aten
+PASSING = (aten._to_copy.default, aten.view.default, aten.expand.default, aten.unsqueeze.default)
+CONSTANT = (*PASSING, aten.full.default, aten.scalar_tensor.default)
 
 
 def constant_value(node: fx.Node) -> float | int | bool | None:
     """The number that every element of a value equals, if the calls that compute it tell, and if its dtype holds that
     number exactly."""
+    if node.target not in CONSTANT:
+        return None
     dtype = before = type_of(node).dtype
     if dtype.is_complex:
         return None
-    if node.target in (aten._to_copy.default, aten.view.default, aten.expand.default, aten.unsqueeze.default):
+    if node.target in PASSING:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         number, before = constant_value(source), type_of(source).dtype
     elif node.target is aten.full.default and isinstance(node.args[1], (bool, int, float)):

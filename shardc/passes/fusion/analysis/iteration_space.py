@@ -212,7 +212,7 @@ def find_space(prims: Sequence[Prim], constraint: SpaceConstraint) -> IterationS
         )
         if call_map is None:
             return None
-        reads_sums = False
+        reads_sums = reads_summed = reads_reduced = False
         for read in prim.reads:
             is_whole = call_map is full_map and read.runs == contiguous  # the common case
             read_map = call_map if is_whole else strides_along(read.runs, dims, call_map)
@@ -221,6 +221,8 @@ def find_space(prims: Sequence[Prim], constraint: SpaceConstraint) -> IterationS
             if read.value in access_maps and access_maps[read.value] != read_map:
                 return None
             reads_sums |= read.value in after_sums
+            reads_summed |= read.value in summed
+            reads_reduced |= read.value in reduced
         result_map = _result_map(prim, dims, call_map)
         if result_map is None or (prim.index and strides_along(prim.index, dims, call_map) is None):
             return None
@@ -230,11 +232,11 @@ def find_space(prims: Sequence[Prim], constraint: SpaceConstraint) -> IterationS
                 return None
             after_sums.add(prim.out)
         over_rows = prim.over in ("col", "all") and bool(_row_dims(call_map))
-        if over_rows or (summed and any(read.value in summed for read in prim.reads)):
-            if not over_rows and any(read.value in reduced for read in prim.reads):
+        if over_rows or reads_summed:
+            if not over_rows and reads_reduced:
                 return None  # the sum is complete only after the last row, when no row is in registers
             summed.add(prim.out)
-        elif prim.over != "point" or (reduced and any(read.value in reduced for read in prim.reads)):
+        elif prim.over != "point" or reads_reduced:
             reduced.add(prim.out)
         if over_rows:
             kept = _row_dims(result_map)

@@ -9,7 +9,7 @@ torch itself computes the strides, on the meta device, once for each distinct vi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -55,7 +55,7 @@ class StridedView(NamedTuple):
 class ViewAnalysis:
     """The view that every value of a localized body is."""
 
-    def __init__(self, graph: Graph, fusible: Callable[[fx.Node], bool]) -> None:
+    def __init__(self, graph: Graph, fusible: Container[Any]) -> None:
         self.of: dict[fx.Node, StridedView] = {}
         self.permuted: dict[fx.Node, tuple[int, ...]] = {}  # bases whose dims lie in another order in memory
         self.copying_views: set[fx.Node] = set()  # calls of view ops that copy
@@ -67,14 +67,15 @@ class ViewAnalysis:
             self.of[node] = StridedView(node, shape, _contiguous_strides(shape))
         for node in graph.calls():
             values = [value for value in results(node) if value is not None]
-            if node.target in VIEWS and (views := self._view(node, meta_views)) is not None:
+            is_view = node.target in VIEWS
+            if is_view and (views := self._view(node, meta_views)) is not None:
                 shapes = [type_of(value).local_shape(graph.mesh) for value in values]
                 if [view.shape for view in views] == shapes:
                     self.of.update(zip(values, views, strict=True))
                     continue
-            if node.target in VIEWS:
+            if is_view:
                 self.copying_views.add(node)
-            is_contiguous = fusible(node) or node.target in VIEWS
+            is_contiguous = is_view or node.target in fusible
             for value in values:
                 shape = type_of(value).local_shape(graph.mesh)
                 contiguous = _contiguous_strides(shape)

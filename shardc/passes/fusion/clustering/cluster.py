@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import results, type_of
+from shardc.ir.graph import type_of
 from shardc.passes.fusion.analysis.iteration_space import Over, Prim, SpaceConstraint, Value, contiguous_runs
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
 from shardc.passes.fusion.lowering.lowered_op import LoweredOp
@@ -39,6 +39,11 @@ class Cluster:
     partial_results: Set[fx.Node]  # results without exactly one element for each element of the space
     is_elementwise: bool  # every operation maps element i of its operands to element i of its result
     version: int = 0
+    # Sums over long rows merge last: after the calls that reduce those rows, with which they may not merge.
+    is_deferred: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_deferred = self.constraint.cols > LONG_ROW and "col" in self.reductions
 
     @property
     def sums_long_rows(self) -> bool:
@@ -46,16 +51,10 @@ class Cluster:
         sums once a row. A kernel of their own takes a quarter of that time, and reads what it sums once more."""
         return self.constraint.cols > LONG_ROW and {"row", "col"} <= self.reductions
 
-    @property
-    def is_deferred(self) -> bool:
-        """Sums over long rows merge last: after the calls that reduce those rows, with which they may not merge."""
-        return self.constraint.cols > LONG_ROW and "col" in self.reductions
-
 
 def cluster_of(graph: FusionGraph, i: int) -> Cluster:
     """The cluster of one call."""
-    op = graph.lowered[i]
-    values = [value for value in results(op.node) if value is not None]
+    op, values = graph.lowered[i], graph.values[i]
     writes = {value for value in values if graph.readers.get(value)}
     reductions: frozenset[Over] = frozenset([prim.over for prim in op.prims])
     counts = (len(values), graph.barrier_epoch[i], len(op.prims))
@@ -87,15 +86,13 @@ def access_properties(op: LoweredOp) -> tuple[Set[fx.Node], Set[fx.Node], bool]:
 
 def bytes_saved(graph: FusionGraph, a: Cluster, b: Cluster) -> int:
     """How many fewer bytes one kernel of both moves than a kernel of each."""
-    total = 0
-    for producer, consumer in ((a, b), (b, a)):
-        if shared := producer.writes & consumer.reads:
-            calls = {*a.calls, *b.calls}
-            for value in shared:
-                is_internal = graph.readers.get(value, set()) <= calls
-                total += graph.bytes[value] * (2 if is_internal else 1)
+    total, bytes = 0, graph.bytes
+    if between := (a.writes & b.reads) | (b.writes & a.reads):
+        calls = {*a.calls, *b.calls}
+        for value in between:
+            total += bytes[value] * (2 if graph.readers[value] <= calls else 1)
     for value in a.reads & b.reads:
-        total += graph.bytes[value]
+        total += bytes[value]
     return total
 
 
@@ -106,12 +103,16 @@ def spaces_agree(a: Cluster, b: Cluster, constraint: SpaceConstraint) -> bool:
     before them."""
     if a.constraint.size != b.constraint.size:
         return False
-    if not all(each.is_elementwise or each.constraint == constraint for each in (a, b)):
+    if not (a.is_elementwise or a.constraint == constraint) or not (b.is_elementwise or b.constraint == constraint):
         return False
-    if not {"col", "all"}.isdisjoint(a.reductions | b.reductions):
+    if "col" in a.reductions or "all" in a.reductions or "col" in b.reductions or "all" in b.reductions:
         return False
-    in_order = a.strided_reads.isdisjoint(b.writes) and b.strided_reads.isdisjoint(a.writes)
-    return in_order and a.partial_results.isdisjoint(b.reads) and b.partial_results.isdisjoint(a.reads)
+    return not (
+        a.strided_reads & b.writes
+        or b.strided_reads & a.writes
+        or a.partial_results & b.reads
+        or b.partial_results & a.reads
+    )
 
 
 def repeats_expensive(prims: Iterable[Prim], size: int) -> bool:
@@ -126,7 +127,7 @@ def rounds_unnoticed(reads: Iterable[Value], prims: Callable[[], Iterable[Prim]]
     reads_float64 = False
     for value in reads:
         if isinstance(value, fx.Node) and (dtype := type_of(value).dtype).is_floating_point:
-            if dtype != torch.float64:
+            if dtype is not torch.float64:
                 return False
             reads_float64 = True
     if reads_float64:

@@ -28,22 +28,30 @@ class ClusterDag:
         self.predecessors: list[set[int]] = [set() for _ in range(count)]
         self.successors: list[set[int]] = [set() for _ in range(count)]
         self.members: list[list[int]] = [[i] for i in range(count)]
-        self._parent = list(range(count))
+        self.parent = list(range(count))  # of each node, towards its cluster: itself, or one that it was merged into
         self.barrier = {node: i for i, node in enumerate(barriers)}
         for source, target in (*edges, *pairwise(barriers)):
             self.predecessors[target].add(source)
             self.successors[source].add(target)
         self.earliest = [-1] * count  # the last barrier that must come before
         self.latest = [len(barriers)] * count  # the first barrier that must come after
+        barrier, earliest, latest = self.barrier, self.earliest, self.latest
         for node in range(count):
-            self.earliest[node] = max((self._barrier_up_to(p) for p in self.predecessors[node]), default=-1)
+            for p in self.predecessors[node]:
+                bound = barrier[p] if p in barrier else earliest[p]
+                if bound > earliest[node]:
+                    earliest[node] = bound
         for node in reversed(range(count)):
-            self.latest[node] = min((self._barrier_from(s) for s in self.successors[node]), default=len(barriers))
+            for s in self.successors[node]:
+                bound = barrier[s] if s in barrier else latest[s]
+                if bound < latest[node]:
+                    latest[node] = bound
 
     def find(self, node: int) -> int:
         """The cluster of a node, as the number of one of its members."""
-        while self._parent[node] != node:
-            self._parent[node] = node = self._parent[self._parent[node]]
+        parent = self.parent
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
         return node
 
     def share_window(self, a: int, b: int) -> bool:
@@ -75,13 +83,15 @@ class ClusterDag:
 
     def _between(self, a: int, b: int) -> tuple[set[int], set[int]]:
         """Of the nodes positioned between a and b: the ancestors of b, and the descendants of a."""
-        low, high = self.position[a], self.position[b]
-        descendants = self._reachable(self.successors[a] - {b}, self.successors, low, high)
-        return self._reachable(self.predecessors[b] - {a}, self.predecessors, low, high), descendants
-
-    def _reachable(self, start: set[int], neighbours: list[set[int]], low: int, high: int) -> set[int]:
         position = self.position
-        todo = [n for n in start if low < position[n] < high]
+        low, high = position[a], position[b]
+        below = [n for n in self.successors[a] if position[n] < high]  # b is not: its position is `high`
+        above = [n for n in self.predecessors[b] if low < position[n]]
+        descendants = self._reachable(below, self.successors, low, high) if below else set[int]()
+        return self._reachable(above, self.predecessors, low, high) if above else set[int](), descendants
+
+    def _reachable(self, todo: list[int], neighbours: list[set[int]], low: int, high: int) -> set[int]:
+        position = self.position
         reached = set(todo)
         while todo:
             for n in neighbours[todo.pop()]:
@@ -104,20 +114,21 @@ class ClusterDag:
             position[node] = slot
 
     def _contract(self, a: int, b: int) -> None:
-        self._parent[b] = a
+        self.parent[b] = a
         self.members[a] += self.members[b]
         self.members[b] = []
         for neighbours, reverse in ((self.predecessors, self.successors), (self.successors, self.predecessors)):
             for n in neighbours[b]:
                 reverse[n].discard(b)
-                if n != a:
-                    reverse[n].add(a)
-                    neighbours[a].add(n)
+                reverse[n].add(a)
+            neighbours[a] |= neighbours[b]
+            neighbours[a] -= {a, b}
             neighbours[b] = set()
-            neighbours[a].discard(b)
-        self.earliest[a] = max(self.earliest[a], self.earliest[b])
-        self.latest[a] = min(self.latest[a], self.latest[b])
-        self._propagate_windows(a)
+        earliest, latest = self.earliest, self.latest
+        if earliest[a] != earliest[b] or latest[a] != latest[b]:
+            earliest[a] = max(earliest[a], earliest[b])
+            latest[a] = min(latest[a], latest[b])
+            self._propagate_windows(a)
 
     def _propagate_windows(self, start: int) -> None:
         """Narrow the windows of the nodes after a cluster, and of those before it."""
@@ -135,9 +146,3 @@ class ClusterDag:
                 if n not in self.barrier and self.latest[n] > self.latest[node]:
                     self.latest[n] = self.latest[node]
                     todo.append(n)
-
-    def _barrier_up_to(self, node: int) -> int:
-        return self.barrier.get(node, self.earliest[node])
-
-    def _barrier_from(self, node: int) -> int:
-        return self.barrier.get(node, self.latest[node])

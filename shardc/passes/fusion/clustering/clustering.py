@@ -22,7 +22,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import info, op_name, producer
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.buckets import UNPACK
-from shardc.passes.fusion.analysis.iteration_space import IterationSpace, Prim, find_space
+from shardc.passes.fusion.analysis.iteration_space import IterationSpace, Prim, SpaceConstraint, find_space
 from shardc.passes.fusion.clustering.cluster import (
     Cluster,
     bytes_saved,
@@ -49,27 +49,15 @@ MANY_READERS = 16
 NO_COMMON_SPACE = "no rows and columns are common to both"
 
 
-@dataclass(frozen=True)
-class FusionLimits:
-    """What the search may do. `fuse.tighten` withdraws one freedom after another while the peak of memory is higher."""
-
-    horizontal: bool = True  # merge calls that share no value
-    rematerialize: bool = True
-    extend_lifetimes: bool = True  # hold values for longer, where the memory budget allows it
-    pinned: frozenset[int] = frozenset()  # calls that stay in their barrier epoch
-    unmerged: frozenset[int] = frozenset()  # calls that merge with no other
-    excluded: frozenset[str] = frozenset()  # names of calls that become no kernel
-
-
 @dataclass
 class Clustering:
     graph: FusionGraph
     dag: ClusterDag
-    limits: FusionLimits
     budget: MemoryBudget
     critical: CriticalCollectives
     hardware: Hardware = DEFAULT
     clusters: dict[int, Cluster] = field(default_factory=dict[int, Cluster])
+    split: set[int] = field(default_factory=set[int])  # calls of clusters that were split (`repair`)
 
     def prims(self, calls: Iterable[int]) -> list[Prim]:
         return [prim for i in sorted(calls) for prim in self.graph.lowered[i].prims]
@@ -80,17 +68,10 @@ class Clustering:
         return space
 
 
-def cluster_calls(
-    graph: FusionGraph,
-    limits: FusionLimits | None = None,
-    budget: MemoryBudget | None = None,
-    hardware: Hardware = DEFAULT,
-) -> Clustering:
+def cluster_calls(graph: FusionGraph, budget: MemoryBudget | None = None, hardware: Hardware = DEFAULT) -> Clustering:
     """Merge calls while a merge is legal and saves something."""
-    limits = limits or FusionLimits()
-    budget = budget if budget is not None and limits.extend_lifetimes else MemoryBudget.empty()
     dag = ClusterDag(graph.call_count, graph.edges, graph.barriers)
-    clustering = Clustering(graph, dag, limits, budget, CriticalCollectives.of(graph), hardware)
+    clustering = Clustering(graph, dag, budget or MemoryBudget.empty(), CriticalCollectives.of(graph), hardware)
     for i, op in graph.lowered.items():
         cluster = cluster_of(graph, i)
         has_trivial_space = cluster.is_elementwise and not cluster.strided_reads
@@ -98,8 +79,7 @@ def cluster_calls(
             clustering.clusters[i] = cluster
     merger = _Merger(clustering)
     merger.run(_vertical_candidates(graph, clustering.clusters))
-    if limits.horizontal:
-        merger.run(_horizontal_candidates(clustering))
+    merger.run(_horizontal_candidates(clustering))
     return clustering
 
 
@@ -120,23 +100,31 @@ class _Merger:
 
     def __init__(self, clustering: Clustering) -> None:
         self.clustering, self.graph, self.dag = clustering, clustering.graph, clustering.dag
-        self.clusters, self.limits, self.budget = clustering.clusters, clustering.limits, clustering.budget
+        self.clusters, self.budget = clustering.clusters, clustering.budget
         self.heap: list[tuple[bool, int, int, int, int, int]] = []
         self.pushed: set[tuple[int, int, int, int]] = set()
+        self.has_critical = bool(clustering.critical.by_operand)
 
     def run(self, pairs: Iterable[tuple[int, int]]) -> None:
         for a, b in pairs:
             self.push(a, b)
+        clusters = self.clusters
         while self.heap:
             _, _, a, b, version_a, version_b = heapq.heappop(self.heap)
-            x, y = self.clusters.get(a), self.clusters.get(b)
-            if x is not None and y is not None and x.version == version_a and y.version == version_b:
+            if (
+                a in clusters
+                and b in clusters
+                and version_a == clusters[a].version
+                and version_b == clusters[b].version
+            ):
                 self.merge(a, b)
             else:  # scored before one of them was merged
                 self.push(a, b)
 
     def push(self, a: int, b: int) -> None:
-        a, b = self.dag.find(a), self.dag.find(b)
+        parent = self.dag.parent
+        a = a if parent[a] == a else self.dag.find(a)
+        b = b if parent[b] == b else self.dag.find(b)
         if a != b:
             self.score(a, b)
 
@@ -144,11 +132,18 @@ class _Merger:
         """Put a pair on the heap, unless a cheap test shows that its merge is illegal."""
         if a > b:
             a, b = b, a
-        x, y = self.clusters.get(a), self.clusters.get(b)
-        if x is None or y is None or not self.dag.share_window(a, b):
+        clusters = self.clusters
+        if a not in clusters or b not in clusters:
             return
+        x, y = clusters[a], clusters[b]
         entry = (a, b, x.version, y.version)
-        if entry not in self.pushed and x.constraint.merged_with(y.constraint) is not None:
+        if entry in self.pushed:
+            return
+        earliest, latest = self.dag.earliest, self.dag.latest
+        begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
+        if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
+            return
+        if x.constraint == y.constraint or x.constraint.merged_with(y.constraint) is not None:
             self.pushed.add(entry)
             heapq.heappush(self.heap, (x.is_deferred or y.is_deferred, -bytes_saved(self.graph, x, y), *entry))
 
@@ -171,7 +166,9 @@ class _Merger:
         held; or why the merge is illegal."""
         x, y = self.clusters[a], self.clusters[b]
         epoch = max(min(x.barrier_epoch, y.barrier_epoch), self.dag.earliest[a] + 1, self.dag.earliest[b] + 1)
-        cluster = self._merged_cluster(x, y, epoch)
+        constraint = x.constraint if x.constraint == y.constraint else x.constraint.merged_with(y.constraint)
+        agree = constraint is not None and spaces_agree(x, y, constraint)
+        cluster = self._merged_cluster(x, y, epoch, constraint, agree)
         if isinstance(cluster, str):
             return cluster
         held = self._bytes_held(x, y, cluster)
@@ -179,13 +176,11 @@ class _Merger:
             return held
         epochs = (x.barrier_epoch, y.barrier_epoch, epoch)
         first, last = min(epochs), max(epochs)
-        if self._delays_critical(x, y, epoch) or self._delays_critical(y, x, epoch):
+        if self.has_critical and (self._delays_critical(x, y, epoch) or self._delays_critical(y, x, epoch)):
             return "a collective that the next product waits for would begin later"
         if held > NEGLIGIBLE_BYTES and not self._may_hold(held, saved := bytes_saved(self.graph, x, y), first, last):
             return f"{held} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
-        if spaces_agree(x, y, cluster.constraint):
-            return cluster, held, first, last
-        if find_space(self.clustering.prims(cluster.calls), cluster.constraint) is None:
+        if not agree and find_space(self.clustering.prims(cluster.calls), cluster.constraint) is None:
             return NO_COMMON_SPACE
         return cluster, held, first, last
 
@@ -209,34 +204,37 @@ class _Merger:
 
     def _neighbours(self, cluster: Cluster, number: int) -> set[int]:
         """The clusters that a merge with this one could save something for."""
-        linked = {n for n in (*self.dag.predecessors[number], *self.dag.successors[number]) if n in self.clusters}
+        dag, parent, clusters = self.dag, self.dag.parent, self.clusters
+        linked = {n for n in (*dag.predecessors[number], *dag.successors[number]) if n in clusters}
+        count = self.graph.call_count
         for value in cluster.reads:
-            readers = self.graph.readers.get(value, set())
+            readers = self.graph.readers[value]
             if len(readers) <= MANY_READERS:
-                linked |= {self.dag.find(i) for i in readers if i < self.graph.call_count}
-        return linked - {number}
+                linked |= {i if parent[i] == i else dag.find(i) for i in readers if i < count}
+        linked.discard(number)
+        return linked
 
-    def _merged_cluster(self, a: Cluster, b: Cluster, epoch: int) -> Cluster | str:
-        """Both as one, running in `epoch`; or why the merge is illegal, whatever it does to memory."""
+    def _merged_cluster(
+        self, a: Cluster, b: Cluster, epoch: int, constraint: SpaceConstraint | None, agree: bool
+    ) -> Cluster | str:
+        """Both as one, running in `epoch`; or why the merge is illegal, whatever it does to memory. Their spaces
+        `agree` if that is known without a look at their operations."""
         graph, first = self.graph, a.calls[0]
-        phase = info(graph.calls[first]).phase
+        phase = graph.phases[first]
         if graph.per_microbatch[first] != graph.per_microbatch[b.calls[0]]:
             return "one runs once a microbatch, the other once a step"
-        if (phase == "opt") != (info(graph.calls[b.calls[0]]).phase == "opt"):
+        if (phase == "opt") != (graph.phases[b.calls[0]] == "opt"):
             return "one is the optimizer's, the other is not"
         if a.is_float64 != b.is_float64:
             return "one computes in float64, the other does not"
-        if not self.limits.unmerged.isdisjoint(a.calls) or not self.limits.unmerged.isdisjoint(b.calls):
-            return "merged, they held more at the peak of memory"
-        constraint = a.constraint.merged_with(b.constraint)
         if constraint is None:
             return NO_COMMON_SPACE
         calls = sorted([*a.calls, *b.calls])
         of_one_size = a.constraint.size == b.constraint.size
         if not of_one_size and repeats_expensive(self.clustering.prims(calls), constraint.size):
             return "sines that many elements share would be computed for each of them"
-        inside = set(calls)
-        writes = {v for v in a.writes | b.writes if not graph.readers.get(v, set()) <= inside}
+        inside, readers = set(calls), graph.readers
+        writes = {v for v in a.writes | b.writes if not readers[v] <= inside}
         cluster = Cluster(
             calls,
             constraint,
@@ -249,7 +247,7 @@ class _Merger:
             a.is_float64,
             a.strided_reads | b.strided_reads if of_one_size else a.reads | b.reads,
             a.partial_results | b.partial_results if of_one_size else a.writes | b.writes,
-            a.is_elementwise and b.is_elementwise and spaces_agree(a, b, constraint),
+            a.is_elementwise and b.is_elementwise and agree,
             1 + max(a.version, b.version),
         )
         is_update = phase == "opt" and (constraint.size <= SMALL_UPDATE or not self._reads_collective(cluster))
@@ -257,7 +255,7 @@ class _Merger:
         if cluster.prim_count > factor * MAX_PRIMS or len(cluster.reads) + len(writes) > factor * MAX_TENSORS:
             return "one kernel would have too many operations or tensors"
         if constraint.cols:
-            full = sum(1 for v in (*cluster.reads, *writes) if graph.bytes[v] * 4 >= constraint.size)
+            full = len([v for v in (*cluster.reads, *writes) if graph.bytes[v] * 4 >= constraint.size])
             if full > MAX_ROW_TENSORS and full > max(len(each.reads) + each.result_count for each in (a, b)):
                 return "a kernel that holds rows would hold too many tensors"
         if rounds_unnoticed(cluster.reads, lambda: self.clustering.prims(cluster.calls)):
@@ -282,13 +280,11 @@ class _Merger:
         if a.barrier_epoch == b.barrier_epoch == epoch:
             return 0
         graph, inside, held = self.graph, set(merged.calls), 0
-        if {"fwd", "bwd"} <= {info(graph.calls[i]).phase for i in merged.calls}:
+        if {"fwd", "bwd"} <= {graph.phases[i] for i in merged.calls}:
             return "one is forward's, the other backward's"
         for cluster, other in ((a, b), (b, a)):
             stored = {v for v in cluster.writes if not graph.readers.get(v, set()) <= inside}
             held -= sum(graph.bytes[v] for v in cluster.writes & other.reads if v not in stored)
-            if cluster.barrier_epoch != epoch and not self.limits.pinned.isdisjoint(cluster.calls):
-                return "run at another time, it held more at the peak of memory"
             if cluster.barrier_epoch > epoch:
                 held += sum(graph.bytes[v] for v in stored)
             elif cluster.barrier_epoch < epoch:
@@ -305,22 +301,21 @@ class _Merger:
         return all(i < graph.call_count and graph.barrier_epoch[i] < epoch for i in readers)
 
 
-def _vertical_candidates(graph: FusionGraph, clusters: dict[int, Cluster]) -> Iterable[tuple[int, int]]:
+def _vertical_candidates(graph: FusionGraph, clusters: dict[int, Cluster]) -> list[tuple[int, int]]:
     """Producers with their consumers, and successive readers of one value."""
-    for source, target in graph.edges:
-        if source in clusters and target in clusters:
-            yield source, target
-    for value in list(graph.readers):
-        readers = sorted(i for i in graph.readers[value] if i in clusters)
-        yield from pairwise(readers)
+    pairs = [(source, target) for source, target in graph.edges if source in clusters and target in clusters]
+    for readers in graph.readers.values():
+        if len(readers) > 1:
+            pairs += pairwise(sorted([i for i in readers if i in clusters]))
+    return pairs
 
 
 def _horizontal_candidates(clustering: Clustering) -> Iterable[tuple[int, int]]:
     """Successive clusters of one constraint and phase, which need share no value: a merge saves a launch."""
     by_constraint: dict[object, list[int]] = {}
-    for number in sorted(clustering.clusters, key=lambda n: clustering.dag.position[n]):
+    for number in sorted(clustering.clusters, key=clustering.dag.position.__getitem__):
         cluster = clustering.clusters[number]
-        phase = info(clustering.graph.calls[cluster.calls[0]]).phase
-        by_constraint.setdefault((cluster.constraint, phase), []).append(number)
+        key = (cluster.constraint, clustering.graph.phases[cluster.calls[0]])
+        by_constraint.setdefault(key, []).append(number)
     for numbers in by_constraint.values():
         yield from pairwise(numbers)

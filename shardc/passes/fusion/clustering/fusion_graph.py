@@ -7,13 +7,17 @@ movable   views, constants, and small calls that no kernel can compute: they mov
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import fx
 
 from shardc.ir.collectives import KINDS
-from shardc.ir.graph import Graph, info, op_name, operands, producer, results, type_of
+from shardc.ir.graph import Graph, Phase, info, op_name, operands, results, type_of
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
 from shardc.ir.ops.buckets import UNPACK
@@ -40,6 +44,8 @@ class FusionGraph:
 
     body: Graph
     calls: list[fx.Node]
+    values: list[list[fx.Node]]  # the results of each call that something reads
+    phases: list[Phase]
     lowered: dict[int, LoweredOp]
     barriers: list[int]
     edges: list[tuple[int, int]]
@@ -48,20 +54,44 @@ class FusionGraph:
     per_microbatch: list[bool]  # does the call run once a microbatch?
     views: ViewAnalysis
     sensitivity: NumericSensitivity  # which values several kernels may each compute
-    bytes: dict[Value, int] = field(default_factory=dict[Value, int])
+    bytes: dict[Value, int]
+    inlined: set[int]  # calls that compute producers of their operands
+    unneeded: set[int]  # calls whose readers all compute the results themselves
+    call_count: int = field(init=False)
 
-    @property
-    def call_count(self) -> int:
-        return len(self.calls)
+    def __post_init__(self) -> None:
+        self.call_count = len(self.calls)
+
+    def keep_call(self, i: int) -> None:
+        """Let no kernel compute a call: it reads its operands, and so do those calls that kernels computed for it."""
+        self.lowered.pop(i, None)
+        self.unneeded.discard(i)
+        for value in operands(self.calls[i]):
+            base = self.views.of[value].base
+            self.readers.setdefault(base, set()).add(i)
+            j = self.number.get(base)
+            if j in self.unneeded:
+                self.keep_call(j)
+
+    @cached_property
+    def number(self) -> dict[fx.Node, int]:
+        """The call that makes each value."""
+        return {value: i for i, written in enumerate(self.values) for value in written}
 
 
 def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inline: bool = True) -> FusionGraph:
     """The fusion graph of a body. `exclude` holds names of ops and values that stay calls. With `inline`, producers are
     inlined where `inline_producers` finds it worthwhile."""
     per_microbatch = in_microbatch(graph)
-    calls = sorted(graph.calls(), key=lambda node: node not in per_microbatch)
-    views = ViewAnalysis(graph, lambda node: node.target in LOWERINGS)
-    number = {node: i for i, node in enumerate(calls)}
+    calls = [*graph.calls()]
+    if graph.microbatches > 1:
+        calls.sort(key=lambda node: node not in per_microbatch)
+    values = [[value for value in results(node) if value is not None] for node in calls]
+    views = ViewAnalysis(graph, LOWERINGS)
+    sizes: dict[Value, int] = {
+        value: math.prod(view.shape) * type_of(value).dtype.itemsize for value, view in views.of.items()
+    }
+    number = {value: i for i, written in enumerate(values) for value in written}
     lowered: dict[int, LoweredOp] = {}
     cheap: dict[fx.Node, LoweredOp] = {}
     cache = LoweringCache(views)
@@ -79,39 +109,49 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
         if i not in duplicates and (rounded := sensitivity.with_eager_rounding(op)) is not None
     }
     for i, op in lowered.items():
-        lowered[i] = inlined = _with_cheap_operands(op, cheap)
-        if sensitivity.repeatable(op.prims) and _is_cheap(graph, inlined):
-            cheap[inlined.node] = inlined
+        lowered[i] = op_alone = _with_cheap_operands(op, cheap) if cheap else op
+        if sensitivity.repeatable(op.prims) and _is_cheap(sizes, op_alone):
+            cheap[op_alone.node] = op_alone
+    inlined: set[int] = set()
     if inline:
-        lowered = inline_producers(graph, views, calls, lowered, per_microbatch, sensitivity)
-    sensitivity = NumericSensitivity(views, calls, lowered)
+        before = lowered
+        lowered = inline_producers(graph, views, calls, lowered, per_microbatch, sensitivity, sizes)
+        inlined = {i for i, op in lowered.items() if op is not before[i]}
+    before = sensitivity.lowered
+    if len(lowered) != len(before) or [*lowered.values()] != [before[i] for i in lowered]:
+        sensitivity = NumericSensitivity(views, calls, lowered)
     readers: dict[fx.Node, set[int]] = {}
     for value in graph.output_values:
         readers.setdefault(views.of[value].base, set()).add(len(calls))
-    edges: set[tuple[int, int]] = set()
+    edges: list[tuple[int, int]] = []
     unneeded: set[int] = set()
-    for i, node in reversed(list(enumerate(calls))):
-        if i in lowered and not any(value in readers for value in results(node)):
+    for i in range(len(calls) - 1, -1, -1):
+        node, op = calls[i], lowered.get(i)
+        if op is not None and readers.keys().isdisjoint(values[i]):
             del lowered[i]  # its readers compute it themselves
             unneeded.add(i)
             continue
-        bases = lowered[i].reads if i in lowered else operands(node)
-        if node.target not in VIEWS or i in lowered:
+        if op is not None:
+            bases = op.reads
             for value in bases:
+                if value in readers:
+                    readers[value].add(i)
+                else:
+                    readers[value] = {i}
+        else:
+            bases = dict.fromkeys(operands(node))
+            for value in () if node.target in VIEWS else bases:
                 readers.setdefault(views.of[value].base, set()).add(i)
-        sources = (number.get(producer(value)[0]) for value in bases)
-        edges.update((source, i) for source in sources if source is not None)
+        edges += [(number[value], i) for value in bases if value in number]
+    edges = sorted(set(edges))
     barriers = [i for i, node in enumerate(calls) if i not in lowered and i not in unneeded and not _is_movable(node)]
-    barrier_epoch, count = [], 0
-    fixed = set(barriers)
-    for i in range(len(calls)):
-        barrier_epoch.append(count)
-        count += i in fixed
-    sizes: dict[Value, int] = {value: type_of(value).local_bytes(graph.mesh) for value in graph.values()}
+    barrier_epoch: list[int] = []
+    for epoch, (begin, end) in enumerate(pairwise([-1, *barriers, len(calls) - 1])):
+        barrier_epoch += [epoch] * (end - begin)
     inner = [node in per_microbatch for node in calls]
-    return FusionGraph(
-        graph, calls, lowered, barriers, sorted(edges), readers, barrier_epoch, inner, views, sensitivity, sizes
-    )
+    phases: list[Phase] = [info(node).phase for node in calls]
+    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, inlined, unneeded)
+    return FusionGraph(graph, calls, values, phases, lowered, *about)
 
 
 def _is_movable(node: fx.Node) -> bool:
@@ -164,12 +204,21 @@ def _renamed(prim: Prim, names: dict[Value, Value]) -> Prim:
     return replace(prim, out=names.get(prim.out, prim.out), args=args)
 
 
-def _is_cheap(graph: Graph, op: LoweredOp) -> bool:
+def _is_cheap(sizes: Mapping[Value, int], op: LoweredOp) -> bool:
     """Is it cheaper to recompute the result than to read it?"""
-    count = sum(prim.op != "iota" for prim in op.prims)
-    if count > MAX_CHEAP_PRIMS or info(op.node).type is None or any(prim.over != "point" for prim in op.prims):
+    if op.node not in sizes:  # it has several results
         return False
-    read = sum(type_of(value).local_bytes(graph.mesh) for value in op.reads)
-    reads_floats = any(type_of(value).dtype.is_floating_point for value in op.reads)
-    is_mask = type_of(op.node).dtype == torch.bool and not reads_floats
-    return 2 * read <= type_of(op.node).local_bytes(graph.mesh) or (is_mask and len(op.reads) == 1)
+    count = read = 0
+    for prim in op.prims:
+        count += prim.op != "iota"
+        if count > MAX_CHEAP_PRIMS or prim.over != "point":
+            return False
+    for value in op.reads:
+        read += sizes[value]
+    if 2 * read <= sizes[op.node]:
+        return True
+    return (
+        len(op.reads) == 1
+        and type_of(op.node).dtype == torch.bool
+        and not any(type_of(value).dtype.is_floating_point for value in op.reads)
+    )

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from shardc.cost.memory import MemoryReport
 from shardc.ir.graph import Graph, info
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import calls_as_run
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
 
 HEADROOM_DIVISOR = 64  # a 64th of the peak is never given away
@@ -46,16 +46,18 @@ class MemoryBudget:
     def of(cls, graph: Graph, report: MemoryReport, fusion_graph: FusionGraph) -> MemoryBudget:
         """The budget of a body as it was before any rewrite for kernels; barriers are matched by name."""
         barriers = {info(fusion_graph.calls[i]).name: epoch for epoch, i in enumerate(fusion_graph.barriers)}
-        per_microbatch = in_microbatch(graph)
-        calls = sorted(graph.calls(), key=lambda node: node not in per_microbatch)
+        calls = calls_as_run(graph)
         peak = max(report.timeline, default=0)
         limit = peak - peak // HEADROOM_DIVISOR
         free = [limit] * (len(barriers) + 1)
         epoch = 0
         for call, held in zip(calls, report.timeline, strict=True):
-            epoch = barriers.get(info(call).name, epoch)
-            free[epoch] = min(free[epoch], limit - held)
-            if info(call).name in barriers:
+            name = info(call).name
+            if name in barriers:
+                epoch = barriers[name]
+            if limit - held < free[epoch]:
+                free[epoch] = limit - held
+            if name in barriers:
                 epoch += 1
         return cls(free)
 

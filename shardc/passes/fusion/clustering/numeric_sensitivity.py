@@ -82,12 +82,16 @@ class NumericSensitivity:
         self.views, self.calls, self.lowered = views, calls, lowered
         self.required: dict[Value, Reproducibility] = {}
         self.selected = self._selected()
+        required = self.required
         for i in reversed(range(len(calls))):
             if i in lowered:
                 for prim in reversed(lowered[i].prims):
-                    self._propagate(prim)
-            elif _is_transparent(calls[i]) and any(
-                self.required.get(base) == Reproducibility.BITWISE for base in self._bases_written(calls[i])
+                    if prim.op in DISCONTINUOUS or prim.out in required:
+                        self._propagate(prim)
+            elif (
+                required
+                and _is_transparent(calls[i])
+                and any(self.required.get(base) == Reproducibility.BITWISE for base in self._bases_written(calls[i]))
             ):
                 self._require((views.of[value].base for value in operands(calls[i])), Reproducibility.BITWISE)
 
@@ -98,12 +102,21 @@ class NumericSensitivity:
 
     def repeatable(self, prims: Iterable[Prim]) -> bool:
         """May another kernel compute these operations too?"""
-        return all(self._is_reproducible(prim) for prim in prims)
+        required = self.required
+        if required:
+            for prim in prims:
+                if prim.out in required and not self._is_reproducible(prim):
+                    return False
+        return True
 
     def with_eager_rounding(self, op: LoweredOp) -> LoweredOp | None:
         """The call, with 16-bit values of the graph rounded on their way to a discontinuous operation. None where the
         result has no iteration space."""
-        if all(self.required.get(prim.out) != Reproducibility.BITWISE for prim in op.prims):
+        required = self.required
+        for prim in op.prims:
+            if prim.out in required and required[prim.out] == Reproducibility.BITWISE:
+                break
+        else:
             return op
         prims: list[Prim] = []
         number = 1 + max((p.out.number for p in op.prims if isinstance(p.out, Temporary)), default=-1)
@@ -127,8 +140,10 @@ class NumericSensitivity:
     def computed_twice(self) -> set[int]:
         """Calls that stand in the graph twice, by recomputation or as written, and whose results must be bitwise equal.
         Two kernels would compute them differently, so they stay calls."""
+        if Reproducibility.BITWISE not in self.required.values():
+            return set()
         sensitive = {i for i, op in self.lowered.items() if not self.repeatable(op.prims)}
-        if not sensitive or Reproducibility.BITWISE not in self.required.values():
+        if not sensitive:
             return set()
         first: dict[fx.Node, fx.Node] = {}
         calls_by_key: dict[str, list[int]] = {}

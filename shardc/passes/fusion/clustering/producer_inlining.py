@@ -14,12 +14,12 @@ observes that they compute it differently (`numeric_sensitivity`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
-from shardc.ir.graph import Graph, info, operands, results, type_of
+from shardc.ir.graph import Graph, info, operands, results
 from shardc.passes.fusion.analysis.iteration_space import (
     Prim,
     Read,
@@ -44,6 +44,7 @@ def inline_producers(
     lowered: Mapping[int, LoweredOp],
     per_microbatch: Collection[fx.Node],
     sensitivity: NumericSensitivity,
+    sizes: Mapping[Value, int],
 ) -> dict[int, LoweredOp]:
     """The lowered calls, with producers inlined. A value that was inlined has no reader any more."""
     inlined = dict(lowered)
@@ -51,16 +52,18 @@ def inline_producers(
     for i in sorted(inlined, reverse=True):
         producer = inlined[i]
         value = producer.node
-        if info(value).type is None or len(producer.prims) > MAX_INLINED_PRIMS or not _is_pointwise(producer):
+        if value not in readers or len(producer.prims) > MAX_INLINED_PRIMS:
             continue
-        numbers = readers.get(value, set())
-        if not numbers or not numbers <= inlined.keys():
+        numbers = readers[value]
+        if not numbers or not inlined.keys() >= numbers:
             continue
         users = {j: inlined[j] for j in numbers}
+        if _reads_contiguously(producer, users.values()) or not _is_pointwise(producer):
+            continue
         frequency = _run_frequency(value, per_microbatch)
         if any(_run_frequency(user.node, per_microbatch) != frequency for user in users.values()):
             continue
-        changed = _inline_into_readers(graph, producer, users, sensitivity)
+        changed = _inline_into_readers(sizes, producer, users, sensitivity)
         if changed is None:
             continue
         inlined.update(changed)
@@ -124,13 +127,18 @@ def _readers(
     readers: dict[fx.Node, set[int]] = {}
     for value in graph.output_values:
         readers.setdefault(views.of[value].base, set()).add(-1)
-    for i, node in reversed(list(enumerate(calls))):
-        if i in lowered and not any(value in readers for value in results(node)):
-            continue
-        if i not in lowered and node.target in VIEWS:
-            continue
-        for value in lowered[i].reads if i in lowered else operands(node):
-            readers.setdefault(views.of[value].base, set()).add(i)
+    for i in range(len(calls) - 1, -1, -1):
+        if i in lowered:
+            op = lowered[i]
+            if op.node in readers or (info(op.node).type is None and any(v in readers for v in results(op.node))):
+                for value in op.reads:
+                    if value in readers:
+                        readers[value].add(i)
+                    else:
+                        readers[value] = {i}
+        elif calls[i].target not in VIEWS:
+            for value in operands(calls[i]):
+                readers.setdefault(views.of[value].base, set()).add(i)
     return readers
 
 
@@ -138,8 +146,26 @@ def _is_pointwise(producer: LoweredOp) -> bool:
     return all(prim.over == "point" and prim.op != "cat" for prim in producer.prims)
 
 
+def _reads_contiguously(producer: LoweredOp, users: Iterable[LoweredOp]) -> bool:
+    """Does one of the users read the producer's value whole and in order?"""
+    value = producer.node
+    whole = ((1, 0),)
+    for prim in producer.prims:
+        if prim.out is value:
+            whole = contiguous_runs(prim.size)
+    for user in users:
+        for prim in user.prims:
+            for read in prim.reads:
+                if read.value is value and not read.offset and read.runs == whole:
+                    return True
+    return False
+
+
 def _inline_into_readers(
-    graph: Graph, producer: LoweredOp, users: Mapping[int, LoweredOp], sensitivity: NumericSensitivity
+    sizes: Mapping[Value, int],
+    producer: LoweredOp,
+    users: Mapping[int, LoweredOp],
+    sensitivity: NumericSensitivity,
 ) -> dict[int, LoweredOp] | None:
     """The readers of a producer's value, each of which computes the elements that it reads; None where that is not
     legal or not worthwhile."""
@@ -153,8 +179,8 @@ def _inline_into_readers(
     if len(reads) > 1 and not sensitivity.repeatable(producer.prims):
         return None
     share = sum(math.prod(n for n, stride in read.runs if stride) for _, read in reads) / size
-    operand_bytes = {base: type_of(base).local_bytes(graph.mesh) for base in producer.reads}
-    value_bytes, read_bytes = type_of(value).local_bytes(graph.mesh), sum(operand_bytes.values())
+    operand_bytes = {base: sizes[base] for base in producer.reads}
+    value_bytes, read_bytes = sizes[value], sum(operand_bytes.values())
     held_bytes = sum(n for base, n in operand_bytes.items() if base.op != "placeholder")
     if share * read_bytes > (1 + share) * value_bytes + read_bytes:
         return None

@@ -16,16 +16,15 @@ something may stay unrounded in that sum alone, as in any compiler's kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
 
-from shardc.ir.graph import results
 from shardc.passes.fusion.analysis.iteration_space import Prim, SpaceConstraint, Value, find_space, space_constraint
 from shardc.passes.fusion.clustering.cluster import repeats_expensive, rounds_unnoticed
-from shardc.passes.fusion.clustering.clustering import MAX_PRIMS, Clustering
+from shardc.passes.fusion.clustering.clustering import MAX_PRIMS
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
 from shardc.passes.fusion.lowering.lowered_op import LoweredOp
 
@@ -48,40 +47,39 @@ class FusionGroup:
         return _reads(self.prims)
 
 
-def fusion_groups(clustering: Clustering, rematerialize: bool = True) -> list[FusionGroup]:
-    """The groups of a clustering, in order, without dead operations."""
-    graph = clustering.graph
-    groups: list[FusionGroup] = []
-    for number in sorted(clustering.clusters, key=lambda n: clustering.dag.position[n]):
-        cluster = clustering.clusters[number]
-        calls, prims = tuple(sorted(cluster.calls)), tuple(clustering.prims(cluster.calls))
-        groups.append(FusionGroup(calls, prims, cluster.constraint, cluster.barrier_epoch))
-    groups = _without_dead_values(graph, groups)
-    if rematerialize:
-        rematerializer = _Rematerializer(graph, groups)
-        groups = _without_dead_values(graph, [rematerializer.improved(group) for group in reversed(groups)][::-1])
+def fusion_groups(
+    graph: FusionGraph, clusters: Sequence[FusionGroup], read_only: Collection[int] = ()
+) -> list[FusionGroup]:
+    """The groups of some clusters, in order, without dead operations. Those with a call of `read_only` recompute
+    nothing."""
+    groups = _without_dead_values(graph, clusters)
+    rematerializer = _Rematerializer(graph, groups)
+    improved = [group if group.calls[0] in read_only else rematerializer.improved(group) for group in reversed(groups)][
+        ::-1
+    ]
+    if any(a is not b for a, b in zip(groups, improved, strict=True)):
+        groups = _without_dead_values(graph, improved)
     return groups
 
 
-def _without_dead_values(graph: FusionGraph, groups: list[FusionGroup]) -> list[FusionGroup]:
+def _without_dead_values(graph: FusionGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
     """The groups with the outputs that others read, and with the operations that those outputs need."""
     fused = {i for group in groups for i in group.calls}
-    readers = {value: {i for i in calls if i not in fused} for value, calls in graph.readers.items()}
+    read = {value for value, calls in graph.readers.items() if not calls <= fused}
     live: list[FusionGroup] = []
     for group in reversed(groups):
-        values = [v for i in group.calls for v in results(graph.calls[i]) if v is not None]
-        outputs = tuple(v for v in values if readers.get(v))
+        outputs = tuple([v for i in group.calls for v in graph.values[i] if v in read])
+        if not outputs:
+            continue
         needed: set[Value] = set(outputs)
         prims: list[Prim] = []
         for prim in reversed(group.prims):
             if prim.out in needed:
                 prims.append(prim)
-                needed.update(read.value for read in prim.reads)
-        if not outputs:
-            continue
+                for operand in prim.reads:
+                    needed.add(operand.value)
         group = replace(_with_prims(group, tuple(reversed(prims))), outputs=outputs)
-        for value in group.reads:
-            readers.setdefault(value, set()).add(group.calls[0])
+        read |= group.reads
         live.append(group)
     return live[::-1]
 
@@ -195,9 +193,11 @@ class _Rematerializer:
         start at it, as it was stored."""
         recipes: dict[fx.Node, tuple[Prim, ...]] = {}
         for i, op in self.graph.lowered.items():
-            for value in results(self.graph.calls[i]):
-                recipe = None if value is None or op.is_float64 else _recipe(op, value)
-                if value is not None and recipe is not None and self.graph.sensitivity.repeatable(recipe):
+            if op.is_float64:
+                continue
+            for value in self.graph.values[i]:
+                recipe = _recipe(op, value)
+                if recipe is not None and self.graph.sensitivity.repeatable(recipe):
                     recipes[value] = recipe
         return recipes
 
@@ -211,14 +211,15 @@ def _recipe(op: LoweredOp, value: fx.Node) -> tuple[Prim, ...] | None:
             if prim.over != "point" or prim.op == "cat":
                 return None
             recipe.append(prim)
-            needed.update(read.value for read in prim.reads)
+            for read in prim.reads:
+                needed.add(read.value)
     return tuple(reversed(recipe))
 
 
 def _reads(prims: Sequence[Prim]) -> frozenset[fx.Node]:
-    computed = {prim.out for prim in prims}
     read = {read.value for prim in prims for read in prim.reads}
-    return frozenset(value for value in read if isinstance(value, fx.Node) and value not in computed)
+    read -= {prim.out for prim in prims}
+    return frozenset([value for value in read if type(value) is fx.Node])
 
 
 def _topological(prims: tuple[Prim, ...]) -> list[Prim]:

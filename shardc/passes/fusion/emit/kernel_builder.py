@@ -231,5 +231,4 @@ class KernelCache:
     def _value_key(self, value: Value) -> Hashable:
         if not isinstance(value, fx.Node):
             return None
-        type = type_of(value)
-        return type.dtype, type.local_shape(self.graph.mesh), self.views.permuted.get(value)
+        return type_of(value).dtype, self.views.of[value].shape, self.views.permuted.get(value)

@@ -11,7 +11,7 @@ A call that has no lowering, or whose operands a kernel cannot read, stays a cal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from shardc.passes.fusion.analysis.iteration_space import (
     Shape,
     SpaceConstraint,
     StridedRuns,
+    Value,
     strided_runs,
 )
 from shardc.passes.fusion.analysis.view_analysis import StridedView, ViewAnalysis
@@ -48,21 +49,36 @@ class LoweredOp:
     prims: tuple[Prim, ...]
     constraint: SpaceConstraint
     reads: frozenset[fx.Node] = field(init=False)  # values of the graph
+    # Does it compute in float64? A kernel does if all its tensors are float64. So does an operation that compares
+    # float64 values, whatever its result: in float32, 1 + 1e-12 equals 1.
+    is_float64: bool = field(init=False)
 
     def __post_init__(self) -> None:
         computed = [prim.out for prim in self.prims]
         read = [read.value for prim in self.prims for read in prim.reads]
         reads = frozenset([value for value in read if isinstance(value, fx.Node) and value not in computed])
         object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "is_float64", _computes_in_float64(self.prims))
 
-    @property
-    def is_float64(self) -> bool:
-        """Does it compute in float64? A kernel does if all its tensors are float64. So does an operation that compares
-        float64 values, whatever its result: in float32, 1 + 1e-12 equals 1."""
+    def renamed(self, node: fx.Node, names: Mapping[Value, Value]) -> LoweredOp:
+        """The same operations for another call. `names` has the new name of every value, temporaries included."""
+        op = object.__new__(LoweredOp)
+        prims: list[Prim] = []
         for prim in self.prims:
-            if prim.dtype == torch.float64 or (not prim.dtype.is_floating_point and any(map(_is_float64, prim.reads))):
-                return True
-        return False
+            args = [Read(names[a.value], a.runs, a.offset) if type(a) is Read else a for a in prim.args]
+            about = (prim.size, prim.dtype, prim.over, prim.cols, prim.seed, prim.index)
+            prims.append(Prim(names[prim.out], prim.op, tuple(args), *about))
+        reads = frozenset([names[value] for value in self.reads])
+        fields = {"node": node, "prims": tuple(prims), "constraint": self.constraint, "reads": reads}
+        op.__dict__.update(fields, is_float64=self.is_float64)
+        return op
+
+
+def _computes_in_float64(prims: Sequence[Prim]) -> bool:
+    for prim in prims:
+        if prim.dtype is torch.float64 or (not prim.dtype.is_floating_point and any(map(_is_float64, prim.reads))):
+            return True
+    return False
 
 
 def _is_float64(read: Read) -> bool:

@@ -10,7 +10,7 @@ are equal, and so are the two zeros.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx
 
 from shardc.ir.graph import results, type_of
 from shardc.passes.fusion.analysis.constant_values import constant_value
-from shardc.passes.fusion.analysis.iteration_space import Prim, Read, Value
+from shardc.passes.fusion.analysis.iteration_space import Value
 from shardc.passes.fusion.analysis.view_analysis import ViewAnalysis
 from shardc.passes.fusion.lowering.lower_op import lower_op
 from shardc.passes.fusion.lowering.lowered_op import LOWERINGS, LoweredOp, Temporary
@@ -32,6 +32,8 @@ class LoweringCache:
     def __init__(self, views: ViewAnalysis) -> None:
         self.views = views
         self.known: dict[Hashable, tuple[LoweredOp | None, list[fx.Node], list[fx.Node | None]]] = {}
+        self.kinds: dict[fx.Node, int] = {}  # of values: equal where lowerings find them equal, but for their memory
+        self.numbers: dict[Hashable, int] = {}
 
     def lower(self, node: fx.Node) -> LoweredOp | None:
         """The result of `lower_op`."""
@@ -42,9 +44,9 @@ class LoweringCache:
         key = (
             node.target,
             node in self.views.copying_views,
-            tuple([self._result_key(value) for value in results_of_call]),
+            tuple([None if value is None else self._kind(value) for value in results_of_call]),
             self._argument_key(node.args, bases),
-            tuple([(name, self._argument_key(arg, bases)) for name, arg in node.kwargs.items()]),
+            tuple([(name, self._argument_key(arg, bases)) for name, arg in node.kwargs.items()]) if node.kwargs else (),
         )
         known = self.known.get(key)
         if known is None:
@@ -54,30 +56,26 @@ class LoweringCache:
         first, first_bases, first_results = known
         if first is None:
             return None
-        names: dict[Value, Value] = {
-            **dict(zip(first_bases, bases, strict=True)),
-            **dict(zip(first_results, results_of_call, strict=True)),
-        }
-        return LoweredOp(node, tuple([_renamed(prim, node, names) for prim in first.prims]), first.constraint)
+        names: dict[Value, Value] = dict(zip(first_bases, bases, strict=True))
+        names.update(zip(first_results, results_of_call, strict=True))
+        for prim in first.prims:
+            if isinstance(prim.out, Temporary):
+                names[prim.out] = Temporary(node, prim.out.number)
+        return first.renamed(node, names)
 
-    def _result_key(self, value: fx.Node | None) -> Hashable:
-        return None if value is None else (type_of(value).dtype, self.views.of[value].shape)
+    def _kind(self, value: fx.Node) -> int:
+        if value in self.kinds:
+            return self.kinds[value]
+        base, *layout = self.views.of[value]
+        dtype, number = type_of(value).dtype, constant_value(value)
+        base_dtype = dtype if base is value else type_of(base).dtype
+        kind = (*layout, base in self.views.irregular, dtype, base_dtype, None if number is None else repr(number))
+        self.kinds[value] = self.numbers.setdefault(kind, len(self.numbers))
+        return self.kinds[value]
 
     def _argument_key(self, arg: Any, bases: dict[fx.Node, int]) -> Hashable:
         if isinstance(arg, fx.Node):
-            base, *layout = self.views.of[arg]
-            position = bases.setdefault(base, len(bases))
-            number = repr(constant_value(arg))
-            return (position, *layout, self.views.readable(arg), type_of(arg).dtype, type_of(base).dtype, number)
+            return bases.setdefault(self.views.of[arg].base, len(bases)), self._kind(arg)
         if isinstance(arg, (list, tuple)):
             return tuple([self._argument_key(item, bases) for item in cast("Sequence[Any]", arg)])
         return repr(arg) if isinstance(arg, KEYED_TYPES) else object()  # equal to nothing
-
-
-def _renamed(prim: Prim, node: fx.Node, names: Mapping[Value, Value]) -> Prim:
-    def renamed(value: Value) -> Value:
-        return Temporary(node, value.number) if isinstance(value, Temporary) else names[value]
-
-    args = tuple([Read(renamed(a.value), a.runs, a.offset) if isinstance(a, Read) else a for a in prim.args])
-    about = (prim.size, prim.dtype, prim.over, prim.cols, prim.seed, prim.index)
-    return Prim(renamed(prim.out), prim.op, args, *about)
