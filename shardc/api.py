@@ -342,10 +342,12 @@ class Program(data.Program):
             check(feed)
         return found
 
+    @on_cpu
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's state before the next step, by name; a program from a file starts afresh."""
         return initial_state(self.reference, self.plan.get("fills", {}), self.optimizer, self.model)
 
+    @on_cpu
     def learning_rates(self) -> dict[str, Tensor]:
         """Each parameter group's present learning rate; of a program from a file, those it was compiled with."""
         if self.optimizer is not None:

@@ -123,7 +123,7 @@ def test_the_end_of_the_store_is_an_error_that_says_so() -> None:
     client = dist.TCPStore("127.0.0.1", server.port, 2, is_master=False)
     with ThreadPoolExecutor(1) as other:
         waiting = other.submit(agree, client, 1, 2, {"random seed": "0"}, timedelta(seconds=20))
-        server.wait(["launch/1/hashes/1"])
+        server.wait(["launch/0/hashes/1"], timedelta(seconds=20))
         del server
         with pytest.raises(ShardcError, match=r"SC543.*the process that holds the job's store ended"):
             waiting.result()

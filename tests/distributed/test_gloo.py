@@ -57,6 +57,15 @@ def test_a_process_launches_again(tmp_path: Path) -> None:
     assert len(set(first["losses"])) == 1
 
 
+def test_a_launch_that_a_rank_missed_is_no_launch(tmp_path: Path) -> None:
+    first, second = start("missed", 2, tmp_path)
+    assert first is not None
+    assert second is not None
+    assert first["codes"] == ["SC543"]
+    assert second["codes"] == []
+    assert first["trained"] == second["trained"] == 3
+
+
 def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     *survivors, dead = start("dead", 4, tmp_path)
     assert dead is None

@@ -121,6 +121,23 @@ def again() -> dict[str, object]:
     return {"losses": losses}
 
 
+def missed() -> dict[str, object]:
+    """The last rank misses a launch, for which the others wait in vain; all meet at the next, and at the one after."""
+    body, inputs = mlp(mesh=Mesh(dp=1, tp=2)), mlp_inputs()
+    program = SimpleNamespace(staged=one_stage(body), model=None, constants=inputs)
+    codes: list[str] = []
+    for turn in range(4):
+        try:
+            if turn == 1 and RANK == 1:
+                time.sleep(LIMIT)
+                continue
+            with launch(program, timeout=LIMIT) as trainer:
+                trainer.step({"x": inputs["x"]})
+        except ShardcError as failure:
+            codes.append(failure.code)
+    return {"codes": codes, "trained": 4 - len(codes) - RANK}
+
+
 def trainer_that_breaks(how: str) -> Trainer:
     """A trainer after its first step; on the last rank the second one ends in its middle."""
     world = int(os.environ["WORLD_SIZE"])
@@ -169,7 +186,7 @@ def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         uncaught(scenario)
         return
-    run = {"collectives": collectives, "train": train, "again": again}.get(scenario)
+    run = {"collectives": collectives, "train": train, "again": again, "missed": missed}.get(scenario)
     found = run() if run else broken(scenario)
     (folder / f"{RANK}.json").write_text(json.dumps(found))
     # A dead peer would make an orderly shutdown wait.

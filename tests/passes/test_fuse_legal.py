@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -14,12 +16,16 @@ from kernels_triton.match.op import KERNELS, kernel_of
 from shardc.cost.memory import memory
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, producer, results
+from shardc.ir.mesh import Mesh
 from shardc.passes.fusion import fuse as fuse_module
 from shardc.passes.fusion.analysis.traffic import PRODUCTS, traffic
 from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
 from shardc.passes.fusion.clustering.memory_budget import MemoryBudget, allowed_peak
 from shardc.passes.fusion.clustering.rematerialize import FusionGroup
 from shardc.passes.fusion.fuse import fuse
+from tests.handmade import Builder
+
+aten = torch.ops.aten
 
 TP = {"**.wte.weight": "tp, -", "**.c_attn.weight": "-, 3*tp", "**.c_fc.weight": "-, tp"}
 PLANS: dict[str, dict[str, Any]] = {
@@ -165,13 +171,45 @@ class Scaled(nn.Module):
         return self.head(nn.functional.gelu(h).mean(2)).square().mean()
 
 
+def layers_tied_at_the_peak(count: int) -> Graph:
+    """Equal layers: products of the values between six products, whose kernels would all be made at once."""
+    b = Builder(Mesh())
+    made = itertools.count()
+    x, w = b.input("x", "f32[64, 64]", "input"), b.input("w", "f32[64, 64]")
+
+    def call(op: Any, *args: Any) -> Any:
+        return b.call(f"v{next(made)}", "f32[64, 64]", op, *args)
+
+    for _ in range(count):
+        wide = [call(aten.mm.default, x, w) for _ in range(6)]
+        between = [call(aten.mul.Tensor, one, other) for one, other in itertools.pairwise(wide)]
+        first, *rest = [call(aten.mm.default, product, w) for product in between]
+        x = functools.reduce(lambda total, one: call(aten.add.Tensor, total, one), rest, first)
+    b.output("output", "x", x)
+    return b.graph()
+
+
+def test_layers_that_are_tied_at_the_peak_are_repaired_together() -> None:
+    """However many they are: as many rounds, and the same kernels a layer."""
+    found: dict[int, tuple[int, int]] = {}
+    for layers in (20, 80):
+        rounds: list[Any] = []
+        graph = layers_tied_at_the_peak(layers)
+        fused = fuse(graph, watch=lambda *seen, rounds=rounds: rounds.append(seen))
+        assert memory(fused).peak <= memory(graph).peak
+        assert not fused.diagnostics
+        found[layers] = len(rounds), sum(1 for _ in fused.calls()) // layers
+    assert found[20] == found[80]
+    assert found[80][1] < 20  # calls of a layer
+
+
 def test_where_nothing_is_fused_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardc.passes.fusion.fuse.MAX_ROUNDS", 1)
     plan = {"fuse": True, "inputs": {"x": "dp"}}
     program = shardc.compile(Scaled(), (torch.randint(30, (4, 8)),), mesh="dp=2", plan=plan)
     (found,) = (one for one in program.diagnostics if one.code == "SC217")
     assert found.severity == "warning"
-    assert "however they are split" in found.message
+    assert "as far as they were split" in found.message
 
 
 def test_kernels_that_hold_too_much_are_split_and_the_graph_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

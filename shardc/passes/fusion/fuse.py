@@ -13,7 +13,8 @@
 4. emission       a new graph with a call for each kernel: a template's op where one matches, else `shardc.fused`
 
 The first three run once. A graph whose kernels hold too much at the peak is repaired, not tried again: `repair` splits
-what holds the bytes, and the groups are emitted anew.
+what holds the bytes, and the groups are emitted anew. Only if a kernel of one call, which computes producers of its
+operands, is what holds them, the graph is analysed once more without such kernels.
 
 Needs a localized body, or a part of one. Ensures the same values under the same names, no higher peak of memory (beyond
 `memory_budget.allowed_peak`), and collectives and products in their order.
@@ -108,7 +109,7 @@ def fuse(
         if not fusion_graph.inlined:
             break
     graph = graph.copy()
-    message = "nothing is fused: the kernels hold more at the peak than their calls do, however they are split"
+    message = "nothing is fused: the kernels hold more at the peak than their calls do, as far as they were split"
     hint = "recompute, or exclude what runs at the peak: `shardc cost --memory` names it"
     graph.diagnostics.append(Diagnostic("SC217", message, "warning", hint=hint))
     return graph
@@ -126,7 +127,7 @@ def _within_bound(clustering: Clustering, emitter: Emitter, bound: int, watch: W
         report = memory(fused)
         if report.peak <= bound:
             return fused
-        if not kernels.repair(groups, positions, report, report.peak - bound, round):
+        if not kernels.repair(groups, positions, report, bound, round):
             break
     return None
 

@@ -1,6 +1,9 @@
 """Do all ranks run the same job? Compared through its store, before the first group is made and anything can hang.
 
+    a round    each rank takes a number; as many as there are ranks make a round, which has a name of its own. A round
+               that a rank gave up is broken: who takes a number of it later takes another
     facts      text by name: versions, plan, program, seed, ...; each rank leaves their hashes, and reads everyone's
+    agreed     a rank goes on when all have read and found the same, so that none goes on alone
     a hash differs: those that have it leave the text, and every rank raises the same error (SC541), which quotes the
     first line that differs
 
@@ -11,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -45,15 +48,40 @@ def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: ti
     Raises ShardcError: SC541 names the ranks whose facts are others than most ranks', SC543 the ranks that did not come
     within the limit, or the end of the process that holds the store.
     """
-    meeting = f"launch/{store.add(f'launches/{rank}', 1)}"  # the rank's so many-th
+    with _reached():
+        meeting = _round(store, world)
+        try:
+            _agree(store, meeting, rank, world, facts, limit)
+        except ShardcError:
+            with suppress(dist.DistError):  # the store may end with a rank that failed, too
+                store.set(f"{meeting}/broken", "")
+            raise
+    return meeting
+
+
+def _round(store: Any, world: int) -> str:
+    """The name of the round that this rank is part of."""
+    while True:
+        meeting = f"launch/{(store.add('launches', 1) - 1) // world}"
+        if not store.check([f"{meeting}/broken"]):
+            return meeting
+
+
+def _agree(store: Any, meeting: str, rank: int, world: int, facts: Mapping[str, str], limit: timedelta) -> None:
     if world == 1:
-        return meeting
+        return
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items()}
     answers = _exchanged(store, f"{meeting}/hashes", rank, world, hashes, limit)
     names = dict.fromkeys(name for answer in answers for name in answer)
     differing = [name for name in names if len({answer.get(name, "") for answer in answers}) > 1]
     if not differing:
-        return meeting
+        if store.add(f"{meeting}/agreed", 1) == world:
+            store.set(f"{meeting}/all", "")
+        try:
+            store.wait([f"{meeting}/all"], limit)
+        except dist.DistStoreError as failure:
+            raise absent([], limit) from failure
+        return
     texts = _exchanged(store, f"{meeting}/texts", rank, world, {n: facts.get(n, "") for n in differing}, limit)
     _await_readers(store, f"{meeting}/read", rank, world)
     raise ShardcError(*(_differs(name, [answer.get(name, "") for answer in texts]) for name in differing))
@@ -87,13 +115,19 @@ def _exchanged(
 ) -> list[dict[str, str]]:
     """Every rank's answer on a topic."""
     keys = [f"{topic}/{other}" for other in range(world)]
+    store.set(keys[rank], json.dumps(dict(answer)))
     try:
-        store.set(keys[rank], json.dumps(dict(answer)))
-        try:
-            store.wait(keys, limit)
-        except dist.DistStoreError as failure:
-            raise absent([other for other, key in enumerate(keys) if not store.check([key])], limit) from failure
-        return [json.loads(store.get(key)) for key in keys]
+        store.wait(keys, limit)
+    except dist.DistStoreError as failure:
+        raise absent([other for other, key in enumerate(keys) if not store.check([key])], limit) from failure
+    return [json.loads(store.get(key)) for key in keys]
+
+
+@contextmanager
+def _reached() -> Generator[None]:
+    """Raise ShardcError (SC543) where the store is gone."""
+    try:
+        yield
     except dist.DistNetworkError as failure:
         message = "the process that holds the job's store ended while this rank was at the launch"
         hint = "look for the last output of rank 0, or of the agent that started it: what ended it, it says itself"

@@ -24,7 +24,7 @@ from shardc.runtime.train.agreement import absent, agree
 from shardc.torch_compat import job_store
 
 IDENTITY = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-_stores: dict[tuple[str | None, ...], Any] = {}  # by the job that the environment names
+_stores: dict[tuple[object, ...], Any] = {}  # by process, and by the job that the environment names
 
 
 class Member:
@@ -55,14 +55,17 @@ class Member:
             # Named, NCCL connects at once; else at a group's first collective, where all its ranks must take part.
             named = self.device if self.on_gpu else None
             backend = "nccl" if self.on_gpu else "gloo"
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore(f"shardc/{self._launch}/group", store),
-                rank=self.rank,
-                world_size=self.world,
-                timeout=self.limit,
-                device_id=named,
-            )
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore(f"shardc/{self._launch}/group", store),
+                    rank=self.rank,
+                    world_size=self.world,
+                    timeout=self.limit,
+                    device_id=named,
+                )
+            except dist.DistError as failure:
+                raise absent([], self.limit) from failure
 
     def _meet(self) -> Any:
         """The store of the job, which the ranks find each other through: one for all launches of a process.
@@ -70,8 +73,10 @@ class Member:
         Rank 0 holds the store. If it were ended after a launch and made again for the next, a rank that is early would
         still meet the old one.
         """
-        job = tuple(os.environ.get(name) for name in IDENTITY)
+        job = (os.getpid(), *(os.environ.get(name) for name in IDENTITY))
         try:
+            if job in _stores and not _answers(_stores[job]):  # its process ended; another may have taken its place
+                del _stores[job]
             if job not in _stores:
                 _stores[job] = next(iter(dist.rendezvous("env://", self.rank, self.world, timeout=self.limit)))[0]
             _stores[job].set_timeout(self.limit)
@@ -102,6 +107,14 @@ class Member:
     def leave(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _answers(store: Any) -> bool:
+    try:
+        store.check(["shardc"])
+    except dist.DistError:
+        return False
+    return True
 
 
 class Keeping(Protocol):

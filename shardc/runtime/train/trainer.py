@@ -131,6 +131,7 @@ class Trainer:
         """
         return train(self, batches, steps, **options)
 
+    @on_cpu
     def timeline(self, batch: Any) -> Any:
         """Make a step with a clock on every instruction of a pipeline: its measured `schedule.timeline.Timeline`, of
         all ranks, on every rank. All must call it. Raises ShardcError (SC510) where there is none: in simulation, and
@@ -232,6 +233,7 @@ class Trainer:
         self._taken = 0
         return dict(position.extra)
 
+    @on_cpu
     def export_safetensors(self, path: str | Path) -> None:
         """Write parameters and buffers as Hugging Face stores them, into a folder; every rank must call it."""
         export(self.checkpoints, path, self._held("param", "buffer"))

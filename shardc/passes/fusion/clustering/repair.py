@@ -17,6 +17,7 @@ Splitting makes no cycle: all edges between the parts lead from the first to the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from shardc.passes.fusion.clustering.clustering import Clustering
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
 from shardc.passes.fusion.clustering.rematerialize import FusionGroup, fusion_groups
 
-PATIENT_ROUNDS = 8  # rounds that look at the peak alone; every later one undoes what it may undo in the whole graph
+PATIENT_ROUNDS = 8  # rounds that look at the peak alone; every later one looks at the whole graph
 
 
 class _Edit(NamedTuple):
@@ -69,12 +70,13 @@ class Kernels:
         groups: Sequence[FusionGroup],
         positions: Sequence[int],
         report: MemoryReport,
-        excess: int,
+        bound: int,
         round: int,
     ) -> bool:
-        """Undo what holds `excess` bytes at the peak of the emitted graph. False if nothing is left to undo. `groups`
-        are those that were emitted, and `positions` those of their calls."""
+        """Undo what holds more than `bound` bytes at the peak of the emitted graph. False if nothing is left to undo.
+        `groups` are those that were emitted, and `positions` those of their calls."""
         assert report.peak_at is not None
+        excess = report.peak - bound
         is_early = [position <= report.peak_at.index for position in positions]
         live = {value.name for value in report.live}
         patient = round < PATIENT_ROUNDS
@@ -88,8 +90,13 @@ class Kernels:
             excess -= edit.held
             if patient and excess <= 0:
                 break
-        started = [group for group, early in zip(groups, is_early, strict=True) if early]
-        return bool(edits) or self._shrink((started or groups)[-1:])
+        if edits:
+            return True
+        moments = [report.peak_at.index]
+        if not patient:  # layers that are equal are over the bound at as many moments
+            stored = report.peak - max(report.timeline)
+            moments = [moment for moment, size in enumerate(report.timeline) if stored + size > bound]
+        return self._shrink(_running_at(moments, groups, positions))
 
     def _edits(self, group: FusionGroup, early: bool, live: Collection[str] | None) -> list[_Edit]:
         """What may be undone in a kernel that holds some of the `live` values; None: whatever it holds."""
@@ -123,11 +130,11 @@ class Kernels:
             first, second = sorted((edit.moved, rest), key=lambda part: min(epoch[i] for i in part))
             self._split(edit.group, [first, second])
 
-    def _shrink(self, at_peak: Sequence[FusionGroup]) -> bool:
-        """Split the kernel at the peak; one that is a call stays one, unless it computes producers of its operands."""
-        for group in at_peak:
-            if len(group.calls) == 1 and group.calls[0] in self.graph.inlined:
-                return False
+    def _shrink(self, groups: Sequence[FusionGroup]) -> bool:
+        """Split kernels; one that is a call stays one. False if there are none but such as compute producers of their
+        operands: these are undone by a graph without inlined producers."""
+        shrinkable = [g for g in groups if len(g.calls) > 1 or self.graph.inlined.isdisjoint(g.calls)]
+        for group in shrinkable:
             parts, calls = self._by_epoch(group), list(group.calls)  # a moved result may hold a whole bucket
             if len(parts) == 1:
                 parts = self._components(group)
@@ -140,7 +147,7 @@ class Kernels:
                 self.clusters.remove(self._cluster_of(group))
                 self.split.update(group.calls)
                 self.graph.keep_call(calls[0])
-        return bool(at_peak)
+        return bool(shrinkable)
 
     def _by_epoch(self, group: FusionGroup) -> list[frozenset[int]]:
         parts: dict[int, set[int]] = {}
@@ -198,3 +205,11 @@ class Kernels:
         """The bytes that both read, or that one reads of the other's."""
         shared = (self._read(a) | self._written(a)) & (self._read(b) | self._written(b))
         return sum(self.graph.bytes[value] for value in shared)
+
+
+def _running_at(moments: Sequence[int], groups: Sequence[FusionGroup], positions: Sequence[int]) -> list[FusionGroup]:
+    """The kernels that run at some moments: each the last that has begun, or the last of all where none has."""
+    begun = sorted(range(len(groups)), key=positions.__getitem__)
+    starts = [positions[i] for i in begun]
+    running = {begun[max(bisect_right(starts, moment), 0) - 1]: None for moment in moments if begun}
+    return [groups[i] for i in running]
