@@ -4,8 +4,8 @@
                that a rank gave up is broken: who takes a number of it later takes another
     facts      text by name: versions, plan, program, seed, ...; each rank leaves their hashes, and reads everyone's
     agreed     a rank goes on when all have read and found the same, so that none goes on alone
-    a hash differs: those that have it leave the text, and every rank raises the same error (SC541), which quotes the
-    first line that differs
+    differing  where a hash differs, ranks leave the text, and each raises the same error (SC541), which quotes the
+               first line that differs
 
 Of several answers the right one is taken to be the most frequent; of equally frequent ones, the lowest rank's.
 """
@@ -52,8 +52,8 @@ def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: ti
         meeting = _round(store, world)
         try:
             _agree(store, meeting, rank, world, facts, limit)
-        except ShardcError:
-            with suppress(dist.DistError):  # the store may end with a rank that failed, too
+        except BaseException:  # an interruption too: the rank may launch again
+            with suppress(dist.DistError):  # the store may be gone
                 store.set(f"{meeting}/broken", "")
             raise
     return meeting
