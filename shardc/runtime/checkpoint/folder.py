@@ -21,7 +21,7 @@ from pathlib import Path
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 from shardc.runtime.checkpoint.manifest import MANIFEST, METADATA, Manifest
 
-JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")  # equal on all ranks: an agent that came back counts restarts by itself
 
 
 def place_of(path: str | Path) -> Path:
