@@ -25,6 +25,7 @@ import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.checkpoint import lock as checkpoint_lock
 from shardc.runtime.checkpoint.checkpoint import load_state_dict
+from shardc.runtime.checkpoint.folder import temporary
 from shardc.runtime.checkpoint.lock import FolderLock
 from shardc.runtime.checkpoint.manifest import MANIFEST, METADATA
 from shardc.runtime.train.trainer import Trainer
@@ -358,3 +359,17 @@ def test_what_was_half_written_on_a_full_disk_goes(tmp_path: Path, monkeypatch: 
         trainer.export_safetensors(tmp_path / "weights")
     assert caught.value.code == "SC408"
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_all_ranks_of_a_job_name_a_save_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a machine that came back: its agent counts restarts from 0 again, and may write rank 0 otherwise."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    names: set[Path] = set()
+    for restarts, address in (("1", "localhost"), ("0", "127.0.0.1")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.setenv("MASTER_ADDR", address)
+        names.add(temporary(tmp_path / "run", 5))
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert len(names) == 1
+    assert temporary(tmp_path / "run", 5) not in names
