@@ -362,7 +362,7 @@ def test_what_was_half_written_on_a_full_disk_goes(tmp_path: Path, monkeypatch: 
 
 
 def test_all_ranks_of_a_job_name_a_save_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a machine that came back: its agent counts restarts from 0 again, and may write rank 0 otherwise."""
+    """Also those of a machine that came back: its agent counts restarts anew, and may name rank 0 otherwise."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("MASTER_PORT", "29500")
     names: set[Path] = set()
