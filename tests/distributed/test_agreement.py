@@ -1,5 +1,6 @@
 """A rank that is not as the others is named, with what differs, before it can spoil a step: on every rank the same."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -127,3 +128,16 @@ def test_the_end_of_the_store_is_an_error_that_says_so() -> None:
         del server
         with pytest.raises(ShardcError, match=r"SC543.*the process that holds the job's store ended"):
             waiting.result()
+
+
+def test_no_rank_goes_on_alone() -> None:
+    """A rank that gave up after it left its hashes confirms nothing: the round is broken, and the next one is not."""
+    store, limit = dist.HashStore(), timedelta(seconds=0.5)
+    gave_up = store.add("launches", 1)
+    store.set("launch/0/hashes/0", json.dumps({}))
+    assert gave_up == 1
+    with pytest.raises(ShardcError, match="SC543"):
+        agree(store, 1, 2, {}, limit)
+    with ThreadPoolExecutor(2) as ranks:
+        launches = [ranks.submit(agree, store, rank, 2, {"random seed": "0"}, timedelta(seconds=20)) for rank in (0, 1)]
+        assert [launch.result() for launch in launches] == ["launch/1", "launch/1"]

@@ -72,9 +72,9 @@ def test_training_is_eager_training(way: str, plan: str) -> None:
         )
         assert program.verify().ok
         with program.launch() as trainer:
-            found = [float(trainer.step(batch).loss) for batch in batches]
+            losses = [float(trainer.step(batch).loss) for batch in batches]
             state = trainer.state_dict()
-    assert found == pytest.approx(want, rel=1e-11)
+    assert losses == pytest.approx(want, rel=1e-11)
     for name, value in eager.state_dict().items():
         assert state[name].device.type == "cpu"
         torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-11)

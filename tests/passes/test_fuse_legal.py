@@ -174,11 +174,11 @@ class Scaled(nn.Module):
 def layers_tied_at_the_peak(count: int) -> Graph:
     """Equal layers: products of the values between six products, whose kernels would all be made at once."""
     b = Builder(Mesh())
-    made = itertools.count()
+    numbers = itertools.count()
     x, w = b.input("x", "f32[64, 64]", "input"), b.input("w", "f32[64, 64]")
 
     def call(op: Any, *args: Any) -> Any:
-        return b.call(f"v{next(made)}", "f32[64, 64]", op, *args)
+        return b.call(f"v{next(numbers)}", "f32[64, 64]", op, *args)
 
     for _ in range(count):
         wide = [call(aten.mm.default, x, w) for _ in range(6)]
@@ -191,16 +191,16 @@ def layers_tied_at_the_peak(count: int) -> Graph:
 
 def test_layers_that_are_tied_at_the_peak_are_repaired_together() -> None:
     """However many they are: as many rounds, and the same kernels a layer."""
-    found: dict[int, tuple[int, int]] = {}
+    rounds_and_calls: dict[int, tuple[int, int]] = {}
     for layers in (20, 80):
         rounds: list[Any] = []
         graph = layers_tied_at_the_peak(layers)
         fused = fuse(graph, watch=lambda *seen, rounds=rounds: rounds.append(seen))
         assert memory(fused).peak <= memory(graph).peak
         assert not fused.diagnostics
-        found[layers] = len(rounds), sum(1 for _ in fused.calls()) // layers
-    assert found[20] == found[80]
-    assert found[80][1] < 20  # calls of a layer
+        rounds_and_calls[layers] = len(rounds), sum(1 for _ in fused.calls()) // layers
+    assert rounds_and_calls[20] == rounds_and_calls[80]
+    assert rounds_and_calls[80][1] < 20  # calls of a layer
 
 
 def test_where_nothing_is_fused_a_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class Trainer:
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
         self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
-        kept = [(port, type) for port, type in self._inputs.values() if port.role in ("param", "buffer", "state")]
+        kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
         if init is None:
             _all_supplied([port for port, _ in kept], sources, on_meta)
         self._kept = {port.name: (port, type) for port, type in kept}
@@ -126,9 +126,7 @@ class Trainer:
         return result
 
     def train(self, batches: Iterable[Any], steps: int, **options: Any) -> Iterator[Metrics]:
-        """Steps with metrics, a progress line, checkpoints and resumption: see `runtime.train.loop.train` for the
-        options.
-        """
+        """Steps with metrics, a progress line, checkpoints and resumption. Options: `runtime.train.loop.train`."""
         return train(self, batches, steps, **options)
 
     @on_cpu

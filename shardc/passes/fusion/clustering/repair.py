@@ -110,9 +110,9 @@ class Kernels:
         saved = sum(graph.bytes[v] for v in cluster.reads - group.reads)  # they would be held instead
         if (extended := held(group.reads - cluster.reads) - saved) > 0 and group.calls[0] not in self.read_only:
             edits.append(_Edit(group, frozenset(), saved, extended))
-        epoch, own = graph.barrier_epoch, group.barrier_epoch
-        later = frozenset(i for i in group.calls if epoch[i] > own)
-        sooner = frozenset(i for i in group.calls if epoch[i] < own)
+        epoch, kernel_epoch = graph.barrier_epoch, group.barrier_epoch
+        later = frozenset(i for i in group.calls if epoch[i] > kernel_epoch)
+        sooner = frozenset(i for i in group.calls if epoch[i] < kernel_epoch)
         for moved in (later, sooner) if live is None else (later,) if early else (sooner,):
             if moved and len(moved) < len(group.calls):
                 rest = frozenset(group.calls) - moved
@@ -171,9 +171,9 @@ class Kernels:
     def _split(self, group: FusionGroup, parts: Sequence[frozenset[int]]) -> None:
         """Replace a kernel by some that compute a part each, in this order."""
         cluster = self._cluster_of(group)
-        at = self.clusters.index(cluster)
+        index = self.clusters.index(cluster)
         self.split.update(cluster.calls)
-        self.clusters[at : at + 1] = [each for part in parts for each in self._part(cluster, part)]
+        self.clusters[index : index + 1] = [each for part in parts for each in self._part(cluster, part)]
 
     def _part(self, cluster: FusionGroup, calls: Collection[int]) -> list[FusionGroup]:
         """Some calls of a cluster as a kernel; as one each where they have no common space any more."""
@@ -211,5 +211,5 @@ def _running_at(moments: Sequence[int], groups: Sequence[FusionGroup], positions
     """The kernels that run at some moments: each the last that has begun, or the last of all where none has."""
     begun = sorted(range(len(groups)), key=positions.__getitem__)
     starts = [positions[i] for i in begun]
-    running = {begun[max(bisect_right(starts, moment), 0) - 1]: None for moment in moments if begun}
+    running = {begun[bisect_right(starts, moment) - 1]: None for moment in moments if begun}
     return [groups[i] for i in running]
