@@ -1,27 +1,51 @@
 """shardc: a declarative sharding compiler for PyTorch.
 
-Take an unmodified `nn.Module`, say where a few tensors are placed, and get a distributed program.
+Take an unmodified `nn.Module`, say where a few tensors are placed, and get a distributed program:
+
+    program = shardc.compile(model, batch, mesh=shardc.Mesh(dp=2, tp=2), plan="shardc:gpt2")
+    print(program.text())                # what every rank runs, with its collectives
+    assert program.verify().ok           # all ranks simulated here, against the single device
+    trainer = program.launch()           # this rank under torchrun; all ranks simulated otherwise
+    loss = trainer.step(batch).loss
+
+`dir(shardc)` lists the API. It is imported at its first use: `import shardc` itself does not import torch.
 """
 
-from shardc.api import Program, annotate, compile, shard
-from shardc.compiler.program_check import parse
-from shardc.ir.diagnostic import Diagnostic, ShardcError
-from shardc.ir.mesh import Mesh
-from shardc.ir.placement import OPEN, P, Placement
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
 from shardc.ir.version import VERSION
-from shardc.plan.schema import Plan
-from shardc.rules.registry import rule
-from shardc.schedule import schedules
+
+if TYPE_CHECKING:
+    from shardc.api import Program, annotate, compile, shard
+    from shardc.compiler.program_check import parse
+    from shardc.ir.collectives import Collective
+    from shardc.ir.diagnostic import Diagnostic, ShardcError
+    from shardc.ir.mesh import Mesh
+    from shardc.ir.placement import OPEN, P, Placement
+    from shardc.plan.schema import Plan
+    from shardc.rules.registry import rule
+    from shardc.runtime.oracle.report import Report
+    from shardc.runtime.train.loop import Metrics
+    from shardc.runtime.train.result import StepResult
+    from shardc.runtime.train.trainer import Trainer
+    from shardc.schedule import schedules
 
 __all__ = [
     "OPEN",
+    "Collective",
     "Diagnostic",
     "Mesh",
+    "Metrics",
     "P",
     "Placement",
     "Plan",
     "Program",
+    "Report",
     "ShardcError",
+    "StepResult",
+    "Trainer",
     "annotate",
     "compile",
     "parse",
@@ -31,3 +55,37 @@ __all__ = [
 ]
 
 __version__ = VERSION
+
+# The modules that define what `__all__` names.
+_HOMES = {
+    "shardc.api": "Program annotate compile shard",
+    "shardc.compiler.program_check": "parse",
+    "shardc.ir.collectives": "Collective",
+    "shardc.ir.diagnostic": "Diagnostic ShardcError",
+    "shardc.ir.mesh": "Mesh",
+    "shardc.ir.placement": "OPEN P Placement",
+    "shardc.plan.schema": "Plan",
+    "shardc.rules.registry": "rule",
+    "shardc.runtime.oracle.report": "Report",
+    "shardc.runtime.train.loop": "Metrics",
+    "shardc.runtime.train.result": "StepResult",
+    "shardc.runtime.train.trainer": "Trainer",
+    "shardc.schedule": "schedules",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+_PARTS = {part.name for part in iter_modules(__path__)}  # the packages and modules of shardc
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        import_module("shardc.api")  # registers every op and rule, whichever name is asked for first
+        value = getattr(import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
+    if name in _PARTS:
+        return import_module(f"shardc.{name}")
+    raise AttributeError(f"module 'shardc' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__version__"])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +65,16 @@ from shardc.runtime.execute.microbatches import feeds, split
 from shardc.runtime.oracle.report import TOLERANCE, Report
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.oracle.verification import verify_program
+from shardc.runtime.train.replicas import EVERY
 from shardc.runtime.train.result import StepResult
-from shardc.runtime.train.trainer import Trainer
-from shardc.runtime.train.trainer import launch as launch_program
 from shardc.schedule.costs import Costs
 from shardc.schedule.prove import Proof, prove, prove_body
 from shardc.schedule.replay import replay
 from shardc.schedule.timeline import Timeline, checked_costs
+
+if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to import as all else
+    from shardc.runtime.checkpoint.weights import Init, Weights
+    from shardc.runtime.train.trainer import Trainer
 
 Module = TypeVar("Module", bound=type[nn.Module])
 
@@ -282,9 +285,12 @@ class Program(data.Program):
         staged = self.staged
         return replay(staged.lists, staged.costs if costs is None else checked_costs(costs, len(staged.stages)))
 
-    def text(self) -> str:
-        """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages."""
-        return "\n".join(self.staged.text(c) for c in self.staged.coordinate_range)
+    def text(self, *, fold: bool = False) -> str:
+        """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages.
+
+        With `fold`, equal layers are printed once, with their count: for reading, and not for `shardc.parse`.
+        """
+        return "\n".join(self.staged.text(c, fold=fold) for c in self.staged.coordinate_range)
 
     def to_json(self) -> str:
         """The program as text that `from_json` reads; raises ShardcError (SC301) for an op that it would refuse."""
@@ -358,17 +364,39 @@ class Program(data.Program):
         return {name: torch.tensor(rate, dtype=torch.float64) for name, rate in self.plan.get("rates", {}).items()}
 
     @on_cpu
-    def launch(self, **options: Any) -> Trainer:
+    def launch(
+        self,
+        *,
+        state: Weights | None = None,
+        init: Init | None = None,
+        seed: int | None = None,
+        timeout: float = 600.0,
+        device: str | None = None,
+        check_every: int = EVERY,
+    ) -> Trainer:
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
+
+        Values come from `state` (a mapping, or the path of safetensors), then from the model unless it lies on the
+        meta device, then from `init(name, shape, dtype)`, called for one tensor at a time. `seed` is that of random
+        ops, by default the plan's. A rank that is dead or stuck is an error that names it, at most `timeout` seconds
+        later. `device` is "cpu" or "cuda"; by default a GPU where there is one. What ranks share is compared before
+        the first steps and each `check_every`-th (0: not in steps).
+
+            trainer = program.launch(init=lambda name, shape, dtype: 0.02 * torch.randn(shape, dtype=dtype))
 
         Of a model that was changed since (put into another mode, frozen, hooked), it is that of the model as it is now.
         """
+        from shardc.runtime.train.trainer import launch
+
+        program = self
         if self.compiled is not None and self.recompile is not None and (now := self.compiled.all_changes()):
             warn(f"{changed(now).diagnostics[0].message}: it is compiled again")
-            return self.recompile().launch(**options)
-        if self.compiled is not None:
-            self.compiled.accept_values()
-        return launch_program(self, **options)
+            program = self.recompile()
+        if program.compiled is not None:
+            program.compiled.accept_values()
+        return launch(
+            program, state=state, init=init, seed=seed, timeout=timeout, device=device, check_every=check_every
+        )
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.fx.config
@@ -31,11 +31,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 Decompositions = Mapping[OpOverload, Callable[..., Any]]
 
@@ -794,6 +796,8 @@ def read_index(path: Path) -> Metadata:
 
     Raises ForeignIndexError for all that is none. What it says is not checked.
     """
+    from torch.distributed.checkpoint.metadata import Metadata  # its package takes seconds to import
+
     try:
         with path.open("rb") as file:
             found = _IndexReader(file).load()

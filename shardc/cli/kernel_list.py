@@ -8,26 +8,33 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from shardc.api import Program
-from shardc.cli.summary import table_of
-from shardc.explain.fusion import CallExplanation, Fusion, asked_of, fusions
+from shardc.cli.summary import add_rows, table_of
+from shardc.explain.fusion import CallExplanation, Fusion, KernelExplanation, asked_of, fusions
 from shardc.ir.collectives import human_bytes
+from shardc.ir.fold import Line
+from shardc.ir.layers import layer_of
 
 
-def kernel_list(program: Program) -> list[RenderableType]:
-    """Every kernel, then the other calls that move something, those of one op and one reason in a row."""
+def kernel_list(program: Program, fold: bool = False) -> list[RenderableType]:
+    """Every kernel, then the other calls that move something, those of one op and one reason in a row.
+
+    With `fold`, kernels of equal layers once."""
     graph_fusions = fusions(program, program.staged)
     if not any(fusion.kernels for fusion in graph_fusions):
         return [Text(asked_of(program).without_kernels), *([_others(graph_fusions)] if graph_fusions else [])]
     table = table_of("kernel", "runs", "calls", "phase", "moved", "before", "line", number=(2, 4, 5))
     for fusion in graph_fusions:
-        for kernel in fusion.kernels.values():
-            name = f"{fusion.graph}:{kernel.name}" if fusion.graph else f"%{kernel.name}"
-            runs, calls = kernel.template or "generated", str(len(kernel.calls))
-            sizes = human_bytes(kernel.after), human_bytes(kernel.before)
-            table.add_row(name, runs, calls, kernel.about.phase, *sizes, kernel.about.source)
+        add_rows(table, [_kernel_row(fusion.graph, kernel) for kernel in fusion.kernels.values()], fold)
     table.add_section()
     table.add_row(*_total(graph_fusions))
     return [table, _others(graph_fusions)]
+
+
+def _kernel_row(graph: str, kernel: KernelExplanation) -> tuple[Line, Sequence[str]]:
+    name = f"{graph}:{kernel.name}" if graph else f"%{kernel.name}"
+    about, sizes = kernel.about, (human_bytes(kernel.after), human_bytes(kernel.before))
+    cells = (name, kernel.template or "generated", str(len(kernel.calls)), about.phase, *sizes, about.source)
+    return Line(f"%{kernel.name} {' '.join(cells[1:-1])}", layer_of(about.fqn)), cells
 
 
 def _others(graph_fusions: Sequence[Fusion]) -> RenderableType:

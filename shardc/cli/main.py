@@ -1,51 +1,32 @@
-"""The command line. Every command is a call of the API and a way to show what it returns.
+"""The command line: every command with its options, exit codes and help. `commands.py` is what they do.
 
 What was asked for goes to stdout; diagnostics, progress and, where stdout carries a program, the summary go to stderr.
+Nothing here imports torch, so that `--help`, `--version` and a mistyped option answer at once: a command imports
+what it runs when it runs.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
-from rich.console import Console, RenderableType
 
-from kernels_triton.gate import tuning
-from shardc import api
-from shardc.api import Program
-from shardc.cli.ir_printer import Printer, keep_only
-from shardc.cli.kernel_list import kernel_list
-from shardc.cli.kernel_sources import emit_triton
-from shardc.cli.local_launch import run_processes, state_of, step_inputs
-from shardc.cli.pipeline_summary import communication_list, graphs, pipeline_summary, rank_text
-from shardc.cli.summary import rank_view, summary, uncounted
-from shardc.cli.targets import Target, load
-from shardc.explain.fusion import asked_of
-from shardc.ir.diagnostic import Diagnostic, ShardcError, error
-from shardc.ir.dot import emit_dot
-from shardc.ir.files import check_suffix, write_text
-from shardc.ir.graph import Graph
-from shardc.ir.mesh import Mesh
-from shardc.ir.python import emit_python
-from shardc.ir.text import print_graph
-from shardc.passes.base import Pass
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.version import VERSION
+
+if TYPE_CHECKING:
+    from shardc.cli.commands import Asked
 
 P = ParamSpec("P")
-MISMATCH, BAD_INPUT, FAILURE, INTERRUPTED = 1, 2, 3, 130
+BAD_INPUT, FAILURE, INTERRUPTED = 2, 3, 130
 RUNTIME_CODES = {"SC502", "SC503"}  # a rank died, a collective hung
-QUIET = 1.0  # seconds before progress is shown
 EPILOG = (
     "\b\nTARGET is file.py:factory, whose factory() returns (model, batch) or (model, batch, loss);\n"
     "hf:MODEL_TYPE[?key=value&...], built small from its configuration alone; hf:config.json; or a program.json.\n\n"
@@ -63,6 +44,10 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except typer.Exit:
             raise
         except ShardcError as wrong:
+            if kwargs.get("as_json"):
+                from shardc.cli import as_json, console
+
+                console.write_json({"diagnostics": as_json.diagnostics(wrong.diagnostics)})
             typer.echo(str(wrong), err=True)
             raise typer.Exit(FAILURE if wrong.code in RUNTIME_CODES else BAD_INPUT) from None
         except BrokenPipeError:  # whoever reads us, `head` say, has seen enough
@@ -88,6 +73,21 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shardc {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def shardc(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and nothing else.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Compile an unmodified PyTorch model and a plan of placements into a distributed program."""
+
+
 class Emit(StrEnum):
     """The forms of a program."""
 
@@ -98,29 +98,51 @@ class Emit(StrEnum):
     triton = "triton"
 
 
-EMITTERS: dict[Emit, Callable[[Program], str]] = {
-    Emit.text: lambda program: _text(program, None),
-    Emit.json: lambda program: program.to_json(),
-    Emit.python: lambda program: "\n\n".join(map(emit_python, _graphs(program))),
-    Emit.dot: lambda program: "\n".join(map(emit_dot, _graphs(program))),
-    Emit.triton: lambda program: emit_triton(_graphs(program), asked_of(program)),
-}
-SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot, ".txt": Emit.text}
-SUFFIX = {form: suffix for suffix, form in SUFFIXES.items()} | {Emit.triton: ".py"}
+class OptimizerName(StrEnum):
+    """Optimizers of torch.optim that a command can compile with, at their defaults."""
+
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    momentum = "momentum"
+    rmsprop = "rmsprop"
+    adagrad = "adagrad"
+
 
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")
 ]
-PlanPath = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan, a YAML file.")]
+PlanText = Annotated[
+    str | None, typer.Option("--plan", metavar="FILE", help="The plan: a YAML file, or one of ours: shardc:gpt2.")
+]
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="dp=2,tp=2", help="The mesh; overrides the plan's.")]
 Strict = Annotated[bool, typer.Option("--strict", help="What cannot be honoured is an error, not a warning.")]
+Optimizer = Annotated[
+    OptimizerName | None,
+    typer.Option("--optimizer", help="Make this optimizer's update and state part of the step."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Fold = Annotated[
+    bool | None,
+    typer.Option(
+        "--fold/--no-fold", help="Print equal layers once, with their count; by default where stdout is a terminal."
+    ),
+]
+
+
+def _asked(
+    target: str, plan: str | None, mesh: str | None, strict: bool, optimizer: OptimizerName | None = None
+) -> Asked:
+    from shardc.cli.commands import Asked
+
+    return Asked(target, plan, mesh, strict, None if optimizer is None else optimizer.value)
 
 
 @app.command("compile", epilog=EPILOG)
 @guarded
 def compile_command(
     target: TargetText,
-    plan: PlanPath = None,
+    plan: PlanText = None,
     mesh: MeshText = None,
     print_after: Annotated[
         list[str] | None, typer.Option(metavar="PASS", help="Print the graph after this pass; repeatable.")
@@ -138,25 +160,20 @@ def compile_command(
     module_filter: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Print only calls of modules whose names match.")
     ] = None,
+    optimizer: Optimizer = None,
+    fold: Fold = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compile, and print a summary; or print the program, the graph after a pass, or one rank's view."""
-    printer = Printer(tuple(print_after or ()), diff, module_filter)
-    if output is not None:
-        check_suffix(output, [*SUFFIXES] if emit is None else [SUFFIX[emit]])
-    program, batch = _program(target, plan, mesh, strict, meta=not check, printer=printer)
-    printer.check()
-    form = emit or (None if output is None else SUFFIXES.get(output.suffix, Emit.text))
-    piped = printer.used or rank is not None or (form is not None and output is None)
-    if form is not None:
-        _write(_text(program, module_filter) if form is Emit.text else EMITTERS[form](program), output)
-    if rank is not None:
-        _show_rank(program, rank, module_filter)
-    shown = _err() if piped else _out()
-    for part in _summary(program):
-        shown.print(part)
-    _diagnose(program.diagnostics)
-    if check:
-        _verify(program, batch, shown)
+    from shardc.cli import commands
+
+    form = None if emit is None else emit.value
+    commands.compile_target(
+        _asked(target, plan, mesh, strict, optimizer),
+        commands.Printed(tuple(print_after or ()), diff, rank, form, output, module_filter, fold),
+        check=check,
+        as_json=as_json,
+    )
 
 
 @app.command(epilog=EPILOG)
@@ -167,49 +184,46 @@ def explain(
         str | None,
         typer.Argument(metavar="[VALUE]", help="A collective's or transfer's name or number, or a kernel's or call's."),
     ] = None,
-    plan: PlanPath = None,
+    plan: PlanText = None,
     mesh: MeshText = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Without VALUE: list kernels, not communication.")] = False,
     strict: Strict = False,
+    optimizer: Optimizer = None,
+    fold: Fold = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say why a collective exists and the cheapest change that removes it; or what a kernel fuses and what it saves."""
-    program, _ = _program(target, plan, mesh, strict, meta=True)
-    if value is None:
-        for part in kernel_list(program) if kernels else communication_list(program):
-            _out().print(part)
-        return
-    with _progress("trying changes of the plan"):
-        explanation = program.explain(value)
-    typer.echo(str(explanation))
+    from shardc.cli import commands
+
+    asked = _asked(target, plan, mesh, strict, optimizer)
+    commands.explain(asked, value, kernels=kernels, fold=fold, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
 @guarded
 def cost(
     target: TargetText,
-    plan: PlanPath = None,
+    plan: PlanText = None,
     mesh: MeshText = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="What a rank holds: by category, at which call most, and what then.")
     ] = False,
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
     strict: Strict = False,
+    optimizer: Optimizer = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
-    program, _ = _program(target, plan, mesh, strict, meta=True)
-    _diagnose(program.diagnostics)
-    for part in _summary(program):
-        _out().print(part)
-    if memory:
-        report = program.memory()
-        typer.echo(f"{report}\n" + (f"\n{report.listing(top)}\n" if top else "") + uncounted(program))
+    from shardc.cli import commands
+
+    commands.cost(_asked(target, plan, mesh, strict, optimizer), memory=memory, top=top, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
 @guarded
 def timeline(
     target: TargetText,
-    plan: PlanPath = None,
+    plan: PlanText = None,
     mesh: MeshText = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     trace: Annotated[
@@ -217,58 +231,52 @@ def timeline(
     ] = None,
     width: Annotated[int, typer.Option(min=20, help="Columns for the longest row.")] = 120,
     strict: Strict = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say when each rank of a pipeline would do what, where it idles, and how many microbatches it holds."""
-    program, _ = _program(target, plan, mesh, strict, meta=True)
-    _diagnose(program.diagnostics)
-    measured = program.timeline()
-    typer.echo(measured.text(width))
-    for path, write in ((svg, measured.to_svg), (trace, measured.to_trace)):
-        if path is not None:
-            write(path)
+    from shardc.cli import commands
+
+    commands.timeline(_asked(target, plan, mesh, strict), svg=svg, trace=trace, width=width, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
 @guarded
-def verify(target: TargetText, plan: PlanPath = None, mesh: MeshText = None, strict: Strict = False) -> None:
+def verify(
+    target: TargetText,
+    plan: PlanText = None,
+    mesh: MeshText = None,
+    strict: Strict = False,
+    optimizer: Optimizer = None,
+    as_json: AsJson = False,
+) -> None:
     """Simulate all ranks and compare the loss, every gradient and buffer with the single device."""
-    program, batch = _program(target, plan, mesh, strict, meta=False)
-    _diagnose(program.diagnostics)
-    _verify(program, batch, _out())
+    from shardc.cli import commands
+
+    commands.verify(_asked(target, plan, mesh, strict, optimizer), as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
 @guarded
 def run(
     target: TargetText,
-    plan: PlanPath = None,
+    plan: PlanText = None,
     mesh: MeshText = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of plain gradient descent on the one batch.")] = 5,
-    lr: Annotated[float, typer.Option(help="The step size.")] = 0.1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps on the one batch.")] = 5,
+    lr: Annotated[
+        float | None, typer.Option(help="The step size: 0.1 for gradient descent, 0.001 for --optimizer.")
+    ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Start this many real processes; without, ranks are simulated.")
     ] = None,
     strict: Strict = False,
+    optimizer: Optimizer = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train for a few steps and print the losses."""
-    if not 0 <= lr < math.inf:
-        raise error("SC105", f"--lr {lr:g} is no step size", hint="give a number from 0, as in --lr 0.1")
-    program, batch = _program(target, plan, mesh, strict, meta=False)
-    _diagnose(program.diagnostics)
+    """Train for a few steps and print the losses: by --optimizer, or else by plain gradient descent."""
+    from shardc.cli import commands
 
-    def report(step: int, loss: float) -> None:
-        typer.echo(f"step {step}  loss {loss:.6f}")
-
-    if nproc is not None:
-        run_processes(program, batch, nproc=nproc, steps=steps, lr=lr, report=report)
-        return
-    inputs = step_inputs(program, batch)
-    with program.launch(state=state_of(program)) as trainer:
-        for step in range(steps):
-            with _progress(f"step {step}"):
-                loss = float(trainer.step(inputs).loss)
-            report(step, loss)
-            trainer.sgd(lr)
+    asked = _asked(target, plan, mesh, strict, optimizer)
+    commands.run(asked, steps=steps, lr=lr, nproc=nproc, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
@@ -279,119 +287,18 @@ def tune(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the table goes, instead of stdout.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the kernels' schedules on the GPU at hand; kernels find the table if SHARDC_TABLES names its FILE."""
-    _write(tuning.table(only, seconds), output)
+    from shardc.cli import commands
+
+    commands.tune(only, seconds, output, as_json=as_json)
 
 
-# ---------------------------------------------------------------------- what the commands share
-def _program(
-    text: str, plan: Path | None, mesh: str | None, strict: bool, *, meta: bool, printer: Printer | None = None
-) -> tuple[Program, Any]:
-    """The compiled target and its sample batch, which a saved program lacks."""
-    with _progress(f"loading {text}"):
-        target = load(text, meta=meta)
-    if isinstance(target, Program):
-        if plan is not None or mesh is not None or (printer is not None and printer.used):
-            message = f"{text} is compiled already: --plan, --mesh, --print-after and --diff do not apply"
-            raise error("SC105", message, hint="give the model that it was compiled from")
-        return target, None
-    return _compile(target, plan, mesh, strict, printer), target.batch
+@app.command()
+@guarded
+def doctor(as_json: AsJson = False) -> None:
+    """Say which versions, devices and links are at hand, and what shardc would choose on them."""
+    from shardc.cli import doctor as examination
 
-
-def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, printer: Printer | None) -> Program:
-    with _progress("tracing") as say:
-
-        def watch(pass_: Pass, graph: Graph, seconds: float) -> None:
-            say(f"{pass_.name} done, {seconds:.1f} s")
-            if printer is not None:
-                printer.watch(pass_, graph, seconds)
-
-        return api.compile(
-            target.model, target.batch, mesh=_mesh(mesh), plan=plan, loss=target.loss, strict=strict, watch=watch
-        )
-
-
-def _mesh(text: str | None) -> Mesh | None:
-    try:
-        return None if text is None else Mesh.parse(text)
-    except ShardcError as wrong:
-        raise ShardcError(*(replace(d, location=f"--mesh {text}") for d in wrong.diagnostics)) from None
-
-
-def _verify(program: Program, batch: Any, shown: Console) -> None:
-    with _progress("simulating all ranks"):
-        has_values = program.model is not None and not any(p.is_meta for p in program.model.parameters())
-        report = program.verify(batch, params=None if has_values else state_of(program))
-    shown.print(str(report), markup=False, highlight=False, soft_wrap=True)
-    if not report.ok:
-        raise typer.Exit(MISMATCH)
-
-
-def _show_rank(program: Program, rank: int, module_filter: str | None) -> None:
-    staged = program.rank(rank).program
-    c, _ = staged.coordinates(rank)
-    for part in rank_view(program, rank, staged.held(c), (staged.axis,) if staged.axis else ()):
-        _out().print(part)
-    typer.echo(rank_text(staged, c, keep_only(module_filter)), nl=False)
-
-
-def _summary(program: Program) -> list[RenderableType]:
-    return pipeline_summary(program) if program.staged.axis else summary(program)
-
-
-def _graphs(program: Program) -> list[Graph]:
-    """What ranks run."""
-    return list(graphs(program.staged))
-
-
-def _text(program: Program, module_filter: str | None) -> str:
-    if module_filter is None:
-        return program.text()
-    return "\n".join(print_graph(graph, keep=keep_only(module_filter)) for graph in _graphs(program))
-
-
-def _write(text: str, output: Path | None) -> None:
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        write_text(output, text)
-
-
-def _diagnose(diagnostics: tuple[Diagnostic, ...]) -> None:
-    for diagnostic in diagnostics:
-        typer.echo(diagnostic.render(), err=True)
-
-
-@contextmanager
-def _progress(doing: str) -> Generator[Callable[[str], None]]:
-    """A line on stderr that says what is going on, if it takes long and someone is watching."""
-    console = _err()
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    status = console.status(doing)
-    start = threading.Timer(QUIET, status.start)
-    start.daemon = True
-    start.start()
-    begun = time.monotonic()
-    try:
-        yield lambda text: status.update(f"{text} ({time.monotonic() - begun:.0f} s in all)")
-    finally:
-        start.cancel()
-        start.join()
-        status.stop()
-
-
-def _out() -> Console:
-    return _console(stderr=False)
-
-
-def _err() -> Console:
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> Console:
-    """Made anew each time, so that it writes to where sys.stdout points now; a pipe is as wide as the text needs."""
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200)
+    examination.run(as_json=as_json)

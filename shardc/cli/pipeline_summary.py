@@ -12,6 +12,7 @@ from shardc.api import Program
 from shardc.cli.summary import (
     Communication,
     collective_list,
+    collectives_by_layer,
     communication,
     communication_table,
     local_graph,
@@ -68,8 +69,9 @@ def stage_table(program: StagedProgram, peaks: tuple[int, ...]) -> RenderableTyp
     return table
 
 
-def communication_list(program: Program) -> list[RenderableType]:
-    """What `explain` is asked about: collectives, and what stages send each other, numbered on."""
+def communication_list(program: Program, by_layer: bool = False) -> list[RenderableType]:
+    """What `explain` is asked about: collectives, and what stages send each other, numbered on; all of them, or
+    `by_layer`."""
     collectives, transfers = program.collectives(), program.transfers()
     table = table_of("#", "transfer", "from stage", "to", "phase", "sent by a rank", "line", number=(0, 2, 3, 5))
     for i, transfer in enumerate(transfers, len(collectives)):
@@ -83,7 +85,8 @@ def communication_list(program: Program) -> list[RenderableType]:
             sent,
             transfer.source,
         )
-    tables = [collective_list(collectives)] if collectives or not transfers else []
+    listed = collectives_by_layer if by_layer and collectives else collective_list
+    tables = [listed(collectives)] if collectives or not transfers else []
     return [*tables, table] if transfers else tables
 
 
@@ -134,9 +137,9 @@ def _communications(program: StagedProgram, c: int) -> Iterator[Communication]:
 
 
 # ---------------------------------------------------------------------- one rank, and all graphs
-def rank_text(program: StagedProgram, c: int, keep: Callable[[Any], bool] | None) -> str:
+def rank_text(program: StagedProgram, c: int, keep: Callable[[Any], bool] | None, *, fold: bool = False) -> str:
     """The list of a coordinate's ranks, and its graphs with the shapes that a rank holds."""
-    graphs = [print_graph(local_graph(graph), keep=keep) for graph, _ in rank_costs.graph_runs(program, c)]
+    graphs = [print_graph(local_graph(graph), keep=keep, fold=fold) for graph, _ in rank_costs.graph_runs(program, c)]
     return "\n".join([*program.list_text(c), *graphs])
 
 

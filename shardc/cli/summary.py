@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from rich import box
@@ -14,7 +15,9 @@ from kernels_triton.match.op import KERNELS
 from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
 from shardc.ir.collectives import Collective, human_bytes
+from shardc.ir.fold import Line, described, fold
 from shardc.ir.graph import Graph, Port, info, type_of, update
+from shardc.ir.layers import layer_of
 from shardc.ir.program import Program
 from shardc.ir.types import TensorType
 from shardc.plan.schema import Plan
@@ -93,13 +96,57 @@ def collective_list(collectives: Sequence[Collective]) -> RenderableType:
     table = table_of("#", "value", "collective", "axis", "phase", "sent by a rank", "line", number=(0, 5))
     for i, collective in enumerate(collectives):
         kind = collective.kind + (f" ({collective.op})" if collective.op else "")
-        sent = human_bytes(collective.bytes_per_rank) + (f" x{collective.times}" if collective.times > 1 else "")
         axes = ".".join(collective.axes)
-        table.add_row(str(i), f"%{collective.value}", kind, axes, collective.phase, sent, collective.source)
+        table.add_row(
+            str(i), f"%{collective.value}", kind, axes, collective.phase, _sent(collective), collective.source
+        )
     return table
 
 
-def rank_view(program: Program, rank: int, names: Container[str], along: Sequence[str]) -> list[RenderableType]:
+def collectives_by_layer(collectives: Sequence[Collective]) -> RenderableType:
+    """The same in 80 columns: by phase and layer, layers that communicate alike once, by the numbers of the lowest."""
+    blocks: dict[tuple[str, str], list[tuple[int, Collective]]] = {}
+    for i, collective in enumerate(collectives):
+        blocks.setdefault((collective.phase, layer_of(collective.fqn)), []).append((i, collective))
+    table = table_of("#", "value", "collective", "axis", "sent by a rank", number=(0, 4))
+    for phase, group in groupby(blocks, key=lambda key: key[0]):
+        table.add_section()
+        table.add_row("", f"{PHASES[phase]}:")
+        rows = [(layer, i, collective) for _, layer in group for i, collective in blocks[phase, layer]]
+        lines = [Line(f"%{c.value} {c.kind} {c.op} {c.axes} {_sent(c)}", layer) for layer, _, c in rows]
+        for part in fold(lines):
+            layer = lines[part.start].layer
+            if layer:
+                count = f" x {len(part.layers)} layers, all as {layer}" if len(part.layers) > 1 else ""
+                table.add_row("", f"{described(part.layers) if count else layer}{count}")
+            for _, i, c in rows[part.start : part.stop]:
+                name = ("  " if layer else "") + f"%{c.value}".replace(f"{layer}.", "", 1 if layer else 0)
+                kind = c.kind + (f" ({c.op})" if c.op not in ("", "sum") else "")
+                table.add_row(str(i), name, kind, ".".join(c.axes), _sent(c))
+    return table
+
+
+def _sent(collective: Collective) -> str:
+    return human_bytes(collective.bytes_per_rank) + (f" x{collective.times}" if collective.times > 1 else "")
+
+
+def add_rows(table: Table, rows: Sequence[tuple[Line, Sequence[str]]], fold_layers: bool) -> None:
+    """The rows of a table; where it folds, those of equal layers once, under a row that says of how many."""
+    if not fold_layers:
+        for _, cells in rows:
+            table.add_row(*cells)
+        return
+    for part in fold([line for line, _ in rows]):
+        if len(part.layers) > 1:
+            shown = rows[part.start][0].layer
+            table.add_row(f"x {len(part.layers)} layers: {described(part.layers)}, all as {shown}")
+        for _, cells in rows[part.start : part.stop]:
+            table.add_row(*cells)
+
+
+def rank_view(
+    program: Program, rank: int, names: Container[str], along: Sequence[str], *, fold_layers: bool = False
+) -> list[RenderableType]:
     """A rank's coordinate, its groups along the axes that it communicates over, and its parameters' local shapes.
 
     `names` are those that it has; it communicates over the axes `along` besides.
@@ -111,9 +158,12 @@ def rank_view(program: Program, rank: int, names: Container[str], along: Sequenc
         members = " ".join(map(str, mesh.group_of(rank, axes)))
         groups.add_row(".".join(axes), members, str(mesh.index(rank, axes)))
     shapes = table_of("parameter", "whole", "here", "bytes", number=(3,))
+    rows: list[tuple[Line, Sequence[str]]] = []
     for port, value in zip(program.body.inputs, program.body.placeholders, strict=True):
         if port.role == "param" and port.name in names:
-            shapes.add_row(*_shape_row(port, type_of(value), program.body))
+            cells = _shape_row(port, type_of(value), program.body)
+            rows.append((Line(f"%{' '.join(cells)}", layer_of(port.name)), cells))
+    add_rows(shapes, rows, fold_layers)
     return [Text(f"rank {rank} of {mesh.world_size}: {coordinate}"), groups, shapes]
 
 
@@ -142,5 +192,5 @@ def uncounted(program: Program) -> str:
     """What of a job's memory a program does not count: a line, or nothing."""
     if any(port.role == "param" for port in program.body.outputs):
         return ""
-    note = "not counted: an optimizer's state and update. The target is compiled without one"
-    return f"\n{note}; AdamW, say, holds two more tensors of each parameter"
+    note = "not counted: an optimizer's state and update, as the target is compiled without one"
+    return f"\n{note}. --optimizer adamw counts AdamW's"

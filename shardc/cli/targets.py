@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.api import Program
+from shardc.cli.host_memory import refuse_model
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 
 FORMS = "write file.py:factory, hf:MODEL_TYPE, hf:config.json, or the path of a saved program"
@@ -187,8 +188,14 @@ def _hugging_face(text: str, meta: bool) -> Target:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     try:
-        with torch.device("meta" if meta else "cpu"):
+        with torch.device("meta"):
             model = auto.from_config(config)
+        if not meta:
+            refuse_model(model, f"'{text}'")
+            with torch.device("cpu"):
+                model = auto.from_config(config)
+    except ShardcError:
+        raise
     except Exception as problem:
         message = f"transformers cannot build '{text}': {type(problem).__name__}: {problem}"
         raise error("SC105", message, hint=_FACTORY) from problem

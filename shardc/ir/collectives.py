@@ -52,6 +52,7 @@ class Collective:
     source: str
     group_size: int
     times: int = 1  # that it runs in a step: once, or once a microbatch
+    fqn: str = ""  # the module that it comes from
 
     @property
     def bytes_per_step(self) -> int:
@@ -91,6 +92,7 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
         payload,
         about.source,
         group,
+        fqn=about.fqn,
     )
 
 

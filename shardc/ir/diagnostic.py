@@ -100,6 +100,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC509": Code("non-finite", "a step's gradients are not finite, and the plan says to raise"),
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
     "SC511": Code("instruction-failed", "an op refused its operands while a program ran"),
+    "SC517": Code("host-memory", "what a command would hold does not fit in the memory of this host"),
     "SC552": Code("scheduler-argument", "a scheduler's step needs an argument that the training loop does not have"),
     "SC553": Code("trainer-argument", "a trainer's method is given what it cannot use, or what has no effect"),
     "SC551": Code("checkpoint-in-use", "another job is writing the checkpoint"),

@@ -24,27 +24,40 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir.collectives import collective, human_bytes
+from shardc.ir.fold import Line, folded_text
 from shardc.ir.graph import Graph, Phase, Port, ValueInfo, info, op_name, producer
+from shardc.ir.layers import layer_of
 from shardc.ir.schema import given, schema_of, word_of
 from shardc.ir.types import TensorType
 
 BARE_NAME = re.compile(r"[A-Za-z0-9_.\-/]+")
 WIDTH = 120
+IN_MODULES = ("param", "buffer", "state", "grad")  # roles of what has the name of a module's tensor
 
 
-def print_graph(graph: Graph, *, comments: bool = True, keep: Callable[[fx.Node], bool] | None = None) -> str:
-    """The graph as text; with `keep`, only the calls that it is true of, which is for reading and not for `parse`."""
+def print_graph(
+    graph: Graph, *, comments: bool = True, keep: Callable[[fx.Node], bool] | None = None, fold: bool = False
+) -> str:
+    """The graph as text; with `keep`, only the calls that it is true of, and with `fold`, equal layers once: either is
+    for reading and not for `parse`."""
+    sections = list(_sections(graph, comments, keep))
+    lines = [text for lines in sections for text in (folded_text(lines) if fold else [line.text for line in lines])]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _sections(graph: Graph, comments: bool, keep: Callable[[fx.Node], bool] | None) -> Iterator[list[Line]]:
+    """The lines of the head, of each phase, and of what is returned, each with the layer that it belongs to."""
     repeated = f" microbatches({graph.microbatches})" if graph.microbatches > 1 else ""
     by = graph.tokens
     counted = "" if by is None else f" tokens({json.dumps(by.input)}, ignore={by.ignore}, shift={by.shift})"
-    lines = [f"graph @{_bare(graph.name)} mesh({graph.mesh}){repeated}{counted} {{"]
+    lines = [Line(f"graph @{_bare(graph.name)} mesh({graph.mesh}){repeated}{counted} {{")]
     ports = dict(zip(graph.placeholders, graph.inputs, strict=True))
     phase: Phase = "fwd"
     source = ""
@@ -56,19 +69,32 @@ def print_graph(graph: Graph, *, comments: bool = True, keep: Callable[[fx.Node]
         about = info(node)
         if about.phase != phase:
             phase = about.phase
-            lines.append(f"{phase}:")
+            yield lines
+            lines = [Line(f"{phase}:")]
         if node.op == "placeholder":
-            lines.append(f"  {value_name(node)} = {_port(ports[node])} : {about.type}{_marks(about.constant)}")
+            port = ports[node]
+            text = f"  {value_name(node)} = {_port(port)} : {about.type}{_marks(about.constant)}"
+            lines.append(Line(text, _layer(port)))
             continue
         line = f"  {_call(node)}"
         if comments and (note := _comment(graph, node, source)):
             line = f"{line}    # {' '.join(note.split())}"  # a file's name may hold anything
             source = about.source
-        lines.append(line)
-    returned = [f"{_port(p)} = {value_name(v)}" for p, v in zip(graph.outputs, graph.output_values, strict=True)]
-    flat = f"  return {', '.join(returned)}"
-    lines += [flat] if len(flat) <= WIDTH else ["  return", ",\n".join(f"    {item}" for item in returned)]
-    return "\n".join([*lines, "}"]) + "\n"
+        lines.append(Line(line, layer_of(about.fqn)))
+    yield lines
+    returned = [(p, f"{_port(p)} = {value_name(v)}") for p, v in zip(graph.outputs, graph.output_values, strict=True)]
+    flat = f"  return {', '.join(text for _, text in returned)}"
+    if len(flat) <= WIDTH:
+        yield [Line(flat)]
+    else:
+        commas = [*("," for _ in returned[1:]), ""]
+        items = [Line(f"    {t}{comma}", _layer(p)) for (p, t), comma in zip(returned, commas, strict=True)]
+        yield [Line("  return"), *items]
+
+
+def _layer(port: Port) -> str:
+    """The layer that a parameter, a buffer, or what belongs to one lies in."""
+    return layer_of(port.name.partition(":")[0]) if port.role in IN_MODULES else ""
 
 
 def value_name(value: fx.Node) -> str:

@@ -116,7 +116,7 @@ class StagedProgram:
             epilogues=tuple(epilogues),
         )
 
-    def text(self, rank: int, *, comments: bool = True) -> str:
+    def text(self, rank: int, *, comments: bool = True, fold: bool = False) -> str:
         """A coordinate's list, followed by every graph that it runs."""
         graphs: list[Graph] = []
         unused = {"backward"} if any(isinstance(i, Dgrad) for i in self.lists.ranks[rank]) else {"dgrad", "wgrad"}
@@ -125,7 +125,8 @@ class StagedProgram:
             graphs += [] if stage.reduce is None else [stage.reduce]
         for epilogue in self.epilogues[rank : rank + 1]:
             graphs += [epilogue.norm, epilogue.update] if epilogue.totals else [epilogue.update]
-        return "\n".join([*self.list_text(rank), *(print_graph(graph, comments=comments) for graph in graphs)])
+        texts = (print_graph(graph, comments=comments, fold=fold) for graph in graphs)
+        return "\n".join([*self.list_text(rank), *texts])
 
     def list_text(self, rank: int) -> list[str]:
         """A coordinate's list, to be printed in front of its graphs: nothing where it is to run the body."""

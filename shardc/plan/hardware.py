@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.hardware import DEFAULT, Hardware, Number, problems_of
+from shardc.plan.packaged import packaged
 from shardc.plan.values import read_bytes, read_exponent, source_of
 
-REPOSITORY = Path(__file__).parents[2] / "configs" / "hardware"
-INSTALLED = "share/shardc/hardware"  # pyproject.toml puts configs/hardware there
 DEFAULT_NAME = "default"
 BYTES = ("bucket_bytes", "row_alignment_bytes")  # which may be written "25 MiB"
 
@@ -88,12 +86,12 @@ def read_quantity(name: str, value: Any) -> Any:
 
 def names() -> list[str]:
     """The known names of hardware."""
-    return sorted({DEFAULT_NAME, *_files()})
+    return sorted({DEFAULT_NAME, *packaged("hardware")})
 
 
 def named(name: str) -> Hardware:
     """The hardware of that name. Raises ShardcError (SC208) if its file has a value that is no quantity."""
-    return DEFAULT if name == DEFAULT_NAME else read_file(_files()[name])
+    return DEFAULT if name == DEFAULT_NAME else read_file(packaged("hardware")[name])
 
 
 def read_file(path: Path) -> Hardware:
@@ -110,15 +108,3 @@ def read_file(path: Path) -> Hardware:
     if problems := problems_of(quantities):
         raise ShardcError(*(replace(wrong, location=str(path)) for wrong in problems.values()))
     return Hardware.of(quantities)
-
-
-def _files() -> dict[str, Path]:
-    """The files that describe hardware, by name: of the repository, if the package lies in one, or of the wheel."""
-    if REPOSITORY.is_dir():
-        return {path.stem: path for path in REPOSITORY.glob("*.yaml")}
-    try:
-        files = distribution("shardc").files or ()
-    except PackageNotFoundError:  # the sources are not installed
-        return {}
-    known = [file for file in files if file.parent.as_posix().endswith(INSTALLED) and file.suffix == ".yaml"]
-    return {file.stem: Path(str(file.locate())) for file in known}

@@ -49,7 +49,9 @@ def tp_placements(model: object, axis: str) -> dict[str, Placement]:
     plan: dict[str, str] = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     if not isinstance(model, nn.Module) or not plan:
         name = type(model).__name__
-        raise error("SC208", f"{name} brings no tp_plan", hint="write a plan: configs/plans/ has examples")
+        raise error(
+            "SC208", f"{name} brings no tp_plan", hint="write a plan; `shardc doctor` lists those that shardc brings"
+        )
     placements: dict[str, Placement] = {}
     for pattern, style in plan.items():
         if style in UNPLACED:

@@ -26,6 +26,7 @@ from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
+from shardc.plan.packaged import PREFIX, packaged, plan_path
 from shardc.plan.pipeline import Pipelining
 from shardc.plan.values import (
     Annotations,
@@ -139,13 +140,15 @@ class Plan(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a YAML file."""
+        """Read a YAML file, or a plan of ours by name: `shardc:gpt2`."""
+        path = plan_path(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as cannot:  # ValueError: of UTF-8, or of a path with a NUL byte
             why = getattr(cannot, "strerror", None) or str(cannot)
             why = "not UTF-8 text" if isinstance(cannot, UnicodeDecodeError) else why
-            hint = "give the path of a YAML file; configs/plans/ has examples"
+            brought = ", ".join(f"{PREFIX}{name}" for name in packaged("plans"))
+            hint = f"give the path of a YAML file, or a plan of ours: {brought}"
             raise error("SC208", f"cannot read the plan {path}: {why}", hint=hint) from None
         return cls.parse(text, str(path))
 

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 import shardc
-from shardc.cli import main
+from shardc.cli import commands, main
 from shardc.ir.diagnostic import error
 from shardc.runtime.oracle.report import TOLERANCE
 
@@ -275,7 +275,7 @@ def test_failures_while_running_exit_with_3(failure: Exception, says: str, monke
     def fail(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr(main, "run_processes", fail)
+    monkeypatch.setattr(commands, "run_processes", fail)
     ran = shardc_cli("run", MODEL, *PLAN, "--nproc", "4")
     assert ran.code == 3
     assert says in ran.err

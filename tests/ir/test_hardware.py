@@ -20,8 +20,10 @@ from shardc.ir.hardware import DEFAULT, RANGES, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.buckets import PACK
 from shardc.plan import hardware as files
+from shardc.plan import packaged
 
 ROOT = Path(__file__).parents[2]
+INSTALLED = "share/shardc/hardware"
 FILES = sorted((ROOT / "configs/hardware").glob("*.yaml"))
 
 
@@ -43,16 +45,16 @@ def test_a_file_is_known_by_its_name(path: Path) -> None:
 
 def test_a_wheel_brings_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (pattern,) = project["tool"]["setuptools"]["data-files"][files.INSTALLED]
+    (pattern,) = project["tool"]["setuptools"]["data-files"][INSTALLED]
     assert sorted(ROOT.glob(pattern)) == FILES
-    (tmp_path / files.INSTALLED).mkdir(parents=True)
+    (tmp_path / INSTALLED).mkdir(parents=True)
     for path in FILES:
-        (tmp_path / files.INSTALLED / path.name).write_text(path.read_text())
+        (tmp_path / INSTALLED / path.name).write_text(path.read_text())
     info = tmp_path / "lib" / "site-packages" / "shardc-0.dist-info"
     info.mkdir(parents=True)
-    (info / "RECORD").write_text("".join(f"../../{files.INSTALLED}/{path.name},,\n" for path in FILES))
-    monkeypatch.setattr(files, "distribution", lambda name: PathDistribution(info))
-    monkeypatch.setattr(files, "REPOSITORY", tmp_path / "none")
+    (info / "RECORD").write_text("".join(f"../../{INSTALLED}/{path.name},,\n" for path in FILES))
+    monkeypatch.setattr(packaged, "distribution", lambda name: PathDistribution(info))
+    monkeypatch.setattr(packaged, "REPOSITORY", tmp_path / "none")
     assert files.names() == [path.stem for path in FILES]
     assert files.named("h200") == files.read_file(ROOT / "configs/hardware/h200.yaml")
 
@@ -302,7 +304,7 @@ def test_a_program_knows_what_it_was_compiled_for(monkeypatch: pytest.MonkeyPatc
     plan = {"inputs": {"x": "dp"}, "bucket": True, "fuse": True}
     program = compiled(Waist, lambda: torch.empty(256, 32), "dp=2", plan, "h200")
     assert Hardware.of(program.plan["hardware"]) == files.named("h200")
-    monkeypatch.setattr(files, "_files", dict)  # where nobody has that file
+    monkeypatch.setattr(files, "packaged", lambda _: {})  # where nobody has that file
     again = shardc.Program.from_json(program.to_json())
     assert again.plan["hardware"] == files.DEFAULT.quantities() | program.plan["hardware"]
     assert str(again.explain(0)) == str(program.explain(0))

@@ -22,7 +22,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.ir": """
             __init__ account annotation arena buckets call_slots caller collectives default_device
-            derive_provenance diagnostic dot files graph hardware in_flight in_place index_operands layers liveness
+            derive_provenance diagnostic dot files fold graph hardware in_flight in_place index_operands layers liveness
             mesh microbatch ops ops.accumulate
             ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context
             ops.fused_attention ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax ops.squares
@@ -77,7 +77,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": "__init__ fuse hardware hugging_face pipeline schema values",
+        "shardc.plan": "__init__ fuse hardware hugging_face packaged pipeline schema values",
     },
     {
         "shardc.passes": """
@@ -150,9 +150,12 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cli": """
-            __init__ ir_printer kernel_list kernel_sources local_launch main pipeline_summary summary targets
+            __init__ as_json commands console doctor host_memory ir_printer kernel_list kernel_sources left_out
+            local_launch main optimizers pipeline_summary summary targets
         """,
-        "shardc": "__init__",
+    },
+    {
+        "shardc": "__init__ __main__",
     },
 ]
 PACKAGES = ("kernels_triton", "shardc.runtime")  # of rooms: they hold nothing but their docstring

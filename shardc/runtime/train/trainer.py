@@ -39,7 +39,7 @@ from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import missing, supplied
 from shardc.runtime.train.engine import Engine, Engines
-from shardc.runtime.train.loop import Metrics, Run, train
+from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import StepResult, Tensors
@@ -125,9 +125,37 @@ class Trainer:
         self.intact = True
         return result
 
-    def train(self, batches: Iterable[Any], steps: int, **options: Any) -> Iterator[Metrics]:
-        """Steps with metrics, a progress line, checkpoints and resumption. Options: `runtime.train.loop.train`."""
-        return train(self, batches, steps, **options)
+    def train(
+        self,
+        batches: Iterable[Any],
+        steps: int,
+        *,
+        checkpoint: str | Path | None = None,
+        every: int = 0,
+        scheduler: Scheduler | None = None,
+        resume: bool = True,
+        progress: bool = True,
+    ) -> Iterator[Metrics]:
+        """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
+
+        `checkpoint` is a folder, saved `every` so many steps and at the end; where it exists already, training goes on
+        from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, steps after each step.
+
+            for metrics in trainer.train(loader, steps=1000, checkpoint="out/run", every=100):
+                print(metrics.loss)
+
+        `shardc.runtime.train.loop.train` says more.
+        """
+        return train(
+            self,
+            batches,
+            steps,
+            checkpoint=checkpoint,
+            every=every,
+            scheduler=scheduler,
+            resume=resume,
+            progress=progress,
+        )
 
     @on_cpu
     def timeline(self, batch: Any) -> Any:
