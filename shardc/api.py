@@ -1,4 +1,5 @@
-"""The public API: annotate an unmodified model, compile it, and get a `Program` to read, verify and run.
+"""The public API: annotate an unmodified model, compile it, and get a `Program` to read, verify and run. It is over 400
+lines because `help` shows its docstrings.
 
 program = shardc.compile(model, batch, mesh=Mesh(dp=2, tp=2), plan="configs/plans/gpt2.yaml")
 print(program.text())
@@ -89,6 +90,12 @@ def shard(
     """Class decorator: placements that travel with a module class, itself untouched.
 
     Patterns are relative to the module, so a decorated block is annotated wherever it is used.
+
+        @shardc.shard(params={"**.fc.weight": P(None, "tp")}, inputs={"x": P("dp", None)})
+        class Block(nn.Module): ...
+
+    Each map goes from a pattern (`*` within a dotted segment, `**` across any) to a placement: `P("dp", None)`, its
+    text "dp, -", or a tuple.
     """
     plan = Plan.of(params=params, inputs=inputs, activations=activations, outputs=outputs)
 
@@ -100,7 +107,12 @@ def shard(
 
 
 def annotate(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> nn.Module:
-    """Attach a plan to one model, which is returned; it is merged over what its classes carry."""
+    """Attach a plan to one model, which is returned; it is merged over what its classes carry.
+
+        shardc.annotate(model, {"params": {"**.wte.weight": "tp, -"}})
+
+    The plan is what `compile` takes: a Plan, a dict of its keys, a path of YAML, or "shardc:gpt2".
+    """
     check_module(model)
     object.__setattr__(model, PLAN, read_plan(plan))
     return model
@@ -120,10 +132,27 @@ def compile(
 ) -> Program:
     """Compile one training step (loss and gradients) of `model` for every rank of `mesh`.
 
-    `batch` is a tensor, a tuple of positional arguments or a dict of keyword arguments; the model and the batch may
-    lie on the meta device. Without `loss`, the model returns a scalar or an output with `.loss`; else `loss(output,
-    batch)`. Raises ShardcError with every problem found; under `strict` (or the plan's) also where work would be
-    replicated that a placement asked to shard.
+        program = shardc.compile(
+            model,
+            {"input_ids": tokens, "labels": tokens},
+            mesh=shardc.Mesh(dp=2, tp=2),
+            plan={"inputs": {"input_ids": "dp, -", "labels": "dp, -"}, "params": {"**.c_fc.weight": "-, tp"}},
+            optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4),
+        )
+
+    model      an nn.Module, which stays as it is; on the CPU, a GPU, or the meta device (then nothing is allocated)
+    batch      a sample of the whole global batch: a tensor, a tuple of positional arguments, or a dict of keyword
+               arguments of the model's forward; real, or on the meta device
+    mesh       a Mesh, its text "dp=2, tp=2", a dict {"dp": 2, "tp": 2}, or torch's DeviceMesh; None: the plan's
+    plan       a Plan, a dict of its keys, the path of a YAML file, or the name of a plan of ours, "shardc:gpt2"; it is
+               merged over what `annotate` and `shard` gave the model. None: only what those gave
+    loss       a function (output, batch) -> scalar tensor; None: the model returns a scalar, or an output with `.loss`
+    optimizer  of torch.optim, over the model's parameters: its update and state become part of the step, and gradients
+               end in it. None: gradients are returned
+    strict     whether a placement that cannot be honoured is an error, and not a warning; also the plan's `strict`
+    watch      a function (pass, graph, seconds), called after each pass
+
+    Raises ShardcError with every problem found, each with a code, the line of the model or plan, and a hint.
     """
     check_module(model)
     check_loss(loss)
@@ -219,6 +248,12 @@ class Program(data.Program):
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     recompile: Callable[[], Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
+
+    def __repr__(self) -> str:
+        of = f" of {type(self.model).__name__}" if self.model is not None else ""
+        stages = f"{len(self.staged.stages)} stages along {self.staged.axis}, " if self.staged.axis else ""
+        calls = sum(1 for _ in self.body.calls())
+        return f"Program(a step{of}: mesh {self.mesh}, {stages}{calls} calls, {len(self.collectives())} collectives)"
 
     @property
     def staged(self) -> StagedProgram:

@@ -25,6 +25,10 @@ class Rank:
             raise error("SC210", message, hint="name a rank of the mesh")
         return cls(number, program)
 
+    def __repr__(self) -> str:
+        coordinate = ", ".join(f"{axis}={index}" for axis, index in self.coordinate.items())
+        return f"Rank({self.number}: {coordinate}; {len(self.instructions)} instructions)"
+
     @property
     def coordinate(self) -> dict[str, int]:
         return self.program.mesh.coordinate(self.number)

@@ -55,6 +55,9 @@ class Explanation:
         """The change that removes it, splits the work no less than before, and sends least; None if there is none."""
         return next((c for c in self.changes if not c.gives_up), None)
 
+    def __repr__(self) -> str:
+        return f"Explanation({self.collective!r}, {len(self.changes)} changes remove it; print it for more)"
+
     def __str__(self) -> str:
         c = self.collective
         op = f" ({c.op})" if c.op else ""

@@ -72,7 +72,7 @@ def untrained(params: Collection[str]) -> ShardcError:
 def refuse_no_scalar(loss: object, output: object, function: object, model: nn.Module, names: Collection[str]) -> None:
     """Raise ShardcError (SC102) unless a step's `loss` is a scalar that depends on a parameter. `function` made it of
     the model's `output`, if there is one; `names` are the names of the batch's tensors."""
-    hint = "pass trace's or compile's `loss`, a function (output, batch) -> scalar tensor"
+    hint = "pass `loss=`, a function (output, batch) -> scalar tensor"
     if not isinstance(loss, Tensor):
         message = f"no loss in the model's output, a {type(output).__name__}"
         labels = [name for name in inspect.signature(model.forward).parameters if "label" in name and name not in names]

@@ -54,6 +54,11 @@ class Collective:
     times: int = 1  # that it runs in a step: once, or once a microbatch
     fqn: str = ""  # the module that it comes from
 
+    def __repr__(self) -> str:
+        op, times = f" ({self.op})" if self.op else "", f" x{self.times}" if self.times > 1 else ""
+        sent = f"{human_bytes(self.bytes_per_rank)}{times}"
+        return f"Collective(%{self.value}: {self.kind}{op} over {'.'.join(self.axes)}, {self.phase}, {sent})"
+
     @property
     def bytes_per_step(self) -> int:
         """Sent by one rank in a step."""

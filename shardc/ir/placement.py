@@ -110,6 +110,18 @@ class Placement:
     def __str__(self) -> str:
         return ", ".join(str(dim) for dim in self.dims)
 
+    def __repr__(self) -> str:
+        """As `P` takes it: `P(None, (3, 'tp'))`."""
+        return f"P({', '.join(map(_entry, self.dims))})"
+
+
+def _entry(dim: DimPlacement) -> str:
+    if dim.open:
+        return "OPEN"
+    if dim.blocks > 1:
+        return repr((dim.blocks, *dim.axes))
+    return repr(dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None)
+
 
 def P(*dims: object) -> Placement:  # noqa: N802 (reads as a constructor, as JAX's P does)
     """A placement, dim by dim: None, an axis, a tuple of axes (major first), (blocks, axis, ...), or OPEN."""

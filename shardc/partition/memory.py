@@ -103,6 +103,9 @@ class ProgramMemory:
         """The largest values at the peak, a line each."""
         return self.fullest.report.listing(count)
 
+    def __repr__(self) -> str:
+        return f"ProgramMemory({human_bytes(self.peak)} a rank at the peak; print it for more)"
+
     def __str__(self) -> str:
         most = self.fullest
         if not self.axis:

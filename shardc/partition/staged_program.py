@@ -70,6 +70,10 @@ class StagedProgram:
         assert size == len(self.lists.ranks), f"{len(self.lists.ranks)} lists for axis '{self.axis}' of {size}"
         assert size * inner == self.mesh.world_size, f"mesh ({self.mesh}) is not {size} times ({self.body.mesh})"
 
+    def __repr__(self) -> str:
+        along = f" along {self.axis}" if self.axis else ""
+        return f"StagedProgram({len(self.stages)} stages{along}, mesh {self.mesh})"
+
     @property
     def coordinate_range(self) -> range:
         """The coordinates on the pipeline's axis: a list each."""

@@ -12,7 +12,7 @@ no one implements does not exist: an unknown one is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -49,6 +49,7 @@ from shardc.plan.values import (
 
 Kind = Literal["params", "inputs", "activations", "outputs"]
 TOTAL = "total"
+SHOWN = 3  # annotations of a kind, in a plan's repr
 
 __all__ = ["Annotation", "Kind", "Plan", "Storage", "bytes_text", "match", "read_bytes"]
 
@@ -193,6 +194,16 @@ class Plan(BaseModel):
 
         name = type(model).__name__
         return cls.from_dict({"params": tp_placements(model, axis)}, Source(f"tp_plan of {name}"))
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What the plan says; of many annotations the first few, as they are written."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name in KINDS and value:
+                shown = {a.pattern: str(a.placement) for a in list(self.annotations(name))[:SHOWN]}
+                yield name, {**shown, **({"...": f"{len(value) - SHOWN} more"} if len(value) > SHOWN else {})}
+            elif name not in KINDS and value != field.default:
+                yield name, str(value) if name == "mesh" else value
 
     def annotations(self, kind: Kind) -> tuple[Annotation, ...]:
         return tuple(cast(Annotations, getattr(self, kind)).values())

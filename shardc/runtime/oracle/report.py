@@ -105,6 +105,10 @@ class Report:
     def __bool__(self) -> bool:
         return self.ok
 
+    def __repr__(self) -> str:
+        verdict, name = "ok" if self.ok else "NOT ok", str(self.dtype).removeprefix("torch.")
+        return f"Report({verdict}: {len(self.rows)} rows, {self.ranks} ranks in {name}, error {self.max_rel_error:.1e})"
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         equal = self.equal

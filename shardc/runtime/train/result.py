@@ -27,6 +27,14 @@ class StepResult:
     outputs: Tensors = field(default_factory=Tensors)
     updates: Tensors = field(default_factory=Tensors)
 
+    def __repr__(self) -> str:
+        """In a line: tensors but the loss by their number."""
+        parts = [f"loss={self.loss.item():.6g}"]
+        parts += [f"grad_norm={self.grad_norm.item():.4g}"] if self.grad_norm is not None else []
+        counted = {"grads": self.grads, "updates": self.updates, "buffers": self.buffers, "outputs": self.outputs}
+        parts += [f"{len(tensors)} {name}" for name, tensors in counted.items() if tensors]
+        return f"StepResult({', '.join(parts)})"
+
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The global L2 norm of all gradients before clipping; None where the plan neither clips nor checks."""

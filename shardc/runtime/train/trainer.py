@@ -6,7 +6,8 @@
         trainer.sgd(1e-3)
 
 In a job each rank holds its shards alone, from the moment they are loaded: parameters are read slice by slice, or made
-one at a time and cut. In simulation the tensors are whole, and the same calls give the same numbers.
+one at a time and cut. In simulation the tensors are whole, and the same calls give the same numbers. It is over 400
+lines because `help` shows its docstrings.
 """
 
 from __future__ import annotations
@@ -98,6 +99,10 @@ class Trainer:
         self.run = Run()
         self.gradients_used = False  # by the caller: `sgd` or `gather_grads`
         self.intact = True  # no step was left halfway: its error may have come after it wrote over the state
+
+    def __repr__(self) -> str:
+        where = "all ranks simulated" if self.engine.peers is None else f"rank {self.engine.rank} of a job"
+        return f"Trainer(step {self.steps}, {where}, on {self.device}, {len(self.state)} tensors of state)"
 
     @on_cpu
     def step(self, batch: Any) -> StepResult:
