@@ -275,9 +275,10 @@ def _graphs(program: Program) -> list[Graph]:
 
 
 def _text(program: Program, module_filter: str | None, fold: bool) -> str:
+    head = "# equal layers are printed once; --no-fold prints all, as shardc.parse reads it\n" if fold else ""
     if module_filter is None:
-        return program.text(fold=fold)
-    return "\n".join(print_graph(graph, keep=keep_only(module_filter), fold=fold) for graph in _graphs(program))
+        return head + program.text(fold=fold)
+    return head + "\n".join(print_graph(graph, keep=keep_only(module_filter), fold=fold) for graph in _graphs(program))
 
 
 def _folds(fold: bool | None) -> bool:

@@ -104,11 +104,14 @@ def collective_list(collectives: Sequence[Collective]) -> RenderableType:
 
 
 def collectives_by_layer(collectives: Sequence[Collective]) -> RenderableType:
-    """The same in 80 columns: by phase and layer, layers that communicate alike once, by the numbers of the lowest."""
+    """The same in 80 columns: by phase and layer, layers that communicate alike once, by the numbers of the lowest.
+
+    A value's name ends in the kind of its collective. What is reduced is summed, unless the row says otherwise.
+    """
     blocks: dict[tuple[str, str], list[tuple[int, Collective]]] = {}
     for i, collective in enumerate(collectives):
         blocks.setdefault((collective.phase, layer_of(collective.fqn)), []).append((i, collective))
-    table = table_of("#", "value", "collective", "axis", "sent by a rank", number=(0, 4))
+    table = table_of("#", "value", "axis", "sent", number=(0, 3))
     for phase, group in groupby(blocks, key=lambda key: key[0]):
         table.add_section()
         table.add_row("", f"{PHASES[phase]}:")
@@ -117,12 +120,14 @@ def collectives_by_layer(collectives: Sequence[Collective]) -> RenderableType:
         for part in fold(lines):
             layer = lines[part.start].layer
             if layer:
-                count = f" x {len(part.layers)} layers, all as {layer}" if len(part.layers) > 1 else ""
+                count = f": x {len(part.layers)} layers, as {layer}" if len(part.layers) > 1 else ""
                 table.add_row("", f"{described(part.layers) if count else layer}{count}")
             for _, i, c in rows[part.start : part.stop]:
                 name = ("  " if layer else "") + f"%{c.value}".replace(f"{layer}.", "", 1 if layer else 0)
-                kind = c.kind + (f" ({c.op})" if c.op not in ("", "sum") else "")
-                table.add_row(str(i), name, kind, ".".join(c.axes), _sent(c))
+                kind = "" if c.kind in c.value.rpartition(".")[2] else c.kind
+                op = c.op if c.op != "sum" else ""
+                said = f" ({' '.join(filter(None, (kind, op)))})" if kind or op else ""
+                table.add_row(str(i), name + said, ".".join(c.axes), _sent(c))
     return table
 
 

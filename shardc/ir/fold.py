@@ -5,7 +5,8 @@
 are equal: each names its own layer, and the one before it, where the other does. What both name alike, a mask say, is
 equal as well. A layer that reads another mask, or has a line more, is not equal, and is printed by itself. The first
 layer of a sequence reads what is no layer's where each other reads what the layer before it yields: it counts as equal
-where that is the only difference.
+where that is the only difference. Lines of no layer between two layers, such as a residual sum of the model itself, go
+with the layer before them.
 
 Whatever is printed line by line folds here: the text of a graph, a list of collectives, a table of parameters.
 """
@@ -24,6 +25,9 @@ from shardc.ir.layers import list_and_index
 NAME = re.compile(r'%"(?:[^"\\]|\\.)*"|%[\w.\-/:]+|"[\w.:]+"|op_id=\d+')
 
 
+Between = dict[str, tuple[str, int]]  # a value of no layer, the layer that it goes with, and its place there
+
+
 class Line(NamedTuple):
     text: str
     layer: str = ""  # that it belongs to; "" for none
@@ -39,13 +43,13 @@ class Folded(NamedTuple):
 
 @dataclass
 class _Run:
-    """Neighbouring lines of one layer: their text without names, and their names."""
+    """Neighbouring lines of one layer: their text without names, and their names, as written and as distances."""
 
     start: int
     stop: int
     layer: str
     shape: tuple[str, ...]
-    names: tuple[str, ...]
+    names: tuple[tuple[str, str], ...]
 
 
 @dataclass
@@ -57,11 +61,15 @@ class _Class:
     literal: set[int] = field(default_factory=set[int])
 
 
-def fold(lines: Sequence[Line]) -> list[Folded]:
-    """The lines to print, in order. Runs that are equal to one of a lower layer, or a neighbour, are left out."""
+def fold(lines: Sequence[Line], between: Between | None = None) -> list[Folded]:
+    """The lines to print, in order: of runs of equal layers that of the lowest, where the first of them is.
+
+    Sections of one text, its forward and its backward, are folded one by one, with one `between`.
+    """
+    between = {} if between is None else between
     classes: dict[tuple[str, tuple[str, ...]], list[_Class]] = {}
     order: list[_Class] = []
-    for run in _runs(lines):
+    for run in _runs(lines, between):
         base, _ = list_and_index(run.layer)
         alike = classes.setdefault((base, run.shape), []) if run.layer else []
         if not any(_joins(run, known) for known in alike):
@@ -72,19 +80,19 @@ def fold(lines: Sequence[Line]) -> list[Folded]:
 
 
 def described(layers: Sequence[str]) -> str:
-    """`h.1 to h.31`, or where they do not follow each other, `h.0, h.2, h.4 and 13 more`."""
+    """`h.1 to 31`, or where they do not follow each other, `h.0, h.2, h.4 and 13 more`."""
     base, _ = list_and_index(layers[0])
     numbers = sorted(list_and_index(layer)[1] for layer in layers)
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"{base}.{numbers[0]} to {base}.{numbers[-1]}"
+        return f"{base}.{numbers[0]} to {numbers[-1]}"
     shown = ", ".join(f"{base}.{number}" for number in numbers[:3])
     return shown + (f" and {len(numbers) - 3} more" if len(numbers) > 3 else "")
 
 
-def folded_text(lines: Sequence[Line], indent: str = "  ") -> list[str]:
+def folded_text(lines: Sequence[Line], between: Between | None = None, indent: str = "  ") -> list[str]:
     """The lines as text, with a comment before and after those that stand for several layers."""
     text: list[str] = []
-    for part in fold(lines):
+    for part in fold(lines, between):
         body = [line.text for line in lines[part.start : part.stop]]
         if len(part.layers) > 1:
             shown = lines[part.start].layer
@@ -94,23 +102,41 @@ def folded_text(lines: Sequence[Line], indent: str = "  ") -> list[str]:
     return text
 
 
-def _runs(lines: Sequence[Line]) -> Iterator[_Run]:
-    start = 0
+def _runs(lines: Sequence[Line], between: Between) -> Iterator[_Run]:
+    """What lies between two layers of a list and is of no layer, a residual sum say, goes with the layer before it."""
+    spans: list[tuple[str, int, int]] = []
     for layer, run in groupby(line.layer for line in lines):
-        stop = start + sum(1 for _ in run)
+        start = spans[-1][2] if spans else 0
+        spans.append((layer, start, start + sum(1 for _ in run)))
+        if len(spans) > 2 and not spans[-2][0] and _follows(spans[-3][0], layer):
+            _, _, stop = spans.pop(-2)
+            spans[-2] = (spans[-2][0], spans[-2][1], stop)
+    for layer, start, stop in spans:
+        names = [name for line in lines[start:stop] if layer and not line.layer for name in _defined(line.text)]
+        between |= {name: (layer, i) for i, name in enumerate(names)}
+    for layer, start, stop in spans:
         texts = [line.text.partition("    # ")[0] for line in lines[start:stop]] if layer else []
-        names = tuple(name for text in texts for name in NAME.findall(text))
+        written = [name for text in texts for name in NAME.findall(text)]
+        names = tuple((name, _relative(name, layer, between)) for name in written)
         yield _Run(start, stop, layer, tuple(NAME.sub("%", text) for text in texts), names)
-        start = stop
+
+
+def _follows(layer: str, other: str) -> bool:
+    (base, index), (other_base, other_index) = list_and_index(layer), list_and_index(other)
+    return bool(layer and other) and base == other_base and abs(index - other_index) == 1
+
+
+def _defined(text: str) -> list[str]:
+    left, equals, _ = text.partition(" = ")
+    return NAME.findall(left) if equals else []
 
 
 def _joins(run: _Run, known: _Class) -> bool:
     """Whether a run is equal to those of a class, which it then is one of."""
     last = known.runs[-1]
     pairs = list(zip(last.names, run.names, strict=True))
-    relative = {i for i, (a, b) in enumerate(pairs) if _relative(a, last.layer) == _relative(b, run.layer)}
-    literal = {i for i, (a, b) in enumerate(pairs) if a == b}
-    relative, literal = relative & known.relative, literal & known.literal
+    relative = {i for i, ((_, a), (_, b)) in enumerate(pairs) if a == b} & known.relative
+    literal = {i for i, ((a, _), (b, _)) in enumerate(pairs) if a == b} & known.literal
     rest = set(range(len(pairs))) - relative - literal
     if rest and (len(known.runs) > 1 or not _carried(rest, last, run)):
         return False
@@ -123,29 +149,30 @@ def _carried(rest: Iterable[int], first: _Run, second: _Run) -> bool:
     """Whether all that differs is what the first layer of a sequence is given, and the next gets from the first."""
     given: dict[str, str] = {}
     taken: dict[str, str] = {}
-    _, position = list_and_index(first.layer)
-    _, following = list_and_index(second.layer)
+    distance = list_and_index(first.layer)[1] - list_and_index(second.layer)[1]
     for i in rest:
-        a, b = first.names[i], second.names[i]
-        from_first = _relative(b, second.layer).startswith(f"<{position - following}>")
-        in_layer = _relative(a, first.layer) != a
-        if abs(position - following) != 1 or in_layer or not from_first or not (a[0] == b[0] == "%"):
+        (a, a_relative), (b, b_relative) = first.names[i], second.names[i]
+        from_first = b_relative.startswith(f"<{distance}>")
+        in_layer = a_relative != a
+        if abs(distance) != 1 or in_layer or not from_first or not (a[0] == b[0] == "%"):
             return False
-        if given.setdefault(a, b) != b or taken.setdefault(b, a) != a:
-            return False
-    return True
+        given[a], taken[b] = b, a
+    pairs = [(a, b) for (a, _), (b, _) in zip(first.names, second.names, strict=True)]
+    return all(given.get(a, b) == b and taken.get(b, a) == a for a, b in pairs)
 
 
-def _relative(name: str, layer: str) -> str:
+def _relative(name: str, layer: str, between: Between) -> str:
     """A name with the layer in it as a distance: `%<0>.mlp.mm`, `%<-1>.add`; unchanged where it is in no such list."""
     if name.startswith("op_id="):
         return "op_id"
     base, index = list_and_index(layer)
+    if name in between:
+        (other, other_index), place = list_and_index(between[name][0]), between[name][1]
+        return f"<{other_index - index}>{place}" if other == base else name
     match = re.search(rf"(?<!\w){re.escape(base)}\.(\d+)(?!\w)", name)
     if match is None:
         return name
-    distance = int(match[1]) - index
-    return f"<{distance}>{name[: match.start()]}@{name[match.end() :]}"
+    return f"<{int(match[1]) - index}>{name[: match.start()]}@{name[match.end() :]}"
 
 
 def _shown(order: Sequence[_Class]) -> Iterator[Folded]:

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from shardc.ir.collectives import collective, human_bytes
-from shardc.ir.fold import Line, folded_text
+from shardc.ir.fold import Between, Line, folded_text
 from shardc.ir.graph import Graph, Phase, Port, ValueInfo, info, op_name, producer
 from shardc.ir.layers import layer_of
 from shardc.ir.schema import given, schema_of, word_of
@@ -47,9 +47,11 @@ def print_graph(
 ) -> str:
     """The graph as text; with `keep`, only the calls that it is true of, and with `fold`, equal layers once: either is
     for reading and not for `parse`."""
-    sections = list(_sections(graph, comments, keep))
-    lines = [text for lines in sections for text in (folded_text(lines) if fold else [line.text for line in lines])]
-    return "\n".join([*lines, "}"]) + "\n"
+    text: list[str] = []
+    between: Between = {}
+    for lines in _sections(graph, comments, keep):
+        text += folded_text(lines, between) if fold else [line.text for line in lines]
+    return "\n".join([*text, "}"]) + "\n"
 
 
 def _sections(graph: Graph, comments: bool, keep: Callable[[fx.Node], bool] | None) -> Iterator[list[Line]]:
