@@ -84,6 +84,7 @@ def collective(number: int, c: Collective) -> dict[str, Any]:
 def transfer(number: int, t: ReportedTransfer) -> dict[str, Any]:
     return {
         "number": number,
+        "name": t.name,
         "value": t.value,
         "from_stage": t.origin,
         "to_stage": t.target,

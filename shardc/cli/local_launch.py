@@ -96,7 +96,8 @@ def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) ->
         with program.launch(state=state) as trainer:
             for _ in range(steps):
                 loss = float(trainer.step(batch).loss)
-                trainer.sgd(lr)
+                if not trainer.updates:
+                    trainer.sgd(lr)
                 if rank == 0:
                     with (folder / "losses").open("a", encoding="utf-8") as file:
                         file.write(f"{loss!r}\n")
