@@ -71,7 +71,7 @@ def test_the_optimizer_is_counted(golden: Golden) -> None:
     plain = data("cost", MODEL, *PLAN, "--memory")["memory"]["categories"]
     counted = data("cost", MODEL, *PLAN, "--memory", "--optimizer", "adamw")["memory"]["categories"]
     parameters = plain["parameters"]["stored_bytes"]
-    steps = 4 * 4  # of four parameters, in float32
+    steps = 4 * 8  # a count for each of four parameters, in float64
     assert plain["optimizer state"]["stored_bytes"] == 0
     assert counted["optimizer state"]["stored_bytes"] == 2 * parameters + steps
     ran = shardc_cli("cost", MODEL, *PLAN, "--memory", "--top", "0", "--optimizer", "adamw")
