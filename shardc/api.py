@@ -9,6 +9,8 @@ trainer = program.launch()             # this rank under torchrun; simulated in 
 
 from __future__ import annotations
 
+import tempfile
+import webbrowser
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,9 +53,12 @@ from shardc.ir import program as data
 from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.files import write_text
 from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.streams import step_key
+from shardc.page.content import PassRecorder, content
+from shardc.page.render import frame, render
 from shardc.partition import rank_costs
 from shardc.partition.memory import ProgramMemory, memory
 from shardc.partition.staged_program import StagedProgram, one_stage
@@ -247,7 +252,7 @@ class Program(data.Program):
     optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
-    recompile: Callable[[], Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
+    recompile: Callable[..., Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
 
     def __repr__(self) -> str:
         of = f" of {type(self.model).__name__}" if self.model is not None else ""
@@ -359,6 +364,31 @@ class Program(data.Program):
     def transfers(self) -> list[ReportedTransfer]:
         """What the stages of a pipeline send each other of a microbatch; without one there is nothing."""
         return report_transfers(self.staged, cause_of(self.plan))
+
+    def page(self) -> str:
+        """The program as one HTML page without network: graphs, collectives and their causes, what each pass changed,
+        memory, timeline and ranks. The model is compiled once more, to watch the passes; without a model, as of a
+        program from a file, the page has none."""
+        recorder = None if self.recompile is None else PassRecorder()
+        if recorder is not None and self.recompile is not None:
+            self.recompile(watch=recorder.watch)
+        title = "program" if self.model is None else type(self.model).__name__
+        return render(content(self, self.staged, recorder), title)
+
+    def show(self, path: str | Path | None = None) -> Path:
+        """Write the page to a file, and return its path; without one, to a temporary file, which a browser opens.
+
+        Raises ShardcError (SC409) where the file cannot be written, or is no .html.
+        """
+        target = Path(tempfile.mkdtemp(prefix="shardc-")) / "program.html" if path is None else Path(path)
+        write_text(target, self.page(), [".html"])
+        if path is None:
+            webbrowser.open(target.resolve().as_uri())
+        return target
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, as notebooks show a program."""
+        return frame(self.page())
 
     def explain(self, value: str | int) -> Explained:
         """Why a collective or a transfer exists, and what would remove it: of `[*collectives(), *transfers()]`, that of

@@ -42,8 +42,9 @@ EMITTERS: dict[str, Callable[[Program], str]] = {
     "python": lambda program: "\n\n".join(map(emit_python, _graphs(program))),
     "dot": lambda program: "\n".join(map(emit_dot, _graphs(program))),
     "triton": lambda program: emit_triton(_graphs(program), asked_of(program)),
+    "html": lambda program: program.page(),
 }
-SUFFIXES = {".json": "json", ".py": "python", ".dot": "dot", ".txt": "text"}
+SUFFIXES = {".json": "json", ".py": "python", ".dot": "dot", ".txt": "text", ".html": "html"}
 SUFFIX = {form: suffix for suffix, form in SUFFIXES.items()} | {"triton": ".py"}
 
 

@@ -96,6 +96,7 @@ class Emit(StrEnum):
     python = "python"
     dot = "dot"
     triton = "triton"
+    html = "html"
 
 
 class OptimizerName(StrEnum):

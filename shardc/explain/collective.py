@@ -11,6 +11,7 @@ itself too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -128,6 +129,27 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
         inherent,
         bucket=bucket,
     )
+
+
+def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail, ...]]:
+    """Why each collective of those names exists, with one compile for all, and without changes that are tried.
+
+    A name that compiling anew does not give, of a bucket that has no member left say, is left out.
+    """
+    body = {info(node).name: node for node in program.body.calls()}
+
+    def look(graph: Graph) -> dict[str, tuple[Trail, ...]]:
+        nodes = {info(node).name: node for node in graph.calls()}
+        found: dict[str, tuple[Trail, ...]] = {}
+        for value in values:
+            about = info(body[value]) if value in body else None
+            origin = about.origin.of if about is not None and about.origin is not None else ""
+            node = nodes.get(value) or nodes.get(origin)
+            if node is not None and collective(graph, node) is not None:
+                found[value] = tuple(trails(graph, node))
+        return found
+
+    return compiled(program.reference, bound_of(program), options_of(program), look) if values else {}
 
 
 def _in_bucket(program: Program, target: Collective) -> tuple[Collective, str]:

@@ -49,13 +49,15 @@ def print_graph(
     for reading and not for `parse`."""
     text: list[str] = []
     between: Between = {}
-    for lines in _sections(graph, comments, keep):
+    for lines in sections(graph, comments, keep):
         text += folded_text(lines, between) if fold else [line.text for line in lines]
     return "\n".join([*text, "}"]) + "\n"
 
 
-def _sections(graph: Graph, comments: bool, keep: Callable[[fx.Node], bool] | None) -> Iterator[list[Line]]:
-    """The lines of the head, of each phase, and of what is returned, each with the layer that it belongs to."""
+def sections(
+    graph: Graph, comments: bool = True, keep: Callable[[fx.Node], bool] | None = None
+) -> Iterator[list[Line]]:
+    """The lines of head and inputs, of each phase, and of what is returned, each with the layer that it belongs to."""
     repeated = f" microbatches({graph.microbatches})" if graph.microbatches > 1 else ""
     by = graph.tokens
     counted = "" if by is None else f" tokens({json.dumps(by.input)}, ignore={by.ignore}, shift={by.shift})"
@@ -78,6 +80,9 @@ def _sections(graph: Graph, comments: bool, keep: Callable[[fx.Node], bool] | No
             text = f"  {value_name(node)} = {_port(port)} : {about.type}{_marks(about.constant)}"
             lines.append(Line(text, _layer(port)))
             continue
+        if node.prev.op == "placeholder":
+            yield lines
+            lines = []
         line = f"  {_call(node)}"
         if comments and (note := _comment(graph, node, source)):
             line = f"{line}    # {' '.join(note.split())}"  # a file's name may hold anything

@@ -146,6 +146,9 @@ FLOORS: list[dict[str, str]] = [
         "shardc.explain": "__init__ collective fusion plan_edits provenance transfer unfused what_if",
     },
     {
+        "shardc.page": "__init__ content render",
+    },
+    {
         "shardc.api": "__init__",
     },
     {
