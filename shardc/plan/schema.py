@@ -142,9 +142,9 @@ class Plan(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a YAML file, or a plan of ours by name: `shardc:gpt2`."""
-        path = plan_path(path)
+        file = plan_path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as cannot:  # ValueError: of UTF-8, or of a path with a NUL byte
             why = getattr(cannot, "strerror", None) or str(cannot)
             why = "not UTF-8 text" if isinstance(cannot, UnicodeDecodeError) else why
