@@ -141,7 +141,10 @@ def add_by_layer(table: Table, entries: Sequence[Entry], column: int) -> None:
         own[column] = name + own[column]
         table.add_row(*own)
 
-    for phase, keys in groupby(blocks, key=lambda key: key[0]):
+    def phase_of(key: tuple[Phase, str]) -> Phase:
+        return key[0]
+
+    for phase, keys in groupby(blocks, key=phase_of):
         table.add_section()
         add(f"{PHASES[phase]}:")
         rows = [entry for key in keys for entry in blocks[key]]

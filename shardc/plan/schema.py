@@ -200,7 +200,7 @@ class Plan(BaseModel):
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in KINDS and value:
-                shown = {a.pattern: str(a.placement) for a in list(self.annotations(name))[:SHOWN]}
+                shown = {a.pattern: str(a.placement) for a in list(cast(Annotations, value).values())[:SHOWN]}
                 yield name, {**shown, **({"...": f"{len(value) - SHOWN} more"} if len(value) > SHOWN else {})}
             elif name not in KINDS and value != field.default:
                 yield name, str(value) if name == "mesh" else value
