@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from shardc import api
 from shardc.api import Program
 from shardc.cli import as_json as plain
-from shardc.cli.console import diagnose, err, out, progress, show, write, write_json
+from shardc.cli.console import diagnose, err, for_terminal, out, progress, show, write, write_json
 from shardc.cli.host_memory import refuse_program
 from shardc.cli.ir_printer import Printer, keep_only
 from shardc.cli.kernel_list import kernel_list
@@ -115,7 +115,7 @@ def explain(asked: Asked, value: str | None, *, kernels: bool, fold: bool | None
         if as_json:
             write_json(plain.explanation(explanation))
         else:
-            typer.echo(str(explanation))
+            typer.echo(for_terminal(str(explanation)))
     elif as_json:
         data = plain.program(program)
         chosen = {key: data[key] for key in ("collectives", "transfers") if key in data}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -31,6 +32,24 @@ def _console(*, stderr: bool) -> Console:
     """Made anew each time, so that it writes to where sys.stdout points now; a pipe is as wide as the text needs."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200)
+
+
+def for_terminal(text: str, indent: int = 12) -> str:
+    """Text whose lines fit the terminal that stdout is, the second and later lines of one indented; else as it is."""
+    console = out()
+    if not console.is_terminal:
+        return text
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(
+            line,
+            max(console.width, 2 * indent),
+            subsequent_indent=" " * indent,
+            drop_whitespace=True,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
 
 
 def show(parts: Iterable[RenderableType], console: Console) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.text import Text
+from torch.cuda import nccl
 
 from kernels_triton.launch.launch import HAS_TRITON
 from kernels_triton.launch.tables import VARIABLE, schedules
@@ -72,7 +73,7 @@ def _versions() -> dict[str, str]:
             versions[name] = "not installed"
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-        versions["nccl"] = _asked(lambda: ".".join(map(str, torch.cuda.nccl.version())))
+        versions["nccl"] = _asked(lambda: ".".join(map(str, nccl.version())))
     return versions
 
 

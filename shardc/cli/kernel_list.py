@@ -8,33 +8,44 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from shardc.api import Program
-from shardc.cli.summary import add_rows, table_of
+from shardc.cli.summary import Entry, add_by_layer, table_of
 from shardc.explain.fusion import CallExplanation, Fusion, KernelExplanation, asked_of, fusions
 from shardc.ir.collectives import human_bytes
-from shardc.ir.fold import Line
 from shardc.ir.layers import layer_of
 
 
-def kernel_list(program: Program, fold: bool = False) -> list[RenderableType]:
+def kernel_list(program: Program, by_layer: bool = False) -> list[RenderableType]:
     """Every kernel, then the other calls that move something, those of one op and one reason in a row.
 
-    With `fold`, kernels of equal layers once."""
+    `by_layer` is narrow, and has kernels of equal layers once."""
     graph_fusions = fusions(program, program.staged)
     if not any(fusion.kernels for fusion in graph_fusions):
         return [Text(asked_of(program).without_kernels), *([_others(graph_fusions)] if graph_fusions else [])]
-    table = table_of("kernel", "runs", "calls", "phase", "moved", "before", "line", number=(2, 4, 5))
-    for fusion in graph_fusions:
-        add_rows(table, [_kernel_row(fusion.graph, kernel) for kernel in fusion.kernels.values()], fold)
+    if by_layer:
+        table = table_of("kernel", "calls", "moved", "before", number=(1, 2, 3))
+        for fusion in graph_fusions:
+            if fusion.graph:
+                table.add_section()
+                table.add_row(f"{fusion.graph}:")
+            add_by_layer(table, [_entry(kernel) for kernel in fusion.kernels.values()], 0)
+    else:
+        table = table_of("kernel", "runs", "calls", "phase", "moved", "before", "line", number=(2, 4, 5))
+        for fusion in graph_fusions:
+            for kernel in fusion.kernels.values():
+                name = f"{fusion.graph}:{kernel.name}" if fusion.graph else f"%{kernel.name}"
+                runs, calls = kernel.template or "generated", str(len(kernel.calls))
+                sizes = human_bytes(kernel.after), human_bytes(kernel.before)
+                table.add_row(name, runs, calls, kernel.about.phase, *sizes, kernel.about.source)
     table.add_section()
-    table.add_row(*_total(graph_fusions))
+    label, moved, before = _total(graph_fusions)
+    table.add_row(label, "", moved, before) if by_layer else table.add_row(label, "", "", "", moved, before, "")
     return [table, _others(graph_fusions)]
 
 
-def _kernel_row(graph: str, kernel: KernelExplanation) -> tuple[Line, Sequence[str]]:
-    name = f"{graph}:{kernel.name}" if graph else f"%{kernel.name}"
-    about, sizes = kernel.about, (human_bytes(kernel.after), human_bytes(kernel.before))
-    cells = (name, kernel.template or "generated", str(len(kernel.calls)), about.phase, *sizes, about.source)
-    return Line(f"%{kernel.name} {' '.join(cells[1:-1])}", layer_of(about.fqn)), cells
+def _entry(kernel: KernelExplanation) -> Entry:
+    template = f" ({kernel.template})" if kernel.template else ""
+    cells = (template, str(len(kernel.calls)), human_bytes(kernel.after), human_bytes(kernel.before))
+    return Entry(kernel.about.phase, layer_of(kernel.about.fqn), kernel.name, cells, " ".join(cells))
 
 
 def _others(graph_fusions: Sequence[Fusion]) -> RenderableType:
@@ -52,10 +63,10 @@ def _others(graph_fusions: Sequence[Fusion]) -> RenderableType:
     return table
 
 
-def _total(graph_fusions: Sequence[Fusion]) -> tuple[str, ...]:
+def _total(graph_fusions: Sequence[Fusion]) -> tuple[str, str, str]:
     """Of everything that is counted, kernel or not: what the summary says, too."""
     kernels = [kernel for part in graph_fusions for kernel in part.kernels.values()]
     calls = [call for part in graph_fusions for call in (*part.stayed.values(), *part.gone.values())]
     bytes_after = sum(part.after for part in (*kernels, *calls))
     bytes_before = sum(part.before for part in (*kernels, *calls))
-    return "with what is no kernel", "", "", "", human_bytes(bytes_after), human_bytes(bytes_before), ""
+    return "with what is no kernel", human_bytes(bytes_after), human_bytes(bytes_before)

@@ -16,7 +16,7 @@ from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
 from shardc.ir.collectives import Collective, human_bytes
 from shardc.ir.fold import Line, described, fold
-from shardc.ir.graph import Graph, Port, info, type_of, update
+from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
 from shardc.ir.layers import layer_of
 from shardc.ir.program import Program
 from shardc.ir.types import TensorType
@@ -108,27 +108,54 @@ def collectives_by_layer(collectives: Sequence[Collective]) -> RenderableType:
 
     A value's name ends in the kind of its collective. What is reduced is summed, unless the row says otherwise.
     """
-    blocks: dict[tuple[str, str], list[tuple[int, Collective]]] = {}
-    for i, collective in enumerate(collectives):
-        blocks.setdefault((collective.phase, layer_of(collective.fqn)), []).append((i, collective))
     table = table_of("#", "value", "axis", "sent", number=(0, 3))
-    for phase, group in groupby(blocks, key=lambda key: key[0]):
-        table.add_section()
-        table.add_row("", f"{PHASES[phase]}:")
-        rows = [(layer, i, collective) for _, layer in group for i, collective in blocks[phase, layer]]
-        lines = [Line(f"%{c.value} {c.kind} {c.op} {c.axes} {_sent(c)}", layer) for layer, _, c in rows]
-        for part in fold(lines):
-            layer = lines[part.start].layer
-            if layer:
-                count = f": x {len(part.layers)} layers, as {layer}" if len(part.layers) > 1 else ""
-                table.add_row("", f"{described(part.layers) if count else layer}{count}")
-            for _, i, c in rows[part.start : part.stop]:
-                name = ("  " if layer else "") + f"%{c.value}".replace(f"{layer}.", "", 1 if layer else 0)
-                kind = "" if c.kind in c.value.rpartition(".")[2] else c.kind
-                op = c.op if c.op != "sum" else ""
-                said = f" ({' '.join(filter(None, (kind, op)))})" if kind or op else ""
-                table.add_row(str(i), name + said, ".".join(c.axes), _sent(c))
+    entries: list[Entry] = []
+    for i, c in enumerate(collectives):
+        kind = "" if c.kind in c.value.rpartition(".")[2] else c.kind
+        said = " ".join(filter(None, (kind, c.op if c.op != "sum" else "")))
+        cells = (str(i), f" ({said})" if said else "", ".".join(c.axes), _sent(c))
+        entries.append(Entry(c.phase, layer_of(c.fqn), c.value, cells, f"{c.kind} {c.op} {c.axes} {_sent(c)}"))
+    add_by_layer(table, entries, 1)
     return table
+
+
+class Entry(NamedTuple):
+    """A row of a table by phase and layer: what the value's own cell has after its name, and what equal rows share."""
+
+    phase: Phase
+    layer: str
+    value: str
+    cells: tuple[str, ...]
+    form: str
+
+
+def add_by_layer(table: Table, entries: Sequence[Entry], column: int) -> None:
+    """The rows under a heading for each phase, and for each layer, or for layers whose rows are equal; a value's name,
+    which goes into a `column`, is without the layer's there."""
+    blocks: dict[tuple[Phase, str], list[Entry]] = {}
+    for entry in entries:
+        blocks.setdefault((entry.phase, entry.layer), []).append(entry)
+
+    def add(name: str, cells: Sequence[str] = ()) -> None:
+        own = list(cells) or [""] * len(table.columns)
+        own[column] = name + own[column]
+        table.add_row(*own)
+
+    def phase_of(key: tuple[Phase, str]) -> Phase:
+        return key[0]
+
+    for phase, keys in groupby(blocks, key=phase_of):
+        table.add_section()
+        add(f"{PHASES[phase]}:")
+        rows = [entry for key in keys for entry in blocks[key]]
+        for part in fold([Line(f"%{row.value} {row.form}", row.layer) for row in rows]):
+            layer = rows[part.start].layer
+            if len(part.layers) > 1:
+                add(f"{described(part.layers)}: x {len(part.layers)} layers")
+            elif layer:
+                add(layer)
+            for row in rows[part.start : part.stop]:
+                add(f"  %{row.value.replace(f'{layer}.', '', 1)}" if layer else f"%{row.value}", row.cells)
 
 
 def _sent(collective: Collective) -> str:

@@ -26,7 +26,7 @@ from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
-from shardc.plan.packaged import PREFIX, packaged, plan_path
+from shardc.plan.packaged import PREFIX, plan_path
 from shardc.plan.pipeline import Pipelining
 from shardc.plan.values import (
     Annotations,
@@ -142,14 +142,13 @@ class Plan(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a YAML file, or a plan of ours by name: `shardc:gpt2`."""
-        path = plan_path(path)
+        file = plan_path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as cannot:  # ValueError: of UTF-8, or of a path with a NUL byte
             why = getattr(cannot, "strerror", None) or str(cannot)
             why = "not UTF-8 text" if isinstance(cannot, UnicodeDecodeError) else why
-            brought = ", ".join(f"{PREFIX}{name}" for name in packaged("plans"))
-            hint = f"give the path of a YAML file, or a plan of ours: {brought}"
+            hint = f"give the path of a YAML file, or {PREFIX}gpt2, say: `shardc doctor` lists the plans of ours"
             raise error("SC208", f"cannot read the plan {path}: {why}", hint=hint) from None
         return cls.parse(text, str(path))
 
@@ -200,7 +199,7 @@ class Plan(BaseModel):
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in KINDS and value:
-                shown = {a.pattern: str(a.placement) for a in list(self.annotations(name))[:SHOWN]}
+                shown = {a.pattern: str(a.placement) for a in list(cast(Annotations, value).values())[:SHOWN]}
                 yield name, {**shown, **({"...": f"{len(value) - SHOWN} more"} if len(value) > SHOWN else {})}
             elif name not in KINDS and value != field.default:
                 yield name, str(value) if name == "mesh" else value

@@ -191,7 +191,7 @@ def test_explain_of_32_layers_fits_a_terminal(deep: str, monkeypatch: pytest.Mon
     lines = folded.out.splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 80
-    assert any("h.0 to 31: x 32 layers, as h.0" in line for line in lines)
+    assert any("h.0 to 31: x 32 layers" in line for line in lines)
     assert len(whole.out.splitlines()) > 150, "what goes to a pipe is not folded"
     assert whole.out == shardc_cli("explain", deep, "--no-fold").out
 

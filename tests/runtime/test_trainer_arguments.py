@@ -152,6 +152,9 @@ def test_models_on_meta_and_their_weights(trainer: Trainer, tmp_path: Path) -> N
         refused("SC406", r"saved without an optimizer(.|\n)*load\(strict=False\)", lambda: other.load(tmp_path / "ck"))
         other.load(tmp_path / "ck", strict=False)
         assert torch.equal(other.state["weight"], trainer.state["weight"])
+        other.save(tmp_path / "with_optimizer")
+    without_state = r"saved with an optimizer(.|\n)*load\(strict=False\) leaves that one's state out"
+    refused("SC406", without_state, lambda: trainer.load(tmp_path / "with_optimizer"))
 
 
 def stepped(optimizer: Any = None, descends: bool = False, scheduled: bool = False) -> list[str]:

@@ -36,6 +36,7 @@ from shardc.runtime.checkpoint.planners import Held, LoadShards, Reader, SaveSha
 from shardc.torch_compat import stored_at
 
 T = TypeVar("T")
+SHOWN = 12  # tensors that do not fit, of hundreds
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def _check_fit(
     metadata: Metadata,
     strict: bool,
 ) -> None:
-    """Raise SC406, listing every tensor that does not fit, unless every tensor can be read unchanged."""
+    """Raise SC406, listing the first tensors that do not fit, unless every tensor can be read unchanged."""
     taken = set(named.values())
     unused = [n for n, record in manifest.tensors.items() if taken.isdisjoint((n, *record.aliases))]
     missing = [name for name in tensors if name not in named]
@@ -307,12 +308,14 @@ def _check_fit(
             missing_hint = (
                 "it was saved without an optimizer, or with another: load(strict=False) starts the optimizer afresh"
             )
+        if unused and all(manifest.tensors[name].role == "state" for name in unused):
+            hint = "it was saved with an optimizer, or with another: load(strict=False) leaves that one's state out"
         reasons += [("no values in it", lines, missing_hint), ("no place in the program", unused, hint)]
     problems = [
         Diagnostic(
             "SC406",
             f"the checkpoint {path} does not fit: {len(lines)} tensor{'s have' if len(lines) > 1 else ' has'} {what}",
-            cause="\n".join(lines),
+            cause="\n".join([*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]),
             hint=hint,
         )
         for what, lines, hint in reasons
