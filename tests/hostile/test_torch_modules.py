@@ -11,8 +11,8 @@ import pytest
 PARTS, SAMPLE = 64, 320  # a sample is of so many parts one
 # What is refused, and is right to be: by the module's name.
 REFUSED = {
-    # momentum=None divides by a count that is a tensor; CTC reads lengths, a transformer its mask, the Gaussian loss the
-    # signs of its variances, from tensors.
+    # momentum=None divides by a count that is a tensor; CTC reads lengths, a transformer its mask, and the Gaussian
+    # loss the signs of its variances, from tensors.
     "SC101": ("nn.BatchNorm", "nn.LazyBatchNorm", "nn.CTCLoss", "nn.Transformer", "nn.GaussianNLLLoss"),
     # A batch of no elements.
     "SC103": tuple(f"nn.{norm}" for norm in ("BatchNorm", "LayerNorm 5", "RMSNorm 5")),
