@@ -8,6 +8,9 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n auto --dist worksteal
 PLAN ?= configs/plans/gpt2.yaml
 
+# Tests start some 150 processes: without compiled files, each compiles all of shardc first, for 1.3 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.shardc-installed
 
