@@ -17,7 +17,8 @@ from tests.repository.pages import PAGES, ROOT, Page, missing_names, shardc_cli
 
 pytest.importorskip("transformers")
 
-EXECUTED = [page for page in PAGES if page.path.name not in ("architecture.md", "diagnostics.md")]  # they have own tests
+OWN_TESTS = ("architecture.md", "diagnostics.md")
+EXECUTED = [page for page in PAGES if page.path.name not in OWN_TESTS]
 # What the synopsis of the command line leaves to the reader.
 STANDS_FOR = {
     "shardc timeline TARGET --plan FILE": "shardc timeline examples/mlp.py:mlp --plan tests/cli/mlp_pp.yaml",
