@@ -38,14 +38,23 @@ def _runs(page: Page) -> bool:
     return any(block.language in ("python", "console") and not block.is_excerpt for block in page.blocks)
 
 
-@pytest.mark.parametrize("page", [page for page in EXECUTED if _runs(page)], ids=lambda page: page.path.stem)
+def _run(page: Page, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name in ("examples", "configs", "docs", "tests"):
+        (folder / name).symlink_to(ROOT / name)  # commands are those of a reader in the repository
+    page.run(folder, request)
+
+
+def test_the_readme_runs(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(page("README.md"), tmp_path, request, monkeypatch)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("page", [page for page in EXECUTED[1:] if _runs(page)], ids=lambda page: page.path.stem)
 def test_a_page_runs(
     page: Page, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("examples", "configs", "docs", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)  # commands are those of a reader in the repository
-    page.run(tmp_path, request)
+    _run(page, tmp_path, request, monkeypatch)
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=IDS)
