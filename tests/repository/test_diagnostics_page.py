@@ -18,6 +18,7 @@ import contextlib
 import io
 import re
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,12 +102,25 @@ def preamble(chapter: str, folder: Path) -> dict[str, Any]:
     """The names that the examples of a chapter begin with."""
     scope: dict[str, Any] = {"__name__": "example"}
     blocks = [Block(*match) for match in BLOCK.findall(TEXT.partition("\n## ")[0] + chapter)]
-    for number, block in enumerate(b for b in blocks if b.language == "python"):
-        file = folder / (block.title or f"preamble_{abs(hash(chapter))}_{number}.py")
+    for block in (block for block in blocks if block.language == "python"):
+        file = folder / block.title
         file.write_text(block.body)
         torch.manual_seed(0)
         exec(compile(block.body, str(file), "exec", dont_inherit=True), scope)
     return scope
+
+
+@contextlib.contextmanager
+def as_registered() -> Iterator[None]:
+    """The rules and schedules that an example adds are there for that example alone."""
+    tables: list[dict[Any, Any]] = [rules._RULES, rules._FITTED, schedules._SCHEDULES]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
 
 
 def printed_by(blocks: list[Block], scope: dict[str, Any], name: str) -> str:
@@ -175,20 +189,20 @@ def test_examples(
     section, shared = SECTIONS[code], tmp_path_factory.getbasetemp()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for module, table in ((rules, "_RULES"), (rules, "_FITTED"), (schedules, "_SCHEDULES")):  # examples add to them
-        monkeypatch.setattr(module, table, dict(getattr(module, table)))
     scope = dict(preamble(section.chapter, shared))
     (tmp_path / "model.py").write_text((shared / "model.py").read_text())
     torch.manual_seed(0)
     assert section.example
-    printed = printed_by(section.example, scope, "example").replace(f"{shared}/", "")
+    with as_registered():
+        printed = printed_by(section.example, scope, "example").replace(f"{shared}/", "")
     short = shortened(code, printed)
     if request.config.getoption("--update-golden") and short != section.shown:
         updated = section.text.replace(f"```text\n{section.shown}```", f"```text\n{short}```", 1)
         PAGE.write_text(PAGE.read_text(encoding="utf-8").replace(section.text, updated), encoding="utf-8")
     else:
         assert short == section.shown
-    assert f"[{code} " not in printed_by(section.mended, scope, "mended")
+    with as_registered():
+        assert f"[{code} " not in printed_by(section.mended, scope, "mended")
 
 
 def test_most_sections_are_executed_and_have_a_mended_form() -> None:
