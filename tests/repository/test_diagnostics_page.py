@@ -28,6 +28,7 @@ import torch
 from typer.testing import CliRunner
 
 import shardc
+from kernels_triton.launch import tables
 from shardc.cli import main
 from shardc.ir.diagnostic import CODES, ShardcError
 from shardc.rules import registry as rules
@@ -113,12 +114,12 @@ def preamble(chapter: str, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def as_registered() -> Iterator[None]:
     """The rules and schedules that an example adds are there for that example alone."""
-    tables: list[dict[Any, Any]] = [rules._RULES, rules._FITTED, schedules._SCHEDULES]
-    before = [dict(table) for table in tables]
+    registries: list[dict[Any, Any]] = [rules._RULES, rules._FITTED, schedules._SCHEDULES]
+    before = [dict(table) for table in registries]
     try:
         yield
     finally:
-        for table, entries in zip(tables, before, strict=True):
+        for table, entries in zip(registries, before, strict=True):
             table.clear()
             table.update(entries)
 
@@ -189,6 +190,8 @@ def test_examples(
     section, shared = SECTIONS[code], tmp_path_factory.getbasetemp()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv(tables.VARIABLE, "")  # so that it is put back after an example that sets it
+    monkeypatch.delenv(tables.VARIABLE)
     scope = dict(preamble(section.chapter, shared))
     (tmp_path / "model.py").write_text((shared / "model.py").read_text())
     torch.manual_seed(0)
