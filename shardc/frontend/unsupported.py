@@ -72,7 +72,7 @@ def untrained(params: Collection[str]) -> ShardcError:
 def refuse_no_scalar(loss: object, output: object, function: object, model: nn.Module, names: Collection[str]) -> None:
     """Raise ShardcError (SC102) unless a step's `loss` is a scalar that depends on a parameter. `function` made it of
     the model's `output`, if there is one; `names` are the names of the batch's tensors."""
-    hint = "pass trace's or compile's `loss`, a function (output, batch) -> scalar tensor"
+    hint = "pass `loss=` to compile, a function (output, batch) -> scalar tensor"
     if not isinstance(loss, Tensor):
         message = f"no loss in the model's output, a {type(output).__name__}"
         labels = [name for name in inspect.signature(model.forward).parameters if "label" in name and name not in names]
@@ -86,6 +86,7 @@ def refuse_no_scalar(loss: object, output: object, function: object, model: nn.M
             hint = f"add '{labels[0]}' to the batch, if the model makes a loss of it, or {hint}"
         raise error("SC102", message, hint=hint)
     if loss.dim() != 0:
+        hint = hint if function is None else "let the loss function return a scalar tensor, such as its mean()"
         raise error("SC102", f"the loss is not a scalar to differentiate: it is {list(loss.shape)}", hint=hint)
     if loss.is_complex():
         message = f"the loss is not a scalar to differentiate: it is complex, {loss.dtype}".replace("torch.", "")

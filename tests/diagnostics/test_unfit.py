@@ -189,7 +189,11 @@ MODELS: dict[str, tuple[nn.Module, Tensor, str]] = {
     "nothing to train": (nn.ReLU(), X, "SC102(.|\n)*no parameters, so there is nothing to train"),
     "no_grad": (Frozen(), X, "SC102(.|\n)*independent(.|\n)*no_grad"),
     "no labels": (Labelled(), X, "SC102(.|\n)*where the batch has 'labels'(.|\n)*add 'labels' to the batch"),
-    "no loss": (ReturnsNothing(), X, "SC102(.|\n)*no loss in the model's output, a NoneType(.|\n)*pass trace's"),
+    "no loss": (
+        ReturnsNothing(),
+        X,
+        "SC102(.|\n)*no loss in the model's output, a NoneType(.|\n)*pass `loss=` to compile",
+    ),
     "deep": (deep(2000), X, "SC110(.|\n)*nested too deeply"),
     "elsewhere": (
         WritesElsewhere(),
