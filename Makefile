@@ -8,10 +8,13 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n auto --dist worksteal
 PLAN ?= configs/plans/gpt2.yaml
 
+# Tests start some 150 processes: without compiled files, each compiles all of shardc first, for 1.3 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.shardc-installed
 
-.PHONY: help demo test tests lint types format fuzz gate-kernels clean
+.PHONY: help demo test tests lint types docs format fuzz gate-kernels clean
 
 help:
 	@echo "make demo    compile GPT-2 from its plan, print the program, verify it against the single device"
@@ -23,6 +26,7 @@ help:
 	@echo "             (FUZZ_EXAMPLES=500 make fuzz: a tenth of all that); then the full form of each test of which"
 	@echo "             make test runs a sample, and each property with more examples (pytest -m 'long or hypothesis')"
 	@echo "make gate-kernels  compile every kernel for sm_90 and sm_80 without a GPU: spills and access widths, as JSON"
+	@echo "make docs    build the documentation as a site, in build/site; a broken link is an error"
 	@echo "make format  format and fix what ruff can"
 
 $(STAMP): pyproject.toml
@@ -47,6 +51,15 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+# In an environment of its own: it reads the sources, and imports nothing of them.
+docs: build/docs-venv/.installed
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet
+
+build/docs-venv/.installed: pyproject.toml
+	test -x build/docs-venv/bin/python || $(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5" "mkdocstrings[python]>=0.27"
+	touch $@
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -274,7 +274,8 @@ def _elements_touched(access_map: AccessMap, space: Sequence[int]) -> int:
 
 
 def malformed_kernel(message: str, kernel: str = "") -> ShardcError:
-    return error("SC531", f"{kernel or 'a fused kernel'}: {message}")
+    hint = "compile the program anew: the compiler writes such texts, and this one was changed since"
+    return error("SC531", f"{kernel or 'a fused kernel'}: {message}", hint=hint)
 
 
 def _step_fault(step: KernelStep, index: int, dims: int) -> str:

@@ -151,10 +151,11 @@ def idle_axes(traced: Traced, mesh: Mesh, bound: Sequence[Bound], store: Store) 
     name = next((i.name for i in traced.inputs if i.role == "input"), "x")
     if not used:
         message = f"nothing is placed: all {mesh.world_size} ranks of the mesh ({mesh}) compute one and the same step"
-        return [Diagnostic("SC215", message, "warning", hint=_use(idle[0], name))]
+        return [Diagnostic("SC215", message, "warning", hint=_use(idle[0], name, None))]
+    placed = next((str(b.placement) for b in bound if (b.kind, b.name) == ("input", name)), None)
     return [
         Diagnostic("SC215", f"nothing is placed over axis '{axis}': {_same(mesh.size(axis))}", "warning", hint=hint)
-        for axis, hint in ((axis, _use(axis, name)) for axis in idle)
+        for axis, hint in ((axis, _use(axis, name, placed)) for axis in idle)
     ]
 
 
@@ -185,9 +186,11 @@ def _same(ranks: int) -> str:
     return f"its {ranks} ranks compute one and the same"
 
 
-def _use(axis: str, name: str) -> str:
-    """The hint for the use of an idle axis."""
-    placement_hint = f'place the batch, as in plan={{"inputs": {{"{name}": "{axis}"}}}}, or parameters'
+def _use(axis: str, name: str, placed: str | None) -> str:
+    """The hint for the use of an idle axis, where the batch is placed over others already or not at all."""
+    first, *rest = (placed or "-").split(", ")
+    placement = ", ".join([axis if first in ("-", "?") else f"{first}.{axis}", *rest])
+    placement_hint = f'place the batch, as in plan={{"inputs": {{"{name}": "{placement}"}}}}, or parameters'
     stages = f"put stages of the model along it: pipeline: {{axis: {axis}, microbatches: 8}}"
     return f"{stages}; or {placement_hint}" if axis.startswith(("pp", "pipe", "stage")) else placement_hint
 

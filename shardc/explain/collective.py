@@ -165,7 +165,7 @@ def _in_bucket(program: Program, target: Collective) -> tuple[Collective, str]:
         target = replace(member(body, node), times=target.times)
     others = [info(value).name for value in bucketed if value is not node]
     shown = ", ".join(f"%{name}" for name in others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    return target, f"%{info(bucket_value).name}, with {len(others)} others: {shown}"
+    return target, f"%{info(bucket_value).name}, with {len(others)} other{'s' * (len(others) > 1)}: {shown}"
 
 
 def find(program: Program, value: str | int) -> Collective:

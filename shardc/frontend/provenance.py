@@ -195,7 +195,9 @@ class Origins:
         source, text = self.where_raised(problem.__traceback__)
         fields = {"location": source or None, "source_text": text or None, "fqn": self.fqn or None}
         if torch_compat.is_data_dependent(problem):
-            hint = "choose with torch.where, or by Python values; experts: set_experts_implementation('grouped_mm')"
+            hint = "choose with torch.where, or by Python values"
+            if "expert" in f"{self.fqn} {text}".lower():
+                hint += "; a model of Hugging Face's: model.set_experts_implementation('grouped_mm')"
             looking = self._line_of_torch(problem.__traceback__)
             if looking:
                 text_of_torch = looking[1]

@@ -86,6 +86,7 @@ def refuse_no_scalar(loss: object, output: object, function: object, model: nn.M
             hint = f"add '{labels[0]}' to the batch, if the model makes a loss of it, or {hint}"
         raise error("SC102", message, hint=hint)
     if loss.dim() != 0:
+        hint = hint if function is None else "let the loss function return a scalar tensor, such as its mean()"
         raise error("SC102", f"the loss is not a scalar to differentiate: it is {list(loss.shape)}", hint=hint)
     if loss.is_complex():
         message = f"the loss is not a scalar to differentiate: it is complex, {loss.dtype}".replace("torch.", "")

@@ -69,7 +69,6 @@ COMPILER_CODES: dict[str, Code] = {
     "SC223": Code("pipeline-axis", "a placement names the axis of the pipeline, along which no tensor is sharded"),
     "SC224": Code("stage-costs", "costs are given that are not those of a pipeline's stages"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
-    "SC302": Code("op-refused", "an op cannot be executed with the placement asked of it"),
     "SC303": Code("rule-misfit", "the sharding rule of an op does not fit a call of the op"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
     "SC402": Code("file-altered", "a program file does not match its checksum"),

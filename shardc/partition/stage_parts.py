@@ -208,8 +208,8 @@ class StageParts:
                 reading_stages.setdefault(value, set()).add(stage)
         stages_of = {microbatch_sum.total: set(microbatch_sum.accumulates) for microbatch_sum in self.sums}
         inputs = self.graph.input_nodes()
-        gradients = dict(self.graph.gradients)
-        gradients |= {p.name: v for p, v in self._returned if p.role == "grad"}
+        # A clipped gradient depends on all sums, by the norm; what counts is the gradient before.
+        gradients = {p.name: v for p, v in self._returned if p.role == "grad"} | dict(self.graph.gradients)
         for name, value in gradients.items():
             for total in _sums_above(value, stages_of):
                 stages_of[total] |= reading_stages.get(inputs[name], set())

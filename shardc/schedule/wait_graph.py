@@ -77,7 +77,8 @@ def match_collectives(steps: RankSteps) -> tuple[Meetings, list[Diagnostic]]:
             calls = [None if member is None else member[1] for member in members]
             if len(set(calls)) > 1:
                 member_texts = ", ".join(
-                    f"rank {rank} {i and instruction_text(i)}" for rank, i in zip(group, calls, strict=True)
+                    f"rank {rank} {instruction_text(i) if i else 'nothing'}"
+                    for rank, i in zip(group, calls, strict=True)
                 )
                 errors.append(Diagnostic("SC522", f"collective {number} of group {set(group)} differs: {member_texts}"))
                 break
@@ -127,7 +128,9 @@ def _cycle(steps: RankSteps, meetings: Meetings, stuck: dict[int, StepKey]) -> D
     text = "\n".join(f"rank {rank} at {words}: waits for rank {other}" for rank, words, other in shown)
     message = f"{len(cycle)} ranks wait for each other in a cycle"
     sends = all("Send" in words for _, words, _ in shown)
-    hint = "list opposite transfers side by side: adjacent ones are one batch" if sends else None
+    hint = "reorder the work of one of these ranks, so that it comes first to what another waits for"
+    if sends:
+        hint = "list opposite transfers side by side: adjacent ones are one batch"
     return Diagnostic("SC523", message, source_text=text, hint=hint)
 
 

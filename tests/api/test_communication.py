@@ -1,7 +1,7 @@
 """Communication is exactly Megatron-LM's: counts and bytes against closed formulas, for 2 and for 32 layers.
 
 Only the column weights, the vocabulary and the batch are annotated (and for sequence parallelism one residual
-activation). With A = batch/dp * seq * hidden * itemsize, the formulas are those of the README's table.
+activation). With A = batch/dp * seq * hidden * itemsize, the formulas are those of docs/guides/communication.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What a running job says when it cannot go on, word for word. (Batches of the wrong shape: `test_bad_input.py`.)"""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ import shardc
 from examples.mlp import mlp
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.ir.types import TensorType
 from shardc.plan.schema import Plan
 from shardc.runtime.execute import monitor
 from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.oracle.simulate import simulate
+from shardc.runtime.train import replicas
+from shardc.runtime.train.agreement import agree
 from tests.handmade import Builder
 
 NAMES = ["%fc.mm (mlp.py:5)", "%act (mlp.py:6)", "%proj.all_reduce (mlp.py:8)"]
@@ -90,6 +95,22 @@ def refusing_op() -> None:
     simulate(b.graph(), {"x": torch.ones(4)})
 
 
+def differing() -> None:
+    """Two ranks come to the launch; the plans are those of a seed by rank."""
+    store, limit = dist.HashStore(), timedelta(seconds=20)
+    plans = [f"seed: {rank}\nmesh: dp=2" for rank in range(2)]
+    with ThreadPoolExecutor(2) as ranks:
+        meeting = [ranks.submit(agree, store, rank, 2, {"plan": plans[rank]}, limit) for rank in range(2)]
+        for ended in meeting:
+            ended.result()
+
+
+def another_batch() -> None:
+    """What rank 1 is given, as every rank reports it after the comparison of hashes."""
+    x = replicas.Item("x", "input", TensorType.parse("f32[8, 16]"), None)
+    raise ShardcError(*replicas._diagnostics([(x, [1])], "before step 0", False))
+
+
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "world_size": ("SC506", lambda: launched(8)),
     "missing_parameter": ("SC504", lambda: program(meta=True).launch()),
@@ -102,6 +123,9 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "rank_with_an_error": ("SC502", lambda: blamed(rank1="late", rank2="ValueError: no such file, in %act")),
     "nonfinite": ("SC509", lambda: nonfinite_step()),
     "refusing_op": ("SC511", refusing_op),
+    "ranks_differ": ("SC541", differing),
+    "replicas_differ": ("SC542", another_batch),
+    "absent_rank": ("SC543", lambda: agree(dist.HashStore(), 0, 2, {}, timedelta(seconds=0.2))),
     "late_rank": ("SC503", lambda: blamed(rank1="late")),
 }
 

@@ -74,6 +74,33 @@ def test_the_option_is_named_and_helps(case: str) -> None:
         trace(make(**options), batch)
 
 
+class Branch(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if input.sum() > 0 else -input)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[..., 0] > 0
+        return torch.cat([expert(x[chosen if n else ~chosen]) for n, expert in enumerate(self.experts)])
+
+
+def test_experts_are_spoken_of_where_there_are_some() -> None:
+    for model, said in ((Routed(), True), (Branch(), False)):
+        with pytest.raises(ShardcError) as caught:
+            trace(model, SEQUENCE, lambda y, _: y.sum())
+        (diagnostic,) = caught.value.diagnostics
+        assert diagnostic.code == "SC101"
+        assert ("set_experts_implementation('grouped_mm')" in (diagnostic.hint or "")) == said
+
+
 def test_a_function_of_ones_own_is_not_blamed_on_torch() -> None:
     """A module of torch's calls it, and it is what looks at values."""
 

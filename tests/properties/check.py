@@ -23,7 +23,7 @@ from shardc.runtime.oracle.simulate import run_reference, simulate
 from shardc.runtime.oracle.verify import verify
 
 # What a random plan may be refused for: dims that no axis can shard, blocks that do not fit. Other codes are bugs here.
-LEGITIMATE = {"SC206", "SC203", "SC207", "SC302"}
+LEGITIMATE = {"SC206", "SC203", "SC207"}
 
 
 @dataclass(frozen=True)

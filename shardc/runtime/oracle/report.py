@@ -62,6 +62,7 @@ class Mismatch:
             tensor=f"%{self.name} : {self.type}",
             op=self.op,
             cause=self.cause or None,
+            hint="check the rule of this op, if shardc.rule registered it; otherwise report this as a fault of shardc",
         )
 
 

@@ -109,7 +109,9 @@ def supplied(
 def missing(ports: Sequence[Port], hint: str) -> Diagnostic:
     """One diagnostic for all inputs that are missing: a model has hundreds."""
     first, *others = ports
-    message = f"{first.role} '{first.name}' was not supplied" + (f", nor were {len(others)} others" if others else "")
+    message = f"{first.role} '{first.name}' was not supplied"
+    if others:
+        message += ", nor was 1 other" if len(others) == 1 else f", nor were {len(others)} others"
     shown_names = [port.name for port in others[:SHOWN]] + ["..."] * (len(others) > SHOWN)
     cause = "missing too: " + ", ".join(shown_names) if others else None
     return Diagnostic("SC504", message, tensor=first.name, cause=cause, hint=hint)

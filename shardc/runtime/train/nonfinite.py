@@ -32,7 +32,7 @@ def probe(body: Graph, params: Iterable[str] | None = None) -> Graph:
 
 def nonfinite(step: int, loss: float, names: list[str]) -> ShardcError:
     """The error of a step whose plan says `nonfinite: raise`."""
-    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     message = f"step {step}: the gradients of {shown or 'some parameters'} are not finite, at a loss of {loss:.6g}"
     hint = "nothing was changed by the step; nonfinite: skip leaves such steps out and goes on"
     return error("SC509", message, tensor=names[0] if names else None, hint=hint)
