@@ -21,7 +21,7 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +114,7 @@ class Page:
         torch.manual_seed(0)
         scope: dict[str, object] = {"__name__": "page"}
         printed = ""
-        with _importable(folder):
+        with _importable(folder, [Path(str(block.named)).stem for block in self.blocks if block.is_file]):
             for number, block in enumerate(self.blocks):
                 if block.is_file:
                     (folder / str(block.named)).write_text(block.body, encoding="utf-8")
@@ -131,8 +131,10 @@ class Page:
 
 
 @contextlib.contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Modules of the folder can be imported, and are forgotten afterwards."""
+def _importable(folder: Path, names: Sequence[str]) -> Iterator[None]:
+    """Modules of the folder can be imported, and are forgotten afterwards; what others imported of `names` is, too."""
+    for name in names:
+        sys.modules.pop(name, None)
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
