@@ -73,18 +73,17 @@ def communication_list(program: Program, by_layer: bool = False) -> list[Rendera
     """What `explain` is asked about: collectives, and what stages send each other, numbered on; all of them, or
     `by_layer`."""
     collectives, transfers = program.collectives(), program.transfers()
-    table = table_of("#", "transfer", "from stage", "to", "phase", "sent by a rank", "line", number=(0, 2, 3, 5))
+    if by_layer:
+        table = table_of("#", "transfer", "stages", "phase", "sent", number=(0, 4))
+    else:
+        table = table_of("#", "transfer", "from stage", "to", "phase", "sent by a rank", "line", number=(0, 2, 3, 5))
     for i, transfer in enumerate(transfers, len(collectives)):
         sent = f"{human_bytes(transfer.bytes_per_rank)} x{transfer.times}"
-        table.add_row(
-            str(i),
-            f"%{transfer.name}",
-            str(transfer.origin),
-            str(transfer.target),
-            transfer.phase,
-            sent,
-            transfer.source,
-        )
+        name, origin, target = f"%{transfer.name}", str(transfer.origin), str(transfer.target)
+        if by_layer:
+            table.add_row(str(i), name, f"{origin} to {target}", transfer.phase, sent)
+        else:
+            table.add_row(str(i), name, origin, target, transfer.phase, sent, transfer.source)
     listed = collectives_by_layer if by_layer and collectives else collective_list
     tables = [listed(collectives)] if collectives or not transfers else []
     return [*tables, table] if transfers else tables

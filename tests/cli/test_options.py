@@ -6,6 +6,7 @@ import json
 import tomllib
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,6 +309,33 @@ def test_doctor_says_what_there_is() -> None:
     assert said["chosen"]["ranks under torchrun"] == ("NCCL on GPUs" if count else "gloo on CPUs")
     text = shardc_cli("doctor").out
     assert all(f"\n{part}\n" in f"\n{text}" for part in said)
+
+
+def test_doctor_on_a_host_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA would answer is given: two H200, linked."""
+    card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: card,
+        "get_device_name": lambda index: card.name,
+        "mem_get_info": lambda index: (100 * 2**30, 141 * 2**30),
+        "can_device_access_peer": lambda a, b: True,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(doctor.nccl, "version", lambda: (2, 27, 3))
+    said = doctor.examine()
+    assert said["devices"][1] == "cuda:1  NVIDIA H200  sm_90  100 GiB free of 141 GiB"
+    assert said["links"] == ["cuda:0  peer access to cuda:1", "cuda:1  peer access to cuda:0"]
+    assert said["versions"]["nccl"] == "2.27.3"
+    chosen = said["chosen"]
+    assert chosen["ranks under torchrun"] == "NCCL on GPUs"
+    assert chosen["hardware of a plan"] == "write hardware: h200"
+    assert chosen["kernels' schedules"] == "measured on NVIDIA H200"
+    assert chosen["kernels (fuse: true)"] == "Triton"
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
