@@ -314,7 +314,8 @@ class Program(data.Program):
     @on_cpu
     def evaluation(self, batch: Any, kept: Kept) -> Program:
         """The program that evaluates its model on batches like this one, on parameters and buffers as this one holds
-        them. It returns all outputs, without the loss of a function, or their scalars with it. Raises ShardcError (SC546) where there is no model."""
+        them. It returns all outputs, without the loss of a function, or their scalars with it. Raises ShardcError
+        (SC546) where there is no model."""
         if self.request is None:
             message = "the program came from a file, without its model, so no evaluation can be compiled"
             hint = 'compile the model here; or compile it with mode="eval" where it is, and save that program'

@@ -105,8 +105,7 @@ class _Step:
         forward_only: bool,
     ) -> None:
         self.model, self.call, self.loss, self.with_outputs = (model, call, loss, with_outputs)
-        self.forward_only = forward_only
-        self.microbatches, self.weighted = microbatches, weighted
+        self.microbatches, self.weighted, self.forward_only = microbatches, weighted, forward_only
         self.precision = precision
         self.casts = Casts(precision, model, call.names) if precision is not None else None
         self.scaled = precision is not None and precision.scaled and not forward_only
@@ -191,8 +190,8 @@ class _Step:
         with stand_ins.active():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
-            output_tensors = self._outputs(output, own_loss := self._scalar(output, batch))
-            loss = self._term(own_loss, tensors)
+            output_tensors = self._outputs(output, scalar := self._scalar(output, batch))
+            loss = self._term(scalar, tensors)
             stand_ins.refuse_changed()
             grads: dict[str, Tensor | None] = {}
             if loss is not None and not self.forward_only:
@@ -211,7 +210,7 @@ class _Step:
             param_gradients if self.casts is None else self.casts.gradients(param_gradients, origins.within)
         )
         losses = [] if loss is None else [loss]
-        self.results = [("loss", "loss") for _ in losses]
+        self.results = [("loss", "loss")] * len(losses)
         self.results.extend(("grad", name) for name in param_gradients)
         self.results.extend(("buffer", name) for name in changed_buffers)
         self.results.extend(("output", path) for path in output_tensors)
@@ -229,26 +228,26 @@ class _Step:
         tensors = {path or "output": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
         if self.forward_only:
             tensors = {name: leaf for name, leaf in tensors.items() if leaf is not loss}
-        if self.with_outputs == "scalars":
-            tensors = {name: leaf for name, leaf in tensors.items() if not leaf.dim()}
-        return tensors
+        return {name: t for name, t in tensors.items() if self.with_outputs != "scalars" or not t.dim()}
 
     def _term(self, loss: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor | None:
         """A microbatch's term of the step's loss."""
-        if loss is not None and self.weighted:
+        if loss is None:
+            return None
+        loss = loss if self.casts is None else self.casts.wide(loss)
+        if self.weighted:
             return loss * tensors[-2].to(loss.dtype)
-        return loss / self.microbatches if loss is not None and self.microbatches > 1 else loss
+        return loss / self.microbatches if self.microbatches > 1 else loss
 
     def _refuse_reshaped(self, inputs: Mapping[str, Tensor]) -> None:
         for (name, traced), original in zip(inputs.items(), self.call.tensors, strict=False):
-            if (
-                traced.shape != original.shape
-                or traced.stride() != torch_compat.fake_like(self.mode, original).stride()
-            ):
+            stride = torch_compat.fake_like(self.mode, original).stride()
+            if traced.shape != original.shape or traced.stride() != stride:
                 message = f"forward changes the shape of its input '{name}' in place"
                 raise error("SC104", message, tensor=name, hint="compute another: x = x.unsqueeze(1), x.mT")
 
     def _scalar(self, output: Any, batch: Any) -> Tensor | None:
+        """What the loss function, or else the model, returns as the loss; None where an evaluation has none."""
         if self.loss is not None:
             loss: Any = self.loss(output if self.casts is None else self.casts.wide(output), batch)
         elif isinstance(output, Tensor):
@@ -262,7 +261,7 @@ class _Step:
         if self.forward_only and self.loss is None and not is_loss(loss):
             return None
         refuse_no_scalar(loss, output, self.loss, self.model, self.call.names, trained=not self.forward_only)
-        return loss if self.casts is None else self.casts.wide(loss)
+        return cast("Tensor", loss)
 
 
 def _without_mutation(
@@ -333,8 +332,8 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
 
 
 def _copied(graph: fx.Graph, result: TracedOutput) -> TracedOutput:
-    """A buffer that becomes what an input was is a copy of it, and so is an output that is one: the input may be changed
-    before the step ends, or after it."""
+    """A buffer that becomes what an input was is a copy of it, and so is an output that is one: the input may be
+    changed before the step ends, or after it."""
     if result.role not in ("buffer", "output") or result.node.op != "placeholder":
         return result
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):

@@ -107,7 +107,8 @@ def _as_held(name: str, type: TensorType, held: TensorType, mesh: Mesh) -> tuple
                 rest *= finer.pop(0)
                 placement.append(())
             shards = math.prod(mesh.size(axis) for axis in atom.axes)
-            assert first * rest == atom.size and (rest == 1 or first % shards == 0), f"{name} as {held}, not {type}"
+            assert first * rest == atom.size, f"{name} as {held}, not {type}"
+            assert rest == 1 or first % shards == 0, f"{name} as {held}, which shards across atoms of {type}"
     return tuple(placement)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from shardc.ir.caller import warn
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph, Port, Tokens, type_of
+from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.program import PlanRecord
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
@@ -48,6 +48,7 @@ class EvaluationProgram(Protocol):
     def constants(self) -> Mapping[str, torch.Tensor]: ...
     @property
     def plan(self) -> PlanRecord: ...
+    def refuse_changed_model(self) -> None: ...
 
 
 Evaluation = Callable[[Any, Kept], EvaluationProgram]
@@ -79,9 +80,9 @@ class Evaluated:
 class _Ready:
     """A compiled evaluation, and what runs it. `borrowed` are the tensors that no rank of a stage holds in training."""
 
+    program: EvaluationProgram
     engine: Engine
     feeding: Feeding
-    tokens: Tokens | None
     constants: Tensors
     held: tuple[str, ...]
     borrowed: tuple[str, ...]
@@ -124,7 +125,7 @@ class Evaluator:
             rows = torch.tensor(_rows(batch))
             if result.own_loss is not None:
                 has_loss = True
-                loss.add(result.own_loss, rows if ready.tokens is None else self._counted(ready, batch))
+                loss.add(result.own_loss, self._weight(ready, batch, rows))
             for name, value in result.scalars.items():
                 scalars.setdefault(name, _Mean()).add(value, rows)
             count, items = count + 1, items + count_items(batch)
@@ -140,6 +141,7 @@ class Evaluator:
 
     def _run(self, ready: _Ready, batch: Any, state: Tensors, seed: int, step: int) -> StepResult:
         feeding, engine = ready.feeding, ready.engine
+        ready.program.refuse_changed_model()
         fed = feeding.feeds(batch, seed, step)
         self._compare(ready, fed, step)
         tensors = {name: state[name] for name in ready.held if name in state} | ready.constants
@@ -154,6 +156,14 @@ class Evaluator:
         self._taken += 1
         if due and ready.engine.peers is not None:
             ready.engine.peers.check(ready.feeding.items(fed), f"in an evaluation after step {step}")
+
+    def _weight(self, ready: _Ready, batch: Any, rows: torch.Tensor) -> torch.Tensor:
+        """What the loss of a batch counts by: its tokens where the plan's does, else its rows."""
+        tokens = ready.program.reference.tokens
+        if tokens is None:
+            return rows
+        labels = ready.feeding.tensors(batch)[tokens.input]
+        return (labels[..., tokens.shift :] != tokens.ignore).sum()
 
     # ------------------------------------------------------------------ programs by the form of a batch
     def _of(self, batch: Any, kept: Kept) -> _Ready:
@@ -188,13 +198,7 @@ class Evaluator:
         kept = [p.name for p, _ in _typed(body) if p.role in ("param", "buffer") and p.name not in constants]
         homes, own = engine.homes, self.engine.homes
         borrowed = tuple(name for name in kept if not {*homes.get(name, ())} <= {*own.get(name, ())})
-        return _Ready(engine, feeding, program.reference.tokens, constants, tuple(kept), borrowed)
-
-    def _counted(self, ready: _Ready, batch: Any) -> torch.Tensor:
-        tokens, feeding = ready.tokens, ready.feeding
-        assert tokens is not None
-        labels = feeding.tensors(batch)[tokens.input]
-        return (labels[..., tokens.shift :] != tokens.ignore).sum()
+        return _Ready(program, engine, feeding, constants, tuple(kept), borrowed)
 
 
 def _typed(body: Graph) -> list[tuple[Port, TensorType]]:

@@ -1,4 +1,4 @@
-"""A global batch as a program's microbatches are fed it, checked first; and the batch's rows and tokens, which weigh it."""
+"""A global batch as a program's microbatches are fed it, checked first."""
 
 from __future__ import annotations
 

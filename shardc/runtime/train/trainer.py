@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +26,6 @@ from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.program import PlanRecord
 from shardc.ir.types import TensorType
-from shardc.ir.version import VERSION
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
@@ -37,6 +35,7 @@ from shardc.runtime.execute.batch import Sample
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.oracle.simulate import missing
+from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
@@ -135,30 +134,25 @@ class Trainer:
 
     @on_cpu
     def evaluate(self, batches: Iterable[Any], steps: int | None = None) -> Evaluated:
-        """The mean loss and the mean scalars among the model's outputs over batches, of at most so many; every rank must
-        call it, with the same batches.
+        """The mean loss over batches, at most `steps`, and the means of the scalars among the model's outputs.
 
-        The model is evaluated as `model.eval()` makes it, with the trainer's present parameters and buffers; nothing of
-        the training changes. The loss is weighted by the tokens of a batch if the plan's is, else by its rows. A
-        program is compiled for each shape of batch, once (at most four are kept). Raises ShardcError (SC546) for no
-        batches, or where the program came from a file.
+        Every rank must call it, with the same batches. The model is evaluated as `model.eval()` makes it, with the
+        trainer's present parameters and buffers; nothing of the training changes. The loss is weighted by a batch's
+        tokens if the plan's is, else by its rows. For each shape of batch a program is compiled, once; four are kept.
+        Raises ShardcError (SC546) for no batches, or where the program came from a file.
         """
-        self._unchanged()
         return self._evaluator.mean(batches, steps, self.state, self.seed, self.steps)
 
     @on_cpu
     def predict(self, batch: Any) -> StepResult:
         """What the model returns for a batch, evaluated as in `evaluate`: all `outputs`, and the loss if it makes one.
         Labels for a loss function are not needed. Every rank must call it."""
-        self._unchanged()
         return self._evaluator.run(batch, "all", self.state, self.seed, self.steps)
 
     def _refuse_forward_only(self, what: str) -> None:
         if self.body.is_forward_only:
             message = f"{what} is called on a program for evaluation, which has no gradients"
-            hint = (
-                'leave out mode="eval" where it is compiled; trainer.step(batch) and trainer.evaluate(batches) evaluate'
-            )
+            hint = 'compile it without mode="eval"; trainer.step(batch) and trainer.evaluate(batches) evaluate'
             raise error("SC218", message, hint=hint)
 
     @on_cpu
@@ -388,7 +382,8 @@ def launch(
     check = None if reference is None else IndexCheck(reference)
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    engine = engines.job(timeout, device, _facts(plan, rates(), seed, check_every)) if in_job else engines.simulation()
+    facts = facts_of(plan, rates(), seed, check_every)
+    engine = engines.job(timeout, device, facts) if in_job else engines.simulation()
     try:
         return Trainer(
             program.staged.body, engine, sources, init, seed, rates, plan.get("batch"), check,
@@ -399,17 +394,3 @@ def launch(
     except BaseException as failure:
         engine.close(failure)
         raise
-
-
-def _facts(plan: PlanRecord, rates: Tensors, seed: int, check_every: int) -> dict[str, str]:
-    """What the ranks of a job must have in common, beside the program itself."""
-    options = {key: value for key, value in plan.items() if key not in ("text", "rates")}
-    return {
-        "version of shardc": VERSION,
-        "version of torch": torch.__version__,
-        "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "plan": "\n".join([str(plan.get("text", "")), *(f"{k}: {v}" for k, v in sorted(options.items()))]),
-        "learning rates": ", ".join(f"{name}={float(rate)!r}" for name, rate in rates.items()),
-        "random seed": str(seed),
-        "checks": str(check_every),
-    }
