@@ -29,6 +29,7 @@ from shardc.frontend.buffers import buffers_after
 from shardc.frontend.carried_state import carried, refuse_written_constants
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.loss_gradients import Hooks, gradients
+from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.frontend.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.frontend.provenance import Origin, Origins, first_tensor
@@ -190,7 +191,7 @@ class _Step:
         with stand_ins.active():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
-            output_tensors = self._outputs(output, scalar := self._scalar(output, batch))
+            returned = self._outputs(output, scalar := self._scalar(output, batch))
             loss = self._term(scalar, tensors)
             stand_ins.refuse_changed()
             grads: dict[str, Tensor | None] = {}
@@ -213,19 +214,18 @@ class _Step:
         self.results = [("loss", "loss")] * len(losses)
         self.results.extend(("grad", name) for name in param_gradients)
         self.results.extend(("buffer", name) for name in changed_buffers)
-        self.results.extend(("output", path) for path in output_tensors)
+        self.results.extend(("output", path) for path in returned)
         nodes_left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
         self.left = {key: node for key, node in nodes_left if node is not None}
         self._refuse_reshaped(inputs)
         batch_tensors = zip(self.call.names, tensors[count[1] :], strict=False)
         self.written = tuple(name for name, t in batch_tensors if torch_compat.was_written(t))
         self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
-        return [*losses, *param_gradients.values(), *changed_buffers.values(), *output_tensors.values()]
+        return [*losses, *param_gradients.values(), *changed_buffers.values(), *returned.values()]
 
     def _outputs(self, output: Any, loss: Tensor | None) -> dict[str, Tensor]:
         """The tensors among what the model returns that the program is to return too, but for the loss itself."""
-        leaves = torch_compat.flatten_with_paths(output) if self.with_outputs else []
-        tensors = {path or "output": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+        tensors = output_tensors(output) if self.with_outputs else {}
         if self.forward_only:
             tensors = {name: leaf for name, leaf in tensors.items() if leaf is not loss}
         return {name: t for name, t in tensors.items() if self.with_outputs != "scalars" or not t.dim()}

@@ -53,7 +53,6 @@ class Net(nn.Module):
         return Found(y, h.square().mean(), (y.argmax(-1) == 0).sum())
 
 
-torch.utils._pytree.register_dataclass(Found)  # type: ignore[attr-defined]
 X = torch.randn(ROWS, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 DP, TP = {"x": "dp, -"}, {"inner.0.weight": "tp, -", "head.weight": "tp, -"}
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,7 +111,7 @@ def test_text_and_file_round_trip(name: str, tmp_path: Path) -> None:
     mesh, plan = PLANS[name]
     program = shardc.compile(Net(), X, mesh=mesh, plan=plan, mode="eval", loss=lambda found, _: found.y.square().mean())
     body = shardc.parse(print_graph(program.body))
-    assert print_graph(body) == print_graph(program.body)
+    assert print_graph(body, comments=False) == print_graph(program.body, comments=False)
     assert body.is_forward_only
     program.save(tmp_path / "eval.json")
     read = shardc.Program.load(tmp_path / "eval.json")

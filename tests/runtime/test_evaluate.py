@@ -208,7 +208,7 @@ def test_metrics_of_training_have_the_scalars_of_the_outputs() -> None:
 
 
 def test_modes_and_values_of_the_model_do_not_matter() -> None:
-    """`model.eval()` around the call, as in eager PyTorch, changes nothing; nor do modules that keep modes of theirs."""
+    """`model.eval()` around the call changes nothing, as in eager PyTorch; nor do modules that keep modes of theirs."""
     model = Net()
     model.norm.eval()
     _, trainer = trainer_of("dp2 tp2", model)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from shardc.frontend.evaluation_mode import evaluating
+from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.python_state import Snapshot
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.lifted import Lifted, copied, copied_batch
 from shardc.runtime.oracle.verify import CHANGED
-from shardc.torch_compat import bare_optimizer, flatten_with_paths, plain_attention
+from shardc.torch_compat import bare_optimizer, plain_attention
 
 Witness = dict[tuple[str, str], Tensor]  # (role, name) of an output -> its value; "changed" buffers once more
 
@@ -121,9 +122,8 @@ class EagerTraining:
                 loss = self.loss(output, part) if self.loss is not None else _loss_in(output)
                 if isinstance(loss, Tensor):
                     losses.append((loss, 1 if self.counted is None else self.counted(part)))
-                for path, leaf in flatten_with_paths(output):
-                    if isinstance(leaf, Tensor):
-                        outputs.setdefault(path or "output", []).append(leaf.clone())
+                for name, value in output_tensors(output).items():
+                    outputs.setdefault(name, []).append(value.clone())
         results: Witness = {
             ("output", name): torch.stack(values) if self.microbatches > 1 else values[0]
             for name, values in outputs.items()
