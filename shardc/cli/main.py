@@ -101,9 +101,9 @@ class Emit(StrEnum):
 EMITTERS: dict[Emit, Callable[[Program], str]] = {
     Emit.text: lambda program: _text(program, None),
     Emit.json: lambda program: program.to_json(),
-    Emit.python: lambda program: "\n\n".join(map(emit_python, _graphs(program))),
-    Emit.dot: lambda program: "\n".join(map(emit_dot, _graphs(program))),
-    Emit.triton: lambda program: emit_triton(_graphs(program), asked_of(program)),
+    Emit.python: lambda program: "\n\n".join(map(emit_python, graphs(program.staged))),
+    Emit.dot: lambda program: "\n".join(map(emit_dot, graphs(program.staged))),
+    Emit.triton: lambda program: emit_triton(list(graphs(program.staged)), asked_of(program)),
 }
 SUFFIXES = {".json": Emit.json, ".py": Emit.python, ".dot": Emit.dot, ".txt": Emit.text}
 SUFFIX = {form: suffix for suffix, form in SUFFIXES.items()} | {Emit.triton: ".py"}
@@ -113,6 +113,7 @@ TargetText = Annotated[
 ]
 PlanPath = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan, a YAML file.")]
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="dp=2,tp=2", help="The mesh; overrides the plan's.")]
+ModeText = Annotated[str, typer.Option("--mode", metavar="train|eval", help="A training step, or an evaluation.")]
 Strict = Annotated[bool, typer.Option("--strict", help="What cannot be honoured is an error, not a warning.")]
 
 
@@ -134,6 +135,7 @@ def compile_command(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; the suffix is that of the form.")
     ] = None,
     check: Annotated[bool, typer.Option("--verify", help="Simulate all ranks against the single device.")] = False,
+    mode: ModeText = "train",
     strict: Strict = False,
     module_filter: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Print only calls of modules whose names match.")
@@ -143,7 +145,7 @@ def compile_command(
     printer = Printer(tuple(print_after or ()), diff, module_filter)
     if output is not None:
         check_suffix(output, [*SUFFIXES] if emit is None else [SUFFIX[emit]])
-    program, batch = _program(target, plan, mesh, strict, meta=not check, printer=printer)
+    program, batch = _program(target, plan, mesh, strict, meta=not check, printer=printer, mode=mode)
     printer.check()
     form = emit or (None if output is None else SUFFIXES.get(output.suffix, Emit.text))
     piped = printer.used or rank is not None or (form is not None and output is None)
@@ -230,9 +232,11 @@ def timeline(
 
 @app.command(epilog=EPILOG)
 @guarded
-def verify(target: TargetText, plan: PlanPath = None, mesh: MeshText = None, strict: Strict = False) -> None:
-    """Simulate all ranks and compare the loss, every gradient and buffer with the single device."""
-    program, batch = _program(target, plan, mesh, strict, meta=False)
+def verify(
+    target: TargetText, plan: PlanPath = None, mesh: MeshText = None, mode: ModeText = "train", strict: Strict = False
+) -> None:
+    """Simulate all ranks and compare the loss, every gradient and buffer, or outputs, with the single device."""
+    program, batch = _program(target, plan, mesh, strict, meta=False, mode=mode)
     _diagnose(program.diagnostics)
     _verify(program, batch, _out())
 
@@ -286,20 +290,23 @@ def tune(
 
 # ---------------------------------------------------------------------- what the commands share
 def _program(
-    text: str, plan: Path | None, mesh: str | None, strict: bool, *, meta: bool, printer: Printer | None = None
-) -> tuple[Program, Any]:
+    text: str, plan: Path | None, mesh: str | None, strict: bool, *, meta: bool, mode: str = "train",
+    printer: Printer | None = None,
+) -> tuple[Program, Any]:  # fmt: skip
     """The compiled target and its sample batch, which a saved program lacks."""
     with _progress(f"loading {text}"):
         target = load(text, meta=meta)
     if isinstance(target, Program):
-        if plan is not None or mesh is not None or (printer is not None and printer.used):
-            message = f"{text} is compiled already: --plan, --mesh, --print-after and --diff do not apply"
+        if plan is not None or mesh is not None or (printer is not None and printer.used) or mode != "train":
+            message = f"{text} is compiled already: --plan, --mesh, --mode, --print-after and --diff do not apply"
             raise error("SC105", message, hint="give the model that it was compiled from")
         return target, None
-    return _compile(target, plan, mesh, strict, printer), target.batch
+    return _compile(target, plan, mesh, strict, printer, mode), target.batch
 
 
-def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, printer: Printer | None) -> Program:
+def _compile(
+    target: Target, plan: Path | None, mesh: str | None, strict: bool, printer: Printer | None, mode: Any
+) -> Program:
     with _progress("tracing") as say:
 
         def watch(pass_: Pass, graph: Graph, seconds: float) -> None:
@@ -308,8 +315,9 @@ def _compile(target: Target, plan: Path | None, mesh: str | None, strict: bool, 
                 printer.watch(pass_, graph, seconds)
 
         return api.compile(
-            target.model, target.batch, mesh=_mesh(mesh), plan=plan, loss=target.loss, strict=strict, watch=watch
-        )
+            target.model, target.batch, mesh=_mesh(mesh), plan=plan, loss=target.loss, strict=strict, watch=watch,
+            mode=mode,
+        )  # fmt: skip
 
 
 def _mesh(text: str | None) -> Mesh | None:
@@ -340,15 +348,10 @@ def _summary(program: Program) -> list[RenderableType]:
     return pipeline_summary(program) if program.staged.axis else summary(program)
 
 
-def _graphs(program: Program) -> list[Graph]:
-    """What ranks run."""
-    return list(graphs(program.staged))
-
-
 def _text(program: Program, module_filter: str | None) -> str:
     if module_filter is None:
         return program.text()
-    return "\n".join(print_graph(graph, keep=keep_only(module_filter)) for graph in _graphs(program))
+    return "\n".join(print_graph(graph, keep=keep_only(module_filter)) for graph in graphs(program.staged))
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -103,7 +103,9 @@ COMPILER_CODES: dict[str, Code] = {
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
     "SC511": Code("instruction-failed", "an op refused its operands while a program ran"),
     "SC552": Code("scheduler-argument", "a scheduler's step needs an argument that the training loop does not have"),
-    "SC553": Code("trainer-argument", "a trainer's method is given what it cannot use, or what has no effect"),
+    "SC553": Code(
+        "trainer-argument", "compile, or a trainer's method, is given what it cannot use, or what has no effect"
+    ),
     "SC551": Code("checkpoint-in-use", "another job is writing the checkpoint"),
     "SC541": Code("ranks-differ", "ranks of a job run different versions, plans, programs or settings"),
     "SC542": Code("replicas-differ", "ranks hold or are given different values of what should be the same"),
