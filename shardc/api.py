@@ -163,7 +163,8 @@ class Program(data.Program):
         """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
         self.refuse_changed_model()
         inputs = self.inputs(batch, params)
-        return StepResult.of(self.body, simulate_stages(self.staged, inputs))
+        outputs = simulate_stages(self.staged, inputs)
+        return StepResult.of(self.body, outputs, by_row=self.plan.get("by_row", ()))
 
     @on_cpu
     def verify(

@@ -178,6 +178,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "seed": _whole,
     "batch": _batch,
     "hardware": _hardware,
+    "by_row": _texts,
     "mode": lambda value: value == "eval",
     "cut": lambda value: isinstance(value, str),
     "precision": lambda value: isinstance(value, str),

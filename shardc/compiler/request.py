@@ -38,8 +38,7 @@ from shardc.frontend.optimizer import AppendUpdates, learning_rates
 from shardc.frontend.sample_call import Call
 from shardc.frontend.token_weights import bind_tokens
 from shardc.frontend.trace import Traced, trace
-from shardc.ir.diagnostic import Diagnostic, did_you_mean, error
-from shardc.ir.graph import Tokens
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
@@ -141,8 +140,10 @@ def compiled(request: Request) -> Compiled:
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
     task = Task(traced, plan, mesh, placed, bound, updates, tokens, notes, request.like)
+    record = _record(request, plan, traced, options, updates)
+    if plan.microbatches > 1 and any(_output_shapes(traced).values()):
+        record["by_row"] = _by_row(request, traced, plan.microbatches)
     graphs = compile_step(task, options)
-    record = _record(request, plan, traced, options, updates, tokens)
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
     return Compiled(graphs, record, traced, bound, plan, mesh, options.strict)
@@ -154,7 +155,6 @@ def _record(
     traced: Traced,
     options: Options,
     updates: AppendUpdates | None,
-    tokens: Tokens | None,
 ) -> PlanRecord:
     record: PlanRecord = {
         "text": plan.self_contained().dump(),
@@ -174,6 +174,28 @@ def _record(
         rates = {name: float(rate) for name, rate in learning_rates(request.optimizer).items()}
         record |= {"optimizer": type(request.optimizer).__name__, "rates": rates}
     return record
+
+
+def _output_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
+    return {o.name: tuple(o.node.meta["val"].shape) for o in traced.outputs if o.role == "output"}
+
+
+def _by_row(request: Request, traced: Traced, microbatches: int) -> list[str]:
+    """The outputs of a microbatch that are parts of those of the whole batch: what forward makes longer along dim 0.
+
+    Of a size alone it cannot be told: a microbatch of 4 rows may give a table of 4 experts. A model that takes no more
+    rows than a microbatch's is judged by it all the same.
+    """
+    shapes = _output_shapes(traced)
+    try:
+        with evaluating(request.model, on=not request.trains):
+            whole = _output_shapes(trace(request.model, request.batch, with_outputs=True, forward_only=True))
+    except ShardcError:
+        rows = next((t.shape[0] for t in Call(request.model, request.batch).tensors if t.dim()), 0)
+        whole = {name: (rows, *shape[1:]) for name, shape in shapes.items() if shape[:1] == (rows // microbatches,)}
+    return [
+        name for name, shape in shapes.items() if shape and whole.get(name) == (microbatches * shape[0], *shape[1:])
+    ]
 
 
 def _for_evaluation(plan: Plan, kept: Kept) -> Plan:

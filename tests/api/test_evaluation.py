@@ -169,6 +169,34 @@ def test_a_loss_is_that_of_training_where_there_is_one() -> None:
     assert result.outputs["logits"].full().shape == (8, 4, 32)
 
 
+class Sized(nn.Module):
+    """Outputs whose dim 0 is a microbatch's, but has no rows of the batch; and one of rows in which it is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x @ self.table.mT
+        return self.table * y.mean(), y[:, :, None].expand(-1, -1, 3).flatten(0, 1), y
+
+
+@pytest.mark.parametrize("plan", [{"accumulate": 4, "inputs": DP}, {"accumulate": 4}])
+def test_rows_are_joined_and_nothing_else_is(plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Sized()
+    program = shardc.compile(model, X, mesh="dp=2", plan=plan, mode="eval")
+    outputs = program.launch().step(X).outputs
+    table, flat, y = eager(model, X)
+    assert outputs["0"].full().shape == (4, 2, 8)
+    near(outputs["0"].full().mean(0), table)
+    near(outputs["1"].full(), flat)
+    near(outputs["2"].full(), y)
+    near(program.simulate(X).outputs["1"].full(), flat)
+    read = shardc.Program.from_json(program.to_json())
+    near(read.launch(state=model.state_dict()).step(X).outputs["1"].full(), flat)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision_computes_with_copies_and_scales_nothing(precision: str) -> None:
     model = Net().float()

@@ -148,7 +148,8 @@ class Evaluator:
         for name in ready.borrowed:
             whole = self.engine.fetch(name, state.get(name), self._inputs[name][1])
             tensors[name] = engine.shards.hold(whole, self._inputs[name][1])
-        return StepResult.of(feeding.body, engine.run(tensors, fed, step), engine.output)
+        by_row = ready.program.plan.get("by_row", ())
+        return StepResult.of(feeding.body, engine.run(tensors, fed, step), engine.output, by_row)
 
     def _compare(self, ready: _Ready, fed: list[Feed], step: int) -> None:
         """The first batches, and then one in so many, are compared over ranks, as those of training are."""

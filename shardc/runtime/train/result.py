@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ NUMBERS = ("grad_norm", "finite")  # what clipping and checks give, of the whole
 class Output:
     """A tensor that the model returned, of the whole batch: the rows of all microbatches in the batch's order.
 
-    What has no rows of the batch, because its dim 0 is of another size, is stacked: one entry for each microbatch.
+    What has no rows of the batch, because a longer batch makes it no longer, is stacked: an entry a microbatch.
     """
 
     local: torch.Tensor | None  # this rank's shard; None on ranks of a pipeline whose stages do not make it
@@ -85,8 +85,15 @@ class StepResult:
         return self.updates.get("loss:scale")
 
     @classmethod
-    def of(cls, body: Graph, outputs: Mapping[Port, torch.Tensor], whole: Whole | None = None) -> StepResult:
-        """Sort a graph's outputs by what they are. `whole` assembles an output of all microbatches."""
+    def of(
+        cls,
+        body: Graph,
+        outputs: Mapping[Port, torch.Tensor],
+        whole: Whole | None = None,
+        by_row: Collection[str] = (),
+    ) -> StepResult:
+        """Sort a graph's outputs by what they are. `whole` assembles an output of all microbatches; those `by_row` have
+        rows of the batch."""
         by_role: dict[str, Tensors] = {role: {} for role in ("loss", "grad", "buffer", "output", "param", "state")}
         for port, value in outputs.items():
             by_role.setdefault(port.role, {})[port.name] = value
@@ -101,7 +108,7 @@ class StepResult:
             if port.role != "output" or port.name in numbers:
                 continue
             held = tensors.get(port.name)
-            join = partial(_joined, shape=type.shape, body=body)
+            join = _joined if body.microbatches > 1 and port.name in by_row else _as_is
             gather = partial(_gathered, port, held, whole, join)
             model_outputs[port.name] = Output(None if held is None else join(held), gather)
             if not type.ndim and held is not None and not held.is_complex():
@@ -120,13 +127,10 @@ def _gathered(
     return join(held)
 
 
-def _joined(value: torch.Tensor, shape: tuple[int, ...], body: Graph) -> torch.Tensor:
-    """An output of all microbatches, with the rows of the batch in their order where it has some."""
-    has_rows = body.microbatches > 1 and shape and shape[0] == rows_of(body)
-    return value.flatten(0, 1) if has_rows else value
+def _joined(value: torch.Tensor) -> torch.Tensor:
+    """An output of all microbatches, with the rows of the batch in their order."""
+    return value.flatten(0, 1)
 
 
-def rows_of(body: Graph) -> int:
-    """The rows of a microbatch: the dim 0 that a batch is split along."""
-    inputs = (type_of(v).shape for p, v in zip(body.inputs, body.placeholders, strict=True) if p.role == "input")
-    return next((shape[0] for shape in inputs if shape), 0)
+def _as_is(value: torch.Tensor) -> torch.Tensor:
+    return value

@@ -74,7 +74,9 @@ class Trainer:
         on_meta: bool = False,
         constants: Collection[str] = (),
         evaluation: Evaluation | None = None,
+        by_row: Collection[str] = (),
     ) -> None:
+        self._by_row = by_row
         self._constants = frozenset(constants)  # the program's own tensors, which are no state of the model
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
@@ -112,7 +114,7 @@ class Trainer:
             self._compare(state, fed)
         self._taken += 1
         self.intact = False
-        result = StepResult.of(self.body, self.engine.run(state, fed, self.steps), self.engine.output)
+        result = StepResult.of(self.body, self.engine.run(state, fed, self.steps), self.engine.output, self._by_row)
         if self._raises and result.finite is not None and not result.finite:
             self.intact = True
             raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(state, fed))
@@ -389,7 +391,7 @@ def launch(
             program.staged.body, engine, sources, init, seed, rates, plan.get("batch"), check,
             plan.get("nonfinite") == "raise", unchanged, check_every,
             getattr(program, "optimizer", None), model is not None and any(p.is_meta for p in model.parameters()),
-            constants, getattr(program, "evaluation", None),
+            constants, getattr(program, "evaluation", None), plan.get("by_row", ()),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)
