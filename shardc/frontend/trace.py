@@ -234,10 +234,10 @@ class _Step:
         """A microbatch's term of the step's loss."""
         if loss is None:
             return None
-        loss = loss if self.casts is None else self.casts.wide(loss)
+        term: Tensor = loss if self.casts is None else self.casts.wide(loss)
         if self.weighted:
-            return loss * tensors[-2].to(loss.dtype)
-        return loss / self.microbatches if self.microbatches > 1 else loss
+            return term * tensors[-2].to(term.dtype)
+        return term / self.microbatches if self.microbatches > 1 else term
 
     def _refuse_reshaped(self, inputs: Mapping[str, Tensor]) -> None:
         for (name, traced), original in zip(inputs.items(), self.call.tensors, strict=False):

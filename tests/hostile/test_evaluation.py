@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -17,7 +18,9 @@ from tests.hostile.harness import CASES, LAYOUTS, Case
 
 MESHES = ("dp2", "tp2", "dp2 tp2", "zero3", "pp2", "accumulate", "fuse")
 STACKED = ("pp2", "accumulate")
-REFUSED = dict.fromkeys(("AGenerator", "APythonNumber", "Nothing"), "SC127")  # which training says by another code
+REFUSED: dict[str, str] = dict.fromkeys(
+    ("AGenerator", "APythonNumber", "Nothing"), "SC127"
+)  # which training says by another code
 
 
 def outcome(case: Case, layout: str) -> str:
@@ -121,12 +124,14 @@ def test_modes_are_put_back_by_modules_own_methods_and_after_errors() -> None:
 class Aliases(nn.Module):
     """Outputs that are an input, a buffer, a parameter, and views of them."""
 
+    table: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(6, 6)
         self.register_buffer("table", torch.arange(6.0))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor) -> dict[str, Any]:
         return {
             "y": self.a(x), "x": x, "turned": x.mT, "table": self.table, "half": self.table[:3], "bias": self.a.bias
         }  # fmt: skip

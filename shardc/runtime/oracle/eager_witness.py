@@ -230,7 +230,7 @@ def _backward_of_nothing(value: Tensor, params: Sequence[Tensor]) -> None:
 def _loss_in(output: Any) -> Tensor | None:
     """The loss of an evaluation, if the model returns one: a scalar, alone, first, or as `loss`."""
     try:
-        loss = _own_loss(output)
+        loss: Any = _own_loss(output)
     except (AttributeError, StopIteration):
         return None
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None

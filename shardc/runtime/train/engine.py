@@ -94,7 +94,8 @@ class Simulation:
 
     def __init__(self, program: StagedProgram) -> None:
         self.program, self.rank, self.device, self.shards = program, 0, torch.device("cpu"), Whole()
-        self.peers, self.homes = None, dict[str, Sequence[int]]()
+        self.peers = None
+        self.homes: Mapping[str, Sequence[int]] = {}
 
     def holds(self, name: str) -> bool:
         return True
