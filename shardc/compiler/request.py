@@ -9,6 +9,7 @@ them, stage by stage, so that both run on one state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from shardc.partition.staged_program import StagedProgram
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
-from shardc.runtime.execute.batch import describe_sample
+from shardc.runtime.execute.batch import describe_sample, leaves_of
 from shardc.runtime.execute.microbatches import split
 
 Mode = Literal["train", "eval"]
@@ -103,6 +104,8 @@ def compiled(request: Request) -> Compiled:
     request.check()
     model, optimizer, trains = request.model, request.optimizer, request.trains
     plan = collect_plan(model, request.plan)
+    if request.like is not None:
+        plan = _in_fewer_parts(plan, request.batch)
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
     placed = tensor_mesh(plan, mesh)
     micro = split(request.batch, plan.microbatches)[0]
@@ -174,6 +177,16 @@ def _record(
         rates = {name: float(rate) for name, rate in learning_rates(request.optimizer).items()}
         record |= {"optimizer": type(request.optimizer).__name__, "rates": rates}
     return record
+
+
+def _in_fewer_parts(plan: Plan, batch: Any) -> Plan:
+    """The plan for an evaluation on a batch that need not be as long as training's: in as many microbatches as divide
+    it, of those that a step has."""
+    rows = next((leaf.shape[0] for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    count = math.gcd(rows, plan.microbatches)
+    if plan.pipeline is None:
+        return plan.model_copy(update={"accumulate": count})
+    return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"microbatches": count})})
 
 
 def _output_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:

@@ -26,12 +26,13 @@ def build(
 ) -> RankLists:
     """The instruction lists of all ranks. Raises ShardcError if the proof fails, for built-in schedules too.
 
-    A program for evaluation runs the forwards of the schedule, in its order; of `like`, the orders of another program
-    whose stages lie on the same ranks, if there are some.
+    A program for evaluation runs the forwards of the schedule, in its order; or those of `like`, the orders of another
+    program of as many microbatches or more, whose stages lie on the same ranks.
     """
     orders = order(schedule, len(pipeline.stages), virtual, microbatches, costs) if like is None else like
     if not pipeline.trains:
-        orders = [[work for work in listed if isinstance(work, Forward)] for listed in orders]
+        forwards = ([work for work in listed if isinstance(work, Forward)] for listed in orders)
+        orders = [[work for work in listed if work.microbatch < microbatches] for listed in forwards]
     lists = emit(orders, pipeline, microbatches, costs, schedule, regather)
     proof = prove(lists)
     if not proof.ok:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardc
 from examples.gpt2 import gpt2
+from shardc.ir.diagnostic import ShardcError
 
 CASE, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 TP = {"**.wte.weight": "tp, -", "**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}
@@ -38,6 +39,22 @@ class Scored(nn.Module):
         output = self.inner(input_ids=input_ids, labels=labels)
         right = (output.logits[:, :-1].argmax(-1) == labels[:, 1:]).float().mean()
         return {"loss": output.loss, "logits": output.logits, "accuracy": right}
+
+
+def differs() -> dict[str, Any]:
+    """One rank evaluates another batch, and then one of another shape: an error on all, which says so."""
+    model, batch = gpt2(layers=1, batch=8, vocab=64, seq=8, width=32)
+    program = shardc.compile(model, batch, mesh="dp=2", plan={"inputs": DP})
+    said: dict[str, Any] = {}
+    for what, others in (("values", batch["input_ids"].flip(0)), ("shape", batch["input_ids"][:4])):
+        trainer = program.launch(timeout=60.0)
+        tokens = others if RANK else batch["input_ids"]
+        try:
+            trainer.evaluate([{"input_ids": tokens, "labels": tokens}])
+        except ShardcError as wrong:
+            said[what] = [wrong.code, wrong.diagnostics[0].message]
+        trainer.close()
+    return said
 
 
 def run() -> dict[str, Any]:
@@ -73,4 +90,4 @@ def run() -> dict[str, Any]:
     }
 
 
-(FOLDER / f"{RANK}.json").write_text(json.dumps(run()))
+(FOLDER / f"{RANK}.json").write_text(json.dumps(differs() if CASE == "differs" else run()))

@@ -41,3 +41,11 @@ def test_ranks_evaluate_what_the_eager_model_does(case: str, tmp_path: Path) -> 
     assert len({(r["loss"][0], r["accuracy"][0], r["again"]) for r in results}) == 1  # the same on every rank
     held = {"dp2tp2": 4 * [8 * 8 * 64 // 4], "zero3": 2 * [8 * 8 * 64 // 2], "interleaved": [0, 8 * 8 * 64]}
     assert [r["held"] for r in results] == held.get(case, [0, 0, 8 * 8 * 64 // 2, 8 * 8 * 64 // 2])
+
+
+def test_ranks_that_evaluate_different_batches_are_named(tmp_path: Path) -> None:
+    first, second = start("differs", 2, tmp_path, worker=WORKER)
+    assert first == second
+    assert first is not None
+    assert [first["values"][0], first["shape"][0]] == ["SC542", "SC541"]
+    assert "in an evaluation after step 0" in first["values"][1]

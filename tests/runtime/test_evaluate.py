@@ -195,6 +195,35 @@ def test_batches_of_other_shapes_compile_once_each_and_few_are_kept() -> None:
         assert len([w for w in said if "more than 4 forms" in str(w.message)]) == 1
 
 
+@pytest.mark.parametrize("name", ["dp2 tp2", "zero 3", "accumulate", "pp2 tp2", "pp2 interleaved"])
+def test_a_last_batch_may_be_short_and_odd(name: str) -> None:
+    """As many microbatches as divide it, and shards that are padded."""
+    model, trainer = trainer_of(name)
+    given = [batch(8), batch(5, seed=1), batch(2, seed=2), batch(1, seed=3)]
+    evaluated = trainer.evaluate(given)
+    mean, active = exact(model, trainer, given)
+    assert evaluated.loss == pytest.approx(mean, rel=1e-12)
+    assert evaluated.scalars["active"] == pytest.approx(active, rel=1e-12)
+    assert trainer.predict(given[1]).outputs["y"].full().shape == (5, 4)
+
+
+@pytest.mark.parametrize("storage", [{}, *({"storage": {"zero": z, "axes": ["dp"]}} for z in (1, 2, 3))])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_evaluates_with_the_copies_that_it_trains_with(precision: str, storage: Any) -> None:
+    model, x = Net(0.0).float(), batch()["x"].float()
+    model.norm.eval()  # so that a step of training computes what an evaluation does
+    adam = torch.optim.AdamW(model.parameters(), 1e-2)
+    plan = {"inputs": DP, "params": TP, "precision": precision, **storage}
+    program = shardc.compile(model, {"x": x}, mesh="dp=2, tp=2", plan=plan, loss=loss, optimizer=adam)
+    trainer = program.launch()
+    beside = program.evaluation({"x": x}, "scalars")
+    assert held(program.staged).items() >= held(beside.staged).items()
+    for _ in range(2):
+        evaluated = trainer.evaluate([{"x": x}]).loss
+        assert evaluated == pytest.approx(float(trainer.step({"x": x}).loss), rel=1e-6)
+    assert {t.dtype for name, t in trainer.state.items() if name.endswith("weight")} == {torch.float32}
+
+
 def test_metrics_of_training_have_the_scalars_of_the_outputs() -> None:
     model = Net(0.0)
     plan = {"inputs": DP, "outputs": {"active": "-"}, "accumulate": 2}
