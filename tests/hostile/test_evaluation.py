@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.frontend.model_outputs import output_tensors
 from shardc.ir.diagnostic import ShardcError
+from shardc.ir.graph import type_of
 from tests.hostile import test_hostile  # noqa: F401  (which enters the cases)
 from tests.hostile.harness import CASES, LAYOUTS, Case
 
@@ -151,3 +152,24 @@ def test_outputs_may_be_inputs_buffers_and_parameters(layout: str) -> None:
     result.outputs["bias"].full().zero_()
     assert torch.equal(trainer.step(x).outputs["table"].full(), exact["table"])
     assert near(trainer.step(x).outputs["y"].full(), exact["y"], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["TiedWeights", "TiedWeightInside", "HookOfATiedParameter", "Complex"])
+def test_what_backward_alone_places_is_held_as_in_training(name: str) -> None:
+    """Compiled by itself the evaluation would hold a parameter of these whole, of which training holds a shard."""
+    mesh, plan = LAYOUTS["dp2 tp2"]
+    case = CASES[name]
+    model, (x, *_) = case.model(), case.batches()
+    program = shardc.compile(model, x, mesh=mesh, plan=plan)
+    evaluation = program.evaluation(x, "scalars")
+    alone = shardc.compile(model, x, mesh=mesh, plan=plan, mode="eval")
+    trained = shapes(program)
+    assert shapes(evaluation).items() <= trained.items()
+    assert not shapes(alone).items() <= trained.items()
+    assert evaluation.verify().ok
+
+
+def shapes(program: shardc.Program) -> dict[str, tuple[int, ...]]:
+    """What a rank holds of each parameter and buffer."""
+    pairs = zip(program.body.inputs, program.body.placeholders, strict=True)
+    return {p.name: type_of(n).local_shape(program.body.mesh) for p, n in pairs if p.role in ("param", "buffer")}
