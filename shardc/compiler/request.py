@@ -48,9 +48,9 @@ from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
 from shardc.runtime.execute.batch import describe_sample, leaves_of
 from shardc.runtime.execute.microbatches import split
+from shardc.runtime.train.evaluate import Kept
 
 Mode = Literal["train", "eval"]
-Kept = Literal["all", "scalars"]  # of an evaluation's outputs
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,10 @@ def compiled(request: Request) -> Compiled:
             precision=precision,
             forward_only=not trains,
         )
-    if not any(port.role == "share" for port in traced.inputs):
+    if not any(output.role == "loss" for output in traced.outputs):
         tokens = None  # of an evaluation without a loss
+    elif tokens is None:
+        bind_tokens(plan.loss, call)  # raises for an input that the batch does not have
     bound = bind(plan if trains else _for_evaluation(plan, request.kept), traced, placed)
     store, keep = bind_storage(plan.storage, traced, placed)
     options = Options(

@@ -162,6 +162,12 @@ def test_a_loss_is_that_of_training_where_there_is_one() -> None:
     plan = {"inputs": {"input_ids": "dp, -"}, "accumulate": 2, "loss": {"tokens": "labels", "shift": 1}}
     batch["labels"] = batch["labels"].clone()
     batch["labels"][:3] = -100
+    wrong = code_of(
+        lambda: shardc.compile(
+            model, batch, mesh="dp=2", plan=plan | {"loss": {"tokens": "label", "shift": 1}}, mode="eval"
+        )
+    )
+    assert wrong.code == "SC202"
     program = shardc.compile(model.double(), batch, mesh="dp=2", plan=plan, mode="eval")
     result = program.launch().step(batch)
     near(result.loss, eager(model, **batch).loss, 1e-6)  # transformers computes the loss in float32

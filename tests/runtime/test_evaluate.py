@@ -129,6 +129,38 @@ def test_training_is_bitwise_what_it_is_without_evaluation(name: str) -> None:
     assert all(torch.equal(without[1][key], beside[1][key]) for key in without[1])
 
 
+class Counts(Net):
+    """A buffer that forward changes in every mode, and reads."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        outputs = super().forward(x)
+        return outputs | {"y": outputs["y"] * self.calls}
+
+
+@pytest.mark.parametrize("name", ["dp2 tp2", "accumulate", "pp2 tp2"])
+def test_what_forward_does_to_buffers_is_not_kept(name: str) -> None:
+    _, trainer = trainer_of(name, Counts())
+    microbatches = trainer.body.microbatches
+    trainer.step(batch())
+    for _ in range(2):
+        y = trainer.predict(batch()).outputs["y"].full()
+        assert float(trainer.state_dict()["calls"]) == microbatches
+    twin = Counts()
+    twin.load_state_dict(trainer.state_dict())
+    twin.eval()
+    with torch.no_grad():
+        parts = [twin(x)["y"] for x in batch()["x"].chunk(microbatches)]
+    torch.testing.assert_close(y, torch.cat(parts), rtol=1e-12, atol=1e-12)
+    assert trainer.evaluate([batch(), batch()]).loss == trainer.evaluate([batch()]).loss
+
+
 def test_an_evaluation_holds_tensors_as_training_does() -> None:
     """Whatever forward alone would prefer: what is shared is neither moved nor gathered between steps."""
     for name, (mesh, plan) in PLANS.items():

@@ -4,8 +4,9 @@
     trainer.predict(batch)         all outputs of one batch
 
 A program is compiled when a batch of its form is first seen: its leaves, their shapes and dtypes, its Python values. It
-takes each parameter and buffer as the trainer's program holds it, so nothing is copied and nothing is written back: the
-steps of training, their random numbers included, are those that they were without it.
+takes each parameter and buffer as the trainer's program holds it, so nothing is copied and nothing is written back, not
+even buffers that forward changes in the mode of `model.eval()`, too: the steps of training, their random numbers
+included, are those that they were without it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardc.runtime.train.loop import count_items
 from shardc.runtime.train.replicas import FIRST
 from shardc.runtime.train.result import StepResult, Tensors
 
-Kept = Literal["all", "scalars"]
+Kept = Literal["all", "scalars"]  # of the model's outputs
 PROGRAMS = 4  # of single forms of batches, that are kept
 
 
