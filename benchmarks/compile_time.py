@@ -52,7 +52,7 @@ def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str,
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import shardc
-    from shardc import api
+    from shardc.compiler import request
 
     sizes = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     parsed = shardc.Mesh.parse(mesh)
@@ -61,7 +61,7 @@ def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str,
         model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
         tokens = torch.zeros(batch, 2048, dtype=torch.int64)
     shares: dict[str, float] = {}
-    traced = api.trace
+    traced = request.trace
 
     def timed_trace(*args: object, **kwargs: object) -> object:
         start = time.perf_counter()
@@ -70,7 +70,7 @@ def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str,
         finally:
             shares["trace"] = round(time.perf_counter() - start, 2)
 
-    api.trace = timed_trace  # type: ignore[assignment]
+    request.trace = timed_trace  # type: ignore[assignment]
     profile = cProfile.Profile()
     if calls:
         profile.enable()

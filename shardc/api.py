@@ -12,43 +12,24 @@ from __future__ import annotations
 import tempfile
 import webbrowser
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardc.compiler.binding import (
-    PLAN,
-    bind,
-    bind_passes,
-    bind_precision,
-    bind_storage,
-    check_loss,
-    check_module,
-    collect_plan,
-    idle_axes,
-    read_mesh,
-    read_plan,
-    whole_gradients,
-    without_gradient,
-)
-from shardc.compiler.driver import Task, compile_step
-from shardc.compiler.pass_pipeline import Options, Watch
-from shardc.compiler.pipelining import tensor_mesh
+from shardc.compiler.binding import PLAN, check_module, read_plan
+from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
+from shardc.compiler.request import Kept, Mode, Request, compiled
 from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
 from shardc.frontend.model_changes import CompiledModel, changed
-from shardc.frontend.optimizer import AppendUpdates, fingerprint, initial_state, learning_rates
+from shardc.frontend.optimizer import fingerprint, initial_state, learning_rates
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
-from shardc.frontend.sample_call import Call
-from shardc.frontend.token_weights import bind_tokens
-from shardc.frontend.trace import trace
 from shardc.ir import program as data
 from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
@@ -65,9 +46,9 @@ from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
 from shardc.plan.schema import TOTAL, Plan
-from shardc.runtime.execute.batch import batch_inputs, describe_sample
+from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.execute.index_check import IndexCheck
-from shardc.runtime.execute.microbatches import feeds, split
+from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.oracle.report import TOLERANCE, Report
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.oracle.verification import verify_program
@@ -134,6 +115,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = False,
     watch: Watch | None = None,
+    mode: Mode = "train",
 ) -> Program:
     """Compile one training step (loss and gradients) of `model` for every rank of `mesh`.
 
@@ -156,83 +138,36 @@ def compile(
                end in it. None: gradients are returned
     strict     whether a placement that cannot be honoured is an error, and not a warning; also the plan's `strict`
     watch      a function (pass, graph, seconds), called after each pass
+    mode       "eval" compiles one evaluation instead: the model as `model.eval()` makes it, its own modes left alone,
+               under `no_grad`. The program returns every tensor that the model does, and a loss where there is one
 
     Raises ShardcError with every problem found, each with a code, the line of the model or plan, and a hint.
     """
-    check_module(model)
-    check_loss(loss)
-    wanted = collect_plan(model, plan)
-    chosen = read_mesh(mesh if mesh is not None else wanted.mesh)
-    placed = tensor_mesh(wanted, chosen)
-    micro = split(batch, wanted.microbatches)[0]
-    tokens = bind_tokens(wanted.loss, Call(model, batch))
-    precision, check_finite = bind_precision(wanted)
-    traced = trace(
-        model,
-        micro,
-        loss,
-        with_outputs=bool(wanted.outputs),
-        microbatches=wanted.microbatches,
-        weighted=tokens is not None,
-        precision=precision,
-    )
-    bound = bind(wanted, traced, placed)
-    store, keep = bind_storage(wanted.storage, traced, placed)
-    options = Options(
-        strict or wanted.strict,
-        watch=watch,
-        store=store,
-        keep_gathered=keep,
-        reduce=None if precision is None else precision.reduce,
-    )
-    options = bind_passes(wanted, wanted.hardware.value.on(chosen), options)
-    updates = None
-    if optimizer is not None or check_finite or wanted.clip_grad_norm is not None:
-        updates = AppendUpdates(model, optimizer, wanted.clip_grad_norm, precision, check_finite)
-    notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store), *whole_gradients(wanted)]
-    notes += without_gradient(traced)
-    graphs = compile_step(Task(traced, wanted, chosen, placed, bound, updates, tokens, notes), options)
-    record: data.PlanRecord = {
-        "text": wanted.self_contained().dump(),
-        "seed": wanted.seed,
-        "batch": describe_sample(batch, Call(model, batch).paths, traced.written),
-        "hardware": options.hardware.quantities(),
-    }
-    if wanted.pipeline is not None:
-        record["cut"] = wanted.pipeline.place("split", "stages") or ""
-    if precision is not None:
-        record["precision"] = str(precision.compute)
-    if updates is not None:
-        record |= {
-            "fills": updates.fills,
-            "nonfinite": wanted.nonfinite,
-            "clip_grad_norm": wanted.clip_grad_norm,
-        }
-    if optimizer is not None:
-        rates = {name: float(rate) for name, rate in learning_rates(optimizer).items()}
-        record |= {"optimizer": type(optimizer).__name__, "rates": rates}
-    if graphs.traffic is not None:
-        record["traffic"] = [list(moved) for moved in graphs.traffic]
+    request = Request(model, batch, mesh, plan, loss, optimizer, strict, watch, mode)
+    return _program(request)
+
+
+def _program(request: Request) -> Program:
+    made, model = compiled(request), request.model
+    optimizer, traced = request.optimizer, made.traced
     program = Program(
-        body=graphs.body,
-        reference=graphs.reference,
-        mesh=graphs.mesh,
-        diagnostics=tuple(graphs.body.diagnostics),
-        annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
+        body=made.graphs.body,
+        reference=made.graphs.reference,
+        mesh=made.graphs.mesh,
+        diagnostics=tuple(made.graphs.body.diagnostics),
+        annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in made.bound),
         constants=traced.constants,
-        plan=record,
-        pipelined=graphs.pipelined,
+        plan=made.record,
+        pipelined=made.graphs.pipelined,
         model=model,
-        sample=batch,
-        loss=loss,
+        sample=request.batch,
+        loss=request.loss,
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
-        compiled=CompiledModel(model, loss, traced.constants, traced.changed_attributes),
-        recompile=partial(
-            compile, model, batch, mesh=mesh, plan=plan, loss=loss, optimizer=optimizer, strict=strict, watch=watch
-        ),
+        compiled=CompiledModel(model, request.loss, traced.constants, traced.changed_attributes, trains=request.trains),
+        request=request,
     )
-    program.refuse(wanted, chosen, options.strict)
+    program.refuse(made.plan, made.mesh, made.strict)
     return program
 
 
@@ -252,7 +187,7 @@ class Program(data.Program):
     optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
-    recompile: Callable[..., Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
+    request: Request | None = field(default=None, compare=False, repr=False)  # the arguments that it was compiled with
 
     def __repr__(self) -> str:
         of = f" of {type(self.model).__name__}" if self.model is not None else ""
@@ -270,7 +205,8 @@ class Program(data.Program):
         """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
         self.refuse_changed_model()
         inputs = self.inputs(batch, params)
-        return StepResult.of(self.body, simulate_stages(self.staged, inputs))
+        outputs = simulate_stages(self.staged, inputs)
+        return StepResult.of(self.body, outputs, by_row=self.plan.get("by_row", ()))
 
     @on_cpu
     def verify(
@@ -369,9 +305,10 @@ class Program(data.Program):
         """The program as one HTML page without network: graphs, collectives and their causes, what each pass changed,
         memory, timeline and ranks. The model is compiled once more, to watch the passes; without a model, as of a
         program from a file, the page has none."""
-        recorder = None if self.recompile is None else PassRecorder()
-        if recorder is not None and self.recompile is not None:
-            self.recompile(watch=recorder.watch)
+        recorder = None
+        if self.request is not None:
+            recorder = PassRecorder()
+            _program(replace(self.request, watch=recorder.watch))
         title = "program" if self.model is None else type(self.model).__name__
         return render(content(self, self.staged, recorder), title)
 
@@ -454,14 +391,32 @@ class Program(data.Program):
         from shardc.runtime.train.trainer import launch
 
         program = self
-        if self.compiled is not None and self.recompile is not None and (now := self.compiled.all_changes()):
+        if self.compiled is not None and self.request is not None and (now := self.compiled.all_changes()):
             warn(f"{changed(now).diagnostics[0].message}: it is compiled again")
-            program = self.recompile()
+            program = _program(self.request)
         if program.compiled is not None:
             program.compiled.accept_values()
         return launch(
             program, state=state, init=init, seed=seed, timeout=timeout, device=device, check_every=check_every
         )
+
+    @property
+    def mode(self) -> Mode:
+        """What it was compiled for."""
+        return "eval" if self.body.is_forward_only else "train"
+
+    @on_cpu
+    def evaluation(self, batch: Any, kept: Kept) -> Program:
+        """The program that evaluates its model on batches like this one, on parameters and buffers as this one holds
+        them. It returns all outputs, without the loss of a function, or their scalars with it. Raises ShardcError
+        (SC546) where there is no model."""
+        if self.request is None:
+            message = "the program came from a file, without its model, so no evaluation can be compiled"
+            hint = 'compile the model here; or compile it with mode="eval" where it is, and save that program'
+            raise error("SC546", message, hint=hint)
+        loss = self.request.loss if kept == "scalars" else None  # of a batch to predict for there may be no labels
+        about = {"batch": batch, "loss": loss, "optimizer": None, "watch": None, "strict": False}
+        return _program(replace(self.request, mode="eval", kept=kept, like=self.staged, **about))
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

@@ -58,6 +58,7 @@ class Asked:
     strict: bool
     optimizer: str | None = None  # main.OptimizerName
     lr: float | None = None  # of the optimizer; None for a default
+    mode: str = "train"
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,9 @@ def _program(asked: Asked, *, meta: bool, printer: Printer | None = None) -> tup
     with progress(f"loading {asked.target}"):
         target = load(asked.target, meta=meta)
     if isinstance(target, Program):
-        given = (asked.plan, asked.mesh, asked.optimizer)
-        if given != (None, None, None) or (printer is not None and printer.used):
-            options = "--plan, --mesh, --optimizer, --print-after and --diff"
+        given = (asked.plan, asked.mesh, asked.optimizer, asked.mode)
+        if given != (None, None, None, "train") or (printer is not None and printer.used):
+            options = "--plan, --mesh, --mode, --optimizer, --print-after and --diff"
             message = f"{asked.target} is compiled already: {options} do not apply"
             raise error("SC105", message, hint="give the model that it was compiled from")
         return target, None
@@ -238,6 +239,7 @@ def _compile(target: Target, asked: Asked, printer: Printer | None) -> Program:
             optimizer=make_optimizer(asked.optimizer, target.model, asked.lr),
             strict=asked.strict,
             watch=watch,
+            mode=asked.mode,  # pyright: ignore[reportArgumentType]  # compile refuses another
         )
 
 

@@ -117,6 +117,7 @@ PlanText = Annotated[
     str | None, typer.Option("--plan", metavar="FILE", help="The plan: a YAML file, or one of ours: shardc:gpt2.")
 ]
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="dp=2,tp=2", help="The mesh; overrides the plan's.")]
+ModeText = Annotated[str, typer.Option("--mode", metavar="train|eval", help="A training step, or an evaluation.")]
 Strict = Annotated[bool, typer.Option("--strict", help="What cannot be honoured is an error, not a warning.")]
 Optimizer = Annotated[
     OptimizerName | None,
@@ -132,11 +133,16 @@ Fold = Annotated[
 
 
 def _asked(
-    target: str, plan: str | None, mesh: str | None, strict: bool, optimizer: OptimizerName | None = None
+    target: str,
+    plan: str | None,
+    mesh: str | None,
+    strict: bool,
+    optimizer: OptimizerName | None = None,
+    mode: str = "train",
 ) -> Asked:
     from shardc.cli.commands import Asked
 
-    return Asked(target, plan, mesh, strict, None if optimizer is None else optimizer.value)
+    return Asked(target, plan, mesh, strict, None if optimizer is None else optimizer.value, mode=mode)
 
 
 @app.command("compile", epilog=EPILOG)
@@ -157,6 +163,7 @@ def compile_command(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; the suffix is that of the form.")
     ] = None,
     check: Annotated[bool, typer.Option("--verify", help="Simulate all ranks against the single device.")] = False,
+    mode: ModeText = "train",
     strict: Strict = False,
     module_filter: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Print only calls of modules whose names match.")
@@ -170,7 +177,7 @@ def compile_command(
 
     form = None if emit is None else emit.value
     commands.compile_target(
-        _asked(target, plan, mesh, strict, optimizer),
+        _asked(target, plan, mesh, strict, optimizer, mode),
         commands.Printed(tuple(print_after or ()), diff, rank, form, output, module_filter, fold),
         check=check,
         as_json=as_json,
@@ -246,14 +253,15 @@ def verify(
     target: TargetText,
     plan: PlanText = None,
     mesh: MeshText = None,
+    mode: ModeText = "train",
     strict: Strict = False,
     optimizer: Optimizer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate all ranks and compare the loss, every gradient and buffer with the single device."""
+    """Simulate all ranks and compare the loss, every gradient and buffer, or outputs, with the single device."""
     from shardc.cli import commands
 
-    commands.verify(_asked(target, plan, mesh, strict, optimizer), as_json=as_json)
+    commands.verify(_asked(target, plan, mesh, strict, optimizer, mode), as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

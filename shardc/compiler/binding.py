@@ -88,12 +88,13 @@ def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
         calls_of = calls if kind == "activation" else {}
         named = [(name, annotation) for base, annotation in matched.items() for name in calls_of.get(base, [base])]
         for name, annotation in named:
+            ndim = (outputs if kind == "output" else shapes)[name]
             try:
-                annotation.check(mesh, (outputs if kind == "output" else shapes)[name], name)
+                annotation.check(mesh, ndim, name)
             except ShardcError as unfit:
                 problems += unfit.diagnostics if annotation.pattern not in refused else ()
                 refused.add(annotation.pattern)
-            bounds.append(Bound(kind, name, annotation.placement, annotation.origin, annotation.pattern))
+            bounds.append(Bound(kind, name, annotation.placement.on(ndim), annotation.origin, annotation.pattern))
     if problems:
         raise ShardcError(*problems)
     return bounds

@@ -54,6 +54,7 @@ class Task:
     updates: AppendUpdates | None = None  # None: gradients are outputs, as they are
     tokens: Tokens | None = None
     notes: Sequence[Diagnostic] = field(default_factory=list[Diagnostic])
+    like: StagedProgram | None = None  # the program whose parameters and buffers this one takes as that holds them
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
 
     body = distribute(reference, task.bound, options)
     check_excluded(body, plan.fuse.exclude)
-    staged = stages_of(plan, body, task.mesh, options)
+    staged = stages_of(plan, body, task.mesh, options, task.like)
     unfused = finish(staged, options, fused=False)
     fused = unfused.transformed(lambda graph: run(graph, [options.fuse], options))
     if staged.body is not body:  # which no rank runs
@@ -102,7 +103,8 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
 
 def distribute(reference: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] | None = None) -> Graph:
     """One rank's body of a step, which has no kernels yet; or what it is after the pass `last`."""
-    todo = body_passes(bound, cuts_of(reference, bound), options)
+    cuts = [*cuts_of(reference, bound), *options.store.cuts(reference)]
+    todo = body_passes(bound, cuts, options)
     if last is not None:
         todo = todo[: 1 + next(i for i, pass_ in enumerate(todo) if isinstance(pass_, last))]
     return run(reference.copy(), todo, options)

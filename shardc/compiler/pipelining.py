@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
+from shardc.partition.same_cut import StageNames
 from shardc.partition.staged_program import StagedProgram, mesh_without_axis, one_stage, scheduled
 from shardc.passes.base import Pass
 from shardc.plan.pipeline import Pipelining
@@ -41,35 +42,43 @@ class Cut(Pass):
     """cut: what the pass list calls the step in which a body becomes the graphs of stages (`stages_of`)."""
 
 
-def stages_of(plan: Plan, body: Graph, mesh: Mesh, options: Options) -> StagedProgram:
-    """The step in stages, as the plan's pipeline cuts it along an axis of the whole mesh; without one, in one stage."""
+def stages_of(
+    plan: Plan, body: Graph, mesh: Mesh, options: Options, like: StagedProgram | None = None
+) -> StagedProgram:
+    """The step in stages, as the plan's pipeline cuts it along an axis of the whole mesh; without one, in one stage.
+    Stages are those of `like`, if that is given."""
     if plan.pipeline is None:
         return one_stage(body)
     start = time.perf_counter()
     options.recompute.settle(body)
-    staged = _cut(plan.pipeline, plan, body, mesh, options.hardware)
+    staged = _cut(plan.pipeline, plan, body, mesh, options.hardware, like)
     for graph in staged.graphs():
         inspect(Cut(), graph, graph, time.perf_counter() - start, options)
     return staged
 
 
-def _cut(pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh, hardware: Hardware) -> StagedProgram:
+def _cut(
+    pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh, hardware: Hardware, like: StagedProgram | None
+) -> StagedProgram:
     """The localized body is kept.
 
     What takes more memory than the plan allows is an error, or for recomputation a warning among the body's.
     """
     stages, virtual = pipeline.on(mesh)
     try:
-        staged = cut(body, stages, pipeline.split, hardware, pipeline.axis)
+        names = None if like is None else StageNames.of(stage.forward for stage in like.stages)
+        staged = cut(body, stages, pipeline.split, hardware, pipeline.axis, names)
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
     try:
         memory = None if pipeline.memory is None else float(pipeline.memory)
         result = scheduled(
-            staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis
+            staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis, like=like
         )
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "schedule", "memory") for d in wrong.diagnostics)) from None
+    if body.is_forward_only:  # nothing is held for a backward
+        return result
     activations = max(peak_activations(result.lists.work(c), result.costs) for c in range(len(result.lists.ranks)))
     if activations > result.costs.memory:
         limit = human_bytes(round(result.costs.memory))

@@ -106,7 +106,7 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
             elif (type.dtype, type.shape) != (global_type.dtype, global_type.shape):
                 yield Fault(body.name, f"{side} '{port.name}' is {type}, to the reference {global_type}", value)
     losses = [port.name for port in body.outputs if port.role == "loss"]
-    if len(losses) != 1:
+    if len(losses) != 1 and not (body.is_forward_only and not losses and body.outputs):
         yield Fault(body.name, f"it returns {len(losses)} losses")
 
 
@@ -178,6 +178,8 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "seed": _whole,
     "batch": _batch,
     "hardware": _hardware,
+    "by_row": _texts,
+    "mode": lambda value: value == "eval",
     "cut": lambda value: isinstance(value, str),
     "precision": lambda value: isinstance(value, str),
     "fills": _numbers,
@@ -196,6 +198,8 @@ def refuse_record(record: PlanRecord, reference: Graph) -> None:
         f"'{key}' is not what compiling writes" for key in record if key not in RECORD or not RECORD[key](record[key])
     ]
     wrong += [f"'{key}' is missing" for key in NEEDED if key not in record]
+    if not wrong and ("mode" in record) != reference.is_forward_only:
+        wrong.append(f"'mode' is {record.get('mode', 'train')!r}, and its graphs are of the other")
     for key, role in (("fills", "state"), ("rates", "hyper")):
         names = {port.name for port in reference.inputs if port.role == role}
         if not wrong and {*record.get(key, {})} != names:

@@ -147,7 +147,7 @@ def _explained(program: Program, pipelined: StagedProgram, transfer: ReportedTra
 def _readers(pipelined: StagedProgram, transfer: ReportedTransfer) -> Iterator[Any]:
     """Calls of the target that read the value, forward first."""
     stage = pipelined.stages[transfer.target]
-    for graph in (stage.forward, stage.backward):
+    for graph in (stage.parts[name] for name in ("forward", "backward") if name in stage.parts):
         for port, node in zip(graph.inputs, graph.placeholders, strict=True):
             if port.role == "value" and port.name == transfer.value:
                 yield from (user for user in node.users if user.op == "call_function")

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardc.frontend.evaluation_mode import training_flags
 from shardc.frontend.python_state import Snapshot
 from shardc.frontend.state_holders import Variables
 from shardc.ir.caller import warn
@@ -45,7 +46,7 @@ class CompiledModel:
     """A model and a loss function at the time when they were compiled.
 
     `constants` are the tensors that the program has for its own; `changed_attributes` names those that forward
-    itself changes.
+    itself changes. A program for evaluation (`trains` is false) is the same whatever is trained, and in both modes.
     """
 
     def __init__(
@@ -54,11 +55,14 @@ class CompiledModel:
         loss: object = None,
         constants: Mapping[str, Tensor] | None = None,
         changed_attributes: Collection[str] = (),
+        *,
+        trains: bool = True,
     ) -> None:
+        changed_attributes = changed_attributes if trains else {*changed_attributes, *training_flags(model)}
         params = dict(model.named_parameters())
         self._changed_attributes = changed_attributes
         self._snapshot = Snapshot(model, loss)
-        self._names, self._params = list(params), list(params.values())
+        self._names, self._params = (list(params), list(params.values())) if trains else ([], [])
         self._trained = [p.requires_grad for p in self._params]
         self._hooks = [gradient_hooks(p) for p in self._params]
         self._constants = list((constants or {}).values())

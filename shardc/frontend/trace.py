@@ -29,6 +29,7 @@ from shardc.frontend.buffers import buffers_after
 from shardc.frontend.carried_state import carried, refuse_written_constants
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.loss_gradients import Hooks, gradients
+from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.frontend.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.frontend.provenance import Origin, Origins, first_tensor
@@ -37,11 +38,12 @@ from shardc.frontend.python_state import Snapshot, left_tensors, refuse_kept
 from shardc.frontend.sample_call import Call
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
-from shardc.frontend.unsupported import refuse_no_scalar, refuse_unfit, untrained
+from shardc.frontend.unsupported import is_loss, refuse_no_scalar, refuse_unfit, untrained
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.microbatch import SCALE, SHARE
 
 aten = torch.ops.aten
+NOTHING = "return what is to be seen: a tensor, or a tuple, a dict or a dataclass of tensors"
 
 
 def trace(
@@ -49,10 +51,11 @@ def trace(
     batch: Any,
     loss: Callable[[Any, Any], Tensor] | None = None,
     *,
-    with_outputs: bool = False,
+    with_outputs: bool | Literal["scalars"] = False,
     microbatches: int = 1,
     weighted: bool = False,
     precision: Precision | None = None,
+    forward_only: bool = False,
 ) -> Traced:
     """The joint graph of one training step of `model` in its present mode (train or eval).
 
@@ -60,12 +63,13 @@ def trace(
     tensors may be real, meta or fake. `loss(output, batch)` returns the scalar to differentiate; without it, the
     model must (alone, first, or as `loss`). Of a step of several `microbatches` the batch is one, and the loss its
     term of their mean; `weighted`, it is multiplied by an input, the microbatch's share. Without `precision` every
-    tensor has the dtype that the model gives it.
+    tensor has the dtype that the model gives it. `forward_only`, as under `no_grad`: there are no gradients, and a loss
+    only where there is one. `with_outputs` keeps the tensors that the model returns, or their scalars.
     """
     call = Call(model, batch)
     refuse_unfit(model, dict(zip(call.names, call.tensors, strict=True)))
     generators = Generators(model)
-    step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision)
+    step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only)
     try:
         gm, inputs, origins = step.record()
         step.before.clear_caches()
@@ -95,16 +99,17 @@ class _Step:
         model: nn.Module,
         call: Call,
         loss: Callable[[Any, Any], Tensor] | None,
-        with_outputs: bool,
+        with_outputs: bool | Literal["scalars"],
         microbatches: int,
         weighted: bool,
         precision: Precision | None,
+        forward_only: bool,
     ) -> None:
         self.model, self.call, self.loss, self.with_outputs = (model, call, loss, with_outputs)
-        self.microbatches, self.weighted = microbatches, weighted
+        self.microbatches, self.weighted, self.forward_only = microbatches, weighted, forward_only
         self.precision = precision
         self.casts = Casts(precision, model, call.names) if precision is not None else None
-        self.scaled = precision is not None and precision.scaled
+        self.scaled = precision is not None and precision.scaled and not forward_only
         self.mode = torch_compat.fake_mode()
         self.random = RandomOps()
         self.params = dict(model.named_parameters())
@@ -114,10 +119,10 @@ class _Step:
         self.unused: tuple[str, ...] = ()
         self.written: tuple[str, ...] = ()  # inputs that forward changes in place
         self.written_buffers: list[str] = []
-        self.hooks = Hooks.of(self.params)
+        self.hooks = Hooks.of({} if forward_only else self.params)
         self.before = Snapshot(model, loss, *self.hooks.functions)
         self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
-        if not self.trainable:
+        if not self.trainable and not forward_only:
             raise untrained(self.params)
         self.hooks.refuse_microbatches(microbatches)
         self.hooks.refuse_groups()
@@ -148,7 +153,7 @@ class _Step:
         origins = Origins(names, joint.__code__)
         decompositions = torch_compat.decompositions(SMALL_DECOMPOSITIONS) | self.random.decompositions()
         with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())  # whatever the caller's mode
+            stack.enter_context(torch.set_grad_enabled(not self.forward_only))  # whatever the caller's mode
             stack.enter_context(torch_compat.hugging_face_patches(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
             stack.enter_context(torch_compat.undifferentiable(WHOLE_OPS, undifferentiated))
@@ -176,7 +181,8 @@ class _Step:
         batch = self.call.batch(tuple(inputs.values()))
         used, fed = params, batch
         if self.casts is not None:
-            used = self.casts.cast(params, self.params, origins.within)
+            with torch.enable_grad():  # what stands for a trained parameter is trained, also while none is
+                used = self.casts.cast(params, self.params, origins.within)
             fed = self.call.batch(self.casts.batch(inputs))
         self.hooks.attach(params)
         for stand_in in used.values():
@@ -185,17 +191,16 @@ class _Step:
         with stand_ins.active():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
-            loss = self._scalar(output, batch)
-            if self.weighted:
-                loss = loss * tensors[-2].to(loss.dtype)
-            elif self.microbatches > 1:
-                loss = loss / self.microbatches
-            root = loss * tensors[-2 - self.weighted] if self.scaled else loss
-            origins.phase = "bwd"
-            torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
+            returned = self._outputs(output, scalar := self._scalar(output, batch))
+            loss = self._term(scalar, tensors)
             stand_ins.refuse_changed()
-            grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
-            stand_ins.refuse_changed()
+            grads: dict[str, Tensor | None] = {}
+            if loss is not None and not self.forward_only:
+                root = loss * tensors[-2 - self.weighted] if self.scaled else loss
+                origins.phase = "bwd"
+                torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
+                grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
+                stand_ins.refuse_changed()
             changed_buffers = buffers_after(self.model, buffers, used, stand_ins.places)
         if stand_ins.value_reads:  # and caught: forward has gone on as it would not in eager PyTorch
             raise stand_ins.value_reads[0]
@@ -205,30 +210,44 @@ class _Step:
         param_gradients = (
             param_gradients if self.casts is None else self.casts.gradients(param_gradients, origins.within)
         )
-        outputs = torch_compat.flatten_with_paths(output) if self.with_outputs else []
-        output_tensors = {path or "output": leaf for path, leaf in outputs if isinstance(leaf, Tensor)}
-        self.results = [("loss", "loss")]
+        losses = [] if loss is None else [loss]
+        self.results = [("loss", "loss")] * len(losses)
         self.results.extend(("grad", name) for name in param_gradients)
         self.results.extend(("buffer", name) for name in changed_buffers)
-        self.results.extend(("output", path) for path in output_tensors)
+        self.results.extend(("output", path) for path in returned)
         nodes_left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
         self.left = {key: node for key, node in nodes_left if node is not None}
         self._refuse_reshaped(inputs)
         batch_tensors = zip(self.call.names, tensors[count[1] :], strict=False)
         self.written = tuple(name for name, t in batch_tensors if torch_compat.was_written(t))
         self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
-        return [loss, *param_gradients.values(), *changed_buffers.values(), *output_tensors.values()]
+        return [*losses, *param_gradients.values(), *changed_buffers.values(), *returned.values()]
+
+    def _outputs(self, output: Any, loss: Tensor | None) -> dict[str, Tensor]:
+        """The tensors among what the model returns that the program is to return too, but for the loss itself."""
+        tensors = output_tensors(output) if self.with_outputs else {}
+        if self.forward_only:
+            tensors = {name: leaf for name, leaf in tensors.items() if leaf is not loss}
+        return {name: t for name, t in tensors.items() if self.with_outputs != "scalars" or not t.dim()}
+
+    def _term(self, loss: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor | None:
+        """A microbatch's term of the step's loss."""
+        if loss is None:
+            return None
+        term: Tensor = loss if self.casts is None else self.casts.wide(loss)
+        if self.weighted:
+            return term * tensors[-2].to(term.dtype)
+        return term / self.microbatches if self.microbatches > 1 else term
 
     def _refuse_reshaped(self, inputs: Mapping[str, Tensor]) -> None:
         for (name, traced), original in zip(inputs.items(), self.call.tensors, strict=False):
-            if (
-                traced.shape != original.shape
-                or traced.stride() != torch_compat.fake_like(self.mode, original).stride()
-            ):
+            stride = torch_compat.fake_like(self.mode, original).stride()
+            if traced.shape != original.shape or traced.stride() != stride:
                 message = f"forward changes the shape of its input '{name}' in place"
                 raise error("SC104", message, tensor=name, hint="compute another: x = x.unsqueeze(1), x.mT")
 
-    def _scalar(self, output: Any, batch: Any) -> Tensor:
+    def _scalar(self, output: Any, batch: Any) -> Tensor | None:
+        """What the loss function, or else the model, returns as the loss; None where an evaluation has none."""
         if self.loss is not None:
             loss: Any = self.loss(output if self.casts is None else self.casts.wide(output), batch)
         elif isinstance(output, Tensor):
@@ -239,8 +258,10 @@ class _Step:
             loss = first_tensor(output)
         else:
             loss = getattr(output, "loss", None)
-        refuse_no_scalar(loss, output, self.loss, self.model, self.call.names)
-        return loss if self.casts is None else self.casts.wide(loss)
+        if self.forward_only and self.loss is None and not is_loss(loss):
+            return None
+        refuse_no_scalar(loss, output, self.loss, self.model, self.call.names, trained=not self.forward_only)
+        return cast("Tensor", loss)
 
 
 def _without_mutation(
@@ -288,10 +309,9 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
         node.meta["val"] = torch_compat.fake_like(step.mode, constants[name])
         inputs.append(TracedInput("buffer", name, (), False, node))
 
-    seed = inputs[len(placeholders) - 1]
-    if not seed.node.users:
-        inputs.remove(seed)
-        graph.erase_node(seed.node)
+    for unread in [i for i in inputs if i.role in ("seed", "share") and not i.node.users]:
+        inputs.remove(unread)
+        graph.erase_node(unread.node)
 
     (output,) = (node for node in graph.nodes if node.op == "output")
     results = [TracedOutput(role, name, node) for (role, name), node in zip(step.results, output.args[0], strict=True)]
@@ -299,6 +319,8 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     outputs = tuple(
         _copied(graph, r) for r in results if not (r.role == "buffer" and r.node is buffer_nodes.get(r.name))
     )
+    if step.forward_only and not outputs:
+        raise error("SC127", "the model returns no tensor, so there is nothing to evaluate", hint=NOTHING)
     output.args = (tuple(r.node for r in outputs),)
     place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
     _rewrite_meta(graph, inputs, origins)
@@ -310,8 +332,9 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
 
 
 def _copied(graph: fx.Graph, result: TracedOutput) -> TracedOutput:
-    """A buffer that becomes what an input was is a copy of it: that input may be changed before the step ends."""
-    if result.role != "buffer" or result.node.op != "placeholder":
+    """A buffer that becomes what an input was is a copy of it, and so is an output that is one: the input may be
+    changed before the step ends, or after it."""
+    if result.role not in ("buffer", "output") or result.node.op != "placeholder":
         return result
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         copy_of = graph.call_function(aten.clone.default, (result.node,))

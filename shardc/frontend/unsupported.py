@@ -69,9 +69,22 @@ def untrained(params: Collection[str]) -> ShardcError:
     return error("SC102", message, hint=hint)
 
 
-def refuse_no_scalar(loss: object, output: object, function: object, model: nn.Module, names: Collection[str]) -> None:
-    """Raise ShardcError (SC102) unless a step's `loss` is a scalar that depends on a parameter. `function` made it of
-    the model's `output`, if there is one; `names` are the names of the batch's tensors."""
+def is_loss(value: object) -> bool:
+    """Can it be the loss that a model returns, as it is?"""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def refuse_no_scalar(
+    loss: object,
+    output: object,
+    function: object,
+    model: nn.Module,
+    names: Collection[str],
+    *,
+    trained: bool = True,
+) -> None:
+    """Raise ShardcError (SC102) unless a step's `loss` is a scalar, that depends on a parameter if it is `trained`.
+    `function` made it of the model's `output`, if there is one; `names` are the names of the batch's tensors."""
     hint = "pass `loss=`, a function (output, batch) -> scalar tensor"
     if not isinstance(loss, Tensor):
         message = f"no loss in the model's output, a {type(output).__name__}"
@@ -91,7 +104,7 @@ def refuse_no_scalar(loss: object, output: object, function: object, model: nn.M
     if loss.is_complex():
         message = f"the loss is not a scalar to differentiate: it is complex, {loss.dtype}".replace("torch.", "")
         raise error("SC102", message, hint="take what of it is to be small: loss.real, or loss.abs()")
-    if not loss.requires_grad:
+    if trained and not loss.requires_grad:
         message = "the loss is not a scalar to differentiate: it is independent of every trainable parameter"
         hint = "is it made under no_grad or from what was detached, or are all that it depends on frozen?"
         raise error("SC102", message, hint=hint)

@@ -40,7 +40,7 @@ class Annotation:
 
     def check(self, mesh: Mesh, ndim: int, name: str) -> None:
         """Refuse a placement that does not fit the mesh or the tensor; the error points at the annotation."""
-        self.placement.check(mesh, ndim, name, cause=self.cause(name), location=self.origin)
+        self.placement.on(ndim).check(mesh, ndim, name, cause=self.cause(name), location=self.origin)
 
     @property
     def specificity(self) -> tuple[int, int, int, int]:

@@ -46,6 +46,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC124": Code("model-changed", "the model was changed since it was compiled: its modes, or what is trained"),
     "SC125": Code("overlapping-inputs", "inputs of a batch lie in the same memory, and forward changes one in place"),
     "SC126": Code("input-written", "forward changes an input in place; a program leaves the caller's tensor as it is"),
+    "SC127": Code("nothing-returned", "the model returns no tensor, so there is nothing to evaluate"),
     "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
     "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),
     "SC203": Code("unaligned-axis", "an axis cannot shard a factor that an op keeps whole"),
@@ -63,6 +64,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC215": Code("nothing-placed", "no annotation uses the mesh, or one of its axes: its ranks do the same work"),
     "SC216": Code("whole-gradients", "the gradients of several microbatches are held whole, and not as ZeRO's shards"),
     "SC217": Code("not-fused", "kernels were asked for, and would hold more than the calls that they replace"),
+    "SC218": Code("no-backward", "something of a backward pass is asked of a program for evaluation, which has none"),
     "SC220": Code("bad-schedule", "a pipeline's schedule is unknown, or not made for these stages and microbatches"),
     "SC221": Code("bad-cut", "a step cannot be cut into the stages of a pipeline, or not at the places asked for"),
     "SC222": Code("token-weights", "the tokens that a plan's loss counts cannot be counted in the input that it names"),
@@ -101,12 +103,16 @@ COMPILER_CODES: dict[str, Code] = {
     "SC511": Code("instruction-failed", "an op refused its operands while a program ran"),
     "SC517": Code("host-memory", "what a command would hold does not fit in the memory of this host"),
     "SC552": Code("scheduler-argument", "a scheduler's step needs an argument that the training loop does not have"),
-    "SC553": Code("trainer-argument", "a trainer's method is given what it cannot use, or what has no effect"),
+    "SC553": Code(
+        "trainer-argument", "compile, or a trainer's method, is given what it cannot use, or what has no effect"
+    ),
     "SC551": Code("checkpoint-in-use", "another job is writing the checkpoint"),
     "SC541": Code("ranks-differ", "ranks of a job run different versions, plans, programs or settings"),
     "SC542": Code("replicas-differ", "ranks hold or are given different values of what should be the same"),
     "SC543": Code("absent-rank", "a rank did not come to the launch of a job within the time limit"),
     "SC544": Code("no-gradients", "gradients are asked of a program that does not return them"),
+    "SC545": Code("no-output", "a result is asked for a loss or an output that its program does not return"),
+    "SC546": Code("not-evaluated", "an evaluation cannot be made: of nothing, or by a trainer without its model"),
 }
 CODES.update(COMPILER_CODES)
 

@@ -124,6 +124,11 @@ class Graph:
 
     # ------------------------------------------------------------------ reading
     @property
+    def is_forward_only(self) -> bool:
+        """Is it a program for evaluation: without gradients, and without an update?"""
+        return all(port.role not in ("grad", "param", "state") for port in self.outputs)
+
+    @property
     def placeholders(self) -> list[fx.Node]:
         return list(takewhile(lambda n: n.op == "placeholder", self.fx.nodes))  # they lead
 

@@ -60,6 +60,10 @@ class Placement:
         """Every axis that the placement uses, dim by dim."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
+    def on(self, ndim: int) -> Placement:
+        """The placement of a tensor of so many dims: a scalar's "-", or "?", is that of no dim."""
+        return Placement() if not ndim and self.dims in ((UNSHARDED,), (OPEN,)) else self
+
     def padded(self, ndim: int) -> tuple[DimPlacement, ...]:
         """One entry for each of a tensor's dims; those that were left out are unsharded."""
         assert len(self.dims) <= ndim, "check() refuses a placement with too many dims"
@@ -83,6 +87,7 @@ class Placement:
                 raise refuse("SC204", f"sub-axis '{axis}' is used twice in one placement", hint)
         if len(self.dims) > ndim:
             hint = f"write at most {ndim}, one for each dim; trailing ones may be left out"
+            hint = hint if ndim else 'a scalar has no dims to place: write "" or "-"'
             raise refuse("SC205", f"the placement has {len(self.dims)} dims, {tensor} has {ndim}", hint)
 
     @classmethod

@@ -29,6 +29,7 @@ from shardc.partition.cross_stage_buffers import keep_buffers_for_backward
 from shardc.partition.extract_subgraph import extract_subgraph
 from shardc.partition.gather_hoisting import merge_gathers
 from shardc.partition.microbatch_sums import MicrobatchSum, split_sums
+from shardc.partition.same_cut import StageNames
 from shardc.partition.stage_parts import PartKey, StageParts
 from shardc.partition.stage_recompute import reuse_received_values
 from shardc.partition.step_analysis import StepAnalysis, finest_analysis
@@ -37,6 +38,7 @@ from shardc.schedule.costs import Costs, StageCost
 from shardc.schedule.pipeline import PARTS, PartName, Pipeline, Stage, StagePart
 
 GRAPHS: tuple[PartName, ...] = ("forward", "backward", "dgrad", "wgrad")  # of a stage of a pipeline
+FORWARD_ONLY: tuple[PartName, ...] = ("forward",)  # and of one that only evaluates
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,9 @@ def cut(
     split: Sequence[str] = (),
     hardware: Hardware = DEFAULT,
     axis: str = "pp",
+    like: StageNames | None = None,
 ) -> CutStep:
-    """Cut a localized body into `stages` of equal cost, or where the modules of `split` begin.
+    """Cut a localized body into `stages` of equal cost, or where the modules of `split` begin, or as it was cut `like`.
 
     The stages lie along the axis, which the body's mesh does not have: what they send each other goes along it.
 
@@ -134,7 +137,10 @@ def cut(
     if split and stages is not None and stages != len(split) + 1:
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"
         raise error("SC221", message, hint="leave out one of `split` and `stages`")
-    if split:
+    if like is not None:
+        analysis = finest_analysis(graph)
+        starts = like.starts(analysis)
+    elif split:
         analysis = finest_analysis(graph)
         starts = named_starts(analysis, split)
     else:
@@ -147,7 +153,7 @@ def cut(
 
 
 def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
-    sizes = _value_bytes(parts)
+    sizes, trains = _value_bytes(parts), not parts.graph.is_forward_only
     bodies = tuple(_stage_bodies(parts, stage) for stage in range(parts.count))
     single_stage_sums = [_single_stage_sums(parts, stage) for stage in range(parts.count)]
     epilogue = EpilogueCut(
@@ -166,7 +172,7 @@ def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
             bundles.setdefault(name, {})[info(value).name] = None
     return CutStep(
         parts.graph,
-        Pipeline(tuple(stages), sizes, clips=bool(epilogue.totals)),
+        Pipeline(tuple(stages), sizes, bool(parts.sums) or trains, bool(epilogue.totals), trains),
         bodies,
         {name: tuple(values) for name, values in bundles.items()},
         parts.sums,
@@ -218,7 +224,7 @@ def _stage_bodies(parts: StageParts, stage: int) -> StageBodies:
         name: _graph(parts, name, parts.calls[stage, name], parts.makes((stage, name)), [])
         for name in parts.gathers[stage]
     }
-    return StageBodies({name: graphs[name] for name in GRAPHS}, gathers)
+    return StageBodies({n: graphs[n] for n in (FORWARD_ONLY if parts.graph.is_forward_only else GRAPHS)}, gathers)
 
 
 def _graph(

@@ -47,7 +47,7 @@ class ListCounterNames:
             return f"{words} (rank {self.program.rank_of(instruction.peer, i)})"
         names = [cited(node) for graph in graphs_of(self.program, c, instruction) for node in calls_as_run(graph)]
         if isinstance(instruction, RunBody):  # the whole list: only its calls tell where a rank is
-            return names[max(call - 1, 0)]
+            return names[max(call - 1, 0)] if names else instruction_text(instruction)
         return f"{names[call - 1]} of {instruction_text(instruction)}" if call else instruction_text(instruction)
 
     def waits(self, rank: int, counter: int) -> bool:

@@ -31,7 +31,7 @@ def bound_faults(program: StagedProgram) -> list[Fault]:
     body_work = sum(isinstance(i, RunBody) for listed in lists.ranks for i in listed) * 2 * lists.microbatches
     work = sum(isinstance(i, COMPUTE) for listed in lists.ranks for i in listed) + body_work
     stages = len(lists.pipeline.stages)
-    if stages * lists.microbatches * 2 > work:
+    if stages * lists.microbatches * (2 if lists.pipeline.trains else 1) > work:
         message = (
             f"{stages} stages of {lists.microbatches} microbatches are more work than the {work} parts in the lists"
         )
@@ -86,6 +86,12 @@ def _part_faults(program: StagedProgram, stage_index: int) -> Iterator[Fault]:
         if _ports(graph, "in", *BETWEEN):
             yield Fault(graph.name, "it gathers what another graph makes")
     described = program.lists.pipeline.parts(stage_index)
+    if program.axis and ("backward" in bodies.parts) != program.lists.pipeline.trains:
+        yield Fault(program.body.name, f"stage {stage_index} has a backward, or the pipeline, and not the other")
+        return
+    if program.axis and program.lists.pipeline.trains == program.body.is_forward_only:
+        yield Fault(program.body.name, "the pipeline trains, or the body, and not the other")
+        return
     if len(halves := [bodies.parts[half] for half in ("dgrad", "wgrad") if half in bodies.parts]) == 2:
         backward_sums = {*_ports(bodies.parts["backward"], "out", "sum")}
         if differ := backward_sums ^ {name for half in halves for name in _ports(half, "out", "sum")}:

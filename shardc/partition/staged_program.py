@@ -35,7 +35,7 @@ from shardc.ir.plain import (
 )
 from shardc.ir.text import print_graph
 from shardc.ir.types import TensorType
-from shardc.partition.cut import GRAPHS, CutStep, StageBodies
+from shardc.partition.cut import FORWARD_ONLY, GRAPHS, CutStep, StageBodies
 from shardc.partition.step_epilogue import StepEpilogue
 from shardc.schedule.build import build
 from shardc.schedule.costs import Costs
@@ -179,7 +179,7 @@ class StagedProgram:
 def _stage(data: Mapping[str, Any]) -> StageBodies:
     fields_known(data, (*GRAPHS, "gathers", "reduce"))
     return StageBodies(
-        {name: graph_from_plain(data[name]) for name in GRAPHS},
+        {name: graph_from_plain(data[name]) for name in (GRAPHS if data.keys() & {*GRAPHS[1:]} else FORWARD_ONLY)},
         gathers={name: graph_from_plain(graph) for name, graph in data["gathers"].items()},
         reduce=None if data["reduce"] is None else graph_from_plain(data["reduce"]),
     )
@@ -211,20 +211,23 @@ def scheduled(
     memory: float | None = None,
     mesh: Mesh | None = None,
     axis: str = "pp",
+    like: StagedProgram | None = None,
 ) -> StagedProgram:
     """A cut step with the proved lists of a schedule. `costs` default to those of the cut, in FLOPs.
 
-    `mesh` is the mesh of all ranks. By default its axes are the pipeline's axis and then the axes of the body.
+    `mesh` is the mesh of all ranks. By default its axes are the pipeline's axis and then the axes of the body. The
+    stages lie where those of `like` do, if that is given.
     """
     costs = costs or staged.costs
     if memory is not None:
         costs = replace(costs, memory=memory)
-    lists = build(staged.pipeline, schedule, staged.body.microbatches, virtual, costs)
+    orders = None if like is None else [like.lists.work(c) for c in like.coordinate_range]
+    lists = build(staged.pipeline, schedule, staged.body.microbatches, virtual, costs, like=orders)
     return StagedProgram(
         staged.body,
         lists,
         staged.stages,
-        tuple(staged.epilogue_of(lists.stages_of(rank)) for rank in range(len(lists.ranks))),
+        tuple(staged.epilogue_of(lists.stages_of(c)) for c in range(len(lists.ranks)) if lists.pipeline.updates),
         staged.bundles,
         {
             microbatch_sum.name: type_of(microbatch_sum.total)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardc.ir.diagnostic import ShardcError
+from shardc.schedule.clock import Orders
 from shardc.schedule.costs import Costs
 from shardc.schedule.emit import emit
+from shardc.schedule.instructions import Forward
 from shardc.schedule.lists import RankLists
 from shardc.schedule.pipeline import Pipeline
 from shardc.schedule.prove import prove
@@ -20,9 +22,17 @@ def build(
     virtual: int = 1,
     costs: Costs | None = None,
     regather: bool = True,
+    like: Orders | None = None,
 ) -> RankLists:
-    """The instruction lists of all ranks. Raises ShardcError if the proof fails, for built-in schedules too."""
-    orders = order(schedule, len(pipeline.stages), virtual, microbatches, costs)
+    """The instruction lists of all ranks. Raises ShardcError if the proof fails, for built-in schedules too.
+
+    A program for evaluation runs the forwards of the schedule, in its order; or those of `like`, the orders of another
+    program of as many microbatches or more, whose stages lie on the same ranks.
+    """
+    orders = order(schedule, len(pipeline.stages), virtual, microbatches, costs) if like is None else like
+    if not pipeline.trains:
+        forwards = ([work for work in listed if isinstance(work, Forward)] for listed in orders)
+        orders = [[work for work in listed if work.microbatch < microbatches] for listed in forwards]
     lists = emit(orders, pipeline, microbatches, costs, schedule, regather)
     proof = prove(lists)
     if not proof.ok:

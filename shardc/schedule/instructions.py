@@ -8,7 +8,8 @@
     Recv      dx3#5 <- 3   receive dx3 of microbatch 5 from peer 3
     Gather    2: params2   all-gather the sharded parameters that stage 2 reads, for all microbatches until their Free
     ReduceGrads grads2     sum accumulated gradients over the ranks of `group`
-    Optimizer              update the rank's parameters; the ranks of `group` first sum the gradients' norm
+    Optimizer              update the rank's parameters; the ranks of `group` first sum the gradients' norm. Of an
+                           evaluation, which has neither: complete the loss of all microbatches
     Free      x2, kept2 #5 free values of microbatch 5
     RunBody   0            run the whole step of the only stage: all microbatches, reductions and the update
 

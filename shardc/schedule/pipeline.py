@@ -82,13 +82,15 @@ class Pipeline:
     """All stages in order, and the bytes of each value: of one microbatch, or in total for gradients and parameters.
 
     `updates`: the step ends with an epilogue that runs once, such as an optimizer. `clips`: the epilogue needs a sum
-    over all ranks, such as the squared norm of the gradients.
+    over all ranks, such as the squared norm of the gradients. `trains`: stages have a backward; those of a program for
+    evaluation have their forward alone.
     """
 
     stages: tuple[Stage, ...]
     bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     updates: bool = True
     clips: bool = False
+    trains: bool = True
 
     def part(self, instruction: Compute) -> StagePart:
         return self._parts_by_name[instruction.stage][PART_OF[type(instruction)]]
@@ -206,6 +208,7 @@ def pipeline_to_plain(pipeline: Pipeline) -> dict[str, Any]:
         "bytes": dict(pipeline.bytes),
         "updates": pipeline.updates,
         "clips": pipeline.clips,
+        **({} if pipeline.trains else {"trains": False}),
     }
 
 
@@ -221,7 +224,7 @@ def pipeline_from_plain(data: Mapping[str, Any]) -> Pipeline:
         for s in listed(data["stages"])
     )
     sizes = {name: whole_of(size) for name, size in data["bytes"].items()}
-    return Pipeline(stages, sizes, _flag(data["updates"]), _flag(data["clips"]))
+    return Pipeline(stages, sizes, _flag(data["updates"]), _flag(data["clips"]), _flag(data.get("trains", True)))
 
 
 def _part(data: Mapping[str, Any]) -> StagePart:

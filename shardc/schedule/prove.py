@@ -14,7 +14,8 @@ What is proved (one function and one code for each check):
     SC522  every collective is reached by exactly its group, in the same order
     SC523  no cycle of waits; otherwise the smallest cycle is reported
     SC524  no value is used before it is made or after it is freed, made twice, or never freed
-    SC525  every stage runs on one rank, and runs each microbatch's forward, dgrad and wgrad once, ordered where needed
+    SC525  every stage runs on one rank, and runs each microbatch's forward, dgrad and wgrad once, ordered where needed;
+           of a program for evaluation the forward alone
     SC526  gradients are reduced once, after the last wgrad, by all ranks that have terms; the optimizer runs last
 """
 
@@ -205,9 +206,10 @@ def _work(lists: RankLists) -> Iterator[Diagnostic]:
                 (Dgrad, run_counts[Dgrad, stage, j] + whole_backwards),
                 (Wgrad, run_counts[Wgrad, stage, j] + whole_backwards),
             ):
-                if times != 1:
+                if times != (kind is Forward or lists.pipeline.trains):
                     name = kind.__name__.lower()
                     how_often = "never runs" if times == 0 else f"runs {times} times"
+                    how_often += "" if lists.pipeline.trains else " in a program for evaluation"
                     yield Diagnostic("SC525", f"the {name} of stage {stage} for microbatch {j} {how_often}")
 
 

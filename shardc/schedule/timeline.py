@@ -116,6 +116,8 @@ def checked_costs(costs: object, stages: int) -> Costs:
 def _most_live(work: Sequence[TimelineEvent]) -> int:
     """The peak depends only on the order of the work, since a rank computes one event at a time."""
     live = most = 0
+    if all(isinstance(event.instruction, Forward) for event in work):  # of an evaluation, which keeps nothing
+        return int(bool(work))
     for event in work:
         if isinstance(event.instruction, Forward):
             live += 1

@@ -18,15 +18,17 @@ import pytest
 import torch
 
 import shardc
-from shardc import api
 from shardc.compiler import driver, pass_pipeline
+from shardc.compiler.binding import bind
 from shardc.frontend.optimizer import append_updates, initial_state, learning_rates
+from shardc.frontend.program_inputs import complete_inputs, model_state
 from shardc.frontend.trace import trace
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import Graph, info, type_of
 from shardc.passes.accumulate import accumulate
 from shardc.passes.sharding.store import Store
 from shardc.plan.schema import Plan
+from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.in_double import InDouble
@@ -71,9 +73,9 @@ def traced(model: str, microbatches: int = 1) -> tuple[Any, Any, Graph, dict[str
 def history(model: str, microbatches: int) -> list[tuple[dict[str, torch.Tensor], dict[Any, torch.Tensor]]]:
     """Inputs and outputs of each step on the single device."""
     (built, batch), _, graph, fills, optimizer = traced(model, microbatches)
-    given = {**initial_state(graph, fills, optimizer, built), **learning_rates(optimizer), **api.model_state(built)}
+    given = {**initial_state(graph, fills, optimizer, built), **learning_rates(optimizer), **model_state(built)}
     names = [p.name for p in graph.inputs if p.role == "input"]
-    inputs = api.complete_inputs(graph, {**given, **api.batch_inputs(batch, names)}, 0)
+    inputs = complete_inputs(graph, {**given, **batch_inputs(batch, names)}, 0)
     steps: list[tuple[dict[str, torch.Tensor], dict[Any, torch.Tensor]]] = []
     for _ in range(STEPS):
         outputs = run_reference(graph, inputs, dtype=torch.float64)
@@ -91,7 +93,7 @@ def distributed(model: str, layout: str, zero: int, microbatches: int = 1) -> Gr
     body = graph.copy()
     body.mesh = mesh
     options = pass_pipeline.Options(store=Store(zero, ("dp",) if zero else ()))
-    return driver.finish_body(driver.distribute(body, api.bind(plan, found, mesh), options), options)
+    return driver.finish_body(driver.distribute(body, bind(plan, found, mesh), options), options)
 
 
 def pairs() -> list[tuple[str, str, int]]:

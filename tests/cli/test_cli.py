@@ -325,3 +325,21 @@ def test_help_documents_exit_codes(command: str) -> None:
     ran = shardc_cli(*filter(None, [command]), "--help")
     assert ran.code == 0
     assert "Exit codes: 0 ok; 1 the program differs from the single device; 2 bad input; 3 a failure while" in ran.out
+
+
+# ---------------------------------------------------------------------- evaluation
+def test_an_evaluation_is_compiled_verified_saved_and_run_from_its_file(tmp_path: Path) -> None:
+    ran = shardc_cli("compile", MODEL, *PLAN, "--mode", "eval", "--verify", "-o", str(tmp_path / "eval.json"))
+    assert ran.code == 0
+    assert "bwd" not in ran.out
+    assert "equal to the single device" in ran.out
+    assert shardc_cli("verify", MODEL, *PLAN, "--mode", "eval").code == 0
+    assert shardc_cli("verify", str(tmp_path / "eval.json")).code == 0
+    trained = shardc_cli("run", str(tmp_path / "eval.json"))
+    assert trained.code == 2
+    assert "SC218" in trained.err
+    for wrong in (
+        shardc_cli("verify", MODEL, *PLAN, "--mode", "evl"),
+        shardc_cli("verify", str(tmp_path / "eval.json"), "--mode", "eval"),
+    ):
+        assert wrong.code == 2

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardc
-from shardc.runtime.train import trainer as launch
+from shardc.runtime.train import agreement
 from shardc.runtime.train.trainer import Trainer
 
 RANK = int(os.environ["RANK"])
@@ -101,12 +101,12 @@ def moved(trainer: Trainer, optimizer: torch.optim.Optimizer, step: int) -> None
 
 
 def other_version() -> list[float]:
-    known = launch.VERSION
-    launch.VERSION = "0.0.9" if ODD else known
+    known = agreement.VERSION
+    agreement.VERSION = "0.0.9" if ODD else known
     try:
         return job()
     finally:
-        launch.VERSION = known
+        agreement.VERSION = known
 
 
 CASES: dict[str, Callable[[], list[float]]] = {

@@ -16,8 +16,9 @@ import torch
 from torch import fx, nn
 
 from shardc import Mesh, Plan
-from shardc.api import Program, bind
+from shardc.api import Program
 from shardc.compiler import driver, pass_pipeline
+from shardc.compiler.binding import bind
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.annotation import Annotation
 from shardc.ir.graph import Graph, info, op_name, operands, type_of

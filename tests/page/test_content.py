@@ -38,19 +38,21 @@ class Model(nn.Module):
 
 @cache
 def program(layers: int = 4, pipeline: bool = False) -> Program:
+    return compiled(layers, pipeline)
+
+
+def compiled(layers: int, pipeline: bool, **options: Any) -> Program:
     plan: dict[str, Any] = {"params": {"**.up.weight": "tp"}, "inputs": {"x": "dp"}}
     mesh = "dp=2, tp=2"
     if pipeline:
         plan["pipeline"], mesh = {"microbatches": 4}, "pp=2, dp=2, tp=2"
-    return shardc.compile(Model(layers), torch.randn(8, 8), mesh=mesh, plan=plan)
+    return shardc.compile(Model(layers), torch.randn(8, 8), mesh=mesh, plan=plan, **options)
 
 
 @cache
 def known(layers: int = 4, pipeline: bool = False) -> dict[str, Any]:
     recorder = PassRecorder()
-    of = program(layers, pipeline)
-    assert of.recompile is not None
-    of.recompile(watch=recorder.watch)
+    of = compiled(layers, pipeline, watch=recorder.watch)
     return content(of, of.staged, recorder)
 
 

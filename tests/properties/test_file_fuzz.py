@@ -145,7 +145,8 @@ def base(name: str) -> Base:
 def equal(a: StepResult, b: StepResult) -> bool:
     if not close(a.loss, b.loss):
         return False
-    tables = [(a.grads, b.grads), (a.buffers, b.buffers), (a.outputs, b.outputs), (a.updates, b.updates)]
+    outputs = [{name: output.full() for name, output in result.outputs.items()} for result in (a, b)]
+    tables = [(a.grads, b.grads), (a.buffers, b.buffers), (outputs[0], outputs[1]), (a.updates, b.updates)]
     return all(x.keys() == y.keys() and all(close(x[k], y[k]) for k in x) for x, y in tables)
 
 

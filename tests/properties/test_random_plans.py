@@ -1,4 +1,5 @@
-"""Real models, unmodified, under random plans on random meshes: traced once, distributed anew for every example."""
+"""Real models, unmodified, trained or evaluated, under random plans on random meshes: traced once, distributed anew for
+every example."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from shardc.api import complete_inputs, model_state
 from shardc.compiler import driver
 from shardc.compiler.pass_pipeline import Options
+from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.trace import trace
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
@@ -24,7 +26,7 @@ pytest.importorskip("transformers")
 
 EXAMPLES = max(5, settings().max_examples // 5)
 Model = tuple[nn.Module, dict[str, Tensor]]
-Case = tuple[str, Mesh, dict[str, dict[str, str]]]
+Case = tuple[str, bool, Mesh, dict[str, dict[str, str]]]
 
 
 def gpt2() -> Model:
@@ -92,11 +94,12 @@ class Prepared(NamedTuple):
 
 
 @cache
-def prepared(name: str) -> Prepared:
+def prepared(name: str, evaluates: bool) -> Prepared:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, batch = MODELS[name]()
-    traced = trace(model, batch)
+    with evaluating(model, on=evaluates):
+        traced = trace(model, batch, with_outputs=evaluates, forward_only=evaluates)
     reference = driver.single_device(traced, Mesh(), Options())
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     ports = list(zip(reference.inputs, reference.placeholders, strict=True))
@@ -110,8 +113,8 @@ def prepared(name: str) -> Prepared:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    name, mesh = draw(st.sampled_from(list(MODELS))), draw(meshes)
-    return name, mesh, draw(plans(prepared(name).shapes, mesh))
+    name, evaluates, mesh = draw(st.sampled_from(list(MODELS))), draw(st.booleans()), draw(meshes)
+    return name, evaluates, mesh, draw(plans(prepared(name, evaluates).shapes, mesh))
 
 
 @pytest.mark.slow
@@ -120,13 +123,13 @@ def cases(draw: st.DrawFn) -> Case:
     max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], deadline=None
 )
 def test_a_model_under_a_random_plan_equals_the_single_device(case: Case) -> None:
-    name, mesh, plan = case
-    note(f"{name}\nmesh {mesh}\nplan {plan}")
-    reference, inputs, _ = prepared(name)
+    name, evaluates, mesh, plan = case
+    note(f"{name}, {'evaluated' if evaluates else 'trained'}\nmesh {mesh}\nplan {plan}")
+    reference, inputs, _ = prepared(name, evaluates)
     body = compiled(reference, plan, mesh)
     if isinstance(body, Refused):
         event(f"refused: {', '.join(sorted(set(body.codes)))}")
         assume(False)
         return
-    event(name)
+    event(f"{name}, {'evaluated' if evaluates else 'trained'}")
     check(body, reference, inputs)

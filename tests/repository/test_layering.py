@@ -110,11 +110,12 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.partition": """
             __init__ balance cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
-            microbatch_sums program_counter rank_costs split_backward stage_arena stage_parts stage_recompute
+            microbatch_sums program_counter rank_costs same_cut split_backward stage_arena stage_parts stage_recompute
             staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffers carried_state cleanup gradients ingest loss_gradients model_changes
+            __init__ append buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
+            model_changes model_outputs
             op_overrides optimizer optimizer_trace precision program_inputs provenance python_random
             python_state sample_call state_holders substitution token_weights trace traced traced_scalar
             unsupported
@@ -135,12 +136,12 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine job loop nonfinite rank_session replicas
+            __init__ agreement engine evaluate feeding job loop nonfinite rank_session replicas
             result trainer
         """,
     },
     {
-        "shardc.compiler": "__init__ binding driver pass_pipeline pipelining program_check rank",
+        "shardc.compiler": "__init__ binding driver pass_pipeline pipelining program_check rank request",
     },
     {
         "shardc.explain": "__init__ collective fusion plan_edits provenance transfer unfused what_if",

@@ -20,7 +20,8 @@ divides, the leading one if several do; where it divides none, to the largest, p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -34,6 +35,8 @@ from shardc.passes.sharding.seed import Bound, landed
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
 
+OWN = "_constant."  # prefix of the tensors that a program has for its own
+
 
 @dataclass(frozen=True)
 class Store(Pass):
@@ -42,14 +45,30 @@ class Store(Pass):
     zero: int = 0
     axes: Axes = ()
     bound: tuple[Bound, ...] = ()  # parameters stored as an annotation says, instead
+    layout: tuple[tuple[str, TensorType], ...] = ()  # parameters and buffers stored as another program has them
+
+    def like(self, body: Graph) -> Store:
+        """Storage as another body's: what it takes between its steps, this one takes too."""
+        pairs = zip(body.inputs, body.placeholders, strict=True)
+        held = tuple((p.name, type_of(n)) for p, n in pairs if p.role in ("param", "buffer") and p.name not in OWN)
+        return replace(self, layout=held)
+
+    def cuts(self, graph: Graph) -> list[tuple[str, int, tuple[int, ...]]]:
+        """The factorisations of dims that the layout asks for."""
+        known = {port.name for port in graph.inputs}
+        layout = ((name, type) for name, type in self.layout if name in known)
+        return [(name, d, sizes) for name, type in layout for d, sizes in enumerate(type.sizes) if len(sizes) > 1]
 
     def run(self, graph: Graph) -> Graph:
         axes = graph.mesh.resolve(self.axes) if self.zero else ()
         updates: dict[fx.Node, tuple[Axes, ...]] = {}  # parameter, gradient or state -> where its update runs
-        gradient_of = gradients(graph)
+        gradient_of, layout = gradients(graph), dict(self.layout)
         by_name = {p.name: (p, n) for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
         annotated = landed(graph, [(b, by_name[b.name][1]) for b in self.bound]) if self.bound else {}
         for name, (port, node) in by_name.items():
+            if name in layout:
+                graph.stored[node] = _as_held(name, type_of(node), layout[name], graph.mesh)
+                continue
             if port.role != "param":
                 continue
             placement = annotated[node] if node in annotated else extended(type_of(node), axes, graph.mesh)
@@ -74,6 +93,23 @@ class Store(Pass):
             if self.zero == 3 and not users:
                 message = f"storage over '{axis}' shards no parameter: all of them are computed over it already"
                 graph.diagnostics.append(Diagnostic("SC209", message, "warning", hint="name another axis"))
+
+
+def _as_held(name: str, type: TensorType, held: TensorType, mesh: Mesh) -> tuple[Axes, ...]:
+    """The placement of an equal tensor, over atoms that may be finer than its own."""
+    placement: list[Axes] = []
+    for sizes, dim in zip(type.sizes, held.dims, strict=True):
+        finer = list(sizes)
+        for atom in dim:
+            first, rest = finer.pop(0), 1
+            placement.append(atom.axes)
+            while first * rest < atom.size:
+                rest *= finer.pop(0)
+                placement.append(())
+            shards = math.prod(mesh.size(axis) for axis in atom.axes)
+            assert first * rest == atom.size, f"{name} as {held}, not {type}"
+            assert rest == 1 or first % shards == 0, f"{name} as {held}, which shards across atoms of {type}"
+    return tuple(placement)
 
 
 def extended(type: TensorType, axes: Axes, mesh: Mesh) -> tuple[Axes, ...]:

@@ -34,7 +34,7 @@ class Inputs(dict[str, Tensor]):
 
 def describe_sample(batch: Any, names: Sequence[str], written: Sequence[str] = ()) -> dict[str, Any]:
     """A sample batch as plain data; `names` are those of its leaves, `written` those that forward changes in place."""
-    leaves = [[path, name, *_leaf_signature(leaf)] for (path, leaf), name in zip(_leaves(batch), names, strict=True)]
+    leaves = [[path, name, *_leaf_signature(leaf)] for (path, leaf), name in zip(leaves_of(batch), names, strict=True)]
     return {"by_name": isinstance(batch, Mapping), "leaves": leaves, "written": list(written)}
 
 
@@ -47,7 +47,7 @@ def batch_inputs(batch: Any, names: Sequence[str], sample: Sample | None = None)
     """
     if isinstance(batch, Inputs):
         return batch
-    leaves = _leaves(batch)
+    leaves = leaves_of(batch)
     if sample is not None:
         _check_sample(sample, leaves, isinstance(batch, Mapping))
     tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
@@ -97,7 +97,8 @@ def _difference(expected: list[str], actual: list[str]) -> str:
     return f"is {describe(actual)}, not {describe(expected)}"
 
 
-def _leaves(batch: Any) -> list[tuple[str, Any]]:
+def leaves_of(batch: Any) -> list[tuple[str, Any]]:
+    """Every leaf of a batch, with its path."""
     if isinstance(batch, Mapping):  # a BatchEncoding, say, is not a tree to torch
         return flatten_with_paths(dict(cast("Mapping[str, Any]", batch)))
     return flatten_with_paths(tuple(cast("Sequence[Any]", batch)) if isinstance(batch, tuple | list) else (batch,))

@@ -98,10 +98,10 @@ class Executor:
                 act(state)
             self.transfers.drain()
             if probe is None:
-                self._broadcast_outputs(monitor)
                 self._outputs |= {
                     port: _step_output(port, by_microbatch) for port, by_microbatch in state.outputs.items()
                 }
+                self._broadcast_outputs(monitor)
         outputs, self._outputs = self._outputs, {}  # the executor must not keep a step's tensors alive
         return outputs
 
@@ -348,10 +348,22 @@ def _value_specs(program: StagedProgram) -> dict[str, TensorSpec]:
 
 
 def _output_broadcasts(program: StagedProgram) -> list[tuple[Port, int, TensorSpec]]:
-    """Outputs that only some coordinates make and all ranks must return: port, source coordinate, shape and dtype."""
-    mesh, broadcasts = program.body.mesh, list[tuple[Port, int, TensorSpec]]()
+    """What only some coordinates make and all ranks must return, with its source, shape and dtype: the loss, numbers of
+    the whole step, and scalars of its microbatches."""
+    mesh, count, broadcasts = program.body.mesh, program.body.microbatches, list[tuple[Port, int, TensorSpec]]()
     for port, value in zip(program.body.outputs, program.body.output_values, strict=True):
+        type, stack = type_of(value), ()
         makers = [c for c, epilogue in enumerate(program.epilogues) if port in epilogue.update.outputs]
-        if port.role in ("loss", "output") and makers and len(makers) < len(program.epilogues):
-            broadcasts.append((port, makers[0], TensorSpec(type_of(value).local_shape(mesh), type_of(value).dtype)))
+        if port.role == "output" and not type.ndim and not makers:
+            makers, stack = makers_of(program, port), (count,) if count > 1 else ()
+        if port.role in ("loss", "output") and makers and len(makers) < len(program.coordinate_range):
+            broadcasts.append((port, makers[0], TensorSpec((*stack, *type.local_shape(mesh)), type.dtype)))
     return broadcasts
+
+
+def makers_of(program: StagedProgram, port: Port) -> list[int]:
+    """The coordinates whose stages make an output of each microbatch."""
+    if not program.axis:
+        return list(program.coordinate_range)
+    stages = [s for s, bodies in enumerate(program.stages) if any(port in g.outputs for g in bodies.parts.values())]
+    return [c for c in program.coordinate_range if {*stages} & {*program.lists.stages_of(c)}]

@@ -44,6 +44,7 @@ class Record:
     closed: bool = False  # it finished its work and closed its monitor
     terminated: bool = False  # it got SIGTERM, and so did not fail by itself
     blamed: int = -1  # the rank that it found dead, so that ranks that fail later need not detect it a second time
+    program: int = 0  # which of the job's programs the counter is of: the job's own, then those of evaluations
 
 
 def _explains_failure(record: Record) -> bool:
@@ -62,15 +63,17 @@ class CounterNames(Protocol):
 
 
 class Monitor:
-    """Beats in a thread of its own. The executor sets `counter`; `counter_names` says what the instructions are called.
+    """Beats in a thread of its own. The executor sets `counter`; `counter_names` says what the instructions are called,
+    and `add` those of a program that the job runs beside its own.
 
     `fatal` is for NCCL, whose collectives run asynchronously: when one hangs, nothing raises. The thread then also
     reads the other records, and when another rank has died it prints the error and ends the process.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, counter_names: CounterNames, fatal: bool = False) -> None:
-        self.rank, self.ranks, self.counter_names = rank, ranks, counter_names
-        self.step = self.counter = 0
+        self.rank, self.ranks = rank, ranks
+        self.step = self.counter = self.program = 0
+        self._programs = [counter_names]
         self._store, self._beat = store, 0
         self._lasting_fields: dict[str, Any] = {}  # fields that every later record repeats
         self._fatal = fatal
@@ -83,8 +86,13 @@ class Monitor:
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
         self._thread.start()
 
-    def begin(self, step: int) -> None:
-        self.step, self.counter = step, 0
+    def add(self, counter_names: CounterNames) -> int:
+        """The number of one more program of the job; all ranks add the same ones, in one order."""
+        self._programs.append(counter_names)
+        return len(self._programs) - 1
+
+    def begin(self, step: int, program: int = 0) -> None:
+        self.step, self.counter, self.program = step, 0, program
         self._publish()
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -147,7 +155,7 @@ class Monitor:
             # A rank that waits for another is late because of it, so ranks that do not wait are blamed first.
             rank = min(
                 others,
-                key=lambda r: (self.counter_names.waits(r, others[r].counter), others[r].step, others[r].counter),
+                key=lambda r: (self._waits(r, others[r]), others[r].step, others[r].counter),
             )
             return self._late_error(rank, others[rank], failure)
         return error(
@@ -158,11 +166,19 @@ class Monitor:
 
     def _current_instruction(self) -> str:
         # On a GPU the host runs ahead of the collectives.
-        name = self.counter_names.name(self.rank, self.counter)
-        return f"{'or before ' if self._fatal else ''}instruction {name} of step {self.step}"
+        name = self._name(self.rank, self.counter, self.program)
+        return f"{'or before ' if self._fatal else ''}instruction {name} of {_step_text(self.step, self.program)}"
+
+    def _name(self, rank: int, counter: int, program: int) -> str:
+        known = program < len(self._programs)  # a rank that is ahead may run a program that others do not have yet
+        return self._programs[program].name(rank, counter) if known else str(counter)
+
+    def _waits(self, rank: int, record: Record) -> bool:
+        known = record.program < len(self._programs)
+        return known and self._programs[record.program].waits(rank, record.counter)
 
     def _last_record_text(self, rank: int, record: Record) -> str:
-        position = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
+        position = _position_text(self._name(rank, record.counter, record.program), record)
         often = f"ranks say so every {BEAT} seconds and at the start of a step"
         return f"rank {rank} last said that it was at {position}; {often}"
 
@@ -187,7 +203,7 @@ class Monitor:
 
     def _late_error(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
         message = f"rank {rank} did not come to {self._current_instruction()} in time; rank {self.rank} waited for it"
-        position = f"instruction {self.counter_names.name(rank, record.counter)} of step {record.step}"
+        position = _position_text(self._name(rank, record.counter, record.program), record)
         cause = f"rank {rank} is alive, at {position}\n{failure}"
         return error("SC503", message, cause=cause, hint="if it is only slow, launch with a larger timeout")
 
@@ -201,7 +217,7 @@ class Monitor:
     def _publish(self, **what: Any) -> None:
         self._beat += 1
         self._lasting_fields |= what
-        record = Record(self._beat, self.step, self.counter, **self._lasting_fields)
+        record = Record(self._beat, self.step, self.counter, program=self.program, **self._lasting_fields)
         # The store may be gone, because the rank that hosts it is; then there is nobody to tell.
         with contextlib.suppress(Exception):
             self._store.set(f"rank{self.rank}", json.dumps(asdict(record)))
@@ -279,3 +295,11 @@ class Monitor:
         if not self._reports_error:
             print(failure, file=sys.stderr, flush=True)
             os._exit(128 + signal.SIGTERM if terminated else 1)
+
+
+def _position_text(name: str, record: Record) -> str:
+    return f"instruction {name} of {_step_text(record.step, record.program)}"
+
+
+def _step_text(step: int, program: int) -> str:
+    return f"an evaluation after step {step}" if program else f"step {step}"

@@ -7,7 +7,7 @@ all-reduce whose operand is not read again (`spent`) works in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +41,8 @@ class ProcessGroupCommunicator:
 
     Creating a group is itself collective: every rank creates all groups in the same order, also groups without it. A
     job may have several `copies` of the mesh; each lists the job's ranks in the order of the mesh's ranks. This rank is
-    `rank` of copy `copy_index`. `also` lists further groups of the job's ranks.
+    `rank` of copy `copy_index`. `also` lists further groups of the job's ranks. Those that are `known`, of another
+    communicator's `groups`, are not made again.
     """
 
     def __init__(
@@ -53,21 +54,22 @@ class ProcessGroupCommunicator:
         copies: Sequence[Sequence[int]] | None = None,
         copy_index: int = 0,
         also: Iterable[Sequence[int]] = (),
+        known: Mapping[tuple[int, ...], Any] | None = None,
     ) -> None:
         copies = [range(mesh.world_size)] if copies is None else copies
         self.mesh, self.rank, self._job = mesh, rank, copies[copy_index]
         all_ranks = tuple(sorted(member for copy in copies for member in copy))
-        self._groups: dict[tuple[int, ...], Any] = {all_ranks: dist.group.WORLD}
+        self.groups: dict[tuple[int, ...], Any] = {all_ranks: dist.group.WORLD, **(known or {})}
         within = [ranks for names in (*axes, mesh.names) for ranks in mesh.groups(names)]
         for group in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
             members = tuple(sorted(group))
-            if len(members) > 1 and members not in self._groups:
-                self._groups[members] = dist.new_group(list(members), timeout=timeout)
+            if len(members) > 1 and members not in self.groups:
+                self.groups[members] = dist.new_group(list(members), timeout=timeout)
         self._members: dict[tuple[str, ...], _Members] = {}
 
     def group(self, members: Sequence[int]) -> Any:
         """The process group of some of the job's ranks, created at the start; None for a single rank."""
-        return self._groups[tuple(sorted(members))] if len(members) > 1 else None
+        return self.groups[tuple(sorted(members))] if len(members) > 1 else None
 
     def all_reduce(self, x: torch.Tensor, op: str, axes: Sequence[str]) -> torch.Tensor:
         return self.begin(Exchange("all_reduce", x, tuple(axes), op))()

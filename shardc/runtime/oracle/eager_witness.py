@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardc.frontend.evaluation_mode import evaluating
+from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.python_state import Snapshot
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.lifted import Lifted, copied, copied_batch
@@ -31,7 +33,8 @@ class EagerTraining:
     Of several `microbatches` the loss is the mean, or, where tokens are `counted` in them, the mean weighted by these;
     they are run one after the other. What is `stored` of a parameter may have been rounded; it is
     what the model then has. Gradients are clipped to `clip_grad_norm`, on their way to the optimizer or where they are
-    returned. A step with a gradient that is not finite is skipped if `check_finite`.
+    returned. A step with a gradient that is not finite is skipped if `check_finite`. If it `evaluates`, a step is a
+    forward of `model.eval()` under `no_grad`, and gives the model's outputs.
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class EagerTraining:
         optimizer: torch.optim.Optimizer | None = None,
         clip_grad_norm: float | None = None,
         check_finite: bool = False,
+        evaluates: bool = False,
     ) -> None:
         self.model, self.loss, self.dtype = model, loss, dtype
         self.microbatches, self.stored, self.counted = microbatches, stored or {}, counted
         self.optimizer, self.limit, self.check_finite = optimizer, clip_grad_norm, check_finite
+        self.evaluates = evaluates
         self._state: dict[Tensor, dict[str, Any]] = {}
         self._updates: list[Callable[[], Any]] = []
 
@@ -74,6 +79,8 @@ class EagerTraining:
         checkpointing's). Buffers that the step left as they were are given too.
         """
         batch = copied_batch(dict(batch) if isinstance(batch, Mapping) else batch, self.dtype)
+        if self.evaluates:
+            return self._evaluated(batch)
         sums: dict[Tensor, Tensor] = {}
         before = {name: b.detach().clone() for name, b in self._changeable()}
         total = torch.zeros((), dtype=self.dtype or torch.float32)
@@ -102,8 +109,35 @@ class EagerTraining:
         results |= {("grad", name): p.grad.clone() for name, p in params.items() if p.grad is not None}
         if self.optimizer is not None:
             results |= self._updated(params, gradients or {})
+        return results | self._buffers_after(before)
+
+    def _evaluated(self, batch: Any) -> Witness:
+        """The loss, if there is one, the model's outputs, stacked where there are several microbatches, and buffers."""
+        before = {name: b.detach().clone() for name, b in self._changeable()}
+        losses: list[tuple[Tensor, int]] = []
+        outputs: dict[str, list[Tensor]] = {}
+        with torch.no_grad(), evaluating(self.model):
+            for part in split(batch, self.microbatches):
+                output = self._output_of(part)
+                loss = self.loss(output, part) if self.loss is not None else _loss_in(output)
+                if isinstance(loss, Tensor):
+                    losses.append((loss, 1 if self.counted is None else self.counted(part)))
+                for name, value in output_tensors(output).items():
+                    outputs.setdefault(name, []).append(value.clone())
+        results: Witness = {
+            ("output", name): torch.stack(values) if self.microbatches > 1 else values[0]
+            for name, values in outputs.items()
+        }
+        if losses:
+            total = sum(count for _, count in losses)
+            terms = [loss * count / total for loss, count in losses if count]
+            results["loss", "loss"] = torch.stack(terms).sum() if terms else torch.zeros((), dtype=self.dtype)
+        return results | self._buffers_after(before)
+
+    def _buffers_after(self, before: Mapping[str, Tensor]) -> Witness:
+        """Every buffer, and once more what a step has changed."""
         after = {name: b.detach().clone() for name, b in self._changeable()}
-        results |= {("buffer", name): after[name] for name, _ in self.model.named_buffers()}
+        results: Witness = {("buffer", name): after[name] for name, _ in self.model.named_buffers()}
         return results | {(CHANGED, n): b for n, b in after.items() if n not in before or not _equal(b, before[n])}
 
     def _changeable(self) -> Iterator[tuple[str, Tensor]]:
@@ -117,11 +151,13 @@ class EagerTraining:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _loss_of(self, part: Any) -> Tensor:
+    def _output_of(self, part: Any) -> Any:
         if isinstance(part, dict):
-            output = self.model(**part)
-        else:
-            output = self.model(*part) if isinstance(part, (tuple, list)) else self.model(part)
+            return self.model(**part)
+        return self.model(*part) if isinstance(part, (tuple, list)) else self.model(part)
+
+    def _loss_of(self, part: Any) -> Tensor:
+        output = self._output_of(part)
         return self.loss(output, part) if self.loss is not None else _own_loss(output)
 
     def _begin(self) -> None:
@@ -189,6 +225,15 @@ def _backward_of_nothing(value: Tensor, params: Sequence[Tensor]) -> None:
     for p, grad in zip(params, gradients, strict=True):
         if p.grad is not None:
             p.grad = torch.zeros_like(p) if grad is None else grad
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    """The loss of an evaluation, if the model returns one: a scalar, alone, first, or as `loss`."""
+    try:
+        loss: Any = _own_loss(output)
+    except (AttributeError, StopIteration):
+        return None
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
 
 
 def _own_loss(output: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""A program against the single device, and the single device against the model as eager PyTorch trains it.
+"""A program against the single device, and the single device against the model as eager PyTorch trains or evaluates it.
 
     step 1    the batch                the reference's parameters, state and buffers ...
     step 2    another of its rows      ... are what everybody starts the second step from
@@ -169,6 +169,7 @@ class _Eager:
             optimizer=program.optimizer,
             clip_grad_norm=program.plan.get("clip_grad_norm"),
             check_finite=any(port.name == "finite" for port in program.reference.outputs),
+            evaluates=program.reference.is_forward_only,
         )
 
 

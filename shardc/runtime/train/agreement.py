@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.program import PlanRecord
+from shardc.ir.version import VERSION
 
 SHOWN = 160  # characters of a line in a message
 READING = timedelta(seconds=10)  # that the ranks that differ wait for one another, so that each can say why it ends
@@ -37,6 +41,20 @@ HINTS = {
     "random seed": "launch every rank with the same seed, or leave it to the plan",
     "checks": "pass the same check_every to launch on every rank",
 }
+
+
+def facts_of(plan: PlanRecord, rates: Mapping[str, torch.Tensor], seed: int, check_every: int) -> dict[str, str]:
+    """What the ranks of a job must have in common, beside the program itself."""
+    options = {key: value for key, value in plan.items() if key not in ("text", "rates")}
+    return {
+        "version of shardc": VERSION,
+        "version of torch": torch.__version__,
+        "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "plan": "\n".join([str(plan.get("text", "")), *(f"{k}: {v}" for k, v in sorted(options.items()))]),
+        "learning rates": ", ".join(f"{name}={float(rate)!r}" for name, rate in rates.items()),
+        "random seed": str(seed),
+        "checks": str(check_every),
+    }
 
 
 def agree(store: Any, rank: int, world: int, facts: Mapping[str, str], limit: timedelta) -> str:

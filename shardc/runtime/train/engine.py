@@ -31,6 +31,7 @@ class Engine(Protocol):
 
     rank: int
     device: torch.device
+    homes: Mapping[str, Sequence[int]]  # by parameter, buffer and state: the coordinates of a pipeline that hold it
 
     @property
     def peers(self) -> Peers | None:
@@ -51,6 +52,14 @@ class Engine(Protocol):
         ...
 
     def run(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]: ...
+
+    def output(self, port: Port, tensor: torch.Tensor | None) -> torch.Tensor:
+        """The whole of a model's output, of all microbatches, given what this rank has of it; all must call it."""
+        ...
+
+    def beside(self, program: StagedProgram) -> Engine:
+        """An engine of another program over the same ranks and tensors; all must call it."""
+        ...
 
     def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
         """The parameters whose gradients are not finite in a step that changed nothing."""
@@ -86,6 +95,7 @@ class Simulation:
     def __init__(self, program: StagedProgram) -> None:
         self.program, self.rank, self.device, self.shards = program, 0, torch.device("cpu"), Whole()
         self.peers = None
+        self.homes: Mapping[str, Sequence[int]] = {}
 
     def holds(self, name: str) -> bool:
         return True
@@ -96,6 +106,13 @@ class Simulation:
 
     def run(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
         return simulate_stages(self.program, state, fed=fed)
+
+    def output(self, port: Port, tensor: torch.Tensor | None) -> torch.Tensor:
+        assert tensor is not None
+        return tensor
+
+    def beside(self, program: StagedProgram) -> Engine:
+        return Simulation(program)
 
     def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
         sums = simulate(probe(self.program.body), state, fed=fed)

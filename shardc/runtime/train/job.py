@@ -6,6 +6,7 @@ ranks of each, and equal on all; the lowest of them answers for it where the who
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardc.ir.types import TensorType
 from shardc.partition.program_counter import ListCounterNames, graphs_of
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
-from shardc.runtime.execute.executor import Executor
+from shardc.runtime.execute.executor import Executor, makers_of
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.measured_timeline import StepClock, gather_timeline, start_clock
 from shardc.runtime.execute.microbatches import Feed
@@ -26,6 +27,7 @@ from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_position
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
 from shardc.runtime.execute.step_epilogue import blame_failures
+from shardc.runtime.train.agreement import ranks_text, sides
 from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_session import Member, Shards
 from shardc.runtime.train.replicas import Peers
@@ -42,28 +44,59 @@ class Job:
         self, program: StagedProgram, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
     ) -> None:
         prove(program.lists).check()
-        self.program, self.body = program, program.body
         self.member = member = Member(program.mesh, timeout, device, facts)
         self.rank, self.device = member.rank, member.device
+        self._connect(program, {})
+        store = member.store(self.body.name)
+        self.monitor = Monitor(store, self.rank, member.world, ListCounterNames(program), fatal=member.on_gpu)
+        self.number = 0  # of the program, to the monitor
+        self._attend()
+
+    def beside(self, program: StagedProgram) -> Job:
+        """This rank with another program of the job, over the same connections; all ranks must call it.
+
+        Raises ShardcError (SC541) where it is not the same program on all ranks.
+        """
+        prove(program.lists).check()
+        other = object.__new__(Job)
+        other.member, other.rank, other.device, other.monitor = self.member, self.rank, self.device, self.monitor
+        texts = [program.text(c, comments=False) for c in program.coordinate_range]
+        digest = hashlib.sha256("\n".join(texts).encode()).digest()[:8]
+        own = torch.tensor(int.from_bytes(digest, signed=True), device=self.device)
+        others = [int(row) for row in self.member.gather(own, self.monitor.blame)]
+        if len(set(others)) > 1:
+            differing = sorted(rank for ranks in sides(others)[1].values() for rank in ranks)
+            message = f"{ranks_text(differing)} evaluate another program than the other ranks"
+            raise error("SC541", message, hint="give every rank the same batches: all of each, of the same shapes")
+        other._connect(program, self.comm.groups)
+        other.number = self.monitor.add(ListCounterNames(program))
+        other._attend()
+        return other
+
+    def _connect(self, program: StagedProgram, known: Mapping[tuple[int, ...], Any]) -> None:
+        """The groups and connections of a program, and what runs it; all ranks must call it."""
+        self.program, self.body, member = program, program.body, self.member
         self.c, self.i = program.coordinates(self.rank)
         mesh, count = self.body.mesh, len(program.lists.ranks)
         copies = [[program.rank_of(c, i) for i in range(mesh.world_size)] for c in range(count)]
         axes = {frozenset(axis_names): axis_names for graph in _all_graphs(program) for axis_names in axes_used(graph)}
         self.comm = ProcessGroupCommunicator(
-            mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program)
+            mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known
         )
         self.links = PeerGroups(ranks_of_position(program, self.i), self.comm.group, self.device, member.limit)
         if member.on_gpu:
             self.links.connect(program, self.c)
         context = rank_context(mesh, self.i, self.comm)
         self.executor = Executor(program, self.c, context, self.rank, self.links)
-        store = member.store(self.body.name)
-        self.monitor = Monitor(store, self.rank, member.world, ListCounterNames(program), fatal=member.on_gpu)
+        self._copies = copies
+
+    def _attend(self) -> None:
+        """What the connections serve between steps."""
+        program, mesh, member = self.program, self.body.mesh, self.member
         self.shards = Shards(mesh, self.i, self.device, self.comm, self.monitor.blame)
-        self.homes = _homes(program)
+        self.homes: Mapping[str, Sequence[int]] = _homes(program)
         places = [program.coordinates(rank) for rank in range(member.world)]
         self.peers = Peers(mesh, self.device, lambda x: member.gather(x, self.monitor.blame), places, self.homes)
-        self._copies = copies
         self._read = {port.name for graph in _graphs_of(program, self.c) for port in graph.inputs}
         self._types = {name: type_of(node) for name, node in self.body.input_nodes().items()}
         self._clock: StepClock | None = None
@@ -78,6 +111,24 @@ class Job:
             whole = self.shards.whole(tensor, type)
         else:
             whole = torch.empty(type.shape, dtype=type.dtype, device=self.device)
+        return self._everywhere(whole, source)
+
+    def output(self, port: Port, tensor: torch.Tensor | None) -> torch.Tensor:
+        type = type_of(self.body.output_values[self.body.outputs.index(port)])
+        source, count = makers_of(self.program, port)[0], self.body.microbatches
+        if self.c != source:
+            shape = type.shape if count == 1 else (count, *type.shape)
+            whole = torch.empty(shape, dtype=type.dtype, device=self.device)
+        elif tensor is None:
+            raise AssertionError(f"stage {self.c} makes {port.name}")
+        elif count == 1:
+            whole = self.shards.whole(tensor, type)
+        else:
+            whole = torch.stack([self.shards.whole(one, type) for one in tensor])
+        return self._everywhere(whole, source)
+
+    def _everywhere(self, whole: torch.Tensor, source: int) -> torch.Tensor:
+        """What the ranks of a coordinate have, on those of all."""
         if len(self.links.ranks) > 1:
             whole = whole.contiguous()
             origin, group = self.links.ranks[source], self.links.whole_group
@@ -86,7 +137,7 @@ class Job:
 
     def run(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
         parts = self._parts(fed)
-        self.monitor.begin(step)
+        self.monitor.begin(step, self.number)
         return self.executor.run(state, parts, self.monitor, self._clock)
 
     def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -87,7 +87,8 @@ class Metrics:
     of two dims or more; without such a tensor, its samples, the first tensor's dim 0.
 
     `memory` is the most bytes that this rank held so far: on its GPU, or as a process. `skipped` says that the step
-    was not made, because a gradient was not finite.
+    was not made, because a gradient was not finite. `scalars` are those among the model's outputs that the plan's
+    `outputs` ask for, each a mean over the step's microbatches.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Metrics:
     learning_rates: tuple[float, ...] = ()
     skipped: bool = False
     loss_scale: float | None = None
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def items_per_second(self) -> float:
@@ -112,6 +114,7 @@ class Metrics:
             parts.append("lr " + ",".join(f"{rate:.3g}" for rate in dict.fromkeys(self.learning_rates)))
         if self.loss_scale is not None:
             parts.append(f"scale {self.loss_scale:g}")
+        parts += [f"{name} {value:.4g}" for name, value in self.scalars.items()]
         parts += [f"{_short(self.items_per_second)} tokens/s", human_bytes(self.memory)]
         return "  ".join([*parts, *(["skipped"] if self.skipped else [])])
 
@@ -311,6 +314,7 @@ def measure(
         learning_rates=learning_rates,
         skipped=finite is not None and not bool(finite),
         loss_scale=None if scale is None else float(scale),
+        scalars={name: float(value) for name, value in getattr(result, "scalars", {}).items() if name != "loss"},
     )
 
 

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from shardc.ir.graph import Graph, Port
+from shardc.ir.diagnostic import did_you_mean, error
+from shardc.ir.graph import Graph, Port, type_of
 
 Tensors = dict[str, torch.Tensor]
+Whole = Callable[[Port, torch.Tensor | None], torch.Tensor]  # an output, given what this rank has of it
+NUMBERS = ("grad_norm", "finite")  # what clipping and checks give, of the whole step
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the model returned, of the whole batch: the rows of all microbatches in the batch's order.
+
+    What has no rows of the batch, because a longer batch makes it no longer, is stacked: an entry a microbatch.
+    """
+
+    local: torch.Tensor | None  # this rank's shard; None on ranks of a pipeline whose stages do not make it
+    _whole: Callable[[], torch.Tensor] = field(repr=False)
+
+    def full(self) -> torch.Tensor:
+        """The whole tensor, on every rank; all of them must call it."""
+        return self._whole()
+
+
+class Outputs(dict[str, Output]):
+    """A model's outputs by name. Raises ShardcError (SC545) for one that the program does not return."""
+
+    def __missing__(self, name: str) -> Output:
+        hint = did_you_mean(name, self, "outputs") if self else 'name it under "outputs" of the plan, as in {"y": "?"}'
+        raise error("SC545", f"the program returns no output '{name}'", tensor=name, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -17,15 +44,25 @@ class StepResult:
     """One step. In simulation gradients and buffers are whole, in a job they are this rank's shards.
 
     With an optimizer in the program there are no gradients but `updates`: new parameters and optimizer state. A rank of
-    a pipeline has those of its stages alone, and the model's outputs only where they are made; the loss, the norm and
-    whether all is finite are the same on every rank.
+    a pipeline has those of its stages alone. The loss, the norm, whether all is finite, and the scalars among the
+    model's outputs are the same on every rank. A program for evaluation has no gradients.
     """
 
-    loss: torch.Tensor
+    own_loss: torch.Tensor | None  # None: the model has none, and is evaluated
     grads: Tensors
     buffers: Tensors
-    outputs: Tensors = field(default_factory=Tensors)
+    outputs: Mapping[str, Output] = field(default_factory=Outputs)
     updates: Tensors = field(default_factory=Tensors)
+    scalars: Tensors = field(default_factory=Tensors)  # of the outputs: each a mean over the microbatches
+    numbers: Tensors = field(default_factory=Tensors)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss of the whole batch. Raises ShardcError (SC545) where the model that is evaluated returns none."""
+        if self.own_loss is None:
+            hint = "add the labels to the batch if the model makes a loss of them, or pass loss= to compile"
+            raise error("SC545", "the program returns no loss: the model has none", hint=hint)
+        return self.own_loss
 
     def __repr__(self) -> str:
         """In a line: tensors but the loss by their number."""
@@ -38,12 +75,12 @@ class StepResult:
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The global L2 norm of all gradients before clipping; None where the plan neither clips nor checks."""
-        return self.outputs.get("grad_norm")
+        return self.numbers.get("grad_norm")
 
     @property
     def finite(self) -> torch.Tensor | None:
         """Whether all gradients are, one bool; None where the plan does not check."""
-        return self.outputs.get("finite")
+        return self.numbers.get("finite")
 
     @property
     def skipped(self) -> torch.Tensor | None:
@@ -56,12 +93,52 @@ class StepResult:
         return self.updates.get("loss:scale")
 
     @classmethod
-    def of(cls, body: Graph, outputs: Mapping[Port, torch.Tensor]) -> StepResult:
-        """Sort a graph's outputs by what they are."""
+    def of(
+        cls,
+        body: Graph,
+        outputs: Mapping[Port, torch.Tensor],
+        whole: Whole | None = None,
+        by_row: Collection[str] = (),
+    ) -> StepResult:
+        """Sort a graph's outputs by what they are. `whole` assembles an output of all microbatches; those `by_row` have
+        rows of the batch."""
         by_role: dict[str, Tensors] = {role: {} for role in ("loss", "grad", "buffer", "output", "param", "state")}
         for port, value in outputs.items():
             by_role.setdefault(port.role, {})[port.name] = value
-        assert len(by_role["loss"]) == 1, f"graph @{body.name} returns {len(by_role['loss'])} losses"
-        (loss,) = by_role["loss"].values()
+        losses = list(by_role["loss"].values())
+        assert len(losses) == 1 or body.is_forward_only, f"graph @{body.name} returns {len(losses)} losses"
+        tensors = by_role["output"]
+        numbers = {} if body.is_forward_only else {name: tensors.pop(name) for name in NUMBERS if name in tensors}
+        types = {p: type_of(v) for p, v in zip(body.outputs, body.output_values, strict=True)}
+        model_outputs = Outputs()
+        scalars: Tensors = {}
+        for port, type in types.items():
+            if port.role != "output" or port.name in numbers:
+                continue
+            held = tensors.get(port.name)
+            join = _joined if body.microbatches > 1 and port.name in by_row else _as_is
+            gather = partial(_gathered, port, held, whole, join)
+            model_outputs[port.name] = Output(None if held is None else join(held), gather)
+            if not type.ndim and held is not None and not held.is_complex():
+                scalars[port.name] = held.double().mean()
         updates = by_role["param"] | by_role["state"]
-        return cls(loss, by_role["grad"], by_role["buffer"], by_role["output"], updates)
+        loss = losses[0] if losses else None
+        return cls(loss, by_role["grad"], by_role["buffer"], model_outputs, updates, scalars, numbers)
+
+
+def _gathered(
+    port: Port, held: torch.Tensor | None, whole: Whole | None, join: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    if whole is not None:
+        return join(whole(port, held))
+    assert held is not None, f"nobody has {port.name}"
+    return join(held)
+
+
+def _joined(value: torch.Tensor) -> torch.Tensor:
+    """An output of all microbatches, with the rows of the batch in their order."""
+    return value.flatten(0, 1)
+
+
+def _as_is(value: torch.Tensor) -> torch.Tensor:
+    return value

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,20 +25,21 @@ from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import ShardcError, error, suggest
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.microbatch import GIVEN
-from shardc.ir.ops.streams import step_key
 from shardc.ir.program import PlanRecord
 from shardc.ir.types import TensorType
-from shardc.ir.version import VERSION
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
 from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.checkpoint.weights import Init, Source, Weights, find, initial, source_of
-from shardc.runtime.execute.batch import Sample, batch_inputs
+from shardc.runtime.execute.batch import Sample
 from shardc.runtime.execute.index_check import IndexCheck
-from shardc.runtime.execute.microbatches import Feed, feeds
-from shardc.runtime.oracle.simulate import missing, supplied
+from shardc.runtime.execute.microbatches import Feed
+from shardc.runtime.oracle.simulate import missing
+from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.engine import Engine, Engines
+from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
+from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
@@ -74,11 +74,14 @@ class Trainer:
         optimizer: torch.optim.Optimizer | None = None,
         on_meta: bool = False,
         constants: Collection[str] = (),
+        evaluation: Evaluation | None = None,
+        by_row: Collection[str] = (),
     ) -> None:
+        self._by_row = by_row
         self._constants = frozenset(constants)  # the program's own tensors, which are no state of the model
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
-        self._sample, self._check, self._raises = sample, check, raises
+        self._feeding, self._raises = Feeding(body, sample, check), raises
         self.rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
@@ -92,6 +95,7 @@ class Trainer:
             n: self._loaded(port, type, sources, init) for n, (port, type) in self._kept.items() if engine.holds(n)
         }
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
+        self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every)
         self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
@@ -110,12 +114,12 @@ class Trainer:
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
-        state, fed = self.state | rates, self._feeds(batch)
+        state, fed = self.state | rates, self._feeding.feeds(batch, self.seed, self.steps)
         if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
             self._compare(state, fed)
         self._taken += 1
         self.intact = False
-        result = StepResult.of(self.body, self.engine.run(state, fed, self.steps))
+        result = StepResult.of(self.body, self.engine.run(state, fed, self.steps), self.engine.output, self._by_row)
         if self._raises and result.finite is not None and not result.finite:
             self.intact = True
             raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(state, fed))
@@ -151,6 +155,7 @@ class Trainer:
 
         `shardc.runtime.train.loop.train` says more.
         """
+        self._refuse_forward_only("train")
         return train(
             self,
             batches,
@@ -161,6 +166,29 @@ class Trainer:
             resume=resume,
             progress=progress,
         )
+
+    @on_cpu
+    def evaluate(self, batches: Iterable[Any], steps: int | None = None) -> Evaluated:
+        """The mean loss over batches, at most `steps`, and the means of the scalars among the model's outputs.
+
+        Every rank must call it, with the same batches. The model is evaluated as `model.eval()` makes it, with the
+        trainer's present parameters and buffers; nothing of the training changes. The loss is weighted by a batch's
+        tokens if the plan's is, else by its rows. For each shape of batch a program is compiled, once; four are kept.
+        Raises ShardcError (SC546) for no batches, or where the program came from a file.
+        """
+        return self._evaluator.mean(batches, steps, self.state, self.seed, self.steps)
+
+    @on_cpu
+    def predict(self, batch: Any) -> StepResult:
+        """What the model returns for a batch, evaluated as in `evaluate`: all `outputs`, and the loss if it makes one.
+        Labels for a loss function are not needed. Every rank must call it."""
+        return self._evaluator.run(batch, "all", self.state, self.seed, self.steps)
+
+    def _refuse_forward_only(self, what: str) -> None:
+        if self.body.is_forward_only:
+            message = f"{what} is called on a program for evaluation, which has no gradients"
+            hint = 'compile it without mode="eval"; trainer.step(batch) and trainer.evaluate(batches) evaluate'
+            raise error("SC218", message, hint=hint)
 
     @on_cpu
     def timeline(self, batch: Any) -> Any:
@@ -187,6 +215,7 @@ class Trainer:
         """
         if not math.isfinite(lr):
             raise error("SC553", f"sgd is given the step size {lr}", hint="give a finite number")
+        self._refuse_forward_only("sgd")
         if self.updates:
             message = "the program has an optimizer, which updates in each step: sgd would do nothing"
             raise error("SC544", message, hint="leave sgd out, or compile without optimizer=")
@@ -212,6 +241,7 @@ class Trainer:
         {} before the first step, or where nothing is trained. Raises ShardcError (SC544) where the program has an
         optimizer: its gradients end in the update.
         """
+        self._refuse_forward_only("gather_grads")
         types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
         if self.updates:
             message = "the program has an optimizer, so its gradients end in the update and are not returned"
@@ -299,21 +329,6 @@ class Trainer:
             if not roles or port.role in roles
         }
 
-    def _feeds(self, batch: Any) -> list[Feed]:
-        """The batch's tensors, checked, by microbatch, each with a key of its own for random numbers."""
-        ports = [port for port, _ in self._inputs.values() if port.role == "input"]
-        inputs: Tensors = batch_inputs(batch, [port.name for port in ports], self._sample)
-        for port, type in self._inputs.values():
-            if port.role == "seed":
-                inputs[port.name] = torch.full(type.shape, step_key(self.seed, self.steps), dtype=type.dtype)
-        placed = [(port, type) for port, type in self._inputs.values() if port.role in ("input", "seed")]
-        feeds_by_microbatch = feeds(self.body, inputs)
-        for feed in feeds_by_microbatch:
-            supplied(placed, {**inputs, **feed})
-            if self._check is not None:
-                self._check(feed)
-        return feeds_by_microbatch
-
     def _compare(self, state: Tensors, fed: Sequence[Feed]) -> None:
         """Compare state and batch with the other ranks', where they share them."""
         if self.engine.peers is None:
@@ -321,10 +336,7 @@ class Trainer:
         ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
         items = [Item(port.name, port.role, type, state.get(port.name)) for port, type in ports]
         items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
-        # The whole batch: a rank reads a part of it, and takes the others' to be the rest of the same.
-        for feed in fed:
-            inputs = [(self._inputs[name][0], value) for name, value in feed.items()]
-            items += [Item(p.name, p.role, TensorType.plain(x.dtype, tuple(x.shape)), x) for p, x in inputs]
+        items += self._feeding.items(fed)
         self.engine.peers.check(items, f"before step {self.steps}")
 
     def _compare_launched(self) -> None:
@@ -405,28 +417,15 @@ def launch(
     check = None if reference is None else IndexCheck(reference)
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    engine = engines.job(timeout, device, _facts(plan, rates(), seed, check_every)) if in_job else engines.simulation()
+    facts = facts_of(plan, rates(), seed, check_every)
+    engine = engines.job(timeout, device, facts) if in_job else engines.simulation()
     try:
         return Trainer(
             program.staged.body, engine, sources, init, seed, rates, plan.get("batch"), check,
             plan.get("nonfinite") == "raise", unchanged, check_every,
             getattr(program, "optimizer", None), model is not None and any(p.is_meta for p in model.parameters()),
-            constants,
+            constants, getattr(program, "evaluation", None), plan.get("by_row", ()),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)
         raise
-
-
-def _facts(plan: PlanRecord, rates: Tensors, seed: int, check_every: int) -> dict[str, str]:
-    """What the ranks of a job must have in common, beside the program itself."""
-    options = {key: value for key, value in plan.items() if key not in ("text", "rates")}
-    return {
-        "version of shardc": VERSION,
-        "version of torch": torch.__version__,
-        "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "plan": "\n".join([str(plan.get("text", "")), *(f"{k}: {v}" for k, v in sorted(options.items()))]),
-        "learning rates": ", ".join(f"{name}={float(rate)!r}" for name, rate in rates.items()),
-        "random seed": str(seed),
-        "checks": str(check_every),
-    }

@@ -1,0 +1,230 @@
+"""Evaluation beside training: programs of the same model without backward, on the tensors that the trainer holds.
+
+    trainer.evaluate(batches)      mean loss and mean scalars: of the outputs only these are kept
+    trainer.predict(batch)         all outputs of one batch
+
+A program is compiled when a batch of its form is first seen: its leaves, their shapes and dtypes, its Python values. It
+takes each parameter and buffer as the trainer's program holds it, so nothing is copied and nothing is written back, not
+even buffers that forward changes in the mode of `model.eval()`, too: the steps of training, their random numbers
+included, are those that they were without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, Protocol
+
+import torch
+
+from shardc.ir.caller import warn
+from shardc.ir.diagnostic import error
+from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.program import PlanRecord
+from shardc.ir.types import TensorType
+from shardc.partition.staged_program import StagedProgram
+from shardc.runtime.execute.batch import describe_sample, leaves_of
+from shardc.runtime.execute.index_check import IndexCheck
+from shardc.runtime.execute.microbatches import Feed
+from shardc.runtime.train.engine import Engine
+from shardc.runtime.train.feeding import Feeding
+from shardc.runtime.train.loop import count_items
+from shardc.runtime.train.replicas import FIRST
+from shardc.runtime.train.result import StepResult, Tensors
+
+Kept = Literal["all", "scalars"]  # of the model's outputs
+PROGRAMS = 4  # of single forms of batches, that are kept
+
+
+class EvaluationProgram(Protocol):
+    """What of a program for evaluation is run."""
+
+    @property
+    def staged(self) -> StagedProgram: ...
+    @property
+    def reference(self) -> Graph: ...
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def plan(self) -> PlanRecord: ...
+    def refuse_changed_model(self) -> None: ...
+
+
+Evaluation = Callable[[Any, Kept], EvaluationProgram]
+Held = Mapping[str, tuple[Port, TensorType]]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Means over the batches of an evaluation. `loss` is None for a model that returns none; `scalars` are those among
+    its other outputs, weighted by rows. `items` are counted as in `Metrics`."""
+
+    loss: float | None
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    batches: int = 0
+    items: int = 0
+    seconds: float = 0.0
+
+    @property
+    def items_per_second(self) -> float:
+        return self.items / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        means = {} if self.loss is None else {"loss": self.loss}
+        parts = [f"{name} {value:.4f}" for name, value in {**means, **self.scalars}.items()]
+        return "  ".join([*parts, f"{self.batches} batch{'es' * (self.batches != 1)}"])
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A compiled evaluation, and what runs it. `borrowed` are the tensors that no rank of a stage holds in training."""
+
+    program: EvaluationProgram
+    engine: Engine
+    feeding: Feeding
+    constants: Tensors
+    held: tuple[str, ...]
+    borrowed: tuple[str, ...]
+
+
+class _Mean:
+    """A weighted mean that is summed on the device."""
+
+    def __init__(self) -> None:
+        self.total, self.weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+
+    def add(self, value: torch.Tensor, weight: torch.Tensor) -> None:
+        weight = weight.to(value.device, torch.float64)
+        # A batch that counts nothing may have any value.
+        term = torch.where(weight > 0, value.detach().double() * weight, weight)
+        self.total, self.weight = self.total.to(term.device) + term, self.weight.to(term.device) + weight
+
+    def value(self) -> float:
+        return float(self.total / self.weight) if float(self.weight) else 0.0
+
+
+class Evaluator:
+    """The evaluations of a trainer, whose engine holds `inputs`."""
+
+    def __init__(self, engine: Engine, compile: Evaluation | None, inputs: Held, check_every: int) -> None:
+        self.engine, self._compile, self._inputs, self._check_every = engine, compile, inputs, check_every
+        self._ready: dict[tuple[Kept, Hashable], _Ready] = {}
+        self._said: set[str] = set()
+        self._taken = 0
+
+    def mean(self, batches: Iterable[Any], steps: int | None, state: Tensors, seed: int, step: int) -> Evaluated:
+        """The means over batches, of at most so many."""
+        _check(batches, steps)
+        start, count, items = time.perf_counter(), 0, 0
+        loss, scalars = _Mean(), dict[str, _Mean]()
+        has_loss = False
+        for batch in islice(batches, steps):
+            ready = self._of(batch, "scalars")
+            result = self._run(ready, batch, state, seed, step)
+            rows = torch.tensor(_rows(batch))
+            if result.own_loss is not None:
+                has_loss = True
+                loss.add(result.own_loss, self._weight(ready, batch, rows))
+            for name, value in result.scalars.items():
+                scalars.setdefault(name, _Mean()).add(value, rows)
+            count, items = count + 1, items + count_items(batch)
+        if not count:
+            hint = "an iterator is used up after one pass: give a list or a loader, which begins anew"
+            raise error("SC546", "evaluate was given no batch, so there is no mean", hint=hint)
+        means = {name: mean.value() for name, mean in scalars.items()}
+        return Evaluated(loss.value() if has_loss else None, means, count, items, time.perf_counter() - start)
+
+    def run(self, batch: Any, kept: Kept, state: Tensors, seed: int, step: int) -> StepResult:
+        """The evaluation of one batch."""
+        return self._run(self._of(batch, kept), batch, state, seed, step)
+
+    def _run(self, ready: _Ready, batch: Any, state: Tensors, seed: int, step: int) -> StepResult:
+        feeding, engine = ready.feeding, ready.engine
+        ready.program.refuse_changed_model()
+        fed = feeding.feeds(batch, seed, step)
+        self._compare(ready, fed, step)
+        tensors = {name: state[name] for name in ready.held if name in state} | ready.constants
+        for name in ready.borrowed:
+            whole = self.engine.fetch(name, state.get(name), self._inputs[name][1])
+            tensors[name] = engine.shards.hold(whole, self._inputs[name][1])
+        by_row = ready.program.plan.get("by_row", ())
+        return StepResult.of(feeding.body, engine.run(tensors, fed, step), engine.output, by_row)
+
+    def _compare(self, ready: _Ready, fed: list[Feed], step: int) -> None:
+        """The first batches, and then one in so many, are compared over ranks, as those of training are."""
+        due = self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0)
+        self._taken += 1
+        if due and ready.engine.peers is not None:
+            ready.engine.peers.check(ready.feeding.items(fed), f"in an evaluation after step {step}")
+
+    def _weight(self, ready: _Ready, batch: Any, rows: torch.Tensor) -> torch.Tensor:
+        """What the loss of a batch counts by: its tokens where the plan's does, else its rows."""
+        tokens = ready.program.reference.tokens
+        if tokens is None:
+            return rows
+        labels = ready.feeding.tensors(batch)[tokens.input]
+        return (labels[..., tokens.shift :] != tokens.ignore).sum()
+
+    # ------------------------------------------------------------------ programs by the form of a batch
+    def _of(self, batch: Any, kept: Kept) -> _Ready:
+        form = (kept, _form(batch))
+        if form not in self._ready:
+            if self._compile is None:
+                hint = "launch a program that compile made of a model"
+                raise error("SC546", "the trainer has no model, so no evaluation can be compiled", hint=hint)
+            ready = self._prepared(self._compile(batch, kept))
+            alike = [known for known in self._ready if known[0] == kept]
+            if alike:
+                message = "an evaluation is compiled for each form of batch (shapes, dtypes, Python values)"
+                self._say(f"{message}; here is another, and the {PROGRAMS} used last are kept")
+            if len(alike) == PROGRAMS:
+                del self._ready[alike[0]]
+                self._say(f"batches have more than {PROGRAMS} forms: what is used least recently is compiled again")
+            self._ready[form] = ready
+        ready = self._ready[form] = self._ready.pop(form)  # the last of those in use
+        return ready
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warn(message)
+
+    def _prepared(self, program: EvaluationProgram) -> _Ready:
+        body = program.staged.body
+        engine = self.engine.beside(program.staged)
+        feeding = Feeding(body, program.plan.get("batch"), IndexCheck(program.reference))
+        types = {p.name: v for p, v in _typed(body)}
+        constants = {name: engine.shards.hold(t, types[name]) for name, t in program.constants.items()}
+        kept = [p.name for p, _ in _typed(body) if p.role in ("param", "buffer") and p.name not in constants]
+        homes, own = engine.homes, self.engine.homes
+        borrowed = tuple(name for name in kept if not {*homes.get(name, ())} <= {*own.get(name, ())})
+        return _Ready(program, engine, feeding, constants, tuple(kept), borrowed)
+
+
+def _typed(body: Graph) -> list[tuple[Port, TensorType]]:
+    return [(port, type_of(node)) for port, node in zip(body.inputs, body.placeholders, strict=True)]
+
+
+def _form(batch: Any) -> Hashable:
+    """What of a batch a program is compiled for."""
+    leaves = leaves_of(batch)
+    described = describe_sample(batch, [path for path, _ in leaves])
+    tensors = [(tuple(leaf.shape), leaf.dtype) for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return described["by_name"], tuple(map(tuple, described["leaves"])), tuple(tensors)
+
+
+def _rows(batch: Any) -> int:
+    """The dim 0 that a batch is split along: that of its first tensor."""
+    shapes = (tuple(leaf.shape) for _, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+    return next((shape[0] for shape in shapes if shape), 1)
+
+
+def _check(batches: object, steps: object) -> None:
+    """Raise ShardcError (SC553) for arguments of `evaluate` that it cannot use."""
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise error("SC553", f"evaluate is given steps={steps!r}", hint="give a whole number from 1, or leave it out")
+    if isinstance(batches, torch.Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        hint = "give a list of batches, as in evaluate([batch]), or a loader"
+        raise error("SC553", f"evaluate is given a {type(batches).__name__} as batches", hint=hint)
