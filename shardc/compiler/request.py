@@ -48,7 +48,7 @@ from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
 from shardc.runtime.execute.batch import describe_sample, leaves_of
 from shardc.runtime.execute.microbatches import split
-from shardc.runtime.train.evaluate import Kept
+from shardc.runtime.train.result import Kept
 
 Mode = Literal["train", "eval"]
 

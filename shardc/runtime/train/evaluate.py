@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,9 +32,8 @@ from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import count_items
 from shardc.runtime.train.replicas import FIRST
-from shardc.runtime.train.result import StepResult, Tensors
+from shardc.runtime.train.result import Kept, StepResult, Tensors
 
-Kept = Literal["all", "scalars"]  # of the model's outputs
 PROGRAMS = 4  # of single forms of batches, that are kept
 
 

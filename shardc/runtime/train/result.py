@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,7 @@ from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, Port, type_of
 
 Tensors = dict[str, torch.Tensor]
+Kept = Literal["all", "scalars"]  # of the model's outputs, by an evaluation
 Whole = Callable[[Port, torch.Tensor | None], torch.Tensor]  # an output, given what this rank has of it
 NUMBERS = ("grad_norm", "finite")  # what clipping and checks give, of the whole step
 
