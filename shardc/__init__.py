@@ -5,6 +5,7 @@ Take an unmodified `nn.Module`, say where a few tensors are placed, and get a di
 
 from shardc.api import Program, annotate, compile, shard
 from shardc.compiler.program_check import parse
+from shardc.frontend.own_values import meta_parameters
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import OPEN, P, Placement
@@ -24,6 +25,7 @@ __all__ = [
     "ShardcError",
     "annotate",
     "compile",
+    "meta_parameters",
     "parse",
     "rule",
     "schedules",

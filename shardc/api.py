@@ -42,8 +42,10 @@ from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
 from shardc.frontend.model_changes import CompiledModel, changed
 from shardc.frontend.optimizer import AppendUpdates, fingerprint, initial_state, learning_rates
+from shardc.frontend.own_values import computed_buffers
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
 from shardc.frontend.sample_call import Call
+from shardc.frontend.saved_state import saved_state
 from shardc.frontend.token_weights import bind_tokens
 from shardc.frontend.trace import trace
 from shardc.ir import program as data
@@ -161,6 +163,8 @@ def compile(
         "batch": describe_sample(batch, Call(model, batch).paths, traced.written),
         "hardware": options.hardware.quantities(),
     }
+    if (state := saved_state(model)) is not None:
+        record["state"] = state
     if wanted.pipeline is not None:
         record["cut"] = wanted.pipeline.place("split", "stages") or ""
     if precision is not None:
@@ -176,13 +180,14 @@ def compile(
         record |= {"optimizer": type(optimizer).__name__, "rates": rates}
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
+    buffers = computed_buffers(model)
     program = Program(
         body=graphs.body,
         reference=graphs.reference,
         mesh=graphs.mesh,
         diagnostics=tuple(graphs.body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in bound),
-        constants=traced.constants,
+        constants={**buffers.values, **traced.constants},
         plan=record,
         pipelined=graphs.pipelined,
         model=model,
@@ -190,6 +195,7 @@ def compile(
         loss=loss,
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
+        uncomputed=buffers.reasons,
         compiled=CompiledModel(model, loss, traced.constants, traced.changed_attributes),
         recompile=partial(
             compile, model, batch, mesh=mesh, plan=plan, loss=loss, optimizer=optimizer, strict=strict, watch=watch
@@ -214,6 +220,7 @@ class Program(data.Program):
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
     optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
+    uncomputed: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)  # buffers, and why
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     recompile: Callable[[], Program] | None = field(default=None, compare=False, repr=False)  # with the same arguments
 
@@ -366,14 +373,18 @@ class Program(data.Program):
         if self.compiled is not None and self.recompile is not None and (now := self.compiled.all_changes()):
             warn(f"{changed(now).diagnostics[0].message}: it is compiled again")
             return self.recompile().launch(**options)
-        if self.compiled is not None:
-            self.compiled.accept_values()
+        self.accept_values()
         return launch_program(self, **options)
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""
         if self.compiled is not None:
             self.compiled.refuse_changes()
+
+    def accept_values(self) -> None:
+        """The model's present values are the trainer's own."""
+        if self.compiled is not None:
+            self.compiled.accept_values()
 
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
