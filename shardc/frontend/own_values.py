@@ -40,7 +40,7 @@ class ComputedBuffers:
 
 @on_cpu
 def computed_buffers(model: nn.Module) -> ComputedBuffers:
-    """Every buffer of the model that is not persistent: its own tensor, or on the meta device what its code computes."""
+    """Every buffer that is not persistent: the model's own tensor, or for one on the meta device what its code computes."""
     result = ComputedBuffers()
     for name, buffer in non_persistent_buffers(model).items():
         if not buffer.is_meta:

@@ -93,7 +93,7 @@ def begin(path: Path, step: int) -> Path:
 
 
 def begin_export(path: Path) -> Path:
-    """An empty folder to write a model in, which `publish` moves to `path`. Leftovers of crashed exports are removed."""
+    """An empty folder to write a model in, for `publish`. Leftovers of crashed exports are removed."""
     if path.exists() and not _is_empty(path) and not (path / "config.json").is_file():
         hint = "give the path of a folder of its own; one that is there already is replaced, if it holds a model"
         raise error("SC408", f"{path} exists, and holds no model: it is not replaced", hint=hint)

@@ -3,8 +3,8 @@
     launch(state="out/hf")      the names and the stacking of the model's class, of whatever the files have
     trainer.export_hf("out/hf")  config.json, generation_config.json, safetensors and index, the tokenizer's files
 
-`transformers` keeps some models otherwise in files than in memory: the experts of a Mixtral are one tensor each on disk,
-and one of all experts in the model. Its own conversions are applied, tensor by tensor, in both directions.
+`transformers` keeps some models otherwise in files than in memory: each expert of a Mixtral is a tensor on disk, and all
+experts of a layer are one in the model. Its own conversions are applied, tensor by tensor, in both directions.
 
 A folder is written beside its place and renamed when it is whole, as a checkpoint is: a crash leaves the one before.
 """
@@ -31,9 +31,10 @@ from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.checkpoint.weights import Read, Source, Weights, source_of
 
 TOKENIZER = (
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
-    "spiece.model tokenizer.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
-).split()
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
 WEIGHTS = re.compile(r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?")
 
 
@@ -186,7 +187,7 @@ def _written_name(model: Any, name: str, entry: Held) -> str:
 
 
 def _units(model: Any, tensors: Mapping[str, Held], dtypes: Mapping[str, torch.dtype]) -> list[Written]:
-    """What is gathered together, because one tensor of a file is made of it; a tensor alone where names are the same."""
+    """What is gathered together, because a file's tensor is made of it: most tensors are written as they are."""
     alone = as_they_are(tensors, dtypes)
     loading, _ = _conversions(model)
     conversions = [] if loading is None else _saved_with(model, loading)

@@ -111,7 +111,7 @@ def sync(
 def _targets(model: nn.Module, state: ModelState, kept: Kept) -> dict[str, Any]:
     """By name in the program: the model's tensors of that name. Under "", those that its own code computes."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise error("SC563", f"sync_to takes an nn.Module, not a {type(model).__name__}", hint="pass the model")
+        raise error("SC563", f"sync_to takes an nn.Module, not a {model.__class__.__name__}", hint="pass the model")
     names = {alias: name for name, (port, _) in kept.items() if port.role in ("param", "buffer")
              for alias in (name, *port.aliases)}  # fmt: skip
     names |= {key: name for key, name, _ in state.entries if name}

@@ -7,6 +7,8 @@
 
 In a job each rank holds its shards alone, from the moment they are loaded: parameters are read slice by slice, or made
 one at a time and cut. In simulation the tensors are whole, and the same calls give the same numbers.
+
+Longer than 400 lines: it is the one list of what a trainer can do. What its methods do is in the modules beside it.
 """
 
 from __future__ import annotations
@@ -241,7 +243,7 @@ class Trainer:
     @on_cpu
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
-        position = self.checkpoints.load(path, self._held(), strict)
+        position = self.checkpoints.load(path, self._held(), strict, self._model_state.unsaved)
         self.steps, self.seed, self._grads = position.step, position.seed, None
         self.intact, self.run = True, Run()
         self._taken = 0
