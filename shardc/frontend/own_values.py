@@ -40,7 +40,7 @@ class ComputedBuffers:
 
 @on_cpu
 def computed_buffers(model: nn.Module) -> ComputedBuffers:
-    """Every buffer that is not persistent: the model's own tensor, or for one on the meta device what its code computes."""
+    """Every buffer that is not persistent: its tensor, or where that lies on the meta device what its code computes."""
     result = ComputedBuffers()
     for name, buffer in non_persistent_buffers(model).items():
         if not buffer.is_meta:
@@ -127,6 +127,8 @@ def _computed(model: nn.Module, name: str, buffer: Tensor) -> tuple[Tensor | Non
             continue
         if _same(first, second):
             return first.to(buffer.dtype), ""
+        if all(_same(t, _filled(buffer, contents)) for t, contents in zip((first, second), _CONTENTS, strict=True)):
+            continue  # no code sets it
         reasons.append("its own code leaves elements unset, or draws them at random")
     owner = name.rpartition(".")[0]
     return None, reasons[0] if reasons else f"{_class_of(model, owner)} has no code that computes it"

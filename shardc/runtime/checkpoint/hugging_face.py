@@ -3,8 +3,8 @@
     launch(state="out/hf")      the names and the stacking of the model's class, of whatever the files have
     trainer.export_hf("out/hf")  config.json, generation_config.json, safetensors and index, the tokenizer's files
 
-`transformers` keeps some models otherwise in files than in memory: each expert of a Mixtral is a tensor on disk, and all
-experts of a layer are one in the model. Its own conversions are applied, tensor by tensor, in both directions.
+`transformers` keeps some models otherwise in files than in memory: each expert of a Mixtral is a tensor on disk, and
+all experts of a layer are one in the model. Its own conversions are applied, tensor by tensor, in both directions.
 
 A folder is written beside its place and renamed when it is whole, as a checkpoint is: a crash leaves the one before.
 """

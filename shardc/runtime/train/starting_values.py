@@ -37,7 +37,7 @@ class StartingValues:
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def check(self, ports: Collection[Port], unsaved: Collection[str]) -> None:
-        """Better to miss a tensor now than after an hour of loading others. No file holds buffers that are `unsaved`."""
+        """Better to miss a tensor now than after an hour of loading others. No file holds the `unsaved` buffers."""
         absent = [port for port in ports if self._find(port) is None]
         computed = [port for port in absent if port.role == "buffer" and port.name in unsaved]
         if computed:
