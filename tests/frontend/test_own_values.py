@@ -15,8 +15,12 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 1e4},
     {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
     {
-        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        **{"original_max_position_embeddings": 16, "rope_theta": 1e4},
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
     },
 ]
 

@@ -9,18 +9,19 @@ keep what it holds; the two above give the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardc.frontend.own_values import computed_buffers
+from shardc.frontend.own_values import computed_buffers, non_persistent_buffers
 from shardc.frontend.saved_state import Entry
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.graph import Port
 from shardc.ir.types import DTYPES, TensorType
+from shardc.runtime.checkpoint.checkpoint import CONSTANT
 
 Kept = Mapping[str, tuple[Port, TensorType]]
 SHOWN = 5  # names in a message
@@ -90,85 +91,86 @@ def _hooked(key: str) -> ShardcError:
 
 # ---------------------------------------------------------------------- into a model
 def sync(
-    model: nn.Module, state: ModelState, kept: Kept, fetch: Callable[[str], Tensor], agreed: Callable[..., Any]
+    model: nn.Module | None, state: ModelState, kept: Kept, fetch: Callable[[str], Tensor], agreed: Callable[..., Any]
 ) -> None:
     """Write the trainer's values into the tensors of a model; one on the meta device gets memory on the CPU.
 
     Raises ShardcError (SC563) on every rank, and changes nothing, where names or shapes are others.
     """
-    targets = agreed(lambda: _targets(model, state, kept))
+    targets: _Targets = agreed(lambda: _targets(model, state, kept))
     with torch.no_grad():
-        for name, (_, type) in kept.items():
-            if name not in targets:
-                continue
+        for name in _names(kept):
             whole = fetch(name)  # all ranks take part
-            for t in targets[name]:
-                _write(t, whole.reshape(type.shape))
-        for t, value in targets.get("", ()):
+            for t in targets.of.get(name, ()):
+                _write(t, whole)
+        for t, value in targets.computed:
             _write(t, value)
 
 
-def _targets(model: nn.Module, state: ModelState, kept: Kept) -> dict[str, Any]:
-    """By name in the program: the model's tensors of that name. Under "", those that its own code computes."""
+@dataclass
+class _Targets:
+    """The tensors of a model by their name in the program, and those that the model's own code computes."""
+
+    of: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    computed: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+
+
+def _names(kept: Kept) -> list[str]:
+    """What a program holds of its model."""
+    return [n for n, (port, _) in kept.items() if port.role in ("param", "buffer") and not n.startswith(CONSTANT)]
+
+
+def _targets(model: nn.Module | None, state: ModelState, kept: Kept) -> _Targets:
+    targets = _Targets()
+    if model is None:
+        return targets
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise error("SC563", f"sync_to takes an nn.Module, not a {model.__class__.__name__}", hint="pass the model")
-    names = {alias: name for name, (port, _) in kept.items() if port.role in ("param", "buffer")
-             for alias in (name, *port.aliases)}  # fmt: skip
-    names |= {key: name for key, name, _ in state.entries if name}
-    computed = computed_buffers(model)
-    unsaved = {id(dict(model.named_buffers())[name]) for name in (*computed.values, *computed.reasons)}
-    result: dict[str, Any] = {}
-    seen: dict[int, str] = {}
+        raise error("SC563", f"sync_to takes an nn.Module, not a {type(model).__name__}", hint="pass the model")
+    names = {key: name for key, name, _ in state.entries if name}
+    names |= {alias: name for name in _names(kept) for alias in (name, *kept[name][0].aliases)}
+    of_code = computed_buffers(model)
+    unsaved = {id(t) for t in non_persistent_buffers(model).values()}
+    keys: dict[int, tuple[Tensor, list[str]]] = {}  # of a tensor, by its identity
+    for key, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        keys.setdefault(id(t), (t, []))[1].append(key)
     unknown: list[str] = []
-    shapes: list[str] = []
-    for key, t in _tensors(model):
-        name = names.get(key)
-        if name is None and id(t) in unsaved:
-            if t.is_meta and id(t) not in seen:
-                if key not in computed.values:
-                    shapes.append(f"{key}: {computed.reasons.get(key, 'no value')}")
-                else:
-                    result.setdefault("", []).append((t, computed.values[key]))
-            seen[id(t)] = ""
+    misfits: list[str] = []
+    for t, (key, *others) in keys.values():
+        owners = {names[k]: k for k in (key, *others) if k in names}
+        for name, known in owners.items():
+            if len(owners) > 1:
+                misfits.append(f"{known}: in the model one tensor with {' and '.join({*owners.values()} - {known})}")
+            elif tuple(t.shape) != kept[name][1].shape:
+                misfits.append(f"{known}: {list(t.shape)} in the model, {list(kept[name][1].shape)} in the program")
+            targets.of.setdefault(name, []).append(t)
+        if owners or (id(t) in unsaved and not t.is_meta):
             continue
-        if name is None:
-            if id(t) not in seen:
-                unknown.append(key)
-            continue
-        type = kept[name][1]
-        if tuple(t.shape) != type.shape:
-            shapes.append(f"{key}: {list(t.shape)} in the model, {list(type.shape)} in the program")
-        if seen.setdefault(id(t), name) == name:
-            held = result.setdefault(name, [])
-            held.extend([t] if all(t is not other for other in held) else [])
+        if id(t) not in unsaved:
+            unknown.append(key)
+        elif key in of_code.values:
+            targets.computed.append((t, of_code.values[key]))
         else:
-            shapes.append(f"{key}: one tensor with '{seen[id(t)]}' in the model, another in the program")
-    absent = [name for _, name, _ in state.entries if name and name not in result]
-    _refuse(list(dict.fromkeys(absent)), unknown, shapes)
-    return result
+            misfits.append(f"{key}: {of_code.reasons.get(key, 'it has no value')}")
+    absent = [name for name in _names(kept) if name not in targets.of]
+    _refuse(absent, unknown, misfits)
+    return targets
 
 
-def _refuse(absent: Sequence[str], unknown: Sequence[str], shapes: Sequence[str]) -> None:
+def _refuse(absent: Sequence[str], unknown: Sequence[str], misfits: Sequence[str]) -> None:
     problems: list[Diagnostic] = []
-    for lines, what in (
-        (absent, "of the program's tensors are not the model's"),
-        (unknown, "of the model's tensors are not the program's"),
-        (shapes, "of the model's tensors do not fit"),
+    guess = suggest(absent[0], list(unknown)) if absent and unknown else None
+    for lines, what, hint in (
+        (absent, "of the program: the model has none of that name", f"did you mean '{guess}'?" if guess else None),
+        (unknown, "of the model: the program has none of that name", None),
+        (misfits, "of the model cannot take the program's values", None),
     ):
         if lines:
             shown = "\n".join([*lines[:SHOWN], *(["..."] if lines[SHOWN:] else [])])
-            guess = suggest(absent[0], list(unknown)) if absent and unknown else None
-            hint = f"did you mean '{guess}'?" if guess else "pass a model of the class and sizes that was compiled"
-            problems.append(
-                Diagnostic("SC563", f"{len(lines)} {what}", tensor=lines[0].partition(":")[0], cause=shown, hint=hint)
-            )
+            message = f"{len(lines)} tensor{'s' if len(lines) > 1 else ''} {what}"
+            hint = hint or "pass a model of the class, and of the sizes, that was compiled"
+            problems.append(Diagnostic("SC563", message, tensor=lines[0].partition(":")[0], cause=shown, hint=hint))
     if problems:
         raise ShardcError(*problems)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _write(t: Tensor, value: Tensor) -> None:
@@ -176,7 +178,7 @@ def _write(t: Tensor, value: Tensor) -> None:
     if not t.is_meta:
         t.copy_(value)
         return
-    real = value.to(device="cpu", dtype=t.dtype, copy=True)
+    real = value.to(device="cpu", dtype=t.dtype, copy=True).reshape(t.shape)
     if isinstance(t, nn.Parameter):
         real = nn.Parameter(real, requires_grad=t.requires_grad)
     real.__dict__.update(t.__dict__)

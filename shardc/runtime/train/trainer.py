@@ -216,11 +216,12 @@ class Trainer:
         return whole.clone() if whole is tensor else whole
 
     @on_cpu
-    def sync_to(self, model: nn.Module) -> None:
+    def sync_to(self, model: nn.Module | None) -> None:
         """Write parameters and buffers into the tensors of a model, whole; every rank must call it.
 
         The model is the compiled one or another of its class, on the CPU, a GPU or the meta device, where it gets
-        memory. Raises ShardcError (SC563), and writes nothing, where its names or shapes are not the program's.
+        memory; a rank that passes None takes part, and holds no more than one tensor. Raises ShardcError (SC563), and
+        writes nothing, where names or shapes are not the program's.
         """
         sync(model, self._model_state, self._kept, self._fetch, self.checkpoints.agreed)
         self._accept_values()
