@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from shardc.frontend.own_values import own_init
+from shardc.frontend.provenance import named_at
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.graph import Port
 from shardc.ir.types import TensorType
+from shardc.runtime.checkpoint.checkpoint import CONSTANT
 from shardc.runtime.checkpoint.weights import Init, Read, Source, find, initial
 from shardc.runtime.oracle.simulate import missing
 
@@ -29,11 +31,11 @@ SHOWN = 5  # names in a message
 
 @dataclass(frozen=True)
 class StartingValues:
-    """`reasons` says, by name, why the model's own code gives a buffer no value."""
+    """`reasons` says, by name, why the code of the `model`, if there is one, gives a buffer no value."""
 
     sources: Sequence[Source]
     init: Init | None = None
-    on_meta: bool = False
+    model: nn.Module | None = None
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def check(self, ports: Collection[Port], unsaved: Collection[str]) -> None:
@@ -45,8 +47,12 @@ class StartingValues:
         if absent and self.init is None:
             weights = [name for source in self.sources for name in source.names if ":" not in name]  # no optimizer's
             guess = suggest(absent[0].name, weights)
-            hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
-            if self.on_meta and guess is None:
+            hint = (
+                "pass state=, the path of safetensors or a mapping; or init=, a function that makes one tensor at a "
+                'time, or "model", the model\'s own initialisation'
+            )
+            on_meta = self.model is not None and any(p.is_meta for p in self.model.parameters())
+            if on_meta and guess is None:
                 hint = f"the model lies on the meta device and has no values: {hint}; then trainer.load(...)"
             raise ShardcError(missing(absent, f"did you mean '{guess}'?" if guess else hint))
 
@@ -62,6 +68,10 @@ class StartingValues:
 
     def _uncomputed(self, ports: Sequence[Port]) -> Diagnostic:
         first, *others = (port.name for port in ports)
+        if first.startswith(CONSTANT):
+            message = "forward reads a tensor that is neither a parameter nor a buffer, and lies on the meta device"
+            hint = "self.register_buffer(...) it, or build the model under shardc.meta_parameters()"
+            return Diagnostic("SC561", message, hint=hint)
         message = f"the buffer '{first}' is in no state_dict, and has no value"
         message += f"; nor have {len(others)} others" if others else ""
         cause = self.reasons.get(first, "the program was compiled without its values")
@@ -71,7 +81,8 @@ class StartingValues:
             "build the model under shardc.meta_parameters() instead of torch.device('meta'); or give its module a "
             f"reset_parameters() that computes it; or pass the value: launch(state=[folder, {{'{first}': tensor}}])"
         )
-        return Diagnostic("SC561", message, tensor=first, cause=cause, hint=hint)
+        fqn, fields = named_at(self.model, first) if self.model is not None else ("", {})
+        return Diagnostic("SC561", message, tensor=first, fqn=fqn or None, cause=cause, hint=hint, **fields)
 
 
 def init_of(init: Init | str | None, model: nn.Module | None, seed: int) -> Init | None:

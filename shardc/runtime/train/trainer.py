@@ -402,8 +402,7 @@ def launch(
         sources.append(source_of(dict(tensors)))
     constants: Tensors = getattr(program, "constants", {})
     sources += [source_of(constants), source_of(start())]
-    on_meta = model is not None and any(p.is_meta for p in model.parameters())
-    values = StartingValues(sources, init_of(init, model, seed), on_meta, getattr(program, "uncomputed", {}))
+    values = StartingValues(sources, init_of(init, model, seed), model, getattr(program, "uncomputed", {}))
     reference: Graph | None = getattr(program, "reference", None)
     check = None if reference is None else IndexCheck(reference)
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
