@@ -28,6 +28,7 @@ from shardc.ir.default_device import on_cpu
 
 Compute = Callable[[float, int], "Tensor | None"]  # of the contents of the memory, and the seed of random numbers
 _CONTENTS = (math.nan, 0.5)
+_UNSAVED = "_non_persistent_buffers_set"  # of a module: the keys of such buffers
 
 
 @dataclass
@@ -56,8 +57,12 @@ def computed_buffers(model: nn.Module) -> ComputedBuffers:
 
 def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that no `state_dict` has, under the first of their names."""
-    persistent = {id(t) for module in model.modules() for key, t in module.named_buffers(recurse=False)
-                  if key not in module._non_persistent_buffers_set}  # fmt: skip
+    persistent = {
+        id(t)
+        for module in model.modules()
+        for key, t in module.named_buffers(recurse=False)
+        if key not in vars(module)[_UNSAVED]
+    }
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent}
 
 
@@ -99,7 +104,7 @@ def meta_parameters() -> Generator[None]:
             return None
         with torch.no_grad():
             meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        meta.__dict__.update(parameter.__dict__)
+        vars(meta).update(vars(parameter))
         twins = memo.setdefault(id(parameter), (parameter, meta))  # a tensor that two modules share stays one
         return twins[1]
 
@@ -160,22 +165,24 @@ def _class_of(model: nn.Module, owner: str) -> str:
 # ---------------------------------------------------------------------- initialisers
 def _initialized(model: nn.Module, owner: str, contents: float, seed: int) -> dict[str, Tensor]:
     """The tensors that a module owns, after its own initialiser and those of the modules around it."""
-    shells: dict[int, nn.Module] = {}
-    root = _shell(model, shells)
+    root = _shell(model, {})
     module = root.get_submodule(owner)
-    for tensors in (module._parameters, module._buffers):
-        for key, t in tensors.items():
+    for table in _tables(module):
+        for key, t in table.items():
             if t is not None:
                 memory = _filled(t, contents)
-                tensors[key] = (
-                    nn.Parameter(memory, requires_grad=t.requires_grad) if tensors is module._parameters else memory
-                )
+                is_parameter = isinstance(t, nn.Parameter)
+                table[key] = nn.Parameter(memory, requires_grad=t.requires_grad) if is_parameter else memory
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for call in _initializers(root, owner):
             call()
-    tensors = {**module._parameters, **module._buffers}
-    return {key: t.detach() for key, t in tensors.items() if t is not None}
+    return {key: t.detach() for table in _tables(module) for key, t in table.items() if t is not None}
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Tensor | None], ...]:
+    """The parameters and the buffers that a module owns."""
+    return vars(module)["_parameters"], vars(module)["_buffers"]
 
 
 def _initializers(root: nn.Module, owner: str) -> Iterator[Callable[[], object]]:
@@ -205,11 +212,12 @@ def _shell(module: nn.Module, shells: dict[int, nn.Module]) -> nn.Module:
     if id(module) in shells:
         return shells[id(module)]
     shell = shells[id(module)] = module.__class__.__new__(module.__class__)
-    shell.__dict__ = dict(module.__dict__)
+    own = vars(module)
+    shell.__dict__ = dict(own)
     for kind in ("_parameters", "_buffers"):
-        shell.__dict__[kind] = {k: t if t is None else _meta(t) for k, t in module.__dict__[kind].items()}
-    shell.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
-    shell.__dict__["_modules"] = {k: m if m is None else _shell(m, shells) for k, m in module._modules.items()}
+        vars(shell)[kind] = {k: t if t is None else _meta(t) for k, t in own[kind].items()}
+    vars(shell)[_UNSAVED] = set(own[_UNSAVED])
+    vars(shell)["_modules"] = {k: m if m is None else _shell(m, shells) for k, m in own["_modules"].items()}
     return shell
 
 

@@ -41,7 +41,8 @@ WEIGHTS = re.compile(r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.in
 # ---------------------------------------------------------------------- reading
 def sources_of(state: Weights | Sequence[Weights] | None, model: nn.Module | None) -> list[Source]:
     """What `launch(state=)` was given; of files, under the names that the model has for them."""
-    parts: Sequence[Any] = () if state is None else state if isinstance(state, list | tuple) else (state,)
+    given: Any = state
+    parts: Sequence[Any] = () if given is None else given if isinstance(given, list | tuple) else (given,)
     return [_converted(source_of(part), model) if isinstance(part, str | Path) else source_of(part) for part in parts]
 
 
@@ -191,7 +192,7 @@ def _units(model: Any, tensors: Mapping[str, Held], dtypes: Mapping[str, torch.d
     alone = as_they_are(tensors, dtypes)
     loading, _ = _conversions(model)
     conversions = [] if loading is None else _saved_with(model, loading)
-    if not conversions:
+    if loading is None or not conversions:
         return alone
     types = {name: t for unit in alone for name, t in unit.outputs.items()}
     converters = [c.reverse_transform() for c in conversions if isinstance(c, loading.WeightConverter)]

@@ -181,5 +181,5 @@ def _write(t: Tensor, value: Tensor) -> None:
     real = value.to(device="cpu", dtype=t.dtype, copy=True).reshape(t.shape)
     if isinstance(t, nn.Parameter):
         real = nn.Parameter(real, requires_grad=t.requires_grad)
-    real.__dict__.update(t.__dict__)
+    vars(real).update(vars(t))
     torch.utils.swap_tensors(t, real)

@@ -81,8 +81,17 @@ class StartingValues:
             "build the model under shardc.meta_parameters() instead of torch.device('meta'); or give its module a "
             f"reset_parameters() that computes it; or pass the value: launch(state=[folder, {{'{first}': tensor}}])"
         )
-        fqn, fields = named_at(self.model, first) if self.model is not None else ("", {})
-        return Diagnostic("SC561", message, tensor=first, fqn=fqn or None, cause=cause, hint=hint, **fields)
+        fqn, where = named_at(self.model, first) if self.model is not None else ("", dict[str, str | None]())
+        return Diagnostic(
+            "SC561",
+            message,
+            location=where.get("location"),
+            source_text=where.get("source_text"),
+            fqn=fqn or None,
+            tensor=first,
+            cause=cause,
+            hint=hint,
+        )
 
 
 def init_of(init: Init | str | None, model: nn.Module | None, seed: int) -> Init | None:
