@@ -43,11 +43,13 @@ class ComputedBuffers:
 def computed_buffers(model: nn.Module) -> ComputedBuffers:
     """Every buffer that is not persistent: its tensor, or where that lies on the meta device what its code computes."""
     result = ComputedBuffers()
+    shell: nn.Module | None = None
     for name, buffer in non_persistent_buffers(model).items():
         if not buffer.is_meta:
             result.values[name] = buffer.detach()
             continue
-        value, reason = _computed(model, name, buffer)
+        shell = shell or _shell(model)
+        value, reason = _computed(model, shell, name, buffer)
         if value is None:
             result.reasons[name] = reason
         else:
@@ -72,6 +74,7 @@ def own_init(model: nn.Module, seed: int) -> Callable[[str, tuple[int, ...], tor
     A module's numbers depend on the seed and on its name alone: every rank and every layout has the same model. Raises
     LookupError with the reason where the code leaves elements of a tensor as they were.
     """
+    shell = _shell(model)
     last: dict[str, dict[str, Tensor]] = {}  # of one module: its tensors are asked for one after the other
 
     @on_cpu
@@ -79,7 +82,7 @@ def own_init(model: nn.Module, seed: int) -> Callable[[str, tuple[int, ...], tor
         owner, _, key = name.rpartition(".")
         if owner not in last:
             number = zlib.crc32(f"{seed}/{owner}".encode())
-            first, second = (_initialized(model, owner, contents, number) for contents in _CONTENTS)
+            first, second = (_initialized(shell, owner, contents, number) for contents in _CONTENTS)
             last.clear()
             last[owner] = {k: t for k, t in first.items() if _same(t, second.get(k))}
         if key not in last[owner]:
@@ -117,10 +120,10 @@ def meta_parameters() -> Generator[None]:
 
 
 # ---------------------------------------------------------------------- one buffer
-def _computed(model: nn.Module, name: str, buffer: Tensor) -> tuple[Tensor | None, str]:
+def _computed(model: nn.Module, shell: nn.Module, name: str, buffer: Tensor) -> tuple[Tensor | None, str]:
     """The value of a buffer on the meta device, or None and the reason."""
     reasons: list[str] = []
-    for compute in _ways(model, name):
+    for compute in _ways(model, shell, name):
         try:
             first, second = (compute(contents, seed) for seed, contents in enumerate(_CONTENTS))
         except Exception as problem:
@@ -139,9 +142,9 @@ def _computed(model: nn.Module, name: str, buffer: Tensor) -> tuple[Tensor | Non
     return None, reasons[0] if reasons else f"{_class_of(model, owner)} has no code that computes it"
 
 
-def _ways(model: nn.Module, name: str) -> Iterator[Compute]:
+def _ways(model: nn.Module, shell: nn.Module, name: str) -> Iterator[Compute]:
     owner, _, key = name.rpartition(".")
-    yield lambda contents, seed: _initialized(model, owner, contents, seed).get(key)
+    yield lambda contents, seed: _initialized(shell, owner, contents, seed).get(key)
     parts = owner.split(".") if owner else []
     for depth in range(len(parts), -1, -1):  # the smallest module first
         module = model.get_submodule(".".join(parts[:depth]))
@@ -163,10 +166,12 @@ def _class_of(model: nn.Module, owner: str) -> str:
 
 
 # ---------------------------------------------------------------------- initialisers
-def _initialized(model: nn.Module, owner: str, contents: float, seed: int) -> dict[str, Tensor]:
+def _initialized(shell: nn.Module, owner: str, contents: float, seed: int) -> dict[str, Tensor]:
     """The tensors that a module owns, after its own initialiser and those of the modules around it."""
-    root = _shell(model, {})
-    module = root.get_submodule(owner)
+    root = module = _copied(shell)
+    for name in owner.split(".") if owner else ():
+        inner = vars(module)["_modules"]
+        inner[name] = module = _copied(inner[name])
     for table in _tables(module):
         for key, t in table.items():
             if t is not None:
@@ -207,18 +212,26 @@ def _initializers(root: nn.Module, owner: str) -> Iterator[Callable[[], object]]
             yield lambda by=by, of=of: cast(Any, by)._init_weights(of)
 
 
-def _shell(module: nn.Module, shells: dict[int, nn.Module]) -> nn.Module:
+def _shell(module: nn.Module, shells: dict[int, nn.Module] | None = None) -> nn.Module:
     """A copy of a module tree whose tensors all lie on the meta device: what is run on it does not touch the model."""
-    if id(module) in shells:
-        return shells[id(module)]
-    shell = shells[id(module)] = module.__class__.__new__(module.__class__)
-    own = vars(module)
-    shell.__dict__ = dict(own)
-    for kind in ("_parameters", "_buffers"):
-        vars(shell)[kind] = {k: t if t is None else _meta(t) for k, t in own[kind].items()}
-    vars(shell)[_UNSAVED] = set(own[_UNSAVED])
-    vars(shell)["_modules"] = {k: m if m is None else _shell(m, shells) for k, m in own["_modules"].items()}
-    return shell
+    shells = {} if shells is None else shells
+    if id(module) not in shells:
+        shell = shells[id(module)] = _copied(module)
+        for table in _tables(shell):
+            table |= {key: _meta(t) for key, t in table.items() if t is not None}
+        vars(shell)["_modules"] = {
+            k: m if m is None else _shell(m, shells) for k, m in vars(module)["_modules"].items()
+        }
+    return shells[id(module)]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """The same module, to which other tensors and modules may be given."""
+    copied = module.__class__.__new__(module.__class__)
+    copied.__dict__ = dict(vars(module))
+    for kind in ("_parameters", "_buffers", "_modules", _UNSAVED):
+        vars(copied)[kind] = vars(module)[kind].copy()
+    return copied
 
 
 def _meta(t: Tensor) -> Tensor:
