@@ -20,6 +20,7 @@ from shardc.ir.version import VERSION
 if TYPE_CHECKING:
     from shardc.api import Program, annotate, compile, shard
     from shardc.compiler.program_check import parse
+    from shardc.frontend.own_values import meta_parameters
     from shardc.ir.collectives import Collective
     from shardc.ir.diagnostic import Diagnostic, ShardcError
     from shardc.ir.mesh import Mesh
@@ -48,6 +49,7 @@ __all__ = [
     "Trainer",
     "annotate",
     "compile",
+    "meta_parameters",
     "parse",
     "rule",
     "schedules",
@@ -60,6 +62,7 @@ __version__ = VERSION
 _HOMES = {
     "shardc.api": "Program annotate compile shard",
     "shardc.compiler.program_check": "parse",
+    "shardc.frontend.own_values": "meta_parameters",
     "shardc.ir.collectives": "Collective",
     "shardc.ir.diagnostic": "Diagnostic ShardcError",
     "shardc.ir.mesh": "Mesh",

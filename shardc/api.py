@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import webbrowser
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +29,7 @@ from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
 from shardc.frontend.model_changes import CompiledModel, changed
 from shardc.frontend.optimizer import fingerprint, initial_state, learning_rates
+from shardc.frontend.own_values import computed_buffers
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
 from shardc.ir import program as data
 from shardc.ir.caller import warn
@@ -149,6 +150,7 @@ def compile(
 
 def _program(request: Request) -> Program:
     made, model = compiled(request), request.model
+    buffers = computed_buffers(model)
     optimizer, traced = request.optimizer, made.traced
     program = Program(
         body=made.graphs.body,
@@ -156,7 +158,7 @@ def _program(request: Request) -> Program:
         mesh=made.graphs.mesh,
         diagnostics=tuple(made.graphs.body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in made.bound),
-        constants=traced.constants,
+        constants={**buffers.values, **traced.constants},
         plan=made.record,
         pipelined=made.graphs.pipelined,
         model=model,
@@ -164,6 +166,7 @@ def _program(request: Request) -> Program:
         loss=request.loss,
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
+        uncomputed=buffers.reasons,
         compiled=CompiledModel(model, request.loss, traced.constants, traced.changed_attributes, trains=request.trains),
         request=request,
     )
@@ -186,6 +189,7 @@ class Program(data.Program):
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
     optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
+    uncomputed: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)  # buffers, and why
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     request: Request | None = field(default=None, compare=False, repr=False)  # the arguments that it was compiled with
 
@@ -369,8 +373,8 @@ class Program(data.Program):
     def launch(
         self,
         *,
-        state: Weights | None = None,
-        init: Init | None = None,
+        state: Weights | Sequence[Weights] | None = None,
+        init: Init | str | None = None,
         seed: int | None = None,
         timeout: float = 600.0,
         device: str | None = None,
@@ -378,9 +382,11 @@ class Program(data.Program):
     ) -> Trainer:
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
-        Values come from `state` (a mapping, or the path of safetensors), then from the model unless it lies on the
-        meta device, then from `init(name, shape, dtype)`, called for one tensor at a time. `seed` is that of random
-        ops, by default the plan's. A rank that is dead or stuck is an error that names it, at most `timeout` seconds
+        Values come from `state` (a mapping, the path of safetensors or of a `save_pretrained` folder, or several of
+        them in turn), then from the model unless it lies on the meta device, then from `init(name, shape, dtype)`,
+        called for one tensor at a time; `init="model"` has the model's own code do so. Buffers that no file holds are
+        computed by the model's own code (SC561 where it cannot). `seed` is that of random ops, by default the plan's. A
+        rank that is dead or stuck is an error that names it, at most `timeout` seconds
         later. `device` is "cpu" or "cuda"; by default a GPU where there is one. What ranks share is compared before
         the first steps and each `check_every`-th (0: not in steps).
 
@@ -394,8 +400,7 @@ class Program(data.Program):
         if self.compiled is not None and self.request is not None and (now := self.compiled.all_changes()):
             warn(f"{changed(now).diagnostics[0].message}: it is compiled again")
             program = _program(self.request)
-        if program.compiled is not None:
-            program.compiled.accept_values()
+        program.accept_values()
         return launch(
             program, state=state, init=init, seed=seed, timeout=timeout, device=device, check_every=check_every
         )
@@ -422,6 +427,11 @@ class Program(data.Program):
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""
         if self.compiled is not None:
             self.compiled.refuse_changes()
+
+    def accept_values(self) -> None:
+        """The model's present values are the trainer's own."""
+        if self.compiled is not None:
+            self.compiled.accept_values()
 
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""

@@ -162,6 +162,11 @@ def _traffic(value: object) -> bool:
     return len(pairs) == 2 and all(isinstance(v, list) and len(v) == 2 and all(map(_whole, v)) for v in pairs)
 
 
+def _state(value: object) -> bool:
+    rows: Any = value if isinstance(value, list | tuple) else ()
+    return bool(rows) and all(isinstance(row, list | tuple) and len(row) == 3 and _texts(list(row)) for row in rows)
+
+
 def _plan(value: object) -> bool:
     if not isinstance(value, str):
         return False
@@ -188,6 +193,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "rates": _numbers,
     "traffic": _traffic,
+    "state": _state,
 }
 NEEDED = ("text", "seed", "batch")
 
@@ -204,6 +210,13 @@ def refuse_record(record: PlanRecord, reference: Graph) -> None:
         names = {port.name for port in reference.inputs if port.role == role}
         if not wrong and {*record.get(key, {})} != names:
             wrong.append(f"'{key}' has {len(record.get(key, {}))} numbers, for {len(names)} inputs")
+    if not wrong:
+        names = {port.name for port in reference.inputs if port.role in ("param", "buffer")}
+        wrong += [
+            f"'state' names '{name}', which is no input"
+            for _, name, _ in record.get("state", ())
+            if name not in {"", *names}
+        ]
     if wrong:
         message = "the program's record of its plan: " + "; ".join(wrong[:SHOWN])
         raise ShardcError(Diagnostic("SC402", message, hint=HINT))

@@ -37,6 +37,7 @@ from shardc.compiler.pipelining import tensor_mesh
 from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.optimizer import AppendUpdates, learning_rates
 from shardc.frontend.sample_call import Call
+from shardc.frontend.saved_state import saved_state
 from shardc.frontend.token_weights import bind_tokens
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
@@ -169,6 +170,8 @@ def _record(
     }
     if not request.trains:
         record["mode"] = request.mode
+    if (state := saved_state(request.model)) is not None:
+        record["state"] = state
     if plan.pipeline is not None:
         record["cut"] = plan.pipeline.place("split", "stages") or ""
     if plan.precision is not None and (precision := bind_precision(plan)[0]) is not None:

@@ -47,7 +47,13 @@ _FORWARD_MODE = (
     "forward-mode derivatives do not pass through here; take torch.autograd.functional.jvp, or "
     "torch.autograd.grad with create_graph=True"
 )
+_ON_META = (
+    "a tensor of the model that is neither parameter nor buffer lies on the meta device: self.register_buffer(...) it, "
+    "or build the model under shardc.meta_parameters()"
+)
 _INSTEAD = {
+    " and meta!": _ON_META,
+    "meta and ": _ON_META,
     "context_fn": "leave _composable.checkpoint out: the plan's recompute, or torch.utils.checkpoint.checkpoint("
     "module, x, use_reentrant=False) in forward",
     "jvp function for custom autograd.Function": _FORWARD_MODE,

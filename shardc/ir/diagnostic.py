@@ -107,6 +107,9 @@ COMPILER_CODES: dict[str, Code] = {
         "trainer-argument", "compile, or a trainer's method, is given what it cannot use, or what has no effect"
     ),
     "SC551": Code("checkpoint-in-use", "another job is writing the checkpoint"),
+    "SC561": Code("uncomputed-buffer", "a buffer that no file holds has no value, and the model's code computes none"),
+    "SC562": Code("no-export", "what a model's own state_dict or export holds cannot be had from a program"),
+    "SC563": Code("model-mismatch", "a model that values are to be written to has other names or shapes"),
     "SC541": Code("ranks-differ", "ranks of a job run different versions, plans, programs or settings"),
     "SC542": Code("replicas-differ", "ranks hold or are given different values of what should be the same"),
     "SC543": Code("absent-rank", "a rank did not come to the launch of a job within the time limit"),

@@ -73,6 +73,7 @@ class PlanRecord(TypedDict, total=False):
     clip_grad_norm: float | None
     optimizer: str
     rates: Mapping[str, float]  # each parameter group's learning rate
+    state: Sequence[Sequence[str]]  # of `frontend.saved_state`: the model's state_dict
     traffic: Sequence[Sequence[int]]  # kernels and bytes that move data, before and after fusion
 
 

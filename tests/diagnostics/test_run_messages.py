@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardc
 from examples.mlp import mlp
@@ -88,6 +89,22 @@ def nonfinite_step() -> None:
     trainer.step({"x": batch["x"] * float("inf")})
 
 
+class Scaled(nn.Module):
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.fc = nn.Linear(size, size)
+        self.register_buffer("scale", torch.arange(float(size)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.fc(x) * self.scale).square().mean()
+
+
+def scaled(device: str = "cpu") -> shardc.Program:
+    with torch.device(device):
+        model = Scaled()
+    return shardc.compile(model, torch.ones(4, 4), mesh="dp=2", plan={"inputs": {"x": "dp"}})
+
+
 def refusing_op() -> None:
     b = Builder(Mesh(tp=2))
     x = b.input("x", "f32[4@tp]", "input")
@@ -116,6 +133,9 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "missing_parameter": ("SC504", lambda: program(meta=True).launch()),
     "missing_parameter_in_state": ("SC504", lambda: program(meta=True).launch(state={"up.wieght": torch.zeros(1)})),
     "no_weights_file": ("SC504", lambda: program(meta=True).launch(state="no/such/model.safetensors")),
+    "uncomputed_buffer": ("SC561", lambda: scaled("meta").launch(state=Scaled().state_dict())),
+    "no_export": ("SC562", lambda: scaled().launch().export_hf("out")),
+    "model_mismatch": ("SC563", lambda: scaled().launch().sync_to(Scaled(5))),
     "dead_rank": ("SC502", lambda: blamed(rank1="late", rank2="dead")),
     "dead_rank_that_another_found": ("SC502", lambda: blamed(rank1="blames 2", rank2="late")),
     "no_timeline": ("SC510", lambda: program().launch().timeline(mlp()[1])),

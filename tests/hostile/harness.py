@@ -182,13 +182,22 @@ def compiled_on(case: Case, mesh: str, plan: dict[str, Any], optimizer: str) -> 
     return shardc.compile(model, data[0].clone(), mesh=mesh, plan=plan, optimizer=made, loss=loss), data
 
 
-def trained(program: shardc.Program, data: list[Tensor], optimizer: bool) -> Trace:
+def trained(program: shardc.Program, data: list[Tensor], optimizer: bool, target: nn.Module) -> Trace:
+    """The program's steps; `target`, a model of its own, is given what they end with."""
     trace = Trace()
     trainer = program.launch()
     for step, batch in enumerate(data):
         loss = trainer.step(batch.clone()).loss
         trace.of_step(step, loss, {} if optimizer else trainer.gather_grads())
-    trace.values |= trainer.state_dict()
+    state = trainer.state_dict()
+    own = target.state_dict()
+    assert list(state) == list(own)
+    tensors = {key: (t, own[key]) for key, t in state.items() if isinstance(t, Tensor)}
+    assert all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in tensors.values())
+    target.load_state_dict(state, strict=True)
+    trainer.sync_to(target)
+    kept = dict(target.named_buffers(remove_duplicate=False)) | target.state_dict()
+    trace.values |= {name: t.detach().clone() for name, t in kept.items() if isinstance(t, Tensor)}
     return trace
 
 
@@ -201,8 +210,9 @@ def outcome(case: Case, layout: str, optimizer: str) -> str:
         warnings.simplefilter("ignore")
         try:
             program, data = compiled(case, layout, optimizer)
+            target = case.model()
             stepped = case.optimizer is not None or OPTIMIZERS[optimizer] is not None
-            found = trained(program, data, stepped)
+            found = trained(program, data, stepped, target)
         except ShardcError as refusal:
             return refusal.code
         codes = {d.code for d in program.diagnostics}
@@ -210,7 +220,7 @@ def outcome(case: Case, layout: str, optimizer: str) -> str:
             return case.warned if case.warned in codes else f"no warning {case.warned}, but {sorted(codes)}"
         if case.random:
             alone = {"accumulate": MICROBATCHES.get(layout, 1)}  # each microbatch draws its own
-            expected = trained(compiled_on(case, "dp=1", alone, optimizer)[0], data, stepped)
+            expected = trained(compiled_on(case, "dp=1", alone, optimizer)[0], data, stepped, case.model())
         else:
             expected = trained_eagerly(case, optimizer, MICROBATCHES.get(layout, 1))
         wrong = found.differences(expected, case.tolerance)

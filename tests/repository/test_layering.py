@@ -115,9 +115,9 @@ FLOORS: list[dict[str, str]] = [
         """,
         "shardc.frontend": """
             __init__ append buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
-            model_changes model_outputs
-            op_overrides optimizer optimizer_trace precision program_inputs provenance python_random
-            python_state sample_call state_holders substitution token_weights trace traced traced_scalar
+            model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision program_inputs
+            provenance python_random python_state sample_call saved_state state_holders substitution token_weights trace
+            traced traced_scalar
             unsupported
         """,
     },
@@ -132,12 +132,12 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.oracle": """
             __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
         """,
-        "shardc.runtime.checkpoint": "__init__ checkpoint export folder lock manifest planners weights",
+        "shardc.runtime.checkpoint": "__init__ checkpoint export folder hugging_face lock manifest planners weights",
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine evaluate feeding job loop nonfinite rank_session replicas
-            result trainer
+            __init__ agreement engine evaluate feeding job loop model_state nonfinite rank_session replicas
+            result starting_values trainer
         """,
     },
     {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -37,6 +37,7 @@ from shardc.torch_compat import stored_at
 
 T = TypeVar("T")
 SHOWN = 12  # tensors that do not fit, of hundreds
+CONSTANT = "_constant."  # a program's own tensors, which checkpoints once held
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,17 @@ class Checkpoints:
         outcome.set_result(None)
         return Saving(folder, outcome)
 
-    def load(self, path: str | Path, tensors: Mapping[str, Held], strict: bool = True) -> Position:
-        """Read a checkpoint into tensors that are there; they change only if all of it is in order on all ranks."""
+    def load(
+        self,
+        path: str | Path,
+        tensors: Mapping[str, Held],
+        strict: bool = True,
+        unsaved: Collection[str] = (),
+    ) -> Position:
+        """Read a checkpoint into tensors that are there; they change only if all of it is in order on all ranks.
+
+        `unsaved` may be in it, and are not read: checkpoints of shardc 0.1 held buffers that are not persistent.
+        """
         self.settle()
         folder_path = place_of(path)
         tensors = {name: self._entry_held(entry) for name, entry in tensors.items()}
@@ -142,7 +152,7 @@ class Checkpoints:
             metadata = manifest.index(folder)
             reader = Reader(folder, metadata)
             named = names_of(list(metadata.state_dict_metadata), tensors)
-            _check_fit(folder_path, tensors, named, manifest, metadata, strict)
+            _check_fit(folder_path, tensors, named, manifest, metadata, strict, unsaved)
             planner = LoadShards(
                 {stored_name: tensors[name] for name, stored_name in named.items()}, self.mesh, self.rank
             )
@@ -285,10 +295,14 @@ def _check_fit(
     manifest: Manifest,
     metadata: Metadata,
     strict: bool,
+    unsaved: Collection[str],
 ) -> None:
     """Raise SC406, listing the first tensors that do not fit, unless every tensor can be read unchanged."""
     taken = set(named.values())
-    unused = [n for n, record in manifest.tensors.items() if taken.isdisjoint((n, *record.aliases))]
+    skipped = {n for n in manifest.tensors if n in unsaved or n.startswith(CONSTANT)}
+    unused = [
+        n for n, record in manifest.tensors.items() if n not in skipped and taken.isdisjoint((n, *record.aliases))
+    ]
     missing = [name for name in tensors if name not in named]
     shapes: list[str] = []
     dtypes: list[str] = []

@@ -1,8 +1,9 @@
 """Weights as Hugging Face stores them: safetensors, with an index where they are more than one file.
 
 Tensors are gathered one at a time, on rank 0, which holds no more than one file of them. Tied names are left out, as
-`save_pretrained` leaves them: the model ties them again. Files are written in the folder's `.weights.tmp`, and renamed
-when all are there. This is no checkpoint: a crash between two renames leaves files of both.
+`save_pretrained` leaves them: the model ties them again. `export` writes into a folder that may hold other things, in
+its `.weights.tmp`, and renames when all are there. This is no checkpoint: a crash between two renames leaves files of
+both. `write_weights` fills a folder that nobody reads yet.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.checkpoint.folder import sync
 from shardc.runtime.checkpoint.planners import Held, writes
@@ -28,48 +29,126 @@ from shardc.runtime.execute.layout import assemble
 
 FILE_BYTES = 5 << 30
 DRAFTS = ".weights.tmp"  # a folder, since safetensors writes under names of its own
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Tensors that are gathered together, and what is written of them: `outputs` are its types, on the meta device."""
+
+    names: Sequence[str]
+    outputs: Mapping[str, torch.Tensor]
+    convert: Callable[[Tensors], Mapping[str, torch.Tensor]]
+
+
+def cast_to(entry: Held, dtype: torch.dtype | None, own: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor is written in: the one asked for, if it holds floats; else the model's."""
+    model_dtype = own or entry.type.dtype
+    return dtype if dtype is not None and model_dtype.is_floating_point else model_dtype
+
+
+def as_they_are(tensors: Mapping[str, Held], dtypes: Mapping[str, torch.dtype]) -> list[Written]:
+    """Each tensor under its own name."""
+    return [
+        Written([name], {name: torch.empty(entry.type.shape, dtype=dtypes[name], device="meta")}, dict)
+        for name, entry in tensors.items()
+    ]
 
 
 def export(
-    checkpoints: Checkpoints, path: str | Path, tensors: Mapping[str, Held], file_bytes: int = FILE_BYTES
+    checkpoints: Checkpoints,
+    path: str | Path,
+    tensors: Mapping[str, Held],
+    file_bytes: int = FILE_BYTES,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the tensors as safetensors into the folder `path`; every rank must call it."""
+    """Write the tensors as safetensors into the folder `path`; every rank must call it.
+
+    `dtypes` are the model's, where it has others than the trainer.
+    """
     checkpoints.settle()
-    save_file = checkpoints.agreed(_safetensors)
     folder, first = Path(path), checkpoints.job_rank == 0
-    files = _files({name: entry.type for name, entry in tensors.items()}, file_bytes)
+    written_dtypes = {name: cast_to(entry, dtype, (dtypes or {}).get(name)) for name, entry in tensors.items()}
 
     def begin() -> None:
         if first:
-            with _written(folder):
+            with drafted(folder / DRAFTS, folder):
                 if (folder / DRAFTS).exists():  # of an export that was killed
                     shutil.rmtree(folder / DRAFTS)
                 (folder / DRAFTS).mkdir(parents=True)
 
-    def write(file_name: str, wholes: dict[str, torch.Tensor]) -> None:
-        if first:
-            with _written(folder):
-                draft = folder / DRAFTS / file_name
-                save_file(wholes, str(draft), {"format": "pt"})
-                with draft.open("rb+") as file:
-                    os.fsync(file.fileno())
-
     checkpoints.agreed(begin)
-    for file_name, names in files.items():
-        wholes = {name: whole for name in names if (whole := gathered(checkpoints, name, tensors[name])) is not None}
-        checkpoints.agreed(lambda file_name=file_name, wholes=wholes: write(file_name, wholes))
+    files = write_weights(
+        checkpoints, folder / DRAFTS, folder, tensors, as_they_are(tensors, written_dtypes), written_dtypes, file_bytes
+    )
 
     def finish() -> None:
         if first:
-            with _written(folder):
-                size = sum(entry.type.numel() * entry.type.dtype.itemsize for entry in tensors.values())
-                _put_in_place(folder, files, size)
+            with drafted(folder / DRAFTS, folder):
+                _put_in_place(folder, files)
 
     checkpoints.agreed(finish)
 
 
+def write_weights(
+    checkpoints: Checkpoints,
+    draft: Path,
+    target: Path,
+    tensors: Mapping[str, Held],
+    units: Sequence[Written],
+    dtypes: Mapping[str, torch.dtype],
+    file_bytes: int,
+    metadata: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Fill the folder `draft`, which becomes `target`, with the files of the weights and their index: their names."""
+    save_file = checkpoints.agreed(_safetensors)
+    types = {name: t for unit in units for name, t in unit.outputs.items()}
+    files = file_names(types, file_bytes)
+    file_of = {name: file for file, names in files.items() for name in names}
+    waiting = {file: set(names) for file, names in files.items()}
+    held: dict[str, Tensors] = {file: {} for file in files}
+    first = checkpoints.job_rank == 0
+
+    def write(file_name: str) -> None:
+        if first:
+            with drafted(draft, target):
+                path = draft / file_name
+                save_file({n: t.contiguous() for n, t in held.pop(file_name).items()}, str(path), {"format": "pt"})
+                sync_file(path)
+
+    def convert(unit: Written, wholes: Tensors) -> None:
+        if first:
+            converted = unit.convert({name: whole.to(dtypes[name]) for name, whole in wholes.items()})
+            for name in unit.outputs:
+                held[file_of[name]][name] = converted[name]
+
+    def index() -> None:
+        if first and len(files) > 1:
+            with drafted(draft, target):
+                size = sum(t.numel() * t.element_size() for t in types.values())
+                data = {"metadata": {**(metadata or {}), "total_size": size}, "weight_map": file_of}
+                (draft / INDEX).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+                sync_file(draft / INDEX)
+
+    for unit in units:
+        wholes = {n: whole for n in unit.names if (whole := gathered(checkpoints, n, tensors[n])) is not None}
+        if len(unit.names) > 1 or list(unit.outputs) != list(unit.names):
+            checkpoints.agreed(lambda unit=unit, wholes=wholes: convert(unit, wholes))
+        else:
+            convert(unit, wholes)
+        for name in unit.outputs:
+            file_name = file_of[name]
+            waiting[file_name].discard(name)
+            if not waiting[file_name]:
+                checkpoints.agreed(lambda file_name=file_name: write(file_name))
+    checkpoints.agreed(index)
+    return [*files, *([INDEX] if len(files) > 1 else [])]
+
+
 @contextmanager
-def _written(folder: Path) -> Generator[None]:
+def drafted(draft: Path, target: Path) -> Generator[None]:
     """Raise file errors, such as a full disk, as SC408, and remove the drafts."""
     try:
         yield
@@ -77,8 +156,8 @@ def _written(folder: Path) -> Generator[None]:
         raise
     except Exception as failure:  # safetensors has a class of its own for what the system refuses
         with suppress(ValueError):  # a path that holds a NUL byte
-            shutil.rmtree(folder / DRAFTS, ignore_errors=True)
-        message = f"the weights could not be written to {folder}: {type(failure).__name__}: {failure}"
+            shutil.rmtree(draft, ignore_errors=True)
+        message = f"the weights could not be written to {target}: {type(failure).__name__}: {failure}"
         raise error(
             "SC408", message, hint="weights that were there before are as they were, or were replaced"
         ) from failure
@@ -107,34 +186,43 @@ def gathered(checkpoints: Checkpoints, name: str, entry: Held) -> torch.Tensor |
     return assemble(rows, entry.type, checkpoints.mesh)
 
 
-def _files(types: Mapping[str, TensorType], limit: int) -> dict[str, list[str]]:
-    """Which tensors go into which file, in their order."""
-    bins: list[list[str]] = [[]]
+def file_names(types: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
+    """Which tensors go into which file, in their order, as `save_pretrained` has it: a longer one into its own."""
+    bins: list[list[str]] = []
+    current: list[str] = []
     file_size = 0
-    for name, type in types.items():
-        size = type.numel() * type.dtype.itemsize
-        if bins[-1] and file_size + size > limit:
-            bins.append([])
-            file_size = 0
-        bins[-1].append(name)
+    for name, t in types.items():
+        size = t.numel() * t.element_size()
+        if size > limit:
+            bins.append([name])
+            continue
+        if current and file_size + size > limit:
+            bins.append(current)
+            current, file_size = [], 0
+        current.append(name)
         file_size += size
+    bins += [current] if current or not bins else []
     if len(bins) == 1:
         return {"model.safetensors": bins[0]}
     return {f"model-{i + 1:05d}-of-{len(bins):05d}.safetensors": names for i, names in enumerate(bins)}
 
 
-def _put_in_place(folder: Path, files: Mapping[str, list[str]], size: int) -> None:
+def sync_file(path: Path) -> None:
+    """Bring a file's content to disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _put_in_place(folder: Path, files: Sequence[str]) -> None:
     """Replace the weights in the folder. A configuration or a tokenizer beside them stays."""
     (folder / INDEX).unlink(missing_ok=True)
     for name in files:
-        os.replace(folder / DRAFTS / name, folder / name)
+        if name != INDEX:
+            os.replace(folder / DRAFTS / name, folder / name)
     for existing in folder.glob("model*.safetensors"):
         if existing.name not in files:
             existing.unlink()
-    if len(files) > 1:
-        file_of = {tensor: name for name, names in files.items() for tensor in names}
-        data = {"metadata": {"total_size": size}, "weight_map": file_of}
-        (folder / DRAFTS / INDEX).write_text(json.dumps(data, indent=2), encoding="utf-8")
+    if INDEX in files:
         os.replace(folder / DRAFTS / INDEX, folder / INDEX)
     (folder / DRAFTS).rmdir()
     sync(folder)

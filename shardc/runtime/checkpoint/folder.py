@@ -92,6 +92,21 @@ def begin(path: Path, step: int) -> Path:
     return folder
 
 
+def begin_export(path: Path) -> Path:
+    """An empty folder to write a model in, for `publish`. Leftovers of crashed exports are removed."""
+    if path.exists() and not _is_empty(path) and not (path / "config.json").is_file():
+        hint = "give the path of a folder of its own; one that is there already is replaced, if it holds a model"
+        raise error("SC408", f"{path} exists, and holds no model: it is not replaced", hint=hint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _replaced(path).exists() and not path.exists():  # a crash between the two renames
+        os.rename(_replaced(path), path)
+    for draft in _begun(path):
+        shutil.rmtree(draft)
+    folder = temporary(path, 0)
+    folder.mkdir()
+    return folder
+
+
 def temporary(path: Path, step: int) -> Path:
     """The folder that a save writes in. All ranks of a job use one name; each job uses another name."""
     job = ":".join(os.environ[name] for name in JOB if name in os.environ) or str(os.getpid())

@@ -45,7 +45,7 @@ HINTS = {
 
 def facts_of(plan: PlanRecord, rates: Mapping[str, torch.Tensor], seed: int, check_every: int) -> dict[str, str]:
     """What the ranks of a job must have in common, beside the program itself."""
-    options = {key: value for key, value in plan.items() if key not in ("text", "rates")}
+    options = {key: value for key, value in plan.items() if key not in ("text", "rates", "state")}
     return {
         "version of shardc": VERSION,
         "version of torch": torch.__version__,

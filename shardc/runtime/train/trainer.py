@@ -6,8 +6,9 @@
         trainer.sgd(1e-3)
 
 In a job each rank holds its shards alone, from the moment they are loaded: parameters are read slice by slice, or made
-one at a time and cut. In simulation the tensors are whole, and the same calls give the same numbers. It is over 400
-lines because `help` shows its docstrings.
+one at a time and cut. In simulation the tensors are whole, and the same calls give the same numbers.
+
+Longer than 400 lines: it is the one list of what a trainer can do. What its methods do is in the modules beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from shardc.ir.default_device import on_cpu
-from shardc.ir.diagnostic import ShardcError, error, suggest
+from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.program import PlanRecord
@@ -30,20 +31,22 @@ from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
+from shardc.runtime.checkpoint.hugging_face import export_hf, sources_of
 from shardc.runtime.checkpoint.planners import Held
-from shardc.runtime.checkpoint.weights import Init, Source, Weights, find, initial, source_of
+from shardc.runtime.checkpoint.weights import Init, Weights, source_of
 from shardc.runtime.execute.batch import Sample
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.oracle.simulate import missing
 from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
+from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import StepResult, Tensors
+from shardc.runtime.train.starting_values import StartingValues, init_of
 
 STATE_ROLES = ("param", "buffer", "state")
 
@@ -62,8 +65,7 @@ class Trainer:
         self,
         body: Graph,
         engine: Engine,
-        sources: list[Source],
-        init: Init | None,
+        start: StartingValues,
         seed: int,
         rates: Callable[[], Tensors] = dict,
         sample: Sample | None = None,
@@ -72,13 +74,15 @@ class Trainer:
         unchanged: Callable[[], None] = lambda: None,
         check_every: int = EVERY,
         optimizer: torch.optim.Optimizer | None = None,
-        on_meta: bool = False,
         constants: Collection[str] = (),
+        recorded: Sequence[Sequence[str]] | None = None,
+        model: nn.Module | None = None,
+        accept_values: Callable[[], None] = lambda: None,
         evaluation: Evaluation | None = None,
         by_row: Collection[str] = (),
     ) -> None:
         self._by_row = by_row
-        self._constants = frozenset(constants)  # the program's own tensors, which are no state of the model
+        self._model, self._accept_values = model, accept_values
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
         self._feeding, self._raises = Feeding(body, sample, check), raises
@@ -87,13 +91,11 @@ class Trainer:
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
         self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
         kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
-        if init is None:
-            _all_supplied([port for port, _ in kept], sources, on_meta)
         self._kept = {port.name: (port, type) for port, type in kept}
+        self._model_state = ModelState.of(recorded, self._kept, constants)
+        start.check([port for port, _ in kept], self._model_state.unsaved)
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
-        self.state = {
-            n: self._loaded(port, type, sources, init) for n, (port, type) in self._kept.items() if engine.holds(n)
-        }
+        self.state = {n: self._loaded(port, type, start) for n, (port, type) in self._kept.items() if engine.holds(n)}
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
         self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every)
         self._compare_launched()
@@ -256,19 +258,34 @@ class Trainer:
 
     @on_cpu
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
-        """Parameters and buffers, whole, under all their names; role "state" adds moments. Every rank must call it."""
+        """What the model's own `state_dict` holds, whole: its keys, order and dtypes. Every rank must call it.
+
+        Role "state" adds what else a step changes: moments, and buffers that the model's has no key for.
+        """
         if isinstance(roles, str) or not set(roles) <= set(STATE_ROLES):
             message = f"state_dict knows the roles {', '.join(STATE_ROLES)}, not {roles!r}"
             raise error("SC553", message, hint='write roles=("param", "buffer", "state")')
-        tensors: Tensors = {}
-        for name, (port, type) in self._kept.items():
-            if port.role not in roles or name in self._constants:
-                continue
-            tensor = self.state.get(name)
-            whole = self.engine.fetch(name, tensor, type)
-            # A copy, whatever the layout: the next step writes over what is held.
-            tensors |= dict.fromkeys((name, *port.aliases), whole.clone() if whole is tensor else whole)
+        tensors: Tensors = self._model_state.state_dict(self._kept, roles, self._fetch, self._model)
+        if "state" in roles:
+            tensors |= {name: self._fetch(name) for name, held in self._held("state").items() if held.role == "state"}
         return tensors
+
+    def _fetch(self, name: str) -> torch.Tensor:
+        """A whole tensor, and a copy, whatever the layout: the next step writes over what is held."""
+        tensor = self.state.get(name)
+        whole = self.engine.fetch(name, tensor, self._kept[name][1])
+        return whole.clone() if whole is tensor else whole
+
+    @on_cpu
+    def sync_to(self, model: nn.Module | None) -> None:
+        """Write parameters and buffers into the tensors of a model, whole; every rank must call it.
+
+        The model is the compiled one or another of its class, on the CPU, a GPU or the meta device, where it gets
+        memory; a rank that passes None takes part, and holds no more than one tensor. Raises ShardcError (SC563), and
+        writes nothing, where names or shapes are not the program's.
+        """
+        sync(model, self._model_state, self._kept, self._fetch, self.checkpoints.agreed)
+        self._accept_values()
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -288,16 +305,40 @@ class Trainer:
     @on_cpu
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
-        position = self.checkpoints.load(path, self._held(), strict)
+        position = self.checkpoints.load(path, self._held(), strict, self._model_state.unsaved)
         self.steps, self.seed, self._grads = position.step, position.seed, None
         self.intact, self.run = True, Run()
         self._taken = 0
         return dict(position.extra)
 
     @on_cpu
-    def export_safetensors(self, path: str | Path) -> None:
-        """Write parameters and buffers as Hugging Face stores them, into a folder; every rank must call it."""
-        export(self.checkpoints, path, self._held("param", "buffer"))
+    def export_safetensors(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write what `state_dict` holds as safetensors, into a folder; every rank must call it.
+
+        Floats are written in the model's dtypes, or in `dtype`.
+        """
+        export(self.checkpoints, path, self._exported(), dtypes=self._model_state.dtypes(), dtype=dtype)
+
+    @on_cpu
+    def export_hf(
+        self,
+        path: str | Path,
+        tokenizer: Any = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write a folder that `from_pretrained` loads: configuration, weights, their index; every rank must call it.
+
+        `tokenizer` is one of `transformers`, or a folder with its files. A folder at `path` is replaced when the new
+        one is whole; files in it that are not written anew stay. Weights are in the model's dtypes, or in `dtype`.
+        """
+        tensors, dtypes = self._exported(), self._model_state.dtypes()
+        export_hf(self.checkpoints, path, self._model, tensors, dtypes, dtype, tokenizer, max_shard_size)
+
+    def _exported(self) -> dict[str, Held]:
+        held = self._held("param", "buffer")
+        return {name: held[name] for name in self._model_state.names()}
 
     @property
     def parameter_bytes(self) -> int:
@@ -323,11 +364,17 @@ class Trainer:
         self.close(failure)
 
     def _held(self, *roles: str) -> dict[str, Held]:
-        return {
-            name: Held(self.state.get(name), type, port.role, tuple(port.aliases))
-            for name, (port, type) in self._kept.items()
-            if not roles or port.role in roles
-        }
+        """What is saved. A buffer that the model's state_dict does not hold is state, if a step changes it."""
+        held: dict[str, Held] = {}
+        for name, (port, type) in self._kept.items():
+            role = port.role
+            if name in self._model_state.unsaved:
+                if ("buffer", name) not in self._outputs:
+                    continue
+                role = "state"
+            if not roles or role in roles:
+                held[name] = Held(self.state.get(name), type, role, tuple(port.aliases))
+        return held
 
     def _compare(self, state: Tensors, fed: Sequence[Feed]) -> None:
         """Compare state and batch with the other ranks', where they share them."""
@@ -356,35 +403,19 @@ class Trainer:
             return value
         return self.engine.shards.hold(self.engine.shards.whole(value, output_type), input_type)
 
-    def _loaded(self, port: Port, type: TensorType, sources: list[Source], init: Init | None) -> torch.Tensor:
-        read = find(sources, (port.name, *port.aliases))
-        if read is None:
-            assert init is not None, f"{port.name} was looked for already"
-            read = initial(init, port.name, type.shape, type.dtype).__getitem__
+    def _loaded(self, port: Port, type: TensorType, start: StartingValues) -> torch.Tensor:
+        read = start.read(port, type)
         if type.axes and self.engine.peers is not None:
             parts = [read(slices).reshape(-1).to(type.dtype) for slices in corners(type.shape)]
             self._corners[port.name] = torch.cat(parts)
         return self.engine.shards.load(read, type)
 
 
-def _all_supplied(ports: Sequence[Port], sources: Sequence[Source], on_meta: bool) -> None:
-    """Better to miss a tensor now than after an hour of loading others."""
-    absent = [port for port in ports if find(sources, (port.name, *port.aliases)) is None]
-    if not absent:
-        return
-    weights = [name for source in sources for name in source.names if ":" not in name]  # not the optimizer's state
-    guess = suggest(absent[0].name, weights)
-    hint = "pass state=, the path of safetensors or a mapping, or init=, which makes one tensor at a time"
-    if on_meta and guess is None:
-        hint = f"the model lies on the meta device and has no values: {hint}; then trainer.load(...)"
-    raise ShardcError(missing(absent, f"did you mean '{guess}'?" if guess else hint))
-
-
 def launch(
     program: Launchable,
     *,
-    state: Weights | None = None,
-    init: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    state: Weights | Sequence[Weights] | None = None,
+    init: Init | str | None = None,
     seed: int | None = None,
     timeout: float = 600.0,
     device: str | None = None,
@@ -392,10 +423,11 @@ def launch(
 ) -> Trainer:
     """The trainer of a program: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
-    Values come from `state` (a mapping, or a path of safetensors), then from the program's model unless it is on meta,
-    then from `init(name, shape, dtype)`, which is called one tensor at a time and must give the same on every rank. A
-    rank that is dead or stuck is an error that names it, at most `timeout` seconds later. `seed` is that of random ops,
-    by default the plan's.
+    Values come from `state` (a mapping, a path of safetensors, or several of them in turn), then from the program's
+    model unless it is on meta, then from `init(name, shape, dtype)`, which is called one tensor at a time and must give
+    the same on every rank; `init="model"` has the model's own code do so. Buffers that no file holds are computed by
+    the model's own code, or the launch is refused (SC561). A rank that is dead or stuck is an error that names it, at
+    most `timeout` seconds later. `seed` is that of random ops, by default the plan's.
 
     The ranks of a job must run the same: versions, plan, program and seed are compared first (SC541; SC543 where a rank
     does not come), then the values that they start from, and what they share of parameters, state, inputs and rates
@@ -407,12 +439,13 @@ def launch(
     start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
     rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
     model: nn.Module | None = getattr(program, "model", None)
-    sources = [source_of(state)] if state is not None else []
+    sources = sources_of(state, model)
     if model is not None:
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         sources.append(source_of(dict(tensors)))
     constants: Tensors = getattr(program, "constants", {})
     sources += [source_of(constants), source_of(start())]
+    values = StartingValues(sources, init_of(init, model, seed), model, getattr(program, "uncomputed", {}))
     reference: Graph | None = getattr(program, "reference", None)
     check = None if reference is None else IndexCheck(reference)
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
@@ -421,10 +454,10 @@ def launch(
     engine = engines.job(timeout, device, facts) if in_job else engines.simulation()
     try:
         return Trainer(
-            program.staged.body, engine, sources, init, seed, rates, plan.get("batch"), check,
-            plan.get("nonfinite") == "raise", unchanged, check_every,
-            getattr(program, "optimizer", None), model is not None and any(p.is_meta for p in model.parameters()),
-            constants, getattr(program, "evaluation", None), plan.get("by_row", ()),
+            program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
+            plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizer", None),
+            constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
+            getattr(program, "evaluation", None), plan.get("by_row", ()),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)

@@ -1,0 +1,291 @@
+"""Values that a model's own code gives its tensors: buffers that no file holds, and parameters of a fresh model.
+
+A model on the meta device has no values. Its parameters and persistent buffers come from a file. A buffer that is not
+persistent (the frequencies of a rotary embedding) is in no file, so the model's own code has to compute it:
+
+    rotary._init_weights, reset_parameters, init_weights      run on a copy of the model that has memory for this alone
+    type(rotary)(rotary.config)                               the module made anew, its parameters on the meta device
+
+Each runs twice, over memory with unequal contents and with unequal random numbers. Only what is equal both times was
+computed; all else is refused, with the reason. So there is never a zero, nor a random number, that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from shardc.ir.default_device import on_cpu
+
+Compute = Callable[[float, int], "Tensor | None"]  # of the contents of the memory, and the seed of random numbers
+_CONTENTS = (math.nan, 0.5)
+_UNSAVED = "_non_persistent_buffers_set"  # of a module: the keys of such buffers
+
+
+@dataclass
+class ComputedBuffers:
+    """Buffers that are in no `state_dict`, by name: their values, and why others on the meta device have none."""
+
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@on_cpu
+def computed_buffers(model: nn.Module) -> ComputedBuffers:
+    """Every buffer that is not persistent: its tensor, or where that lies on the meta device what its code computes."""
+    result = ComputedBuffers()
+    shell: nn.Module | None = None
+    for name, buffer in non_persistent_buffers(model).items():
+        if not buffer.is_meta:
+            result.values[name] = buffer.detach()
+            continue
+        shell = shell or _shell(model)
+        value, reason = _computed(model, shell, name, buffer)
+        if value is None:
+            result.reasons[name] = reason
+        else:
+            result.values[name] = value
+    return result
+
+
+def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that no `state_dict` has, under the first of their names."""
+    persistent = {
+        id(t)
+        for module in model.modules()
+        for key, t in module.named_buffers(recurse=False)
+        if key not in vars(module)[_UNSAVED]
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent}
+
+
+def own_init(model: nn.Module, seed: int) -> Callable[[str, tuple[int, ...], torch.dtype], Tensor]:
+    """`init` for `launch`: a tensor as the model's own code initialises it, from random numbers of its module's own.
+
+    A module's numbers depend on the seed and on its name alone: every rank and every layout has the same model. Raises
+    LookupError with the reason where the code leaves elements of a tensor as they were.
+    """
+    shell = _shell(model)
+    last: dict[str, dict[str, Tensor]] = {}  # of one module: its tensors are asked for one after the other
+
+    @on_cpu
+    def init(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        owner, _, key = name.rpartition(".")
+        if owner not in last:
+            number = zlib.crc32(f"{seed}/{owner}".encode())
+            first, second = (_initialized(shell, owner, contents, number) for contents in _CONTENTS)
+            last.clear()
+            last[owner] = {k: t for k, t in first.items() if _same(t, second.get(k))}
+        if key not in last[owner]:
+            raise LookupError(f"the code of {_class_of(model, owner)} leaves '{name}' uninitialised")
+        return last[owner][key]
+
+    return init
+
+
+@contextmanager
+def meta_parameters() -> Generator[None]:
+    """Build a model whose parameters have no memory, and whose buffers have the values that the model computes.
+
+        with shardc.meta_parameters():
+            model = Llama(config)
+
+    Under `torch.device("meta")` buffers that no file holds would have no values either.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or isinstance(parameter, nn.UninitializedParameter):
+            return None
+        with torch.no_grad():
+            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        vars(meta).update(vars(parameter))
+        twins = memo.setdefault(id(parameter), (parameter, meta))  # a tensor that two modules share stays one
+        return twins[1]
+
+    memo: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    handle = register_module_parameter_registration_hook(cast(Any, on_meta))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# ---------------------------------------------------------------------- one buffer
+def _computed(model: nn.Module, shell: nn.Module, name: str, buffer: Tensor) -> tuple[Tensor | None, str]:
+    """The value of a buffer on the meta device, or None and the reason."""
+    reasons: list[str] = []
+    for compute in _ways(model, shell, name):
+        try:
+            first, second = (compute(contents, seed) for seed, contents in enumerate(_CONTENTS))
+        except Exception as problem:
+            reasons.append(f"{type(problem).__name__} in its own code: {problem}")
+            continue
+        if first is None or tuple(first.shape) != tuple(buffer.shape) or first.is_meta:
+            continue
+        if first.dtype.is_floating_point != buffer.dtype.is_floating_point:
+            continue
+        if _same(first, second):
+            return first.to(buffer.dtype), ""
+        if all(_same(t, _filled(buffer, contents)) for t, contents in zip((first, second), _CONTENTS, strict=True)):
+            continue  # no code sets it
+        reasons.append("its own code leaves elements unset, or draws them at random")
+    owner = name.rpartition(".")[0]
+    return None, reasons[0] if reasons else f"{_class_of(model, owner)} has no code that computes it"
+
+
+def _ways(model: nn.Module, shell: nn.Module, name: str) -> Iterator[Compute]:
+    owner, _, key = name.rpartition(".")
+    yield lambda contents, seed: _initialized(shell, owner, contents, seed).get(key)
+    parts = owner.split(".") if owner else []
+    for depth in range(len(parts), -1, -1):  # the smallest module first
+        module = model.get_submodule(".".join(parts[:depth]))
+        if _takes_config_alone(module):
+            inner = ".".join([*parts[depth:], key])
+            yield lambda contents, seed, module=module, inner=inner: _rebuilt(module, inner, contents, seed)
+
+
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    """Equal bit by bit, NaN included."""
+    if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (first, second))
+    return torch.equal(a, b)
+
+
+def _class_of(model: nn.Module, owner: str) -> str:
+    return type(model.get_submodule(owner)).__name__
+
+
+# ---------------------------------------------------------------------- initialisers
+def _initialized(shell: nn.Module, owner: str, contents: float, seed: int) -> dict[str, Tensor]:
+    """The tensors that a module owns, after its own initialiser and those of the modules around it."""
+    root = module = _copied(shell)
+    for name in owner.split(".") if owner else ():
+        inner = vars(module)["_modules"]
+        inner[name] = module = _copied(inner[name])
+    for table in _tables(module):
+        for key, t in table.items():
+            if t is not None:
+                memory = _filled(t, contents)
+                is_parameter = isinstance(t, nn.Parameter)
+                table[key] = nn.Parameter(memory, requires_grad=t.requires_grad) if is_parameter else memory
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for call in _initializers(root, owner):
+            call()
+    return {key: t.detach() for table in _tables(module) for key, t in table.items() if t is not None}
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Tensor | None], ...]:
+    """The parameters and the buffers that a module owns."""
+    return vars(module)["_parameters"], vars(module)["_buffers"]
+
+
+def _initializers(root: nn.Module, owner: str) -> Iterator[Callable[[], object]]:
+    """What initialises a module: torch's `reset_parameters`, then `_init_weights`, which a model calls on each of its
+    modules, first inner, then outer ones."""
+    parts = owner.split(".") if owner else []
+    chain = [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+    module = chain[0]
+    for name in ("reset_parameters", "init_weights", "_init_weights"):
+        method = getattr(module, name, None)
+        # Of a model that has `_init_weights(module)`, `init_weights` goes through all of its modules.
+        if (
+            callable(method)
+            and not _takes_module(getattr(module, "_init_weights", None))
+            and _needs_no_argument(method)
+        ):
+            yield method
+            break
+    for i, of in enumerate(chain):
+        by = next((outer for outer in chain[i:] if _takes_module(getattr(outer, "_init_weights", None))), None)
+        if by is not None:
+            yield lambda by=by, of=of: cast(Any, by)._init_weights(of)
+
+
+def _shell(module: nn.Module, shells: dict[int, nn.Module] | None = None) -> nn.Module:
+    """A copy of a module tree whose tensors all lie on the meta device: what is run on it does not touch the model."""
+    shells = {} if shells is None else shells
+    if id(module) not in shells:
+        shell = shells[id(module)] = _copied(module)
+        for table in _tables(shell):
+            table |= {key: _meta(t) for key, t in table.items() if t is not None}
+        vars(shell)["_modules"] = {
+            k: m if m is None else _shell(m, shells) for k, m in vars(module)["_modules"].items()
+        }
+    return shells[id(module)]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """The same module, to which other tensors and modules may be given."""
+    copied = module.__class__.__new__(module.__class__)
+    copied.__dict__ = dict(vars(module))
+    for kind in ("_parameters", "_buffers", "_modules", _UNSAVED):
+        vars(copied)[kind] = vars(module)[kind].copy()
+    return copied
+
+
+def _meta(t: Tensor) -> Tensor:
+    value = torch.empty_like(t, device="meta")
+    return nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
+
+
+def _filled(t: Tensor, contents: float) -> Tensor:
+    """Memory like a tensor's, with contents that no code would leave there."""
+    if t.dtype.is_floating_point or t.dtype.is_complex:
+        return torch.full_like(t, contents, device="cpu")
+    return torch.full_like(t, math.isnan(contents), device="cpu") + (0 if t.dtype == torch.bool else 1)
+
+
+def _needs_no_argument(method: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(method).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _takes_module(method: Callable[..., object] | None) -> bool:
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------- made anew
+def _takes_config_alone(module: nn.Module) -> bool:
+    """Whether the module is what its class makes of `module.config`: nothing else is known of how it was made."""
+    if module.__dict__.get("config") is None:
+        return False
+    try:
+        parameters = list(inspect.signature(type(module)).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    return (
+        bool(parameters) and parameters[0].name == "config" and {p.name for p in parameters[1:]} <= {"device", "dtype"}
+    )
+
+
+def _rebuilt(module: nn.Module, name: str, contents: float, seed: int) -> Tensor | None:
+    """A buffer of the module that the class makes anew. Memory that is not written holds NaN the first time."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), meta_parameters():
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(math.isnan(contents), warn_only=True)  # fills what `empty` gives
+        try:
+            made = type(module)(module.config)
+        finally:
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+    return dict(made.named_buffers()).get(name)
