@@ -190,13 +190,20 @@ def category_of(life: Life) -> Category:
     return "communication" if life.moved else "temporaries"
 
 
-def memory(body: Graph, *, arena: bool = False, overlap: bool = False, listed: bool = True) -> MemoryReport:
+def memory(
+    body: Graph,
+    *,
+    arena: bool = False,
+    overlap: bool = False,
+    listed: bool = True,
+    storage_of: dict[fx.Node, Storage] | None = None,
+) -> MemoryReport:
     """The report of a localized body. As a rank of a job runs it: with its `arena`, its collectives `overlap`. Without
-    `listed`, the values that are there at the peak are left out.
+    `listed`, the values that are there at the peak are left out. `storage_of`: as in `account_of`.
 
     Without overlap, each collective is waited for where it begins, as a simulation does, and a moment is a call.
     """
-    account = account_of(body, overlap=overlap)
+    account = account_of(body, overlap=overlap, storage_of=storage_of)
     lives, actions = account.lives, account.times.actions
     stored_values: list[tuple[Category, Storage]] = [
         (STORED.get(port.role, "inputs"), storage) for port, storage in account.inputs

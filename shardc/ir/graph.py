@@ -169,7 +169,7 @@ class Graph:
         """A graph with this one's inputs, and with its names taken, but without calls; and the copies of the inputs. It
         is for `append_copy` and other insertions, and then for `finish_copy`."""
         emptied = Graph(fx.Graph(), self.mesh, self.inputs, self.outputs, self.name)
-        emptied._names = dict(self._names)
+        emptied._names = {info(node).name: 0 for node in self.fx.nodes if node.op != "output"}
         table: dict[fx.Node, fx.Node] = {}
         for node in self.placeholders:
             emptied.append_copy(node, table)

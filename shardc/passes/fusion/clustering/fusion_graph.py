@@ -21,6 +21,7 @@ from shardc.ir.graph import Graph, Phase, info, op_name, operands, results, type
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
 from shardc.ir.ops.buckets import UNPACK
+from shardc.ir.storages import Operand
 from shardc.passes.fusion.analysis.iteration_space import Prim, Read, StridedRuns, Value, find_space, space_constraint
 from shardc.passes.fusion.analysis.view_analysis import VIEWS, ViewAnalysis
 from shardc.passes.fusion.clustering.numeric_sensitivity import NumericSensitivity
@@ -79,15 +80,20 @@ class FusionGraph:
         return {value: i for i, written in enumerate(self.values) for value in written}
 
 
-def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inline: bool = True) -> FusionGraph:
+def build_fusion_graph(
+    graph: Graph,
+    exclude: frozenset[str] = frozenset(),
+    inline: bool = True,
+    layouts: Mapping[fx.Node, Operand] | None = None,
+) -> FusionGraph:
     """The fusion graph of a body. `exclude` holds names of ops and values that stay calls. With `inline`, producers are
-    inlined where `inline_producers` finds it worthwhile."""
+    inlined where `inline_producers` finds it worthwhile. `layouts` are the body's, where the caller knows them."""
     per_microbatch = in_microbatch(graph)
     calls = [*graph.calls()]
     if graph.microbatches > 1:
         calls.sort(key=lambda node: node not in per_microbatch)
     values = [[value for value in results(node) if value is not None] for node in calls]
-    views = ViewAnalysis(graph, LOWERINGS)
+    views = ViewAnalysis(graph, LOWERINGS, layouts)
     sizes: dict[Value, int] = {
         value: math.prod(view.shape) * type_of(value).dtype.itemsize for value, view in views.of.items()
     }
@@ -182,7 +188,7 @@ def _with_cheap_operands(user: LoweredOp, cheap: dict[fx.Node, LoweredOp]) -> Lo
             names: dict[Value, Value] = {}
             for prim in producer_op.prims:
                 names[prim.out] = Temporary(user.node, -1 - len(prims))
-                prims.append(_renamed(prim, names))
+                prims.append(prim.renamed(names))
             recomputed[key] = names[read.value]
         return read._replace(value=recomputed[key])
 
@@ -197,11 +203,6 @@ def _with_cheap_operands(user: LoweredOp, cheap: dict[fx.Node, LoweredOp]) -> Lo
     if constraint is None or find_space(every, constraint) is None:
         return user
     return LoweredOp(user.node, every, constraint)
-
-
-def _renamed(prim: Prim, names: dict[Value, Value]) -> Prim:
-    args = tuple(a._replace(value=names.get(a.value, a.value)) if isinstance(a, Read) else a for a in prim.args)
-    return replace(prim, out=names.get(prim.out, prim.out), args=args)
 
 
 def _is_cheap(sizes: Mapping[Value, int], op: LoweredOp) -> bool:

@@ -33,6 +33,7 @@ from shardc.passes.fusion.analysis.iteration_space import (
     Value,
     find_space,
     strides_along,
+    structure,
 )
 from shardc.passes.fusion.analysis.view_analysis import ViewAnalysis
 
@@ -196,13 +197,15 @@ class KernelCache:
     def __init__(self, graph: Graph, views: ViewAnalysis, templates: Collection[str]) -> None:
         self.graph, self.views, self.templates = graph, views, templates
         self.known: dict[Hashable, tuple[BuiltKernel, list[int]]] = {}
+        self.value_kinds: dict[fx.Node, Hashable] = {}
 
     def build(self, prims: Sequence[Prim], constraint: SpaceConstraint, outputs: Sequence[fx.Node]) -> BuiltKernel:
         """The result of `build_kernel`, built once for groups that differ only in names."""
         numbers: dict[Value, int] = {}
-        prim_keys = tuple([self._prim_key(prim, numbers) for prim in prims])
-        value_keys = tuple(map(self._value_key, numbers))
-        key = (prim_keys, constraint, tuple([numbers[value] for value in outputs]), value_keys)
+        operations = structure(prims, numbers)
+        targets = tuple([producer(prim.out)[0].target for prim in prims if type(prim.out) is fx.Node])  # for the name
+        value_kinds = tuple([self._kind_of(value) if type(value) is fx.Node else None for value in numbers])
+        key = (operations, targets, constraint, tuple([numbers[value] for value in outputs]), value_kinds)
         if key not in self.known:
             built = self._with_template_name(build_kernel(self.graph, self.views, prims, constraint, outputs))
             self.known[key] = built, [numbers[value] for value in built.inputs]
@@ -211,24 +214,15 @@ class KernelCache:
         inputs = tuple([cast("fx.Node", values[number]) for number in input_numbers])
         return replace(built, inputs=inputs, outputs=tuple(outputs))
 
+    def _kind_of(self, value: fx.Node) -> Hashable:
+        if value not in self.value_kinds:
+            kind = (type_of(value).dtype, self.views.of[value].shape, self.views.permuted.get(value))
+            self.value_kinds[value] = kind
+        return self.value_kinds[value]
+
     def _with_template_name(self, built: BuiltKernel) -> BuiltKernel:
         match = matched(built.kernel)
         if match is None or match.template.name not in self.templates:
             return built
         return replace(built, kernel=replace(built.kernel, name=match.template.name))
 
-    def _prim_key(self, prim: Prim, numbers: dict[Value, int]) -> Hashable:
-        args = tuple(
-            [
-                (numbers.setdefault(a.value, len(numbers)), a.runs, a.offset) if isinstance(a, Read) else repr(a)
-                for a in prim.args
-            ]
-        )
-        target = producer(prim.out)[0].target if isinstance(prim.out, fx.Node) else None  # it is in the kernel's name
-        about = (prim.size, prim.dtype, prim.over, prim.cols, prim.seed, prim.index)
-        return prim.op, numbers.setdefault(prim.out, len(numbers)), target, args, *about
-
-    def _value_key(self, value: Value) -> Hashable:
-        if not isinstance(value, fx.Node):
-            return None
-        return type_of(value).dtype, self.views.of[value].shape, self.views.permuted.get(value)
