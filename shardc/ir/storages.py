@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.graph import LITERALS, Graph, info, operands, type_of
 from shardc.ir.ops.kernels import KERNELS
 
 META = torch.device("meta")
@@ -45,8 +45,9 @@ class _Layout(NamedTuple):
     bytes: int  # of its storage
 
 
-class Operand(NamedTuple):
-    """What of an operand decides the layout of a result."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """What of an operand decides the layout of a result. Equal ones are one object, so that keys of them are cheap."""
 
     shape: tuple[int, ...]
     strides: Strides
@@ -105,7 +106,7 @@ def layouts(body: Graph) -> Layouts:
                 storage_of[value] = Storage(value, operand.bytes)
                 continue
             if layout.strides != operand.strides:
-                operand_of[value] = operand._replace(strides=layout.strides)
+                operand_of[value] = _strided(operand.shape, layout.strides, operand.dtype, operand.bytes)
             views = layout.views
             storage_of[value] = Storage(value, operand.bytes) if views is None else storage_of[operands(node)[views]]
     return Layouts(storage_of, operand_of)
@@ -118,13 +119,18 @@ def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
     return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
 
 
-@lru_cache(maxsize=65536)  # few differ; one object each keeps the garbage collector out of the way
+@lru_cache(maxsize=65536)  # few differ
+def _strided(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype, bytes: int) -> Operand:
+    return Operand(shape, strides, dtype, bytes)
+
+
+@lru_cache(maxsize=65536)
 def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> Operand:
     strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return Operand(shape, tuple(strides[::-1]), dtype, math.prod(shape) * dtype.itemsize)
+    return _strided(shape, tuple(strides[::-1]), dtype, math.prod(shape) * dtype.itemsize)
 
 
 def _layouts(node: fx.Node, operand_of: dict[fx.Node, Operand]) -> Sequence[_Layout | None]:
@@ -139,6 +145,8 @@ def _layouts(node: fx.Node, operand_of: dict[fx.Node, Operand]) -> Sequence[_Lay
 
 def frozen(arg: Any, operand_of: dict[fx.Node, Operand]) -> Any:
     """An argument as part of a key: values by their layout, lists as tuples."""
+    if type(arg) in LITERALS:
+        return arg
     if isinstance(arg, fx.Node):
         return operand_of[arg]
     if isinstance(arg, (list, tuple)):

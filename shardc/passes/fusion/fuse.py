@@ -51,13 +51,13 @@ from shardc.passes.fusion.lowering import quotients as _quotients
 from shardc.passes.fusion.lowering import reductions as _reductions
 from shardc.passes.fusion.lowering import special as _special
 from shardc.passes.fusion.lowering.group_norms import GROUP_NORMS, split_group_norms
-from shardc.passes.fusion.lowering.padding import PADDING, lower_padding
+from shardc.passes.fusion.lowering.padding import has_padding, lower_padding
 from shardc.passes.fusion.lowering.softmaxes import SOFTMAX, restore_softmaxes, split_softmaxes
 
 __all__ = ["Fuse", "Watch", "check_excluded", "fuse"]
 _ = _functions, _integers, _lowerings, _parts, _pointwise, _quotients, _reductions, _special
 MAX_ROUNDS = 64  # of repairs; few graphs need one
-REWRITTEN = {*PADDING, SOFTMAX, *GROUP_NORMS}
+SPLIT = {SOFTMAX, *GROUP_NORMS}
 Watch = Callable[[Clustering, list[FusionGroup]], None]  # the clusters, and the groups that become kernels
 
 
@@ -139,7 +139,7 @@ def _within_bound(clustering: Clustering, emitter: Emitter, bound: int, watch: W
 def _rewritten(graph: Graph, exclude: Collection[str]) -> Graph:
     """The body in the form that kernels compute: masks as selects, norms and softmaxes with their statistics. It is a
     copy, or the given graph where nothing has to be rewritten."""
-    if {node.target for node in graph.calls()}.isdisjoint(REWRITTEN) and not has_channel_moments(graph):
+    if not (has_padding(graph) or has_channel_moments(graph) or any(node.target in SPLIT for node in graph.calls())):
         return graph
     graph = graph.copy()
     if "shardc.mask_pad" not in exclude:

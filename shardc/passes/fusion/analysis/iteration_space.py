@@ -122,23 +122,6 @@ class SpaceConstraint(NamedTuple):
     boundaries: frozenset[int] = frozenset()
     cols: int = 0
 
-    def merged_with(self, other: SpaceConstraint) -> SpaceConstraint | None:
-        """Both constraints; None if no space satisfies them. The smaller one runs over a part of the dims: `find_space`
-        checks that."""
-        if self.size != other.size:
-            large, small = (self, other) if self.size > other.size else (other, self)
-            return large if not small.cols else None
-        if self.cols == other.cols and self.boundaries == other.boundaries:
-            return self
-        if self.cols and other.cols and self.cols != other.cols:
-            return None
-        merged = SpaceConstraint(self.size, self.boundaries | other.boundaries, self.cols or other.cols)
-        return merged if merged.is_satisfiable else None
-
-    @property
-    def is_satisfiable(self) -> bool:
-        return _is_satisfiable(self)
-
     @property
     def dims(self) -> Shape:
         boundaries = sorted({*self.boundaries, self.cols or 1} - {1, self.size})
@@ -152,7 +135,22 @@ class SpaceConstraint(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def _is_satisfiable(constraint: SpaceConstraint) -> bool:
+def merged_constraint(a: SpaceConstraint, b: SpaceConstraint) -> SpaceConstraint | None:
+    """Both constraints; None if no space satisfies them. The smaller one runs over a part of the dims: `find_space`
+    checks that."""
+    if a.size != b.size:
+        large, small = (a, b) if a.size > b.size else (b, a)
+        return large if not small.cols else None
+    if a.cols == b.cols and a.boundaries == b.boundaries:
+        return a
+    if a.cols and b.cols and a.cols != b.cols:
+        return None
+    merged = SpaceConstraint(a.size, a.boundaries | b.boundaries, a.cols or b.cols)
+    return merged if is_satisfiable(merged) else None
+
+
+@lru_cache(maxsize=65536)
+def is_satisfiable(constraint: SpaceConstraint) -> bool:
     bounds = sorted({1, *constraint.boundaries, constraint.cols or 1, constraint.size})
     if constraint.cols and any(boundary < constraint.cols for boundary in constraint.boundaries):
         return False
@@ -212,7 +210,7 @@ def space_constraint(prims: Iterable[Prim]) -> SpaceConstraint | None:
         constraint = SpaceConstraint(prim.size, boundaries, prim.cols)
         if constraint == total:  # the common case
             continue
-        merged = total.merged_with(constraint) if constraint.is_satisfiable else None
+        merged = merged_constraint(total, constraint) if is_satisfiable(constraint) else None
         if merged is None:
             return None
         total = merged

@@ -25,9 +25,9 @@ from shardc.ir.ops.buckets import UNPACK
 from shardc.passes.fusion.analysis.iteration_space import (
     IterationSpace,
     Prim,
-    SpaceCache,
     SpaceConstraint,
     find_space,
+    merged_constraint,
 )
 from shardc.passes.fusion.clustering.cluster import (
     Cluster,
@@ -64,7 +64,6 @@ class Clustering:
     hardware: Hardware = DEFAULT
     clusters: dict[int, Cluster] = field(default_factory=dict[int, Cluster])
     split: set[int] = field(default_factory=set[int])  # calls of clusters that were split (`repair`)
-    spaces: SpaceCache = field(default_factory=SpaceCache)
 
     def prims(self, calls: Iterable[int]) -> list[Prim]:
         lowered = self.graph.lowered
@@ -83,7 +82,7 @@ def cluster_calls(graph: FusionGraph, budget: MemoryBudget | None = None, hardwa
     for i, op in graph.lowered.items():
         cluster = cluster_of(graph, i)
         has_trivial_space = cluster.is_elementwise and not cluster.strided_reads
-        if has_trivial_space or clustering.spaces.has_space(op.prims, op.constraint):
+        if has_trivial_space or graph.spaces.has_space(op.prims, op.constraint):
             clustering.clusters[i] = cluster
     merger = _Merger(clustering)
     merger.run(_vertical_candidates(graph, clustering.clusters))
@@ -145,7 +144,7 @@ class _Merger:
         begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
         if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
             return
-        if x.constraint == y.constraint or x.constraint.merged_with(y.constraint) is not None:
+        if x.constraint == y.constraint or merged_constraint(x.constraint, y.constraint) is not None:
             self.pushed.add(entry)
             heapq.heappush(self.heap, (x.is_deferred or y.is_deferred, -bytes_saved(self.graph, x, y), *entry))
 
@@ -157,7 +156,8 @@ class _Merger:
         if kept is None:
             return
         cluster, held, first, last = merged
-        self.budget.reserve(max(held, 0), first, last)
+        if held > 0:
+            self.budget.reserve(held, first, last)
         del self.clusters[a], self.clusters[b]
         self.clusters[kept] = cluster
         for neighbour in self._neighbours(cluster, kept):
@@ -168,7 +168,7 @@ class _Merger:
         held; or why the merge is illegal."""
         x, y = self.clusters[a], self.clusters[b]
         epoch = max(min(x.barrier_epoch, y.barrier_epoch), self.dag.earliest[a] + 1, self.dag.earliest[b] + 1)
-        constraint = x.constraint if x.constraint == y.constraint else x.constraint.merged_with(y.constraint)
+        constraint = merged_constraint(x.constraint, y.constraint)
         agree = constraint is not None and spaces_agree(x, y, constraint)
         cluster = self._merged_cluster(x, y, epoch, constraint, agree)
         if isinstance(cluster, str):
@@ -184,7 +184,7 @@ class _Merger:
             return f"{held} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
         if not agree:
             prims = self.clustering.prims(cluster.calls)
-            if not self.clustering.spaces.has_space(prims, cluster.constraint):
+            if not self.graph.spaces.has_space(prims, cluster.constraint):
                 return NO_COMMON_SPACE
         return cluster, held, first, last
 

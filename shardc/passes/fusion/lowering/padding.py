@@ -23,7 +23,12 @@ from shardc.passes.fusion.lowering.lowered_op import LoweringBuilder, NotLowerab
 
 aten = torch.ops.aten
 PAD = aten.constant_pad_nd.default
-PADDING = (local.mask_pad, PAD)
+
+
+def has_padding(graph: Graph) -> bool:
+    """Is there a mask, or are there pads that may be equal, for `lower_padding` to rewrite?"""
+    targets = [node.target for node in graph.calls()]
+    return local.mask_pad in targets or targets.count(PAD) > 1
 
 
 def lower_padding(graph: Graph) -> None:
