@@ -52,6 +52,7 @@ UPDATE_FACTOR = 8  # so many times more in updates: each parameter has its own p
 SMALL_UPDATE = 65536  # elements; larger updates that read a collective's result start when their gradient arrives
 MAX_ROW_TENSORS = 12  # full tensors of a kernel that holds a row at a time
 MANY_READERS = 16
+DEFERRED = 1 << 62  # more bytes than any merge saves
 NO_COMMON_SPACE = "no rows and columns are common to both"
 
 
@@ -108,19 +109,23 @@ class _Merger:
     def __init__(self, clustering: Clustering) -> None:
         self.clustering, self.graph, self.dag = clustering, clustering.graph, clustering.dag
         self.clusters, self.budget = clustering.clusters, clustering.budget
-        self.heap: list[tuple[bool, int, int, int, int, int]] = []
-        self.pushed: set[tuple[int, int, int, int]] = set()
+        # Pairs, as one number each: deferred ones last, those first that save most, then those of the first calls; and
+        # the versions of their clusters, as one number.
+        self.heap: list[tuple[int, int]] = []
+        self.base = max(1, self.graph.call_count)
+        self.latest: dict[int, int] = {}  # pair -> the versions at which it was scored last
         self.has_critical = bool(clustering.critical.by_operand)
 
     def run(self, pairs: Iterable[tuple[int, int]]) -> None:
         for a, b in pairs:
             self.push(a, b)
         clusters = self.clusters
-        heap, pop = self.heap, heapq.heappop
+        heap, pop, base = self.heap, heapq.heappop, self.base
         while heap:
-            _, _, a, b, version_a, version_b = pop(heap)
+            score, versions = pop(heap)
+            a, b = divmod(score % (base * base), base)
             x, y = clusters.get(a), clusters.get(b)
-            if x is not None and y is not None and version_a == x.version and version_b == y.version:
+            if x is not None and y is not None and versions == x.version * base + y.version:
                 self.merge(a, b)
             else:  # scored before one of them was merged
                 self.push(a, b)
@@ -137,16 +142,18 @@ class _Merger:
         x, y = self.clusters.get(a), self.clusters.get(b)
         if x is None or y is None:
             return
-        entry = (a, b, x.version, y.version)
-        if entry in self.pushed:
+        base = self.base
+        pair, versions = a * base + b, x.version * base + y.version
+        if self.latest.get(pair) == versions:
             return
         earliest, latest = self.dag.earliest, self.dag.latest
         begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
         if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
             return
         if x.constraint == y.constraint or merged_constraint(x.constraint, y.constraint) is not None:
-            self.pushed.add(entry)
-            heapq.heappush(self.heap, (x.is_deferred or y.is_deferred, -bytes_saved(self.graph, x, y), *entry))
+            self.latest[pair] = versions
+            rank = (DEFERRED if x.is_deferred or y.is_deferred else 0) - bytes_saved(self.graph, x, y)
+            heapq.heappush(self.heap, (rank * base * base + pair, versions))
 
     def merge(self, a: int, b: int) -> None:
         merged = self.merged(a, b)

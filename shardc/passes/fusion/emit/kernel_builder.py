@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx
@@ -50,6 +50,15 @@ class BuiltKernel:
     outputs: tuple[fx.Node, ...]
 
 
+class _Step(NamedTuple):
+    """A step of a kernel before its inputs are numbered."""
+
+    op: str
+    operands: tuple[Argument, ...]
+    attributes: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
 @dataclass
 class _KernelWriter:
     """Writes the steps of a kernel, one operation after another."""
@@ -59,8 +68,8 @@ class _KernelWriter:
     iteration_space: IterationSpace
     inputs: dict[tuple[fx.Node, int, Strides], Input] = field(default_factory=dict)  # type: ignore[type-arg]
     numbers: dict[tuple[fx.Node, int, Strides], int] = field(default_factory=dict)  # type: ignore[type-arg]
-    steps: list[KernelStep] = field(default_factory=list[KernelStep])
-    known: dict[KernelStep, int] = field(default_factory=dict[KernelStep, int])
+    steps: list[_Step] = field(default_factory=list[_Step])
+    known: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     values: dict[Value, Argument] = field(default_factory=dict[Value, Argument])
     parts: dict[Value, list[tuple[Argument, AccessMap]]] = field(default_factory=dict)  # type: ignore[type-arg]
 
@@ -82,11 +91,11 @@ class _KernelWriter:
     def step(
         self, op: str, *operands: Argument, dtype: torch.dtype | None = None, attributes: tuple[int, ...] = ()
     ) -> Ref:
-        step = KernelStep(op, operands, attributes, dtype)
-        if step not in self.known:
-            self.known[step] = len(self.steps)
+        step = _Step(op, operands, attributes, dtype)
+        number = self.known.setdefault(step, len(self.steps))
+        if number == len(self.steps):
             self.steps.append(step)
-        return Ref(self.known[step])
+        return Ref(number)
 
     def write(self, prim: Prim) -> None:
         if prim.op == "cat":
