@@ -55,9 +55,7 @@ class StridedView(NamedTuple):
 class ViewAnalysis:
     """The view that every value of a localized body is."""
 
-    def __init__(
-        self, graph: Graph, fusible: Container[Any], layouts: Mapping[fx.Node, Operand] | None = None
-    ) -> None:
+    def __init__(self, graph: Graph, fusible: Container[Any], layouts: Mapping[fx.Node, Operand] | None = None) -> None:
         """`layouts` are the graph's, where the caller knows them."""
         self.of: dict[fx.Node, StridedView] = {}
         self.permuted: dict[fx.Node, tuple[int, ...]] = {}  # bases whose dims lie in another order in memory

@@ -22,7 +22,7 @@ EXPENSIVE = {
 }
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Cluster:
     """Calls that may become one kernel: what they read and write, and the epoch in which they run."""
 

@@ -142,13 +142,12 @@ class _Merger:
         x, y = self.clusters.get(a), self.clusters.get(b)
         if x is None or y is None:
             return
-        base = self.base
-        pair, versions = a * base + b, x.version * base + y.version
-        if self.latest.get(pair) == versions:
-            return
-        earliest, latest = self.dag.earliest, self.dag.latest
+        earliest, latest, base = self.dag.earliest, self.dag.latest, self.base
         begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
         if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
+            return
+        pair, versions = a * base + b, x.version * base + y.version
+        if self.latest.get(pair) == versions:
             return
         if x.constraint == y.constraint or merged_constraint(x.constraint, y.constraint) is not None:
             self.latest[pair] = versions

@@ -32,10 +32,11 @@ as where an extreme is kept because it crossed ranks. Where those are not reprod
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import cached_property
+from typing import Any, cast
 
 from torch import fx
 
@@ -146,11 +147,17 @@ class NumericSensitivity:
         if not sensitive:
             return set()
         first: dict[fx.Node, fx.Node] = {}
-        calls_by_key: dict[str, list[int]] = {}
+
+        def key(arg: Any) -> Hashable:
+            if type(arg) is fx.Node:
+                return first.get(arg, arg)
+            if isinstance(arg, (list, tuple)):
+                return tuple([key(item) for item in cast("Sequence[Any]", arg)])
+            return repr(arg)
+
+        calls_by_key: dict[Hashable, list[int]] = {}
         for i, node in enumerate(self.calls):
-            arguments = (node.args, node.kwargs)
-            arguments = fx.map_arg(arguments, lambda n: first.get(n, n)) if first else arguments
-            duplicates = calls_by_key.setdefault(f"{node.target} {arguments}", [])
+            duplicates = calls_by_key.setdefault((node.target, key(node.args), key([*node.kwargs.items()])), [])
             duplicates.append(i)
             if len(duplicates) == 1:
                 continue

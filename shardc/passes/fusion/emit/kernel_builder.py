@@ -234,4 +234,3 @@ class KernelCache:
         if match is None or match.template.name not in self.templates:
             return built
         return replace(built, kernel=replace(built.kernel, name=match.template.name))
-
