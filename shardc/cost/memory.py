@@ -248,14 +248,14 @@ class Walk:
         """Lives in order of birth, and how many moments there are; what is `placed` is in the arena, which is there."""
         ends = [life.dies for life in lives]
         deaths = sorted(range(len(lives)), key=ends.__getitem__)
-        born = died = 0  # how many of the lives, and of the deaths
+        count, born, died = len(lives), 0, 0  # of all lives, and of those that have begun and ended
         now, most, at_peak = nothing(), nothing(), nothing()
         now["arena"] = most["arena"] = total = arena
         timeline: list[int] = []
         peak = 0
         peak_at: int | None = None
         for moment in range(moments):
-            while born < len(lives) and lives[born].born == moment:
+            while born < count and lives[born].born == moment:
                 storage, category = lives[born].storage, categories[born]
                 if storage.value in placed:
                     now["arena"] -= storage.bytes
@@ -268,7 +268,7 @@ class Walk:
             timeline.append(total)
             if total > peak or peak_at is None:
                 peak, peak_at, at_peak = total, moment, dict(now)
-            while died < len(lives) and ends[deaths[died]] == moment:
+            while died < count and ends[deaths[died]] == moment:
                 storage = lives[deaths[died]].storage
                 if storage.value in placed:
                     now["arena"] += storage.bytes

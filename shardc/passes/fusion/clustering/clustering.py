@@ -124,8 +124,7 @@ class _Merger:
         while heap:
             score, versions = pop(heap)
             a, b = divmod(score % (base * base), base)
-            x, y = clusters.get(a), clusters.get(b)
-            if x is not None and y is not None and versions == x.version * base + y.version:
+            if a in clusters and b in clusters and versions == clusters[a].version * base + clusters[b].version:
                 self.merge(a, b)
             else:  # scored before one of them was merged
                 self.push(a, b)
@@ -139,15 +138,16 @@ class _Merger:
             return
         if a > b:
             a, b = b, a
-        x, y = self.clusters.get(a), self.clusters.get(b)
-        if x is None or y is None:
+        clusters = self.clusters
+        if a not in clusters or b not in clusters:
             return
+        x, y = clusters[a], clusters[b]
         earliest, latest, base = self.dag.earliest, self.dag.latest, self.base
         begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
         if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
             return
         pair, versions = a * base + b, x.version * base + y.version
-        if self.latest.get(pair) == versions:
+        if pair in self.latest and self.latest[pair] == versions:
             return
         if x.constraint == y.constraint or merged_constraint(x.constraint, y.constraint) is not None:
             self.latest[pair] = versions
