@@ -81,7 +81,7 @@ class Prim:
     def renamed(self, names: Mapping[Value, Value]) -> Prim:
         """The operation on other values; those that `names` lacks stay."""
         args = [(Read(names[a[0]], a[1], a[2]) if a[0] in names else a) if type(a) is Read else a for a in self.args]
-        out = names[self.out] if self.out in names else self.out
+        out = names.get(self.out, self.out)
         prim = Prim(out, self.op, tuple(args), self.size, self.dtype, self.over, self.cols, self.seed, self.index)
         prim._kind = self.kind
         return prim
@@ -97,7 +97,7 @@ def structure(prims: Iterable[Prim], numbers: dict[Value, int]) -> tuple[object,
     already numbered, and then all of them, in the order of their first use."""
     key: list[object] = []
     for prim in prims:
-        key.append(prim.kind)
+        key.append(prim._kind or prim.kind)
         for value in (prim.out, *[read[0] for read in prim.reads]):
             if value not in numbers:
                 numbers[value] = len(numbers)
