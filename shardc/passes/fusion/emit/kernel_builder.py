@@ -91,10 +91,11 @@ class _KernelWriter:
     def step(
         self, op: str, *operands: Argument, dtype: torch.dtype | None = None, attributes: tuple[int, ...] = ()
     ) -> Ref:
-        step = _Step(op, operands, attributes, dtype)
-        number = self.known.setdefault(step, len(self.steps))
+        # To Python 1 equals True, and 0.0 equals -0.0: literals are compared by their text.
+        key = (op, tuple([each if type(each) is Ref else repr(each) for each in operands]), attributes, dtype)
+        number = self.known.setdefault(key, len(self.steps))
         if number == len(self.steps):
-            self.steps.append(step)
+            self.steps.append(_Step(op, operands, attributes, dtype))
         return Ref(number)
 
     def write(self, prim: Prim) -> None:
