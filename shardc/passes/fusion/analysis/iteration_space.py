@@ -97,7 +97,7 @@ def structure(prims: Iterable[Prim], numbers: dict[Value, int]) -> tuple[object,
     already numbered, and then all of them, in the order of their first use."""
     key: list[object] = []
     for prim in prims:
-        key.append(prim._kind or prim.kind)
+        key.append(prim.kind)
         for value in (prim.out, *[read[0] for read in prim.reads]):
             if value not in numbers:
                 numbers[value] = len(numbers)
