@@ -6,6 +6,9 @@
                                                       calls of functions, which do not vary as seconds do, of two trees
     python benchmarks/compile_time.py --shape 7b --pairs 5 --against ../before
                                                       seconds of two trees, in turn, and their ratios
+    python benchmarks/compile_time.py --fusing --against ../before
+                                                      seconds of CPU that fusing graphs of 10,000 calls takes, and calls
+                                                      of functions: drawn chains, blocks of norms and softmaxes, GPT-2
 
 Every configuration compiles in a process of its own (so that peak memory is its own) and prints one JSON line: seconds
 in all, of tracing, and of each pass (its static checks included), nodes, peak GiB of resident memory. The number of
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import os
 import pstats
@@ -24,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,7 @@ BARS: list[tuple[str, int | None, str, float | None]] = [
     ("70b", None, "dp=16,tp=8", 35.0),
 ]
 MEMORY_LIMIT_GIB = 4.0
+GPT2_CALLS_OF_LAYER = 119  # forward and backward
 
 
 def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str, object]:
@@ -100,11 +106,19 @@ def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str,
 
 def compiled_apart(arguments: list[str], tree: Path) -> dict[str, Any]:
     """The row of a compile in a process of its own, by the shardc of a checkout."""
-    env = {**os.environ, "PYTHONPATH": str(tree.resolve())}
-    command = [sys.executable, "-P", __file__, *arguments]  # beside this file lies a `kernels` that is not the package
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    with started(arguments, tree) as process:
+        printed = process.communicate()[0]
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
     row: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return row
+
+
+def started(arguments: list[str], tree: Path) -> subprocess.Popen[str]:
+    """This file, run by the shardc of a checkout."""
+    env = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+    command = [sys.executable, "-P", __file__, *arguments]  # beside this file lies a `kernels` that is not the package
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, bufsize=1)
 
 
 def compare(arguments: list[str], other: Path, pairs: int) -> None:
@@ -120,16 +134,89 @@ def compare(arguments: list[str], other: Path, pairs: int) -> None:
     print(json.dumps({"ratio this / other, least, median, most": spread}), flush=True)
 
 
+def function_calls(run: Callable[[], object]) -> tuple[int, int]:
+    """How many functions a run calls, the same number in every run: those written in Python, and those of C."""
+    counts = {"call": 0, "c_call": 0}
+
+    def on_event(_frame: object, event: str, _argument: object) -> None:
+        if event in counts:
+            counts[event] += 1
+
+    sys.setprofile(on_event)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return counts["call"], counts["c_call"]
+
+
+def serve_fusing(calls: int) -> None:
+    """Print the sizes of the graphs. Then fuse the graph of each name that is read, and print the seconds of CPU, with
+    the check of memory; after the word "count", the calls of functions instead."""
+    from benchmarks.fusion_census import body_of, fuse, traced  # of either tree
+    from tests.passes.fuse_graphs import chains
+
+    layers = max(1, round(calls / GPT2_CALLS_OF_LAYER))
+    graphs = {"drawn": chains(calls), "blocks": traced(calls), "gpt2": body_of("gpt2", layers, True)}
+    print(json.dumps({name: sum(1 for _ in graph.calls()) for name, graph in graphs.items()}))
+    for request in sys.stdin:
+        graph = graphs[request.split()[-1]]
+        gc.collect()  # what compiling and the last run left behind
+        if request.startswith("count"):
+            print(sum(function_calls(lambda graph=graph: fuse(graph))), flush=True)
+            continue
+        start = time.process_time()
+        fuse(graph)
+        print(time.process_time() - start, flush=True)
+
+
+def compare_fusing(calls: int, trees: list[Path], rounds: int) -> None:
+    """A line for each graph: the least seconds of each tree, which fuse it in turn, their calls of functions, and the
+    ratios of the first tree to the last."""
+    processes = [started(["--fusing", str(calls), "--one"], tree) for tree in trees]
+
+    def answer(process: subprocess.Popen[str], request: str = "") -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if request:
+            print(request, file=process.stdin, flush=True)
+        return json.loads(process.stdout.readline())
+
+    sizes = [answer(process) for process in processes]
+    for name in sizes[0]:
+        times = [[answer(process, name) for process in processes] for _ in range(rounds)]
+        seconds = [min(of_tree) for of_tree in zip(*times, strict=True)]
+        counts = [answer(process, f"count {name}") for process in processes]
+        for tree, size, least, count in zip(trees, sizes, seconds, counts, strict=True):
+            row = {"tree": str(tree), "graph": name, "calls": size[name], "cpu_seconds": round(least, 3)}
+            print(json.dumps({**row, "functions": count}), flush=True)
+        if len(trees) > 1:
+            ratios = {"cpu_seconds": seconds[0] / seconds[1], "functions": counts[0] / counts[1]}
+            print(json.dumps({"ratio this / other": {key: round(ratio, 3) for key, ratio in ratios.items()}}))
+    for process in processes:
+        process.communicate()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, nargs="*", default=[0])
     parser.add_argument("--mesh", default="dp=2,tp=4")
     parser.add_argument("--calls", action="store_true", help="count the calls of functions, under a profiler")
+    parser.add_argument(
+        "--fusing", type=int, nargs="?", const=10_000, metavar="CALLS", help="time the fusion pass alone"
+    )
     parser.add_argument("--against", type=Path, help="another checkout, compiled with in turn with this one")
-    parser.add_argument("--pairs", type=int, default=1, help="how often, with --against")
+    parser.add_argument("--pairs", type=int, help="how often, with --against (1) and with --fusing (5)")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.fusing and options.one:
+        serve_fusing(options.fusing)
+        return 0
+    if options.fusing:
+        trees = [ROOT, options.against] if options.against else [ROOT]
+        compare_fusing(options.fusing, trees, options.pairs or 5)
+        return 0
     if options.one:
         print(json.dumps(measure(options.shape, options.layers[0] or None, options.mesh, options.calls)))
         return 0
@@ -139,7 +226,7 @@ def main() -> int:
         arguments = ["--one", "--shape", shape, "--layers", str(layers or 0), "--mesh", mesh]
         arguments += ["--calls"] if options.calls else []
         if options.against is not None:
-            compare(arguments, options.against, options.pairs)
+            compare(arguments, options.against, options.pairs or 1)
             continue
         row = compiled_apart(arguments, ROOT)
         if limit is not None:

@@ -3,8 +3,6 @@
 
     python -m benchmarks.fusion_census                        GPT-2, Llama, BERT, T5 and ViT, a JSON line each
     python -m benchmarks.fusion_census --models gpt2 --toy    sizes for a test
-    python -m benchmarks.fusion_census --calls 10000          seconds of CPU that fusing graphs of so many calls takes,
-                                                              and calls of functions, which are the same in every run
 
 Joint graphs of forward and backward on one device, width 768, 4 x 512 tokens (ViT 16 images of 197), bfloat16 over
 float32 parameters. Inductor is given the very graph (decomposed as it wants it), schedules it, and is asked for its own
@@ -15,10 +13,8 @@ fewest bytes count (`scheduled`). `layer` is what a third layer adds.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -207,49 +203,11 @@ def traced(calls: int) -> Graph:
     return shardc.compile(Deep(blocks), {"x": torch.zeros(4, 8, 16)}, mesh="dp=1").body
 
 
-def function_calls(run: Callable[[], object]) -> tuple[int, int]:
-    """How many functions a run calls: those written in Python, and those of C."""
-    counts = {"call": 0, "c_call": 0}
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        if event in counts:
-            counts[event] += 1
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return counts["call"], counts["c_call"]
-
-
-def timed(calls: int) -> dict[str, object]:
-    """A drawn graph and a model's, with the check that memory does not grow."""
-    from tests.passes.fuse_graphs import chains
-
-    fuse(chains(60))  # what torch imports when it is first asked
-    row: dict[str, object] = {}
-    for name, graph in (("drawn", chains(calls)), ("traced", traced(calls))):
-        gc.collect()  # of what compiling left behind, which is not fusing's
-        start = time.process_time()
-        fused = fuse(graph)
-        seconds = time.process_time() - start
-        count = [sum(1 for _ in one.calls()) for one in (graph, fused)]
-        python, c = function_calls(lambda graph=graph: fuse(graph))
-        row[name] = {"calls": count[0], "after": count[1], "seconds": round(seconds, 2),
-                     "functions of Python": python, "functions of C": c}  # fmt: skip
-    return row
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--calls", type=int, help="time the pass instead")
     options = parser.parse_args(argv)
-    if options.calls:
-        print(json.dumps(timed(options.calls)))
-        return 0
     rows: list[dict[str, object]] = []
     inductor([body_of("gpt2", 1, True)])  # the first graph that it schedules in a process, it fuses less of
     for name in options.models:

@@ -190,13 +190,20 @@ def category_of(life: Life) -> Category:
     return "communication" if life.moved else "temporaries"
 
 
-def memory(body: Graph, *, arena: bool = False, overlap: bool = False, listed: bool = True) -> MemoryReport:
+def memory(
+    body: Graph,
+    *,
+    arena: bool = False,
+    overlap: bool = False,
+    listed: bool = True,
+    storage_of: dict[fx.Node, Storage] | None = None,
+) -> MemoryReport:
     """The report of a localized body. As a rank of a job runs it: with its `arena`, its collectives `overlap`. Without
-    `listed`, the values that are there at the peak are left out.
+    `listed`, the values that are there at the peak are left out. `storage_of`: as in `account_of`.
 
     Without overlap, each collective is waited for where it begins, as a simulation does, and a moment is a call.
     """
-    account = account_of(body, overlap=overlap)
+    account = account_of(body, overlap=overlap, storage_of=storage_of)
     lives, actions = account.lives, account.times.actions
     stored_values: list[tuple[Category, Storage]] = [
         (STORED.get(port.role, "inputs"), storage) for port, storage in account.inputs
@@ -241,14 +248,14 @@ class Walk:
         """Lives in order of birth, and how many moments there are; what is `placed` is in the arena, which is there."""
         ends = [life.dies for life in lives]
         deaths = sorted(range(len(lives)), key=ends.__getitem__)
-        born = died = 0  # how many of the lives, and of the deaths
+        count, born, died = len(lives), 0, 0  # of all lives, and of those that have begun and ended
         now, most, at_peak = nothing(), nothing(), nothing()
         now["arena"] = most["arena"] = total = arena
         timeline: list[int] = []
         peak = 0
         peak_at: int | None = None
         for moment in range(moments):
-            while born < len(lives) and lives[born].born == moment:
+            while born < count and lives[born].born == moment:
                 storage, category = lives[born].storage, categories[born]
                 if storage.value in placed:
                     now["arena"] -= storage.bytes
@@ -261,7 +268,7 @@ class Walk:
             timeline.append(total)
             if total > peak or peak_at is None:
                 peak, peak_at, at_peak = total, moment, dict(now)
-            while died < len(lives) and ends[deaths[died]] == moment:
+            while died < count and ends[deaths[died]] == moment:
                 storage = lives[deaths[died]].storage
                 if storage.value in placed:
                     now["arena"] += storage.bytes

@@ -41,9 +41,11 @@ class Account:
         return self.calls[self.times.actions[moment].at]
 
 
-def account_of(graph: Graph, *, overlap: bool) -> Account:
-    """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made."""
-    microbatch_nodes, of = in_microbatch(graph), with_buckets(graph, storages(graph))
+def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage] | None = None) -> Account:
+    """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made.
+    `storage_of` are the storages of the graph, where the caller knows them."""
+    microbatch_nodes = in_microbatch(graph)
+    of = with_buckets(graph, storages(graph) if storage_of is None else storage_of)
     if not overlap:
         calls = calls_as_run(graph)
         order = tuple(range(len(calls)))

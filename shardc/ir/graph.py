@@ -174,7 +174,7 @@ class Graph:
         """A graph with this one's inputs, and with its names taken, but without calls; and the copies of the inputs. It
         is for `append_copy` and other insertions, and then for `finish_copy`."""
         emptied = Graph(fx.Graph(), self.mesh, self.inputs, self.outputs, self.name)
-        emptied._names = dict(self._names)
+        emptied._names = {info(node).name: 0 for node in self.fx.nodes if node.op != "output"}
         table: dict[fx.Node, fx.Node] = {}
         for node in self.placeholders:
             emptied.append_copy(node, table)
@@ -182,10 +182,11 @@ class Graph:
 
     def append_copy(self, node: fx.Node, table: dict[fx.Node, fx.Node]) -> fx.Node:
         """Add a copy of another graph's node at the end. `table` has the copies of its operands, and then its own."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: table[n])
-        table[node] = _node(self.fx, node.op, node.target, args, kwargs, node.name)
-        table[node].meta.update(node.meta)
-        return table[node]
+        args = fx.map_arg(node.args, table.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, table.__getitem__) if node.kwargs else {}
+        table[node] = copied = _node(self.fx, node.op, node.target, args, kwargs, node.name)
+        copied.meta.update(node.meta)
+        return copied
 
     def finish_copy(self, other: Graph, table: Mapping[fx.Node, fx.Node]) -> None:
         """Return what another graph does, and know of values what it knows."""

@@ -69,23 +69,24 @@ def lives(
         of_weights = bool(sources) and weights.issuperset(sources)
         read = index if times is None else times.read[index]
         for source in sources:
-            storage = of[source]
-            if storage in life_of:
-                life = life_of[storage]
+            life = life_of.get(of[source])
+            if life is not None:
                 if read > life.dies:
                     life.dies = read
                 if phase != life.last and ORDER.index(phase) > ORDER.index(life.last):
                     life.last = phase
         for value, _ in yields(call):
+            storage, in_bucket = of[value], value in bucket_pieces
             if of_weights:
                 weights.add(value)
-            owns_storage = of[value].value is value or value in bucket_pieces
-            if owns_storage and of[value] not in life_of and (value not in over or over[value].op is None):
-                moved = op_name(call.target) in KINDS or value in bucket_pieces or call.target in (PACK, UNPACK)
+            owns_storage = storage.value is value or in_bucket
+            if owns_storage and storage not in life_of and (value not in over or over[value].op is None):
+                target = call.target
+                moved = in_bucket or target in (PACK, UNPACK) or op_name(target) in KINDS
                 now = index if times is None else times.arrived[index]
-                forever = times is not None and call.target is axis_offset
-                born = 0 if forever or (several and call.target is ACCUMULATE) else now
-                life_of[of[value]] = Life(of[value], born, end if forever else now, phase, phase, of_weights, moved)
+                forever = times is not None and target is axis_offset
+                born = 0 if forever or (several and target is ACCUMULATE) else now
+                life_of[storage] = Life(storage, born, end if forever else now, phase, phase, of_weights, moved)
     for port, value in zip(body.outputs, body.output_values, strict=True):
         life = life_of.get(of[value])
         if life is not None and value in over:  # copied as soon as it is made; what reads it reads the copy

@@ -21,10 +21,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info, operands, type_of
-from shardc.ir.mesh import Mesh
+from shardc.ir.graph import LITERALS, Graph, info, operands, type_of
 from shardc.ir.ops.kernels import KERNELS
-from shardc.ir.types import TensorType
 
 META = torch.device("meta")
 Strides = tuple[int, ...]
@@ -47,8 +45,9 @@ class _Layout(NamedTuple):
     bytes: int  # of its storage
 
 
-class _Operand(NamedTuple):
-    """What of an operand decides the layout of a result."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """What of an operand decides the layout of a result. Equal ones are one object, so that keys of them are cheap."""
 
     shape: tuple[int, ...]
     strides: Strides
@@ -56,19 +55,22 @@ class _Operand(NamedTuple):
     bytes: int
 
 
+class Layouts(NamedTuple):
+    """Of every value of a localized body: its storage, which views share with the value that they look into; and its
+    shape, dtype and strides as far as torch can infer them, else contiguous ones."""
+
+    storages: dict[fx.Node, Storage]
+    operands: dict[fx.Node, Operand]
+
+
 def storages(body: Graph) -> dict[fx.Node, Storage]:
-    """The storage of every value of a localized body; views have that of the value they look into."""
-    return _laid_out(body)[0]
+    """The storage of every value of a localized body."""
+    return layouts(body).storages
 
 
-def strides(body: Graph) -> dict[fx.Node, Strides]:
-    """The strides of every value of a localized body as far as torch can infer them; else contiguous."""
-    return {value: operand.strides for value, operand in _laid_out(body)[1].items()}
-
-
-def operand_layouts(body: Graph) -> dict[fx.Node, _Operand]:
+def operand_layouts(body: Graph) -> dict[fx.Node, Operand]:
     """The shape, strides and dtype of every value, which `frozen` puts into arguments."""
-    return _laid_out(body)[1]
+    return layouts(body).operands
 
 
 def unread_bytes(body: Graph) -> dict[fx.Node, int]:
@@ -85,27 +87,29 @@ def unread_bytes(body: Graph) -> dict[fx.Node, int]:
     return sizes
 
 
-def _laid_out(body: Graph) -> tuple[dict[fx.Node, Storage], dict[fx.Node, _Operand]]:
+def layouts(body: Graph) -> Layouts:
+    """One walk over a localized body."""
     storage_of: dict[fx.Node, Storage] = {}
-    operand_of: dict[fx.Node, _Operand] = {}
+    operand_of: dict[fx.Node, Operand] = {}
+    mesh = body.mesh
     for node in body.placeholders:
-        operand_of[node] = operand = _contiguous(type_of(node), body.mesh)
-        storage_of[node] = _storage(node, operand)
+        type = type_of(node)
+        operand_of[node] = operand = _in_order(type.local_shape(mesh), type.dtype)
+        storage_of[node] = Storage(node, operand.bytes)
     for node in body.calls():
-        layouts = _layouts(node, operand_of)
+        results = _layouts(node, operand_of)
         for value, position in yields(node):
             type = type_of(value)
-            operand_of[value] = operand = _in_order(type.local_shape(body.mesh), type.dtype)
-            layout = layouts[position] if position < len(layouts) else None
+            operand_of[value] = operand = _in_order(type.local_shape(mesh), type.dtype)
+            layout = results[position] if position < len(results) else None
             if layout is None or layout.shape != operand.shape:
-                storage_of[value] = _storage(value, operand)
+                storage_of[value] = Storage(value, operand.bytes)
                 continue
             if layout.strides != operand.strides:
-                operand_of[value] = operand._replace(strides=layout.strides)
-            storage_of[value] = (
-                _storage(value, operand) if layout.views is None else storage_of[operands(node)[layout.views]]
-            )
-    return storage_of, operand_of
+                operand_of[value] = _strided(operand.shape, layout.strides, operand.dtype, operand.bytes)
+            views = layout.views
+            storage_of[value] = Storage(value, operand.bytes) if views is None else storage_of[operands(node)[views]]
+    return Layouts(storage_of, operand_of)
 
 
 def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
@@ -115,24 +119,21 @@ def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
     return [(user, cast(int, user.args[1])) for user in node.users if user.target is operator.getitem]
 
 
-def _storage(value: fx.Node, operand: _Operand) -> Storage:
-    return Storage(value, operand.bytes)
+@lru_cache(maxsize=65536)  # few differ
+def _strided(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype, bytes: int) -> Operand:
+    return Operand(shape, strides, dtype, bytes)
 
 
-def _contiguous(type: TensorType, mesh: Mesh) -> _Operand:
-    return _in_order(type.local_shape(mesh), type.dtype)
-
-
-@lru_cache(maxsize=65536)  # few differ; one object each keeps the garbage collector out of the way
-def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> _Operand:
+@lru_cache(maxsize=65536)
+def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> Operand:
     strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return _Operand(shape, tuple(strides[::-1]), dtype, math.prod(shape) * dtype.itemsize)
+    return _strided(shape, tuple(strides[::-1]), dtype, math.prod(shape) * dtype.itemsize)
 
 
-def _layouts(node: fx.Node, operand_of: dict[fx.Node, _Operand]) -> Sequence[_Layout | None]:
+def _layouts(node: fx.Node, operand_of: dict[fx.Node, Operand]) -> Sequence[_Layout | None]:
     """The layout of each result of a call; empty where torch cannot infer it: results then count as contiguous."""
     args, kwargs = node.args, node.kwargs
     if not (args and type(args[0]) is fx.Node) and not node.all_input_nodes:
@@ -142,8 +143,10 @@ def _layouts(node: fx.Node, operand_of: dict[fx.Node, _Operand]) -> Sequence[_La
     return _ask(node.target, positional, named)
 
 
-def frozen(arg: Any, operand_of: dict[fx.Node, _Operand]) -> Any:
+def frozen(arg: Any, operand_of: dict[fx.Node, Operand]) -> Any:
     """An argument as part of a key: values by their layout, lists as tuples."""
+    if type(arg) in LITERALS:
+        return arg
     if isinstance(arg, fx.Node):
         return operand_of[arg]
     if isinstance(arg, (list, tuple)):
@@ -157,7 +160,7 @@ def _ask(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
     tensors: list[torch.Tensor] = []
 
     def empty(arg: Any) -> Any:
-        if isinstance(arg, _Operand):
+        if isinstance(arg, Operand):
             tensors.append(torch.empty_strided(arg.shape, arg.strides, dtype=arg.dtype, device=META))
             return tensors[-1]
         return [empty(item) for item in cast("Sequence[Any]", arg)] if isinstance(arg, tuple) else arg

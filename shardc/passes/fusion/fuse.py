@@ -32,8 +32,9 @@ from shardc.cost.memory import memory
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph
 from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.storages import layouts as layouts_of
 from shardc.passes.base import Pass
-from shardc.passes.fusion.clustering.batch_norms import join_channel_moments
+from shardc.passes.fusion.clustering.batch_norms import has_channel_moments, join_channel_moments
 from shardc.passes.fusion.clustering.clustering import Clustering, cluster_calls
 from shardc.passes.fusion.clustering.excluded import check_excluded, excluded
 from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
@@ -49,13 +50,14 @@ from shardc.passes.fusion.lowering import integers as _integers
 from shardc.passes.fusion.lowering import quotients as _quotients
 from shardc.passes.fusion.lowering import reductions as _reductions
 from shardc.passes.fusion.lowering import special as _special
-from shardc.passes.fusion.lowering.group_norms import split_group_norms
-from shardc.passes.fusion.lowering.padding import lower_padding
-from shardc.passes.fusion.lowering.softmaxes import restore_softmaxes, split_softmaxes
+from shardc.passes.fusion.lowering.group_norms import GROUP_NORMS, split_group_norms
+from shardc.passes.fusion.lowering.padding import has_padding, lower_padding
+from shardc.passes.fusion.lowering.softmaxes import SOFTMAX, restore_softmaxes, split_softmaxes
 
 __all__ = ["Fuse", "Watch", "check_excluded", "fuse"]
 _ = _functions, _integers, _lowerings, _parts, _pointwise, _quotients, _reductions, _special
 MAX_ROUNDS = 64  # of repairs; few graphs need one
+SPLIT = {SOFTMAX, *GROUP_NORMS}
 Watch = Callable[[Clustering, list[FusionGroup]], None]  # the clusters, and the groups that become kernels
 
 
@@ -97,10 +99,12 @@ def fuse(
 
     Where no repair brings the peak within its bound, nothing is fused, and a warning says so (SC217).
     """
-    before, exclude = memory(graph, listed=False), excluded(graph, exclude)
+    layouts, exclude = layouts_of(graph), excluded(graph, exclude)
+    before = memory(graph, listed=False, storage_of=layouts.storages)
     rewritten = _rewritten(graph, exclude)
+    layouts = layouts if rewritten is graph else layouts_of(rewritten)
     for inline in (True, False):  # a value that a reader computes in parts holds its operands until then
-        fusion_graph = build_fusion_graph(rewritten, exclude, inline)
+        fusion_graph = build_fusion_graph(rewritten, exclude, inline, layouts.operands)
         clustering = cluster_calls(fusion_graph, MemoryBudget.of(graph, before, fusion_graph), hardware)
         emitter = Emitter(fusion_graph, _allowed_templates(exclude, templates))
         fused = _within_bound(clustering, emitter, allowed_peak(before.peak), watch)
@@ -133,7 +137,10 @@ def _within_bound(clustering: Clustering, emitter: Emitter, bound: int, watch: W
 
 
 def _rewritten(graph: Graph, exclude: Collection[str]) -> Graph:
-    """A copy in the form that kernels compute: masks as selects, norms and softmaxes with their statistics."""
+    """The body in the form that kernels compute: masks as selects, norms and softmaxes with their statistics. It is a
+    copy, or the given graph where nothing has to be rewritten."""
+    if not (has_padding(graph) or has_channel_moments(graph) or any(node.target in SPLIT for node in graph.calls())):
+        return graph
     graph = graph.copy()
     if "shardc.mask_pad" not in exclude:
         lower_padding(graph)

@@ -47,10 +47,11 @@ class Read(NamedTuple):
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Prim:
     """One operation of a kernel on `size` elements. `over` says what it reduces: a row's columns, the rows of a column,
-    or all elements that have one index in the result."""
+    or all elements that have one index in the result. It never changes; a frozen class takes three times as long to
+    make, and a graph has tens of thousands."""
 
     out: Value
     op: str
@@ -62,10 +63,46 @@ class Prim:
     seed: int = 0  # of `uniform`: the id of its op; of `cat`: the distance between its parts
     index: StridedRuns = ()  # per element: the value of `iota`, the global index of `uniform`, the index in a result
 
-    reads: tuple[Read, ...] = field(init=False, compare=False, repr=False)
+    reads: tuple[Read, ...] = field(init=False, repr=False)
+    _kind: object = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reads", tuple([arg for arg in self.args if isinstance(arg, Read)]))
+        self.reads = tuple([arg for arg in self.args if type(arg) is Read])
+        self._kind = None
+
+    @property
+    def kind(self) -> object:
+        """The same object for operations that differ in their values only."""
+        if self._kind is None:
+            args = tuple([arg[1:] if type(arg) is Read else repr(arg) for arg in self.args])
+            self._kind = _kind(self.op, args, self.size, self.dtype, self.over, self.cols, self.seed, self.index)
+        return self._kind
+
+    def renamed(self, names: Mapping[Value, Value]) -> Prim:
+        """The operation on other values; those that `names` lacks stay."""
+        args = [(Read(names[a[0]], a[1], a[2]) if a[0] in names else a) if type(a) is Read else a for a in self.args]
+        out = names.get(self.out, self.out)
+        prim = Prim(out, self.op, tuple(args), self.size, self.dtype, self.over, self.cols, self.seed, self.index)
+        prim._kind = self.kind
+        return prim
+
+
+@lru_cache(maxsize=65536)
+def _kind(*_about: Hashable) -> object:
+    return object()
+
+
+def structure(prims: Iterable[Prim], numbers: dict[Value, int]) -> tuple[object, ...]:
+    """A key that is equal for operations that differ in the names of their values only. `numbers` has the values
+    already numbered, and then all of them, in the order of their first use."""
+    key: list[object] = []
+    for prim in prims:
+        key.append(prim.kind)
+        for value in (prim.out, *[read[0] for read in prim.reads]):
+            if value not in numbers:
+                numbers[value] = len(numbers)
+            key.append(numbers[value])
+    return tuple(key)
 
 
 class IterationSpace(NamedTuple):
@@ -86,23 +123,6 @@ class SpaceConstraint(NamedTuple):
     boundaries: frozenset[int] = frozenset()
     cols: int = 0
 
-    def merged_with(self, other: SpaceConstraint) -> SpaceConstraint | None:
-        """Both constraints; None if no space satisfies them. The smaller one runs over a part of the dims: `find_space`
-        checks that."""
-        if self.size != other.size:
-            large, small = (self, other) if self.size > other.size else (other, self)
-            return large if not small.cols else None
-        if self.cols == other.cols and self.boundaries == other.boundaries:
-            return self
-        if self.cols and other.cols and self.cols != other.cols:
-            return None
-        merged = SpaceConstraint(self.size, self.boundaries | other.boundaries, self.cols or other.cols)
-        return merged if merged.is_satisfiable else None
-
-    @property
-    def is_satisfiable(self) -> bool:
-        return _is_satisfiable(self)
-
     @property
     def dims(self) -> Shape:
         boundaries = sorted({*self.boundaries, self.cols or 1} - {1, self.size})
@@ -116,7 +136,22 @@ class SpaceConstraint(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def _is_satisfiable(constraint: SpaceConstraint) -> bool:
+def merged_constraint(a: SpaceConstraint, b: SpaceConstraint) -> SpaceConstraint | None:
+    """Both constraints; None if no space satisfies them. The smaller one runs over a part of the dims: `find_space`
+    checks that."""
+    if a.size != b.size:
+        large, small = (a, b) if a.size > b.size else (b, a)
+        return large if not small.cols else None
+    if a.cols == b.cols and a.boundaries == b.boundaries:
+        return a
+    if a.cols and b.cols and a.cols != b.cols:
+        return None
+    merged = SpaceConstraint(a.size, a.boundaries | b.boundaries, a.cols or b.cols)
+    return merged if is_satisfiable(merged) else None
+
+
+@lru_cache(maxsize=65536)
+def is_satisfiable(constraint: SpaceConstraint) -> bool:
     bounds = sorted({1, *constraint.boundaries, constraint.cols or 1, constraint.size})
     if constraint.cols and any(boundary < constraint.cols for boundary in constraint.boundaries):
         return False
@@ -176,7 +211,7 @@ def space_constraint(prims: Iterable[Prim]) -> SpaceConstraint | None:
         constraint = SpaceConstraint(prim.size, boundaries, prim.cols)
         if constraint == total:  # the common case
             continue
-        merged = total.merged_with(constraint) if constraint.is_satisfiable else None
+        merged = merged_constraint(total, constraint) if is_satisfiable(constraint) else None
         if merged is None:
             return None
         total = merged
@@ -249,6 +284,21 @@ def find_space(prims: Sequence[Prim], constraint: SpaceConstraint) -> IterationS
             after_sums.add(prim.out)
         access_maps[prim.out], call_maps[prim.out] = result_map, call_map
     return _batch_first(IterationSpace(dims, access_maps, call_maps), sorted(batch or ()))
+
+
+class SpaceCache:
+    """Which operations have a space. Layers repeat: those that differ in names only are asked of once."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[object, ...], bool] = {}
+
+    def has_space(self, prims: Sequence[Prim], constraint: SpaceConstraint) -> bool:
+        """Does `find_space` find one?"""
+        key = (constraint, structure(prims, {}))
+        known = self.known.get(key)
+        if known is None:
+            known = self.known[key] = find_space(prims, constraint) is not None
+        return known
 
 
 def _row_dims(strides: Strides) -> frozenset[int]:

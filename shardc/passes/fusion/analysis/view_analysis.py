@@ -18,7 +18,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, operands, results, type_of
 from shardc.ir.ops.kernels import KERNELS
-from shardc.ir.storages import strides as real_strides
+from shardc.ir.storages import Operand, operand_layouts
 from shardc.passes.fusion.analysis.iteration_space import Read, Shape, Strides, strided_runs
 
 aten = torch.ops.aten
@@ -55,13 +55,14 @@ class StridedView(NamedTuple):
 class ViewAnalysis:
     """The view that every value of a localized body is."""
 
-    def __init__(self, graph: Graph, fusible: Container[Any]) -> None:
+    def __init__(self, graph: Graph, fusible: Container[Any], layouts: Mapping[fx.Node, Operand] | None = None) -> None:
+        """`layouts` are the graph's, where the caller knows them."""
         self.of: dict[fx.Node, StridedView] = {}
         self.permuted: dict[fx.Node, tuple[int, ...]] = {}  # bases whose dims lie in another order in memory
         self.copying_views: set[fx.Node] = set()  # calls of view ops that copy
         self.irregular: set[fx.Node] = set()  # bases that no kernel reads: their memory has gaps or overlaps
         meta_views: dict[Any, Any] = {}
-        real: Mapping[fx.Node, Strides] = real_strides(graph)
+        layouts = operand_layouts(graph) if layouts is None else layouts
         for node in graph.placeholders:
             shape = type_of(node).local_shape(graph.mesh)
             self.of[node] = StridedView(node, shape, _contiguous_strides(shape))
@@ -79,7 +80,7 @@ class ViewAnalysis:
             for value in values:
                 shape = type_of(value).local_shape(graph.mesh)
                 contiguous = _contiguous_strides(shape)
-                strides = contiguous if is_contiguous else real.get(value, contiguous)
+                strides = contiguous if is_contiguous else layouts[value].strides
                 self.of[value] = StridedView(value, shape, strides)
                 if strides != contiguous:
                     self._record_layout(value)

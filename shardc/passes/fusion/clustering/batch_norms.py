@@ -30,6 +30,11 @@ aten = torch.ops.aten
 SUM = aten.sum.dim_IntList
 
 
+def has_channel_moments(graph: Graph) -> bool:
+    """Is there a sum of squared distances that `join_channel_moments` may rewrite?"""
+    return any(node.target is SUM and _centred_operands(node) is not None for node in graph.calls())
+
+
 def join_channel_moments(graph: Graph, exclude: Collection[str] = ()) -> None:
     """Rewrite pairs of sums, in place, where kernels can read x's memory."""
     splitting: GroupNormSplitter | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,21 +22,22 @@ EXPENSIVE = {
 }
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Cluster:
     """Calls that may become one kernel: what they read and write, and the epoch in which they run."""
 
-    calls: list[int]
+    calls: frozenset[int]
+    first: int  # the first of the calls
     constraint: SpaceConstraint
-    reads: Set[fx.Node]
-    writes: Set[fx.Node]  # results that calls outside read, or that are outputs of the graph
+    reads: frozenset[fx.Node]
+    writes: frozenset[fx.Node]  # results that calls outside read, or that are outputs of the graph
     result_count: int  # all results, including those that nothing outside reads
     barrier_epoch: int
     prim_count: int
     reductions: frozenset[Over]  # what its operations reduce over
     is_float64: bool
-    strided_reads: Set[fx.Node]  # operands that it reads in part, out of order, or repeatedly
-    partial_results: Set[fx.Node]  # results without exactly one element for each element of the space
+    strided_reads: frozenset[fx.Node]  # operands that it reads in part, out of order, or repeatedly
+    partial_results: frozenset[fx.Node]  # results without exactly one element for each element of the space
     is_elementwise: bool  # every operation maps element i of its operands to element i of its result
     version: int = 0
     # Sums over long rows merge last: after the calls that reduce those rows, with which they may not merge.
@@ -55,13 +56,13 @@ class Cluster:
 def cluster_of(graph: FusionGraph, i: int) -> Cluster:
     """The cluster of one call."""
     op, values = graph.lowered[i], graph.values[i]
-    writes = {value for value in values if graph.readers.get(value)}
+    writes = frozenset([value for value in values if graph.readers.get(value)])
     reductions: frozenset[Over] = frozenset([prim.over for prim in op.prims])
-    counts = (len(values), graph.barrier_epoch[i], len(op.prims))
-    return Cluster([i], op.constraint, op.reads, writes, *counts, reductions, op.is_float64, *access_properties(op))
+    about = (len(values), graph.barrier_epoch[i], len(op.prims), reductions, op.is_float64, *access_properties(op))
+    return Cluster(frozenset((i,)), i, op.constraint, op.reads, writes, *about)
 
 
-def access_properties(op: LoweredOp) -> tuple[Set[fx.Node], Set[fx.Node], bool]:
+def access_properties(op: LoweredOp) -> tuple[frozenset[fx.Node], frozenset[fx.Node], bool]:
     """`strided_reads`, `partial_results` and `is_elementwise` of one call."""
     size = op.constraint.size
     contiguous = contiguous_runs(size)
@@ -81,16 +82,15 @@ def access_properties(op: LoweredOp) -> tuple[Set[fx.Node], Set[fx.Node], bool]:
                 is_elementwise = False
             elif isinstance(read.value, fx.Node):
                 strided_reads.add(read.value)
-    return strided_reads, partial_results, is_elementwise
+    return frozenset(strided_reads), frozenset(partial_results), is_elementwise
 
 
 def bytes_saved(graph: FusionGraph, a: Cluster, b: Cluster) -> int:
     """How many fewer bytes one kernel of both moves than a kernel of each."""
-    total, bytes = 0, graph.bytes
-    if between := (a.writes & b.reads) | (b.writes & a.reads):
-        calls = {*a.calls, *b.calls}
-        for value in between:
-            total += bytes[value] * (2 if graph.readers[value] <= calls else 1)
+    total, bytes, readers = 0, graph.bytes, graph.readers
+    for written in (a.writes & b.reads, b.writes & a.reads):
+        for value in written:
+            total += bytes[value] if readers[value] - a.calls - b.calls else 2 * bytes[value]
     for value in a.reads & b.reads:
         total += bytes[value]
     return total

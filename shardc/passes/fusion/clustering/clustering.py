@@ -22,7 +22,13 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import info, op_name, producer
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.buckets import UNPACK
-from shardc.passes.fusion.analysis.iteration_space import IterationSpace, Prim, SpaceConstraint, find_space
+from shardc.passes.fusion.analysis.iteration_space import (
+    IterationSpace,
+    Prim,
+    SpaceConstraint,
+    find_space,
+    merged_constraint,
+)
 from shardc.passes.fusion.clustering.cluster import (
     Cluster,
     bytes_saved,
@@ -46,6 +52,7 @@ UPDATE_FACTOR = 8  # so many times more in updates: each parameter has its own p
 SMALL_UPDATE = 65536  # elements; larger updates that read a collective's result start when their gradient arrives
 MAX_ROW_TENSORS = 12  # full tensors of a kernel that holds a row at a time
 MANY_READERS = 16
+DEFERRED = 1 << 62  # more bytes than any merge saves
 NO_COMMON_SPACE = "no rows and columns are common to both"
 
 
@@ -60,7 +67,8 @@ class Clustering:
     split: set[int] = field(default_factory=set[int])  # calls of clusters that were split (`repair`)
 
     def prims(self, calls: Iterable[int]) -> list[Prim]:
-        return [prim for i in sorted(calls) for prim in self.graph.lowered[i].prims]
+        lowered = self.graph.lowered
+        return [prim for i in sorted(calls) for prim in lowered[i].prims]
 
     def iteration_space(self, cluster: Cluster) -> IterationSpace:
         space = find_space(self.prims(cluster.calls), cluster.constraint)
@@ -75,7 +83,7 @@ def cluster_calls(graph: FusionGraph, budget: MemoryBudget | None = None, hardwa
     for i, op in graph.lowered.items():
         cluster = cluster_of(graph, i)
         has_trivial_space = cluster.is_elementwise and not cluster.strided_reads
-        if has_trivial_space or find_space(op.prims, op.constraint) is not None:
+        if has_trivial_space or graph.spaces.has_space(op.prims, op.constraint):
             clustering.clusters[i] = cluster
     merger = _Merger(clustering)
     merger.run(_vertical_candidates(graph, clustering.clusters))
@@ -101,51 +109,50 @@ class _Merger:
     def __init__(self, clustering: Clustering) -> None:
         self.clustering, self.graph, self.dag = clustering, clustering.graph, clustering.dag
         self.clusters, self.budget = clustering.clusters, clustering.budget
-        self.heap: list[tuple[bool, int, int, int, int, int]] = []
-        self.pushed: set[tuple[int, int, int, int]] = set()
+        # Pairs, as one number each: deferred ones last, those first that save most, then those of the first calls; and
+        # the versions of their clusters, as one number.
+        self.heap: list[tuple[int, int]] = []
+        self.base = max(1, self.graph.call_count)
+        self.latest: dict[int, int] = {}  # pair -> the versions at which it was scored last
         self.has_critical = bool(clustering.critical.by_operand)
 
     def run(self, pairs: Iterable[tuple[int, int]]) -> None:
         for a, b in pairs:
             self.push(a, b)
         clusters = self.clusters
-        while self.heap:
-            _, _, a, b, version_a, version_b = heapq.heappop(self.heap)
-            if (
-                a in clusters
-                and b in clusters
-                and version_a == clusters[a].version
-                and version_b == clusters[b].version
-            ):
+        heap, pop, base = self.heap, heapq.heappop, self.base
+        while heap:
+            score, versions = pop(heap)
+            a, b = divmod(score % (base * base), base)
+            if a in clusters and b in clusters and versions == clusters[a].version * base + clusters[b].version:
                 self.merge(a, b)
             else:  # scored before one of them was merged
                 self.push(a, b)
 
     def push(self, a: int, b: int) -> None:
+        """Put a pair on the heap, unless a cheap test shows that its merge is illegal."""
         parent = self.dag.parent
         a = a if parent[a] == a else self.dag.find(a)
         b = b if parent[b] == b else self.dag.find(b)
-        if a != b:
-            self.score(a, b)
-
-    def score(self, a: int, b: int) -> None:
-        """Put a pair on the heap, unless a cheap test shows that its merge is illegal."""
+        if a == b:
+            return
         if a > b:
             a, b = b, a
         clusters = self.clusters
         if a not in clusters or b not in clusters:
             return
         x, y = clusters[a], clusters[b]
-        entry = (a, b, x.version, y.version)
-        if entry in self.pushed:
-            return
-        earliest, latest = self.dag.earliest, self.dag.latest
+        earliest, latest, base = self.dag.earliest, self.dag.latest, self.base
         begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
         if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
             return
-        if x.constraint == y.constraint or x.constraint.merged_with(y.constraint) is not None:
-            self.pushed.add(entry)
-            heapq.heappush(self.heap, (x.is_deferred or y.is_deferred, -bytes_saved(self.graph, x, y), *entry))
+        pair, versions = a * base + b, x.version * base + y.version
+        if pair in self.latest and self.latest[pair] == versions:
+            return
+        if x.constraint == y.constraint or merged_constraint(x.constraint, y.constraint) is not None:
+            self.latest[pair] = versions
+            rank = (DEFERRED if x.is_deferred or y.is_deferred else 0) - bytes_saved(self.graph, x, y)
+            heapq.heappush(self.heap, (rank * base * base + pair, versions))
 
     def merge(self, a: int, b: int) -> None:
         merged = self.merged(a, b)
@@ -155,18 +162,19 @@ class _Merger:
         if kept is None:
             return
         cluster, held, first, last = merged
-        self.budget.reserve(max(held, 0), first, last)
+        if held > 0:
+            self.budget.reserve(held, first, last)
         del self.clusters[a], self.clusters[b]
         self.clusters[kept] = cluster
         for neighbour in self._neighbours(cluster, kept):
-            self.score(kept, neighbour)
+            self.push(kept, neighbour)
 
     def merged(self, a: int, b: int) -> tuple[Cluster, int, int, int] | str:
         """The merged cluster, the bytes whose lifetime it extends, and the first and last epoch in which they are then
         held; or why the merge is illegal."""
         x, y = self.clusters[a], self.clusters[b]
         epoch = max(min(x.barrier_epoch, y.barrier_epoch), self.dag.earliest[a] + 1, self.dag.earliest[b] + 1)
-        constraint = x.constraint if x.constraint == y.constraint else x.constraint.merged_with(y.constraint)
+        constraint = merged_constraint(x.constraint, y.constraint)
         agree = constraint is not None and spaces_agree(x, y, constraint)
         cluster = self._merged_cluster(x, y, epoch, constraint, agree)
         if isinstance(cluster, str):
@@ -180,8 +188,10 @@ class _Merger:
             return "a collective that the next product waits for would begin later"
         if held > NEGLIGIBLE_BYTES and not self._may_hold(held, saved := bytes_saved(self.graph, x, y), first, last):
             return f"{held} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
-        if not agree and find_space(self.clustering.prims(cluster.calls), cluster.constraint) is None:
-            return NO_COMMON_SPACE
+        if not agree:
+            prims = self.clustering.prims(cluster.calls)
+            if not self.graph.spaces.has_space(prims, cluster.constraint):
+                return NO_COMMON_SPACE
         return cluster, held, first, last
 
     def _delays_critical(self, feeder: Cluster, other: Cluster, epoch: int) -> bool:
@@ -191,7 +201,7 @@ class _Merger:
             return False
         if not other.writes.isdisjoint(feeder.reads):
             return False
-        calls = {*feeder.calls, *other.calls}
+        calls = feeder.calls | other.calls
         written = {v for v in other.writes if not self.graph.readers.get(v, set()) <= calls}
         read = other.reads - feeder.reads - feeder.writes
         # A shorter delay costs no more than a kernel of its own would.
@@ -205,12 +215,12 @@ class _Merger:
     def _neighbours(self, cluster: Cluster, number: int) -> set[int]:
         """The clusters that a merge with this one could save something for."""
         dag, parent, clusters = self.dag, self.dag.parent, self.clusters
-        linked = {n for n in (*dag.predecessors[number], *dag.successors[number]) if n in clusters}
-        count = self.graph.call_count
+        linked = (dag.predecessors[number] | dag.successors[number]) & clusters.keys()
+        count, readers_of = self.graph.call_count, self.graph.readers
         for value in cluster.reads:
-            readers = self.graph.readers[value]
-            if len(readers) <= MANY_READERS:
-                linked |= {i if parent[i] == i else dag.find(i) for i in readers if i < count}
+            readers = readers_of[value]
+            if 1 < len(readers) <= MANY_READERS:
+                linked.update([i if parent[i] == i else dag.find(i) for i in readers if i < count])
         linked.discard(number)
         return linked
 
@@ -219,24 +229,26 @@ class _Merger:
     ) -> Cluster | str:
         """Both as one, running in `epoch`; or why the merge is illegal, whatever it does to memory. Their spaces
         `agree` if that is known without a look at their operations."""
-        graph, first = self.graph, a.calls[0]
-        phase = graph.phases[first]
-        if graph.per_microbatch[first] != graph.per_microbatch[b.calls[0]]:
+        graph = self.graph
+        phase = graph.phases[a.first]
+        if graph.per_microbatch[a.first] != graph.per_microbatch[b.first]:
             return "one runs once a microbatch, the other once a step"
-        if (phase == "opt") != (graph.phases[b.calls[0]] == "opt"):
+        if (phase == "opt") != (graph.phases[b.first] == "opt"):
             return "one is the optimizer's, the other is not"
         if a.is_float64 != b.is_float64:
             return "one computes in float64, the other does not"
         if constraint is None:
             return NO_COMMON_SPACE
-        calls = sorted([*a.calls, *b.calls])
+        calls = a.calls | b.calls
         of_one_size = a.constraint.size == b.constraint.size
         if not of_one_size and repeats_expensive(self.clustering.prims(calls), constraint.size):
             return "sines that many elements share would be computed for each of them"
-        inside, readers = set(calls), graph.readers
-        writes = {v for v in a.writes | b.writes if not readers[v] <= inside}
+        writes, readers = a.writes | b.writes, graph.readers
+        if read_inside := (a.writes & b.reads) | (b.writes & a.reads):
+            writes -= {v for v in read_inside if readers[v] <= calls}
         cluster = Cluster(
             calls,
+            min(a.first, b.first),
             constraint,
             (a.reads | b.reads) - a.writes - b.writes,
             writes,
@@ -279,7 +291,7 @@ class _Merger:
         epoch = merged.barrier_epoch
         if a.barrier_epoch == b.barrier_epoch == epoch:
             return 0
-        graph, inside, held = self.graph, set(merged.calls), 0
+        graph, inside, held = self.graph, merged.calls, 0
         if {"fwd", "bwd"} <= {graph.phases[i] for i in merged.calls}:
             return "one is forward's, the other backward's"
         for cluster, other in ((a, b), (b, a)):
@@ -315,7 +327,7 @@ def _horizontal_candidates(clustering: Clustering) -> Iterable[tuple[int, int]]:
     by_constraint: dict[object, list[int]] = {}
     for number in sorted(clustering.clusters, key=clustering.dag.position.__getitem__):
         cluster = clustering.clusters[number]
-        key = (cluster.constraint, clustering.graph.phases[cluster.calls[0]])
+        key = (cluster.constraint, clustering.graph.phases[cluster.first])
         by_constraint.setdefault(key, []).append(number)
     for numbers in by_constraint.values():
         yield from pairwise(numbers)

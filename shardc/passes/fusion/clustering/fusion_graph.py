@@ -21,7 +21,8 @@ from shardc.ir.graph import Graph, Phase, info, op_name, operands, results, type
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
 from shardc.ir.ops.buckets import UNPACK
-from shardc.passes.fusion.analysis.iteration_space import Prim, Read, StridedRuns, Value, find_space, space_constraint
+from shardc.ir.storages import Operand
+from shardc.passes.fusion.analysis.iteration_space import Prim, Read, SpaceCache, StridedRuns, Value, space_constraint
 from shardc.passes.fusion.analysis.view_analysis import VIEWS, ViewAnalysis
 from shardc.passes.fusion.clustering.numeric_sensitivity import NumericSensitivity
 from shardc.passes.fusion.clustering.producer_inlining import inline_producers
@@ -57,6 +58,7 @@ class FusionGraph:
     bytes: dict[Value, int]
     inlined: set[int]  # calls that compute producers of their operands
     unneeded: set[int]  # calls whose readers all compute the results themselves
+    spaces: SpaceCache
     call_count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,22 +81,27 @@ class FusionGraph:
         return {value: i for i, written in enumerate(self.values) for value in written}
 
 
-def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inline: bool = True) -> FusionGraph:
+def build_fusion_graph(
+    graph: Graph,
+    exclude: frozenset[str] = frozenset(),
+    inline: bool = True,
+    layouts: Mapping[fx.Node, Operand] | None = None,
+) -> FusionGraph:
     """The fusion graph of a body. `exclude` holds names of ops and values that stay calls. With `inline`, producers are
-    inlined where `inline_producers` finds it worthwhile."""
+    inlined where `inline_producers` finds it worthwhile. `layouts` are the body's, where the caller knows them."""
     per_microbatch = in_microbatch(graph)
     calls = [*graph.calls()]
     if graph.microbatches > 1:
         calls.sort(key=lambda node: node not in per_microbatch)
     values = [[value for value in results(node) if value is not None] for node in calls]
-    views = ViewAnalysis(graph, LOWERINGS)
+    views = ViewAnalysis(graph, LOWERINGS, layouts)
     sizes: dict[Value, int] = {
         value: math.prod(view.shape) * type_of(value).dtype.itemsize for value, view in views.of.items()
     }
     number = {value: i for i, written in enumerate(values) for value in written}
     lowered: dict[int, LoweredOp] = {}
     cheap: dict[fx.Node, LoweredOp] = {}
-    cache = LoweringCache(views)
+    cache, spaces = LoweringCache(views), SpaceCache()
     for i, node in enumerate(calls):
         if exclude and (op_name(node.target) in exclude or info(node).name in exclude):
             continue
@@ -109,7 +116,7 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
         if i not in duplicates and (rounded := sensitivity.with_eager_rounding(op)) is not None
     }
     for i, op in lowered.items():
-        lowered[i] = op_alone = _with_cheap_operands(op, cheap) if cheap else op
+        lowered[i] = op_alone = _with_cheap_operands(op, cheap, spaces) if cheap else op
         if sensitivity.repeatable(op.prims) and _is_cheap(sizes, op_alone):
             cheap[op_alone.node] = op_alone
     inlined: set[int] = set()
@@ -150,7 +157,7 @@ def build_fusion_graph(graph: Graph, exclude: frozenset[str] = frozenset(), inli
         barrier_epoch += [epoch] * (end - begin)
     inner = [node in per_microbatch for node in calls]
     phases: list[Phase] = [info(node).phase for node in calls]
-    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, inlined, unneeded)
+    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, inlined, unneeded, spaces)
     return FusionGraph(graph, calls, values, phases, lowered, *about)
 
 
@@ -163,12 +170,12 @@ def _is_movable(node: fx.Node) -> bool:
     return rule is not None and rule.kind == "pointwise" and op_name(node.target) != "shardc.accumulate"
 
 
-def _with_cheap_operands(user: LoweredOp, cheap: dict[fx.Node, LoweredOp]) -> LoweredOp:
+def _with_cheap_operands(user: LoweredOp, cheap: dict[fx.Node, LoweredOp], spaces: SpaceCache) -> LoweredOp:
     """The call, computing itself the operands that are cheaper to recompute than to read: masks, positions, constants.
 
     It computes one of them once for each way in which it reads it: a position may be that of a row and of a column.
     """
-    if user.reads.isdisjoint(cheap):
+    if cheap.keys().isdisjoint(user.reads):
         return user
     prims: list[Prim] = []
     recomputed: dict[tuple[Value, StridedRuns, int], Value] = {}
@@ -182,7 +189,7 @@ def _with_cheap_operands(user: LoweredOp, cheap: dict[fx.Node, LoweredOp]) -> Lo
             names: dict[Value, Value] = {}
             for prim in producer_op.prims:
                 names[prim.out] = Temporary(user.node, -1 - len(prims))
-                prims.append(_renamed(prim, names))
+                prims.append(prim.renamed(names))
             recomputed[key] = names[read.value]
         return read._replace(value=recomputed[key])
 
@@ -194,14 +201,9 @@ def _with_cheap_operands(user: LoweredOp, cheap: dict[fx.Node, LoweredOp]) -> Lo
     ]
     every = (*prims, *user_prims)
     constraint = space_constraint(every) if recomputed else None
-    if constraint is None or find_space(every, constraint) is None:
+    if constraint is None or not spaces.has_space(every, constraint):
         return user
     return LoweredOp(user.node, every, constraint)
-
-
-def _renamed(prim: Prim, names: dict[Value, Value]) -> Prim:
-    args = tuple(a._replace(value=names.get(a.value, a.value)) if isinstance(a, Read) else a for a in prim.args)
-    return replace(prim, out=names.get(prim.out, prim.out), args=args)
 
 
 def _is_cheap(sizes: Mapping[Value, int], op: LoweredOp) -> bool:

@@ -32,10 +32,11 @@ as where an extreme is kept because it crossed ranks. Where those are not reprod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import cached_property
+from typing import Any, cast
 
 from torch import fx
 
@@ -81,7 +82,6 @@ class NumericSensitivity:
     def __init__(self, views: ViewAnalysis, calls: Sequence[fx.Node], lowered: Mapping[int, LoweredOp]) -> None:
         self.views, self.calls, self.lowered = views, calls, lowered
         self.required: dict[Value, Reproducibility] = {}
-        self.selected = self._selected()
         required = self.required
         for i in reversed(range(len(calls))):
             if i in lowered:
@@ -95,9 +95,10 @@ class NumericSensitivity:
             ):
                 self._require((views.of[value].base for value in operands(calls[i])), Reproducibility.BITWISE)
 
+    # These are first read in `__init__`, or never: later the caller changes `lowered`.
     @cached_property
     def floats(self) -> set[Value]:
-        """The results that are floats. It is first read in `__init__`, or never: later the caller changes `lowered`."""
+        """The results that are floats."""
         return {p.out for op in self.lowered.values() for p in op.prims if p.dtype.is_floating_point}
 
     def repeatable(self, prims: Iterable[Prim]) -> bool:
@@ -146,11 +147,17 @@ class NumericSensitivity:
         if not sensitive:
             return set()
         first: dict[fx.Node, fx.Node] = {}
-        calls_by_key: dict[str, list[int]] = {}
+
+        def key(arg: Any) -> Hashable:
+            if type(arg) is fx.Node:
+                return first.get(arg, arg)
+            if isinstance(arg, (list, tuple)):
+                return tuple([key(item) for item in cast("Sequence[Any]", arg)])
+            return repr(arg)
+
+        calls_by_key: dict[Hashable, list[int]] = {}
         for i, node in enumerate(self.calls):
-            arguments = (node.args, node.kwargs)
-            arguments = fx.map_arg(arguments, lambda n: first.get(n, n)) if first else arguments
-            duplicates = calls_by_key.setdefault(f"{node.target} {arguments}", [])
+            duplicates = calls_by_key.setdefault((node.target, key(node.args), key([*node.kwargs.items()])), [])
             duplicates.append(i)
             if len(duplicates) == 1:
                 continue
@@ -166,7 +173,8 @@ class NumericSensitivity:
             return True
         return prim.op in (EXACT if required == Reproducibility.BITWISE else FORMULA_STABLE)
 
-    def _selected(self) -> set[Value]:
+    @cached_property
+    def selected(self) -> set[Value]:
         """The values that depend on a selection of elements."""
         selected: set[Value] = set()
         for i, node in enumerate(self.calls):
@@ -187,19 +195,19 @@ class NumericSensitivity:
         """Add what an operation requires of its operands: because it is discontinuous, or because its result reaches an
         operation that is. A reduction is computed once, so that only BITWISE passes through it: its result may be
         compared with another computation of its operand."""
-        observation = self._observation(prim)
-        if observation is not None:
-            self._require((read.value for read in prim.reads if self._is_float(read.value)), observation)
+        if prim.op in DISCONTINUOUS:
+            observed = [read.value for read in prim.reads if self._is_float(read.value)]
+            observation = self._observation(prim, observed) if observed else None
+            if observation is not None:
+                self._require(observed, observation)
         if prim.op in COMPARISONS:
             return
         required = self.required.get(prim.out)
         if required is not None and (required == Reproducibility.BITWISE or prim.over == "point"):
             self._require((read.value for read in prim.reads), required)
 
-    def _observation(self, prim: Prim) -> Reproducibility | None:
-        """What an operation requires of its float operands if it is discontinuous."""
-        if prim.op not in DISCONTINUOUS:
-            return None
+    def _observation(self, prim: Prim, observed: Collection[Value]) -> Reproducibility | None:
+        """What a discontinuous operation requires of its float operands."""
         to_bool = prim.op == "cast" and not prim.dtype.is_floating_point
         if prim.op in ROUNDINGS:
             return Reproducibility.BITWISE
@@ -208,8 +216,9 @@ class NumericSensitivity:
         numbers = [arg for arg in prim.args if not isinstance(arg, Read)]
         if any(isinstance(n, float) and math.isinf(n) for n in numbers):
             return None
-        reads_selected = any(read.value in self.selected for read in prim.reads)
-        return Reproducibility.BITWISE if reads_selected or len(prim.reads) > 1 else Reproducibility.SAME_FORMULA
+        if len(prim.reads) > 1 or (observed and not self.selected.isdisjoint(observed)):
+            return Reproducibility.BITWISE
+        return Reproducibility.SAME_FORMULA
 
     def _is_float(self, value: Value) -> bool:
         return value in self.floats or (isinstance(value, fx.Node) and type_of(value).dtype.is_floating_point)

@@ -22,7 +22,7 @@ from functools import cached_property
 
 from torch import fx
 
-from shardc.passes.fusion.analysis.iteration_space import Prim, SpaceConstraint, Value, find_space, space_constraint
+from shardc.passes.fusion.analysis.iteration_space import Prim, SpaceConstraint, Value, space_constraint
 from shardc.passes.fusion.clustering.cluster import repeats_expensive, rounds_unnoticed
 from shardc.passes.fusion.clustering.clustering import MAX_PRIMS
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
@@ -78,19 +78,19 @@ def _without_dead_values(graph: FusionGraph, groups: Sequence[FusionGroup]) -> l
                 prims.append(prim)
                 for operand in prim.reads:
                     needed.add(operand.value)
-        group = replace(_with_prims(group, tuple(reversed(prims))), outputs=outputs)
+        group = replace(_with_prims(graph, group, tuple(reversed(prims))), outputs=outputs)
         read |= group.reads
         live.append(group)
     return live[::-1]
 
 
-def _with_prims(group: FusionGroup, prims: tuple[Prim, ...]) -> FusionGroup:
+def _with_prims(graph: FusionGraph, group: FusionGroup, prims: tuple[Prim, ...]) -> FusionGroup:
     """A group with some of its operations only. The rest may be smaller than a removed operation, through which it had
     its access map. Then the rest gets a space of its own; where it has none, all operations stay."""
     if len(prims) == len(group.prims):
         return group
     for constraint in (group.constraint, space_constraint(prims)):
-        if constraint is not None and find_space(prims, constraint) is not None:
+        if constraint is not None and graph.spaces.has_space(prims, constraint):
             return replace(group, prims=prims, constraint=constraint)
     return group
 
@@ -164,7 +164,7 @@ class _Rematerializer:
         better = replace(group, prims=every, constraint=constraint)
         if rounds_unnoticed(better.reads, lambda: every) and not rounds_unnoticed(group.reads, lambda: group.prims):
             return group
-        return group if find_space(every, constraint) is None else better
+        return better if self.graph.spaces.has_space(every, constraint) else group
 
     def _expand(self, value: fx.Node, present: frozenset[fx.Node], expansion: _Expansion, free: int) -> bool:
         """Collect the operations that compute a value from what is `present`, from operands of up to `free` bytes, and

@@ -26,7 +26,7 @@ from torch import fx
 
 from shardc.cost.memory import MemoryReport
 from shardc.ir.graph import info
-from shardc.passes.fusion.analysis.iteration_space import find_space, space_constraint
+from shardc.passes.fusion.analysis.iteration_space import space_constraint
 from shardc.passes.fusion.clustering.cluster import rounds_unnoticed
 from shardc.passes.fusion.clustering.clustering import Clustering
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
@@ -186,7 +186,7 @@ class Kernels:
             return [FusionGroup(numbers, prims, lowered[numbers[0]].constraint, epoch)]
         part = replace(cluster, calls=numbers, prims=prims, barrier_epoch=epoch)
         for constraint in (space_constraint(prims), cluster.constraint):
-            if constraint is not None and find_space(prims, constraint) is not None:
+            if constraint is not None and self.graph.spaces.has_space(prims, constraint):
                 if rounds_unnoticed(part.reads, lambda: prims):
                     break
                 return [replace(part, constraint=constraint)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx
@@ -33,6 +33,7 @@ from shardc.passes.fusion.analysis.iteration_space import (
     Value,
     find_space,
     strides_along,
+    structure,
 )
 from shardc.passes.fusion.analysis.view_analysis import ViewAnalysis
 
@@ -49,6 +50,15 @@ class BuiltKernel:
     outputs: tuple[fx.Node, ...]
 
 
+class _Step(NamedTuple):
+    """A step of a kernel before its inputs are numbered."""
+
+    op: str
+    operands: tuple[Argument, ...]
+    attributes: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
 @dataclass
 class _KernelWriter:
     """Writes the steps of a kernel, one operation after another."""
@@ -58,8 +68,8 @@ class _KernelWriter:
     iteration_space: IterationSpace
     inputs: dict[tuple[fx.Node, int, Strides], Input] = field(default_factory=dict)  # type: ignore[type-arg]
     numbers: dict[tuple[fx.Node, int, Strides], int] = field(default_factory=dict)  # type: ignore[type-arg]
-    steps: list[KernelStep] = field(default_factory=list[KernelStep])
-    known: dict[KernelStep, int] = field(default_factory=dict[KernelStep, int])
+    steps: list[_Step] = field(default_factory=list[_Step])
+    known: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     values: dict[Value, Argument] = field(default_factory=dict[Value, Argument])
     parts: dict[Value, list[tuple[Argument, AccessMap]]] = field(default_factory=dict)  # type: ignore[type-arg]
 
@@ -81,11 +91,12 @@ class _KernelWriter:
     def step(
         self, op: str, *operands: Argument, dtype: torch.dtype | None = None, attributes: tuple[int, ...] = ()
     ) -> Ref:
-        step = KernelStep(op, operands, attributes, dtype)
-        if step not in self.known:
-            self.known[step] = len(self.steps)
-            self.steps.append(step)
-        return Ref(self.known[step])
+        # To Python 1 equals True, and 0.0 equals -0.0: literals are compared by their text.
+        key = (op, tuple([each if type(each) is Ref else repr(each) for each in operands]), attributes, dtype)
+        number = self.known.setdefault(key, len(self.steps))
+        if number == len(self.steps):
+            self.steps.append(_Step(op, operands, attributes, dtype))
+        return Ref(number)
 
     def write(self, prim: Prim) -> None:
         if prim.op == "cat":
@@ -196,13 +207,15 @@ class KernelCache:
     def __init__(self, graph: Graph, views: ViewAnalysis, templates: Collection[str]) -> None:
         self.graph, self.views, self.templates = graph, views, templates
         self.known: dict[Hashable, tuple[BuiltKernel, list[int]]] = {}
+        self.value_kinds: dict[fx.Node, Hashable] = {}
 
     def build(self, prims: Sequence[Prim], constraint: SpaceConstraint, outputs: Sequence[fx.Node]) -> BuiltKernel:
         """The result of `build_kernel`, built once for groups that differ only in names."""
         numbers: dict[Value, int] = {}
-        prim_keys = tuple([self._prim_key(prim, numbers) for prim in prims])
-        value_keys = tuple(map(self._value_key, numbers))
-        key = (prim_keys, constraint, tuple([numbers[value] for value in outputs]), value_keys)
+        operations = structure(prims, numbers)
+        targets = tuple([producer(prim.out)[0].target for prim in prims if type(prim.out) is fx.Node])  # for the name
+        value_kinds = tuple([self._kind_of(value) if type(value) is fx.Node else None for value in numbers])
+        key = (operations, targets, constraint, tuple([numbers[value] for value in outputs]), value_kinds)
         if key not in self.known:
             built = self._with_template_name(build_kernel(self.graph, self.views, prims, constraint, outputs))
             self.known[key] = built, [numbers[value] for value in built.inputs]
@@ -211,24 +224,14 @@ class KernelCache:
         inputs = tuple([cast("fx.Node", values[number]) for number in input_numbers])
         return replace(built, inputs=inputs, outputs=tuple(outputs))
 
+    def _kind_of(self, value: fx.Node) -> Hashable:
+        if value not in self.value_kinds:
+            kind = (type_of(value).dtype, self.views.of[value].shape, self.views.permuted.get(value))
+            self.value_kinds[value] = kind
+        return self.value_kinds[value]
+
     def _with_template_name(self, built: BuiltKernel) -> BuiltKernel:
         match = matched(built.kernel)
         if match is None or match.template.name not in self.templates:
             return built
         return replace(built, kernel=replace(built.kernel, name=match.template.name))
-
-    def _prim_key(self, prim: Prim, numbers: dict[Value, int]) -> Hashable:
-        args = tuple(
-            [
-                (numbers.setdefault(a.value, len(numbers)), a.runs, a.offset) if isinstance(a, Read) else repr(a)
-                for a in prim.args
-            ]
-        )
-        target = producer(prim.out)[0].target if isinstance(prim.out, fx.Node) else None  # it is in the kernel's name
-        about = (prim.size, prim.dtype, prim.over, prim.cols, prim.seed, prim.index)
-        return prim.op, numbers.setdefault(prim.out, len(numbers)), target, args, *about
-
-    def _value_key(self, value: Value) -> Hashable:
-        if not isinstance(value, fx.Node):
-            return None
-        return type_of(value).dtype, self.views.of[value].shape, self.views.permuted.get(value)

@@ -25,13 +25,14 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, op_name, results, set_info, type_of
 from shardc.ir.ops.group_norm import GROUP_APPLY, GROUP_MEANS, GROUP_MOMENTS, GROUP_SLOPE, GROUP_STATS, GROUP_SUMS
-from shardc.ir.storages import strides
+from shardc.ir.storages import operand_layouts
 from shardc.ir.types import TensorType
 from shardc.passes.fusion.analysis.iteration_space import Read, Shape
 from shardc.passes.fusion.lowering.lowered_op import LoweringBuilder, NotLowerable, Operand, Temporary, lower
 
 aten = torch.ops.aten
 FORWARD, BACKWARD = aten.native_group_norm.default, aten.native_group_norm_backward.default
+GROUP_NORMS = (FORWARD, BACKWARD)
 NARROW = (torch.bfloat16, torch.float16, torch.float32)  # kernels reduce in float32
 
 
@@ -40,7 +41,7 @@ def split_group_norms(graph: Graph, exclude: Collection[str] = ()) -> None:
     norms = [
         node
         for node in graph.calls()
-        if node.target in (FORWARD, BACKWARD) and op_name(node.target) not in exclude and info(node).name not in exclude
+        if node.target in GROUP_NORMS and op_name(node.target) not in exclude and info(node).name not in exclude
     ]
     if not norms:
         return
@@ -55,13 +56,14 @@ def split_group_norms(graph: Graph, exclude: Collection[str] = ()) -> None:
 
 class GroupNormSplitter:
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.strides = graph, strides(graph)
+        self.graph, self.layouts = graph, operand_layouts(graph)
         self.exact: dict[fx.Node, fx.Node] = {}  # statistics as forward returns them -> in float32
 
     def is_walkable(self, x: fx.Node) -> bool:
         shape = type_of(x).local_shape(self.graph.mesh)
         contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        strides = [s for s, n in zip(self.strides.get(x, contiguous), shape, strict=True) if n > 1]
+        actual = self.layouts[x].strides if x in self.layouts else contiguous
+        strides = [s for s, n in zip(actual, shape, strict=True) if n > 1]
         return type_of(x).dtype in NARROW and strides == [s for s, n in zip(contiguous, shape, strict=True) if n > 1]
 
     def call(self, target: Any, *args: Any, like: fx.Node, type: TensorType) -> fx.Node:

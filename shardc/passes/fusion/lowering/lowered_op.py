@@ -63,13 +63,9 @@ class LoweredOp:
     def renamed(self, node: fx.Node, names: Mapping[Value, Value]) -> LoweredOp:
         """The same operations for another call. `names` has the new name of every value, temporaries included."""
         op = object.__new__(LoweredOp)
-        prims: list[Prim] = []
-        for prim in self.prims:
-            args = [Read(names[a.value], a.runs, a.offset) if type(a) is Read else a for a in prim.args]
-            about = (prim.size, prim.dtype, prim.over, prim.cols, prim.seed, prim.index)
-            prims.append(Prim(names[prim.out], prim.op, tuple(args), *about))
+        prims = tuple([prim.renamed(names) for prim in self.prims])
         reads = frozenset([names[value] for value in self.reads])
-        fields = {"node": node, "prims": tuple(prims), "constraint": self.constraint, "reads": reads}
+        fields = {"node": node, "prims": prims, "constraint": self.constraint, "reads": reads}
         op.__dict__.update(fields, is_float64=self.is_float64)
         return op
 

@@ -37,16 +37,17 @@ class LoweringCache:
 
     def lower(self, node: fx.Node) -> LoweredOp | None:
         """The result of `lower_op`."""
-        if node.target not in LOWERINGS and node not in self.views.copying_views:
+        is_copy = node in self.views.copying_views
+        if not is_copy and node.target not in LOWERINGS:
             return None
         bases: dict[fx.Node, int] = {}
-        results_of_call = results(node)
+        results_of_call, kwargs = results(node), node.kwargs
         key = (
             node.target,
-            node in self.views.copying_views,
+            is_copy,
             tuple([None if value is None else self._kind(value) for value in results_of_call]),
-            self._argument_key(node.args, bases),
-            tuple([(name, self._argument_key(arg, bases)) for name, arg in node.kwargs.items()]) if node.kwargs else (),
+            tuple([self._argument_key(arg, bases) for arg in node.args]),
+            tuple([(name, self._argument_key(arg, bases)) for name, arg in kwargs.items()]) if kwargs else (),
         )
         known = self.known.get(key)
         if known is None:
@@ -64,8 +65,8 @@ class LoweringCache:
         return first.renamed(node, names)
 
     def _kind(self, value: fx.Node) -> int:
-        if value in self.kinds:
-            return self.kinds[value]
+        if (known := self.kinds.get(value)) is not None:
+            return known
         base, *layout = self.views.of[value]
         dtype, number = type_of(value).dtype, constant_value(value)
         base_dtype = dtype if base is value else type_of(base).dtype
@@ -74,8 +75,8 @@ class LoweringCache:
         return self.kinds[value]
 
     def _argument_key(self, arg: Any, bases: dict[fx.Node, int]) -> Hashable:
-        if isinstance(arg, fx.Node):
-            return bases.setdefault(self.views.of[arg].base, len(bases)), self._kind(arg)
+        if type(arg) is fx.Node:
+            return bases.setdefault(self.views.of[arg][0], len(bases)), self._kind(arg)
         if isinstance(arg, (list, tuple)):
             return tuple([self._argument_key(item, bases) for item in cast("Sequence[Any]", arg)])
         return repr(arg) if isinstance(arg, KEYED_TYPES) else object()  # equal to nothing

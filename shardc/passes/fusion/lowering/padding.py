@@ -22,6 +22,13 @@ from shardc.ir.types import TensorType
 from shardc.passes.fusion.lowering.lowered_op import LoweringBuilder, NotLowerable, Operand, lower
 
 aten = torch.ops.aten
+PAD = aten.constant_pad_nd.default
+
+
+def has_padding(graph: Graph) -> bool:
+    """Is there a mask, or are there pads that may be equal, for `lower_padding` to rewrite?"""
+    targets = [node.target for node in graph.calls()]
+    return local.mask_pad in targets or targets.count(PAD) > 1
 
 
 def lower_padding(graph: Graph) -> None:
@@ -46,7 +53,7 @@ def _pad_once(graph: Graph) -> None:
     """Merge equal pads: products that read one value with and without zeroed padding now read the same value."""
     known: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
-        if node.target is aten.constant_pad_nd.default:
+        if node.target is PAD:
             first = known.setdefault((info(node).phase, node.args, str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
@@ -93,7 +100,7 @@ def _rewrite(graph: Graph, node: fx.Node, dim: int, known: dict[object, fx.Node]
     set_info(chosen, about)
 
 
-@lower(aten.constant_pad_nd.default)
+@lower(PAD)
 def rows_before_zeros(m: LoweringBuilder, x: Operand, pad: Sequence[int], value: float = 0) -> Operand:
     before, after = m.shape_of(x)[-1:], m.shape[-1:]
     if value or pad[0] or any(pad[2:]) or not before or not UNIT < before[0] < after[0] == padded_columns(before[0]):

@@ -24,12 +24,13 @@ from shardc.ir.types import TensorType
 from shardc.passes.fusion.lowering.lowered_op import LoweringBuilder, NotLowerable, Operand, Temporary, lower
 
 aten = torch.ops.aten
+SOFTMAX = aten._softmax.default
 NARROW = (torch.bfloat16, torch.float16, torch.float32)  # kernels reduce in float32
 
 
 def split_softmaxes(graph: Graph, exclude: Collection[str] = ()) -> None:
     """Let each softmax of rows return its maxima and sums too, in place. Unused ones are removed later."""
-    for node in [node for node in graph.calls() if node.target is aten._softmax.default]:
+    for node in [node for node in graph.calls() if node.target is SOFTMAX]:
         x, dim, _ = node.args
         about, type = info(node), type_of(node)
         shape = type.local_shape(graph.mesh)
@@ -62,7 +63,7 @@ def restore_softmaxes(graph: Graph) -> None:
             x, dim, dtype = node.args
             wider = dtype != type_of(x).dtype  # type: ignore[arg-type]
             with graph.fx.inserting_before(node):
-                whole = graph.fx.call_function(aten._softmax.default, (x, dim, wider))
+                whole = graph.fx.call_function(SOFTMAX, (x, dim, wider))
             set_info(whole, info(items[0]))
             items[0].replace_all_uses_with(whole)
             for table in (graph.activations, graph.gradients):
@@ -116,7 +117,7 @@ def _along_inner_dim(
     return m.store_permuted(y, order)
 
 
-@lower(aten._softmax.default)
+@lower(SOFTMAX)
 def softmax(m: LoweringBuilder, x: Operand, dim: int, half_to_float: bool) -> Operand:
     """Along an inner dim. Along the last one, `split_softmaxes` has replaced it."""
     order = _inner_dim(m, x, dim)
