@@ -171,7 +171,7 @@ def _record(
     if not request.trains:
         record["mode"] = request.mode
     if (state := saved_state(request.model)) is not None:
-        record["state"] = state
+        record["state"] = [list(entry) for entry in state]  # as a file has them
     if plan.pipeline is not None:
         record["cut"] = plan.pipeline.place("split", "stages") or ""
     if plan.precision is not None and (precision := bind_precision(plan)[0]) is not None:

@@ -54,6 +54,8 @@ _ON_META = (
 _INSTEAD = {
     " and meta!": _ON_META,
     "meta and ": _ON_META,
+    "different devices cpu, meta": _ON_META,  # as torch 2.11 says it
+    "different devices meta, cpu": _ON_META,
     "context_fn": "leave _composable.checkpoint out: the plan's recompute, or torch.utils.checkpoint.checkpoint("
     "module, x, use_reentrant=False) in forward",
     "jvp function for custom autograd.Function": _FORWARD_MODE,

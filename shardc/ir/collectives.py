@@ -135,7 +135,7 @@ def member(graph: Graph, value: fx.Node) -> Collective:
     elif bucket.kind == "reduce_scatter":
         size *= bucket.group_size
     sent = _sent(bucket.kind, size, bucket.group_size)
-    part = replace(bucket, value=about.name, cause=str(about.cause), source=about.source)
+    part = replace(bucket, value=about.name, cause=str(about.cause), source=about.source, fqn=about.fqn)
     return replace(part, bytes_per_rank=sent, payload_bytes=size)
 
 

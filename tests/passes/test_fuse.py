@@ -130,7 +130,7 @@ def test_a_rank_runs_kernels_as_the_simulation_does() -> None:
     held = {name: value.clone().contiguous() for name, value in trainer.state.items()}
     homes = {name: value.data_ptr() for name, value in held.items()}
     for _ in range(3):
-        fed = trainer._feeds(program.sample)  # pyright: ignore[reportPrivateUsage]
+        fed = trainer._feeding.feeds(program.sample, trainer.seed, trainer.steps)  # pyright: ignore[reportPrivateUsage]
         rates = trainer.rates()
         loss = trainer.step(program.sample).loss
         found = executor.run(held | rates, fed)

@@ -197,8 +197,10 @@ def _units(model: Any, tensors: Mapping[str, Held], dtypes: Mapping[str, torch.d
     types = {name: t for unit in alone for name, t in unit.outputs.items()}
     converters = [c.reverse_transform() for c in conversions if isinstance(c, loading.WeightConverter)]
     groups: dict[str, list[str]] = {}
+    apply = getattr(loading, "apply_converters", None)
     for name in sorted(types, key=loading.dot_natural_key):
-        target, pattern = loading.apply_converters(name, converters)
+        # A version of transformers that does not tell which tensors belong together has them all converted at once.
+        target, pattern = ("all", "") if apply is None else apply(name, converters)
         groups.setdefault(name if pattern is None else f"{target} ", []).append(name)
 
     def convert(wholes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -214,7 +216,7 @@ def _saved_with(model: Any, loading: Any) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         known = get_model_conversion_mapping(model, add_legacy=False)
-    return [entry for entry in known[::-1] if not isinstance(entry, loading.PrefixChange)]
+    return [entry for entry in known[::-1] if not isinstance(entry, getattr(loading, "PrefixChange", ()))]
 
 
 def _write_description(model: Any, draft: Path, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype | None) -> None:
