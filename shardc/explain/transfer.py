@@ -92,8 +92,8 @@ def cause_of(plan: PlanRecord) -> str:
     """The words of a program's plan that say where it is cut."""
     pipeline = Plan.parse(plan.get("text", "")).pipeline
     suffix = f"   ({cut_at})" if (cut_at := plan.get("cut")) else ""
-    if pipeline is not None and pipeline.split:
-        return f"split: {', '.join(pipeline.split)}{suffix}"
+    if split := pipeline.split if pipeline else ():
+        return f"split: {', '.join(split)}{suffix}"
     return f"no split: the cut is the most balanced one{suffix}"
 
 
