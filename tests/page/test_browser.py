@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it draws, clicks explain, a model of 32 layers takes as few rows as one of 3, nothing is fetched."""
+"""The page in a real Chromium: it draws, clicks explain, 32 layers take as few rows as 3, and nothing is fetched."""
 
 from __future__ import annotations
 
