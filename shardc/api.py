@@ -118,7 +118,7 @@ def compile(
     watch: Watch | None = None,
     mode: Mode = "train",
 ) -> Program:
-    """Compile one training step (loss and gradients) of `model` for every rank of `mesh`.
+    """Compile one training step (loss and gradients) of `model`, or an evaluation, for every rank of `mesh`.
 
         program = shardc.compile(
             model,
@@ -180,7 +180,7 @@ class Program(data.Program):
 
     Without a pipeline there is one stage, the body, which all ranks run. With one no rank runs the body: it is what the
     stages of `pipelined` add up to. So `collectives()` are those of all stages along the other axes; `transfers()` are
-    the pipeline's own. Plain data apart from `model`, `sample` and `loss`, which a program from a file lacks.
+    the pipeline's own. Plain data apart from the model and what it was compiled with, which one from a file lacks.
     """
 
     pipelined: StagedProgram | None = field(default=None, repr=False)
@@ -194,10 +194,11 @@ class Program(data.Program):
     request: Request | None = field(default=None, compare=False, repr=False)  # the arguments that it was compiled with
 
     def __repr__(self) -> str:
+        what = "an evaluation" if self.body.is_forward_only else "a step"
         of = f" of {type(self.model).__name__}" if self.model is not None else ""
         stages = f"{len(self.staged.stages)} stages along {self.staged.axis}, " if self.staged.axis else ""
-        calls = sum(1 for _ in self.body.calls())
-        return f"Program(a step{of}: mesh {self.mesh}, {stages}{calls} calls, {len(self.collectives())} collectives)"
+        calls, moved = sum(1 for _ in self.body.calls()), len(self.collectives())
+        return f"Program({what}{of}: mesh {self.mesh}, {stages}{calls} calls, {moved} collectives)"
 
     @property
     def staged(self) -> StagedProgram:

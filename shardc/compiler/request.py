@@ -128,7 +128,7 @@ def compiled(request: Request) -> Compiled:
         tokens = None  # of an evaluation without a loss
     elif tokens is None:
         bind_tokens(plan.loss, call)  # raises for an input that the batch does not have
-    bound = bind(plan if trains else _for_evaluation(plan, request.kept), traced, placed)
+    bound = bind(plan if trains else _for_evaluation(request, plan, traced), traced, placed)
     store, keep = bind_storage(plan.storage, traced, placed)
     options = Options(
         request.strict or plan.strict,
@@ -199,27 +199,31 @@ def _output_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
 
 
 def _by_row(request: Request, traced: Traced, microbatches: int) -> list[str]:
-    """The outputs of a microbatch that are parts of those of the whole batch: what forward makes longer along dim 0.
+    """The outputs whose dim 0 is the rows of a microbatch, and for the whole batch the rows of the batch.
 
-    Of a size alone it cannot be told: a microbatch of 4 rows may give a table of 4 experts. A model that takes no more
-    rows than a microbatch's is judged by it all the same.
+    Of a size alone it cannot be told: a microbatch of 4 rows may give a table of 4 experts, and an output of twice as
+    many rows may have them in any order. A model that takes no more rows than a microbatch's is judged by it.
     """
-    shapes = _output_shapes(traced)
+    rows = next((t.shape[0] for t in Call(request.model, request.batch).tensors if t.dim()), 0)
+    part = rows // microbatches
+    shapes = {name: shape for name, shape in _output_shapes(traced).items() if shape[:1] == (part,)}
     try:
         with evaluating(request.model, on=not request.trains):
             whole = _output_shapes(trace(request.model, request.batch, with_outputs=True, forward_only=True))
     except ShardcError:
-        rows = next((t.shape[0] for t in Call(request.model, request.batch).tensors if t.dim()), 0)
-        whole = {name: (rows, *shape[1:]) for name, shape in shapes.items() if shape[:1] == (rows // microbatches,)}
-    return [
-        name for name, shape in shapes.items() if shape and whole.get(name) == (microbatches * shape[0], *shape[1:])
-    ]
+        return list(shapes)
+    return [name for name, shape in shapes.items() if whole.get(name) == (rows, *shape[1:])]
 
 
-def _for_evaluation(plan: Plan, kept: Kept) -> Plan:
-    """The plan without annotations of outputs that an evaluation does not return as such: the loss is the result's."""
-    outputs = {pattern: a for pattern, a in plan.outputs.items() if kept == "all" and pattern != "loss"}
-    return plan.model_copy(update={"outputs": outputs})
+def _for_evaluation(request: Request, plan: Plan, traced: Traced) -> Plan:
+    """The plan without annotations of outputs that an evaluation does not return as such (the loss is the result's),
+    and, beside training, of inputs that only training has, such as labels."""
+    outputs = {pattern: a for pattern, a in plan.outputs.items() if request.kept == "all" and pattern != "loss"}
+    inputs = plan.inputs
+    if request.like is not None:
+        names = [i.name for i in traced.inputs if i.role == "input"]
+        inputs = {pattern: a for pattern, a in inputs.items() if any(map(a.matches, names))}
+    return plan.model_copy(update={"outputs": outputs, "inputs": inputs})
 
 
 def _without_backward(plan: Plan) -> Iterator[Diagnostic]:

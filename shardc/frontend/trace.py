@@ -41,6 +41,7 @@ from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.unsupported import is_loss, refuse_no_scalar, refuse_unfit, untrained
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.microbatch import SCALE, SHARE
+from shardc.ir.program import CONSTANT
 
 aten = torch.ops.aten
 NOTHING = "return what is to be seen: a tensor, or a tuple, a dict or a dataclass of tensors"
@@ -304,7 +305,7 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     by_target = constants_as_inputs(graph, placeholders[-1])
     constants: dict[str, Tensor] = {}
     for number, (target, node) in enumerate(by_target.items()):
-        name = f"_constant.{number}"
+        name = f"{CONSTANT}{number}"
         constants[name] = cast("Tensor", getattr(gm, target)).detach()
         node.meta["val"] = torch_compat.fake_like(step.mode, constants[name])
         inputs.append(TracedInput("buffer", name, (), False, node))

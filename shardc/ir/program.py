@@ -49,6 +49,7 @@ from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
 
 FORMAT = "shardc-program"
+CONSTANT = "_constant."  # prefix of the tensors that a program has for its own: each program numbers them anew
 VERSION = 3
 AnnotationLine = tuple[str, str, str, str]  # kind, name or pattern, placement text, origin ("plan.yaml:9" or "")
 

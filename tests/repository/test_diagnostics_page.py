@@ -203,6 +203,7 @@ def test_examples(
     section, shared = SECTIONS[code], tmp_path_factory.getbasetemp()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tables.schedules.cache_clear()
     monkeypatch.setenv(tables.VARIABLE, "")  # so that it is put back after an example that sets it
     monkeypatch.delenv(tables.VARIABLE)
     scope = dict(preamble(section.chapter, shared))

@@ -28,14 +28,13 @@ from torch import fx
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.mesh import Mesh
+from shardc.ir.program import CONSTANT
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.casts import carriers, gradients, narrow_copies
 from shardc.passes.sharding.seed import Bound, landed
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
-
-OWN = "_constant."  # prefix of the tensors that a program has for its own
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class Store(Pass):
     def like(self, body: Graph) -> Store:
         """Storage as another body's: what it takes between its steps, this one takes too."""
         pairs = zip(body.inputs, body.placeholders, strict=True)
-        held = tuple((p.name, type_of(n)) for p, n in pairs if p.role in ("param", "buffer") and p.name not in OWN)
+        held = [(p.name, type_of(n)) for p, n in pairs if p.role in ("param", "buffer")]
+        held = tuple((name, type) for name, type in held if not name.startswith(CONSTANT))
         return replace(self, layout=held)
 
     def cuts(self, graph: Graph) -> list[tuple[str, int, tuple[int, ...]]]:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.mesh import Mesh
+from shardc.ir.program import CONSTANT
 from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.runtime.checkpoint.folder import discard, find, place_of, temporary
 from shardc.runtime.checkpoint.lock import FolderLock
@@ -37,7 +38,6 @@ from shardc.torch_compat import stored_at
 
 T = TypeVar("T")
 SHOWN = 12  # tensors that do not fit, of hundreds
-CONSTANT = "_constant."  # a program's own tensors, which checkpoints once held
 
 
 @dataclass(frozen=True)

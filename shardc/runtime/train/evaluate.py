@@ -22,7 +22,7 @@ import torch
 from shardc.ir.caller import warn
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
-from shardc.ir.program import PlanRecord
+from shardc.ir.program import CONSTANT, PlanRecord
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.batch import describe_sample, leaves_of
@@ -195,7 +195,9 @@ class Evaluator:
         engine = self.engine.beside(program.staged)
         feeding = Feeding(body, program.plan.get("batch"), IndexCheck(program.reference))
         types = {p.name: v for p, v in _typed(body)}
-        constants = {name: engine.shards.hold(t, types[name]) for name, t in program.constants.items()}
+        # What the trainer holds of the model is as it is now; a program's own tensors are those of that program.
+        own_tensors = {n: t for n, t in program.constants.items() if n.startswith(CONSTANT) or n not in self._inputs}
+        constants = {name: engine.shards.hold(t, types[name]) for name, t in own_tensors.items()}
         kept = [p.name for p, _ in _typed(body) if p.role in ("param", "buffer") and p.name not in constants]
         homes, own = engine.homes, self.engine.homes
         borrowed = tuple(name for name in kept if not {*homes.get(name, ())} <= {*own.get(name, ())})

@@ -20,8 +20,8 @@ from shardc.frontend.own_values import computed_buffers, non_persistent_buffers
 from shardc.frontend.saved_state import Entry
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.graph import Port
+from shardc.ir.program import CONSTANT
 from shardc.ir.types import DTYPES, TensorType
-from shardc.runtime.checkpoint.checkpoint import CONSTANT
 
 Kept = Mapping[str, tuple[Port, TensorType]]
 SHOWN = 5  # names in a message

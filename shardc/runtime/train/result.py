@@ -68,7 +68,7 @@ class StepResult:
 
     def __repr__(self) -> str:
         """In a line: tensors but the loss by their number."""
-        parts = [f"loss={self.loss.item():.6g}"]
+        parts = [f"loss={self.own_loss.item():.6g}"] if self.own_loss is not None else []
         parts += [f"grad_norm={self.grad_norm.item():.4g}"] if self.grad_norm is not None else []
         counted = {"grads": self.grads, "updates": self.updates, "buffers": self.buffers, "outputs": self.outputs}
         parts += [f"{len(tensors)} {name}" for name, tensors in counted.items() if tensors]

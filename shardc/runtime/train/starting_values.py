@@ -21,8 +21,8 @@ from shardc.frontend.own_values import own_init
 from shardc.frontend.provenance import named_at
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.graph import Port
+from shardc.ir.program import CONSTANT
 from shardc.ir.types import TensorType
-from shardc.runtime.checkpoint.checkpoint import CONSTANT
 from shardc.runtime.checkpoint.weights import Init, Read, Source, find, initial
 from shardc.runtime.oracle.simulate import missing
 
