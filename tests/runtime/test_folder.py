@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.checkpoint.checkpoint import load_state_dict
+from shardc.runtime.checkpoint.folder import begin_export, publish, temporary
 from tests.runtime.test_checkpoint_safety import small
 
 
@@ -80,3 +82,42 @@ def test_a_new_checkpoint_that_cannot_take_its_place(
     reader.load(path)
     assert reader.steps == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ck", "ck.lock"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_read_only_folder_is_replaced_and_removed() -> None:
+    """Of a user's: root may remove everything."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        child = os.fork()
+        if not child:
+            try:
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                os._exit(_replaced_thrice(Path(name) / "out"))
+            finally:
+                os._exit(100)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert sorted(path.name for path in Path(name).iterdir()) == ["out"]
+
+
+def _replaced_thrice(path: Path) -> int:
+    """Export a folder with a read-only one in it three times, a failed draft before each: how often that worked."""
+    for turn in range(3):
+        begin_export(path)
+        _keep(path)
+        draft = begin_export(path)
+        assert [entry.name for entry in draft.iterdir()] == []
+        _keep(path)
+        publish(draft, path)
+        if [entry.name for entry in path.parent.iterdir()] != ["out"]:
+            return turn
+    return 3
+
+
+def _keep(path: Path) -> None:
+    draft = temporary(path, 0)
+    (draft / "runs").mkdir()
+    (draft / "config.json").touch()
+    (draft / "runs/log").touch()
+    (draft / "runs").chmod(0o555)

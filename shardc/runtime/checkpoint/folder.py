@@ -19,6 +19,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
@@ -129,6 +130,7 @@ def begin_export(path: Path) -> Path:
     if newest != path:
         os.rename(newest, path)
     for draft in _begun(path):
+        _unprotect(draft)
         shutil.rmtree(draft)
     folder = temporary(path, 0)
     folder.mkdir()
@@ -194,7 +196,16 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
     else:
+        _unprotect(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unprotect(folder: Path) -> None:
+    """Let read-only folders be emptied: an export keeps those that the user has beside the weights."""
+    for inner, _, _ in os.walk(folder):
+        if not os.access(inner, os.W_OK):
+            with suppress(OSError):
+                os.chmod(inner, 0o700)
 
 
 def _is_empty(path: Path) -> bool:
