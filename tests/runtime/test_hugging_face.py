@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
+from shardc.runtime.checkpoint.hugging_face import sources_of
 from shardc.runtime.train.trainer import Trainer
 
 DECODER: dict[str, Any] = {
@@ -236,7 +238,11 @@ def test_a_crash_leaves_the_folder_before_or_the_new_one(point: str, trainer: Tr
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert folder.exists() == (point != "rename 2")
     lying = folder if folder.exists() else tmp_path / "out.tmp-replaced"
+    source = sources_of(folder, None)[0]
+    assert {name: source.read(name)(()).dtype for name in source.names} == dict.fromkeys(source.names, torch.float32)
+    assert source.names
     if "model.safetensors" in names(lying):
         assert {name: (lying / name).read_bytes() for name in names(lying)} == before
     assert T.LlamaForCausalLM.from_pretrained(lying).dtype in (torch.float32, torch.bfloat16)
@@ -266,6 +272,74 @@ def _dies_at(point: str, folder: Path) -> None:
 
     folders.os.rename = dying_rename  # type: ignore[assignment]
     export.sync_file = hugging_face.sync_file = dying_sync
+
+
+def test_a_link_to_the_folder_stays_a_link(trainer: Trainer, tmp_path: Path) -> None:
+    link, real = tmp_path / "link", tmp_path / "disk/real"
+    link.symlink_to("disk/real")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):  # the first makes what the link leads to
+        trainer.export_hf(link, dtype=dtype)
+        assert os.readlink(link) == "disk/real"
+        assert T.LlamaForCausalLM.from_pretrained(real).dtype == dtype
+        assert (names(tmp_path), names(tmp_path / "disk")) == (["disk", "link"], ["real"])
+        (tmp_path / "disk/real.tmp-replaced").symlink_to("real")  # as shardc 0.1 left it
+    assert same(compiled(on_meta()).launch(state=link).state_dict(), trainer.state_dict())
+    real.rename(tmp_path / "disk/aside")
+    (tmp_path / "disk/real.tmp-replaced").unlink()
+    (tmp_path / "disk/aside").rename(tmp_path / "disk/real.tmp-replaced")  # as a kill between the renames leaves it
+    assert same(compiled(on_meta()).launch(state=link).state_dict(), trainer.state_dict())
+
+
+@pytest.mark.parametrize("fails", [{2}, {2, 3}], ids=["rename", "rename and back"])
+def test_a_new_folder_that_cannot_take_its_place(
+    fails: set[int], trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename, renames = tmp_path / "out", os.rename, count(1)
+    trainer.export_hf(folder)
+    before = {name: (folder / name).read_bytes() for name in names(folder)}
+
+    def failing(source: Path, target: Path) -> None:
+        if next(renames) in fails:
+            raise PermissionError(13, "Permission denied", str(target))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        message = refusal("SC408", lambda: trainer.export_hf(folder, dtype=torch.bfloat16))
+    assert next(renames) == 4  # both renames and the one back
+    assert "Permission denied" in message
+    if fails == {2}:
+        assert "weights that were there before are as they were" in message
+        assert names(tmp_path) == ["out"]
+    else:
+        draft, replaced = sorted(tmp_path.iterdir())
+        assert f"the new one lies at {draft}, the one before at {replaced}" in message
+        assert T.LlamaForCausalLM.from_pretrained(draft).dtype == torch.bfloat16
+        assert sources_of(folder, None)[0].names
+        rename(replaced, folder)
+    assert {name: (folder / name).read_bytes() for name in names(folder)} == before
+    trainer.export_hf(folder, dtype=torch.float16)
+    assert T.LlamaForCausalLM.from_pretrained(folder).dtype == torch.float16
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_read_only_file_is_kept(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, open_ = tmp_path / "out", Path.open
+    trainer.export_hf(folder)
+    (folder / "LICENSE").write_text("mine")
+    (folder / "LICENSE").chmod(0o444)
+
+    def open_as_a_user(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        """Root may write everything."""
+        if self.exists() and not self.stat().st_mode & 0o200 and set(mode) & set("wa+"):
+            raise PermissionError(13, "Permission denied", str(self))
+        return open_(self, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_as_a_user)
+    trainer.export_hf(folder, dtype=torch.float16)
+    assert (folder / "LICENSE").read_text() == "mine"
+    assert (folder / "LICENSE").stat().st_mode & 0o777 == 0o444
+    assert T.LlamaForCausalLM.from_pretrained(folder).dtype == torch.float16
 
 
 def test_a_full_disk_is_an_error(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

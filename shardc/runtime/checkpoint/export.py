@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
-from shardc.runtime.checkpoint.folder import sync
+from shardc.runtime.checkpoint.folder import place_of, sync
 from shardc.runtime.checkpoint.planners import Held, writes
 from shardc.runtime.checkpoint.weights import INDEX
 from shardc.runtime.execute.layout import assemble
@@ -69,7 +69,7 @@ def export(
     `dtypes` are the model's, where it has others than the trainer.
     """
     checkpoints.settle()
-    folder, first = Path(path), checkpoints.job_rank == 0
+    folder, first = place_of(path), checkpoints.job_rank == 0
     written_dtypes = {name: cast_to(entry, dtype, (dtypes or {}).get(name)) for name, entry in tensors.items()}
 
     def begin() -> None:
@@ -149,7 +149,10 @@ def write_weights(
 
 @contextmanager
 def drafted(draft: Path, target: Path) -> Generator[None]:
-    """Raise file errors, such as a full disk, as SC408, and remove the drafts."""
+    """Raise file errors, such as a full disk, as SC408, and remove the drafts.
+
+    An error that is shardc's already leaves them: that of `publish` says where the whole draft lies.
+    """
     try:
         yield
     except ShardcError:
@@ -208,8 +211,8 @@ def file_names(types: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's content to disk."""
-    with path.open("rb+") as file:
+    """Bring a file's content to disk. It may be read-only: a file of the user's that is kept."""
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 

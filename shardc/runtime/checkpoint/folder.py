@@ -6,7 +6,10 @@
 
 A checkpoint is written to `NAME.tmp-STEP-JOB` beside it, brought to disk, and renamed. Where one lies already, that
 one is first moved to `NAME.tmp-replaced`, and removed at last. So at any moment the new one or the one before is whole,
-and `find` alone says which is the newest that is.
+and `find` alone says which is the newest that is. Where NAME is a symbolic link, all this is done to what it leads to.
+
+A folder for `transformers` is replaced in the same way, but has no manifest that tells a whole draft from a begun one:
+of what a kill between the two renames leaves, `find_model` takes the one before.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
@@ -25,12 +29,25 @@ JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")  # equal on all ranks: an agent tha
 
 
 def place_of(path: str | Path) -> Path:
-    """The absolute path of a checkpoint that the user named. Raises ShardcError (SC408) for what names no folder."""
+    """The absolute path of a folder that the user named, with all symbolic links followed: a link stays as it is.
+
+    Raises ShardcError (SC408) for what names no folder.
+    """
+    folder: Path | None = None
+    problem: str | None = None
     try:
-        folder = Path(path).absolute()
-        problem = "holds a NUL byte" if "\0" in str(folder) else None if folder.name else "is the root of all files"
+        named = Path(path).absolute()
     except TypeError:
-        folder, problem = None, f"is a {type(path).__name__}"
+        problem = f"is a {type(path).__name__}"
+    else:
+        if "\0" in str(named):
+            problem = "holds a NUL byte"
+        else:
+            folder = Path(os.path.realpath(named))
+            if os.path.islink(folder):
+                problem = "is a symbolic link that leads back to itself"
+            elif not folder.name:
+                problem = "is the root of all files"
     if folder is None or problem is not None:
         raise error(
             "SC408", f"the path {path!r} of a checkpoint {problem}", hint="give the path of a folder: 'out/run'"
@@ -69,6 +86,17 @@ def find(path: Path) -> Path:
     )
 
 
+def find_model(path: Path) -> Path:
+    """The folder of the newest model that goes by `path`, which may name a file too; every reader of one asks here.
+
+    A kill between the two renames of an export leaves the one before beside `path`, and nothing at `path`.
+    """
+    if path.exists() or "\0" in str(path):
+        return path
+    replaced = _replaced(Path(os.path.realpath(path)))
+    return replaced if replaced.is_dir() else path
+
+
 def present(path: Path) -> bool:
     """Whether `path` has a checkpoint to resume from: a whole one, or something that `find` refuses."""
     try:
@@ -98,9 +126,11 @@ def begin_export(path: Path) -> Path:
         hint = "give the path of a folder of its own; one that is there already is replaced, if it holds a model"
         raise error("SC408", f"{path} exists, and holds no model: it is not replaced", hint=hint)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _replaced(path).exists() and not path.exists():  # a crash between the two renames
-        os.rename(_replaced(path), path)
+    newest = find_model(path)
+    if newest != path:
+        os.rename(newest, path)
     for draft in _begun(path):
+        _unprotect(draft)
         shutil.rmtree(draft)
     folder = temporary(path, 0)
     folder.mkdir()
@@ -122,15 +152,24 @@ def discard(folder: Path) -> None:
 
 
 def publish(folder: Path, path: Path) -> None:
-    """Move a complete folder to its place."""
+    """Move a complete folder to its place. What lay there lies there again if that fails.
+
+    Raises ShardcError (SC408), and both folders stay beside their place, if it cannot be moved back either.
+    """
     sync(folder)
     replaced = _replaced(path)
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)  # left where a save was killed after its renames
+    replaces = path.exists()
+    if replaces:
+        _remove(replaced)  # left where a save was killed after its renames
         os.rename(path, replaced)
-    os.rename(folder, path)
+    try:
+        os.rename(folder, path)
+    except OSError as failure:
+        if replaces:
+            _move_back(folder, path, failure)
+        raise
     sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
 
 
 def sync(folder: Path) -> None:
@@ -140,6 +179,33 @@ def sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _move_back(folder: Path, path: Path, failure: OSError) -> None:
+    replaced = _replaced(path)
+    try:
+        os.rename(replaced, path)
+    except OSError:
+        message = f"{folder} is whole, and could not be renamed to {path}: {type(failure).__name__}: {failure}"
+        hint = f"the new one lies at {folder}, the one before at {replaced}: rename one of them to {path}"
+        raise error("SC408", message, hint=hint) from failure
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, or a link: shardc 0.1 renamed a link that the user named."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        _unprotect(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unprotect(folder: Path) -> None:
+    """Let read-only folders be emptied: an export keeps those that the user has beside the weights."""
+    for inner, _, _ in os.walk(folder):
+        if not os.access(inner, os.W_OK):
+            with suppress(OSError):
+                os.chmod(inner, 0o700)
 
 
 def _is_empty(path: Path) -> bool:

@@ -6,7 +6,9 @@
 `transformers` keeps some models otherwise in files than in memory: each expert of a Mixtral is a tensor on disk, and
 all experts of a layer are one in the model. Its own conversions are applied, tensor by tensor, in both directions.
 
-A folder is written beside its place and renamed when it is whole, as a checkpoint is: a crash leaves the one before.
+A folder is written beside its place and renamed when it is whole, as a checkpoint is: a crash leaves the one before. A
+kill between the two renames leaves it at `out/hf.tmp-replaced`, where `launch(state="out/hf")` finds it and the next
+export moves it back from; `from_pretrained("out/hf")` finds nothing until then.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardc.ir.diagnostic import did_you_mean, error
+from shardc.runtime.checkpoint.folder import find_model
 
 Read = Callable[[tuple[slice, ...]], torch.Tensor]
 Weights = Mapping[str, torch.Tensor] | str | Path
@@ -69,7 +70,7 @@ def _tensors(tensors: Mapping[str, torch.Tensor]) -> Source:
 def _safetensors(path: Path) -> Source:
     from safetensors import safe_open
 
-    files = _files(path)
+    files = _files(find_model(path))
     opened: dict[Path, Any] = {}
     file_of: dict[str, Path] = {}
     for file in files:
