@@ -179,6 +179,118 @@ def test_the_buffers_dtype_is_the_models() -> None:
     assert torch.equal(computed_buffers(model).values["inner.table"], Outer(Resets).to(torch.bfloat16).inner.table)
 
 
+# ---------------------------------------------------------------------- written after the module made it
+class Resetting(Table):
+    """Its constructor calls its initialiser, as torch's own modules do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("table", torch.empty(self.size), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(self.values() + 2)
+
+
+def halve(inner: Any) -> None:
+    inner.table = inner.table / 2
+
+
+class WritesInPlace(Outer):
+    def __init__(self, inner: type[Table]) -> None:
+        super().__init__(inner)
+        for buffer in self.buffers():
+            buffer.mul_(0.5)
+
+
+class Divides(Outer):
+    def __init__(self, inner: type[Table]) -> None:
+        super().__init__(inner)
+        self.inner.table /= 2
+
+
+class Replaces(Outer):
+    def __init__(self, inner: type[Table]) -> None:
+        super().__init__(inner)
+        self.inner.table = self.inner.table * 0.5
+
+
+class CallsAFunction(Outer):
+    def __init__(self, inner: type[Table]) -> None:
+        super().__init__(inner)
+        halve(self.inner)
+
+
+class OfConfig(nn.Module):
+    """The same by a root that its config makes."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.body = config.outer(config.inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+WRITERS = [WritesInPlace, Divides, Replaces, CallsAFunction]
+
+
+@pytest.mark.parametrize("outer", WRITERS)
+@pytest.mark.parametrize("inner", [Resets, Assigns, Rebuilt, Resetting])
+def test_an_owners_write_is_computed_or_refused(inner: type[Table], outer: type[Outer]) -> None:
+    alone = computed_buffers(on_meta(outer, inner))
+    assert alone.reasons == {"inner.table": "written after its module made it"}
+    assert not alone.values
+    config = SimpleNamespace(outer=outer, inner=inner)
+    computed = computed_buffers(on_meta(OfConfig, config))
+    assert not computed.reasons
+    assert torch.equal(computed.values["body.inner.table"], OfConfig(config).body.inner.table)
+
+
+def test_no_owners_write() -> None:
+    config = SimpleNamespace(outer=Outer, inner=Resetting)
+    expected = Resetting(SimpleNamespace(size=5)).table
+    assert torch.equal(computed_buffers(on_meta(Outer, Resetting)).values["inner.table"], expected)
+    assert torch.equal(computed_buffers(on_meta(OfConfig, config)).values["body.inner.table"], expected)
+
+
+@pytest.mark.parametrize("inner", [Resets, Rebuilt, Resetting])
+@pytest.mark.parametrize("make", [lambda inner: Outer(inner), lambda inner: made_of_config(Outer, inner)])
+def test_a_write_to_the_finished_model_is_refused(make: Any, inner: type[Table]) -> None:
+    model = on_meta(make, inner)
+    next(iter(model.buffers())).mul_(0.5)
+    assert set(computed_buffers(model).reasons.values()) == {"written after its module made it"}
+
+
+def test_a_replaced_module_is_refused() -> None:
+    model = on_meta(OfConfig, SimpleNamespace(outer=Outer, inner=Rebuilt))
+    with torch.device("meta"):
+        model.body.inner = Rebuilt(SimpleNamespace(size=5, other=1))
+    assert "OfConfig does not make it" in computed_buffers(model).reasons["body.inner.table"]
+
+
+def made_of_config(outer: type[Outer], inner: type[Table]) -> nn.Module:
+    return OfConfig(SimpleNamespace(outer=outer, inner=inner))
+
+
+@pytest.mark.parametrize("outer", WRITERS)
+@pytest.mark.parametrize("inner", [Rebuilt, Resetting])
+def test_launched_as_eager_or_refused(inner: type[Table], outer: type[Outer]) -> None:
+    x = torch.ones(2, 4)
+    for make, refused in ((lambda: outer(inner), True), (lambda: made_of_config(outer, inner), False)):
+        torch.manual_seed(0)
+        full = make()
+        program = shardc.compile(on_meta(make), x, mesh="dp=2", plan={"inputs": {"x": "dp"}})
+        if refused:
+            with pytest.raises(shardc.ShardcError, match="written after its module made it") as caught:
+                program.launch(state=full.state_dict())
+            assert caught.value.code == "SC561"
+        else:
+            loss = float(program.launch(state=full.state_dict()).step(x).loss)
+            assert loss == pytest.approx(float(full(x).detach()), rel=1e-5)
+
+
 # ---------------------------------------------------------------------- parameters
 def test_parameters_of_a_fresh_model() -> None:
     config = GPT2Config(n_layer=8, n_embd=64, n_head=2, vocab_size=512, n_positions=64)
