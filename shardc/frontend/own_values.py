@@ -52,12 +52,24 @@ def computed_buffers(model: nn.Module) -> ComputedBuffers:
     result = ComputedBuffers()
     shell: nn.Module | None = None
     anew = Anew(max((b.numel() for b in model.buffers()), default=0))
+    again: Anew | None = None
     for name, buffer in non_persistent_buffers(model).items():
         if not buffer.is_meta:
             result.values[name] = buffer.detach()
             continue
         shell = shell or _shell(model)
         value, reason = _computed(model, shell, name, anew)
+        default = torch.get_default_dtype()
+        if value is not None and buffer.dtype.is_floating_point and buffer.dtype != default:
+            # It was made with another default dtype, or cast later: these may round differently.
+            again = again or Anew(anew.numel)
+            torch.set_default_dtype(buffer.dtype)
+            try:
+                other, _ = _computed(model, shell, name, again)
+            finally:
+                torch.set_default_dtype(default)
+            if not _same(value, other):
+                value, reason = None, f"it is another in {buffer.dtype} than cast from {default}"
         if value is None:
             result.reasons[name] = reason
         else:
