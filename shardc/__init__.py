@@ -20,7 +20,7 @@ from shardc.ir.version import VERSION
 if TYPE_CHECKING:
     from shardc.api import Program, annotate, compile, shard
     from shardc.compiler.program_check import parse
-    from shardc.frontend.own_values import meta_parameters
+    from shardc.frontend.made_anew import meta_parameters
     from shardc.ir.collectives import Collective
     from shardc.ir.diagnostic import Diagnostic, ShardcError
     from shardc.ir.mesh import Mesh
@@ -62,7 +62,7 @@ __version__ = VERSION
 _HOMES = {
     "shardc.api": "Program annotate compile shard",
     "shardc.compiler.program_check": "parse",
-    "shardc.frontend.own_values": "meta_parameters",
+    "shardc.frontend.made_anew": "meta_parameters",
     "shardc.ir.collectives": "Collective",
     "shardc.ir.diagnostic": "Diagnostic ShardcError",
     "shardc.ir.mesh": "Mesh",

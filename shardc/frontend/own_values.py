@@ -21,28 +21,20 @@ from __future__ import annotations
 import inspect
 import math
 import zlib
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 
+from shardc.frontend.buffer_writers import INITIALIZERS, functions_of, may_write, names_in
+from shardc.frontend.made_anew import CONTENTS, Anew, takes_config_alone
 from shardc.ir.default_device import on_cpu
 
 Compute = Callable[[float, int], "Tensor | None"]  # of the contents of the memory, and the seed of random numbers
-_CONTENTS = (math.nan, 0.5)
 UNSET = "its own code leaves elements unset, or draws them at random"
 WRITTEN = "written after its module made it"
-_INITIALIZERS = ("reset_parameters", "init_weights", "_init_weights")
-_LIBRARIES = (
-    "torch.",
-    *(f"transformers.{name}" for name in ("modeling_utils", "utils.", "integrations.", "distributed.", "generation.")),
-)
 _UNSAVED = "_non_persistent_buffers_set"  # of a module: the keys of such buffers
 
 
@@ -59,13 +51,25 @@ def computed_buffers(model: nn.Module) -> ComputedBuffers:
     """Every buffer that is not persistent: its tensor, or where that lies on the meta device what its code computes."""
     result = ComputedBuffers()
     shell: nn.Module | None = None
-    anew = _Anew(max((b.numel() for b in model.buffers()), default=0))
+    anew = Anew(max((b.numel() for b in model.buffers()), default=0))
+    again: Anew | None = None
     for name, buffer in non_persistent_buffers(model).items():
         if not buffer.is_meta:
             result.values[name] = buffer.detach()
             continue
         shell = shell or _shell(model)
         value, reason = _computed(model, shell, name, anew)
+        default = torch.get_default_dtype()
+        if value is not None and buffer.dtype.is_floating_point and buffer.dtype != default:
+            # It was made with another default dtype, or cast later: these may round differently.
+            again = again or Anew(anew.numel)
+            torch.set_default_dtype(buffer.dtype)
+            try:
+                other, _ = _computed(model, shell, name, again)
+            finally:
+                torch.set_default_dtype(default)
+            if not _same(value, other):
+                value, reason = None, f"it is another in {buffer.dtype} than cast from {default}"
         if value is None:
             result.reasons[name] = reason
         else:
@@ -98,7 +102,7 @@ def own_init(model: nn.Module, seed: int) -> Callable[[str, tuple[int, ...], tor
         owner, _, key = name.rpartition(".")
         if owner not in last:
             number = zlib.crc32(f"{seed}/{owner}".encode())
-            first, second = (_initialized(shell, owner, contents, number) for contents in _CONTENTS)
+            first, second = (_initialized(shell, owner, contents, number) for contents in CONTENTS)
             last.clear()
             last[owner] = {k: t.detach() for k, t in first.items() if _same(t, second.get(k))}
         if key not in last[owner]:
@@ -108,35 +112,8 @@ def own_init(model: nn.Module, seed: int) -> Callable[[str, tuple[int, ...], tor
     return init
 
 
-@contextmanager
-def meta_parameters() -> Generator[None]:
-    """Build a model whose parameters have no memory, and whose buffers have the values that the model computes.
-
-        with shardc.meta_parameters():
-            model = Llama(config)
-
-    Under `torch.device("meta")` buffers that no file holds would have no values either.
-    """
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or isinstance(parameter, nn.UninitializedParameter):
-            return None
-        with torch.no_grad():
-            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        vars(meta).update(vars(parameter))
-        twins = memo.setdefault(id(parameter), (parameter, meta))  # a tensor that two modules share stays one
-        return twins[1]
-
-    memo: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    handle = register_module_parameter_registration_hook(cast(Any, on_meta))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 # ---------------------------------------------------------------------- one buffer
-def _computed(model: nn.Module, shell: nn.Module, name: str, anew: _Anew) -> tuple[Tensor | None, str]:
+def _computed(model: nn.Module, shell: nn.Module, name: str, anew: Anew) -> tuple[Tensor | None, str]:
     """The value of a buffer on the meta device, or None and the reason."""
     owner, _, key = name.rpartition(".")
     buffer = model.get_buffer(name)
@@ -144,7 +121,7 @@ def _computed(model: nn.Module, shell: nn.Module, name: str, anew: _Anew) -> tup
     parts = owner.split(".") if owner else []
     chain = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]  # the root first
     for depth, module in enumerate(chain):
-        if not _takes_config_alone(module):
+        if not takes_config_alone(module):
             continue
         inner = ".".join([*parts[depth:], key])
         value, problem = by_init, ""
@@ -161,18 +138,18 @@ def _computed(model: nn.Module, shell: nn.Module, name: str, anew: _Anew) -> tup
         same_as_init = buffer._version == 0 and value is by_init
         if not cast_later and not same_as_init and buffer._version != anew.version(module, inner):
             return None, WRITTEN
-        return (None, WRITTEN) if any(_may_write(type(outer), key) for outer in chain[:depth]) else (value, "")
+        return (None, WRITTEN) if any(may_write(type(outer), key) for outer in chain[:depth]) else (value, "")
     if by_init is None:
         return None, reason or f"{_class_of(model, owner)} has no code that computes it"
     if buffer._version != _initialized_version(shell, owner, key, chain):
         return None, WRITTEN
-    return (None, WRITTEN) if any(_may_write(type(outer), key) for outer in chain[:-1]) else (by_init, "")
+    return (None, WRITTEN) if any(may_write(type(outer), key) for outer in chain[:-1]) else (by_init, "")
 
 
 def _twice(buffer: Tensor, compute: Compute) -> tuple[Tensor | None, str]:
     """What code computes for a buffer, where both runs agree; else None, and the reason if the code sets it at all."""
     try:
-        first, second = (compute(contents, seed) for seed, contents in enumerate(_CONTENTS))
+        first, second = (compute(contents, seed) for seed, contents in enumerate(CONTENTS))
     except Exception as problem:
         return None, f"{type(problem).__name__} in its own code: {problem}"
     value = _as(buffer, first)
@@ -180,7 +157,7 @@ def _twice(buffer: Tensor, compute: Compute) -> tuple[Tensor | None, str]:
         return None, ""
     if _same(first, second):
         return value, ""
-    untouched = all(_same(t, _filled(buffer, contents)) for t, contents in zip((first, second), _CONTENTS, strict=True))
+    untouched = all(_same(t, _filled(buffer, contents)) for t, contents in zip((first, second), CONTENTS, strict=True))
     return None, "" if untouched else UNSET
 
 
@@ -231,8 +208,8 @@ def _initialized_version(shell: nn.Module, owner: str, key: str, chain: list[nn.
 
     They count only if the constructor of the module, or of one around it, calls them.
     """
-    names = {name for m in chain for f in _functions(type(m)) if f.__name__ == "__init__" for name in _names(f)}
-    if names.isdisjoint(_INITIALIZERS):
+    names = {name for m in chain for f in functions_of(type(m)) if f.__name__ == "__init__" for name in names_in(f)}
+    if names.isdisjoint(INITIALIZERS):
         return 0
     try:
         with torch.device("meta"):
@@ -252,7 +229,7 @@ def _initializers(root: nn.Module, owner: str) -> Iterator[Callable[[], object]]
     parts = owner.split(".") if owner else []
     chain = [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
     module = chain[0]
-    for name in _INITIALIZERS:
+    for name in INITIALIZERS:
         method = getattr(module, name, None)
         # Of a model that has `_init_weights(module)`, `init_weights` goes through all of its modules.
         if (
@@ -318,163 +295,3 @@ def _takes_module(method: Callable[..., object] | None) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-# ---------------------------------------------------------------------- made anew
-def _takes_config_alone(module: nn.Module) -> bool:
-    """Whether the module is what its class makes of `module.config`: nothing else is known of how it was made."""
-    if module.__dict__.get("config") is None:
-        return False
-    try:
-        parameters = list(inspect.signature(type(module)).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    return (
-        bool(parameters) and parameters[0].name == "config" and {p.name for p in parameters[1:]} <= {"device", "dtype"}
-    )
-
-
-class _Anew:
-    """The modules that classes make anew of their config, each of them once for each purpose."""
-
-    def __init__(self, numel: int) -> None:
-        self.numel = numel  # of the largest buffer
-        self.made: dict[tuple[int, int | None], nn.Module | Exception] = {}
-
-    def module(self, module: nn.Module, seed: int | None) -> nn.Module:
-        """The module as its class makes it; without a seed, on the meta device."""
-        key = id(module), seed
-        if key not in self.made:
-            try:
-                self.made[key] = (
-                    _on_meta(module) if seed is None else _rebuilt(module, _CONTENTS[seed], seed, self.numel)
-                )
-            except Exception as problem:  # of the user's code
-                self.made[key] = problem
-        made = self.made[key]
-        if isinstance(made, Exception):
-            raise made
-        return made
-
-    def value(self, module: nn.Module, name: str, seed: int) -> Tensor | None:
-        """A buffer of the module made anew, or None where it has none or the code raises with the first seed."""
-        try:
-            return _buffer(self.module(module, seed), name)
-        except Exception:
-            if seed == 0 and (id(module), 1) not in self.made:
-                self.made[id(module), 1] = self.made[id(module), 0]
-                return None
-            raise
-
-    def dtype(self, module: nn.Module, name: str) -> torch.dtype:
-        """The dtype of a buffer of the module made anew."""
-        return self.module(module, 0).get_buffer(name).dtype
-
-    def version(self, module: nn.Module, name: str) -> int | None:
-        """How often the class writes to a buffer that it makes on the meta device."""
-        try:
-            buffer = _buffer(self.module(module, None), name)
-        except Exception:  # of the user's code
-            return None
-        return None if buffer is None else buffer._version
-
-    def is_like(self, module: nn.Module, name: str) -> bool:
-        """Whether the owner of the buffer is what the class puts in that place: nobody has put another one there."""
-        made = self.module(module, 0)
-        for part in name.split(".")[:-1]:
-            module, made = module.get_submodule(part), made.get_submodule(part)
-            if type(module) is not type(made):
-                return False
-        return _plain(vars(module)) == _plain(vars(made))
-
-
-def _rebuilt(module: nn.Module, contents: float, seed: int, numel: int) -> nn.Module:
-    """The module that the class makes anew. Memory that is not written holds NaN the first time."""
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), meta_parameters(), _LargeOnMeta(numel):
-        torch.manual_seed(seed)
-        torch.use_deterministic_algorithms(math.isnan(contents), warn_only=True)  # fills what `empty` gives
-        try:
-            return type(module)(cast(Any, module).config)
-        finally:
-            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return type(module)(cast(Any, module).config)
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """What `torch.empty` gives that is larger than every buffer is a parameter, and needs no memory."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel = numel
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and "size" not in kwargs:
-            size = args[0] if args and not isinstance(args[0], int) else args
-            if math.prod(size) > self.numel:
-                kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def _buffer(module: nn.Module, name: str) -> Tensor | None:
-    return dict(module.named_buffers(remove_duplicate=False)).get(name)
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Numbers, strings and what holds them; of a config without an `==` of its own, its attributes."""
-    if isinstance(value, (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, depth) for v in cast(Any, value)]
-    if isinstance(value, dict):
-        skipped = ("training", "gradient_checkpointing") if depth == 0 else ()
-        return {
-            k: _plain(v, depth + 1)
-            for k, v in cast(Any, value).items()
-            if k not in skipped and not (isinstance(k, str) and k.startswith("_"))
-        }
-    if isinstance(value, (Tensor, nn.Module)) or callable(value) or depth > 4 or not hasattr(value, "__dict__"):
-        return None
-    return _plain(vars(value), depth + 1)
-
-
-# ---------------------------------------------------------------------- who else writes
-def _may_write(of: type, key: str) -> bool:
-    """Whether code of a class around a buffer's owner, or a function beside it that it calls, names the buffer.
-
-    `forward` reads it, and initialisers are run where a value is computed.
-    """
-    seen: set[FunctionType] = set()
-    left = [f for f in _functions(of) if f.__name__ not in ("forward", *_INITIALIZERS)]
-    while left:
-        function = left.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        names = _names(function)
-        if not names.isdisjoint((key, "setattr", "_buffers")):
-            return True
-        beside = (function.__globals__.get(name) for name in names)
-        left += [f for f in beside if isinstance(f, FunctionType) and f.__module__ == function.__module__]
-    return False
-
-
-def _functions(of: type) -> list[FunctionType]:
-    """The methods of a class and of its bases, those that torch and transformers have for all models left out."""
-    bases = [base for base in of.__mro__ if base is not object and not base.__module__.startswith(_LIBRARIES)]
-    return [f for base in bases for f in vars(base).values() if isinstance(f, FunctionType)]
-
-
-def _names(function: FunctionType) -> set[str]:
-    """The names and strings in a function's code and in functions inside it."""
-    names, codes = set[str](), [function.__code__]
-    while codes:
-        code = codes.pop()
-        names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
-        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return names

@@ -179,6 +179,15 @@ def test_the_buffers_dtype_is_the_models() -> None:
     assert torch.equal(computed_buffers(model).values["inner.table"], Outer(Resets).to(torch.bfloat16).inner.table)
 
 
+def test_a_dtype_that_rounds_otherwise_is_refused() -> None:
+    class Fractions(Rebuilt):
+        def values(self) -> Tensor:
+            return torch.arange(0, 1, 1 / self.size) * torch.pi
+
+    model = on_meta(Outer, Fractions).to(torch.bfloat16)
+    assert "it is another in torch.bfloat16 than cast" in computed_buffers(model).reasons["inner.table"]
+
+
 # ---------------------------------------------------------------------- written after the module made it
 class Resetting(Table):
     """Its constructor calls its initialiser, as torch's own modules do."""

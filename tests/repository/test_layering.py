@@ -114,8 +114,9 @@ FLOORS: list[dict[str, str]] = [
             staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
-            model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision program_inputs
+            __init__ append buffer_writers buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
+            made_anew model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision
+            program_inputs
             provenance python_random python_state sample_call saved_state state_holders substitution token_weights trace
             traced traced_scalar
             unsupported
