@@ -103,8 +103,9 @@ def test_paths_that_name_no_folder(trainer: Trainer, path: Any) -> None:
 
 def test_weights_that_cannot_be_exported(trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below", f"{tmp_path}/a\0b"):
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
         refused("SC408", "the weights could not be written", lambda path=path: trainer.export_safetensors(path))
+    refused("SC408", "NUL byte", lambda: trainer.export_safetensors(f"{tmp_path}/a\0b"))
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
-from shardc.runtime.checkpoint.folder import place_of, sync
+from shardc.runtime.checkpoint.folder import NotMovedBackError, place_of, sync
 from shardc.runtime.checkpoint.planners import Held, writes
 from shardc.runtime.checkpoint.weights import INDEX
 from shardc.runtime.execute.layout import assemble
@@ -151,12 +151,15 @@ def write_weights(
 def drafted(draft: Path, target: Path) -> Generator[None]:
     """Raise file errors, such as a full disk, as SC408, and remove the drafts.
 
-    An error that is shardc's already leaves them: that of `publish` says where the whole draft lies.
+    The error of a folder that could be moved neither in nor back leaves them: it says where the whole draft lies.
     """
     try:
         yield
     except ShardcError:
         raise
+    except NotMovedBackError as failure:
+        message = f"the weights could not be written to {target}: {failure}"
+        raise error("SC408", message, hint="both folders are whole") from failure
     except Exception as failure:  # safetensors has a class of its own for what the system refuses
         with suppress(ValueError):  # a path that holds a NUL byte
             shutil.rmtree(draft, ignore_errors=True)

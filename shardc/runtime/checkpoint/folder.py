@@ -151,10 +151,14 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class NotMovedBackError(OSError):
+    """A folder could not take its place, nor the one before have it again. The message says where both lie."""
+
+
 def publish(folder: Path, path: Path) -> None:
     """Move a complete folder to its place. What lay there lies there again if that fails.
 
-    Raises ShardcError (SC408), and both folders stay beside their place, if it cannot be moved back either.
+    Raises NotMovedBackError, and both folders stay beside their place, if it cannot be moved back either.
     """
     sync(folder)
     replaced = _replaced(path)
@@ -186,9 +190,8 @@ def _move_back(folder: Path, path: Path, failure: OSError) -> None:
     try:
         os.rename(replaced, path)
     except OSError:
-        message = f"{folder} is whole, and could not be renamed to {path}: {type(failure).__name__}: {failure}"
-        hint = f"the new one lies at {folder}, the one before at {replaced}: rename one of them to {path}"
-        raise error("SC408", message, hint=hint) from failure
+        lie = f"the new one lies at {folder}, the one before at {replaced}: rename one of them to {path}"
+        raise NotMovedBackError(f"{failure}; {lie}") from failure
 
 
 def _remove(folder: Path) -> None:
