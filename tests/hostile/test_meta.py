@@ -18,7 +18,8 @@ from tests.hostile.harness import CASES, Case
 
 assert test_hostile
 REFUSED = {"meta": {"SC561", "SC104"}, "meta_parameters": {"SC104"}}  # tensors that are neither may lie there, too
-NAMES = [name for name, case in CASES.items() if case.code("dp2") is None and not case.random]
+TOGETHER = {"AContextVariableCounts"}  # two models of it count in one place
+NAMES = [name for name, case in CASES.items() if case.code("dp2") is None and not case.random and name not in TOGETHER]
 
 
 def nan(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -71,7 +72,14 @@ def test_begins_as_the_model_does(name: str, how: str) -> None:
         for key, t in found.items():
             if isinstance(t, Tensor):
                 torch.testing.assert_close(t, wanted[key], rtol=0, atol=0, equal_nan=True)
-        trainer.sync_to(model)
+        try:
+            trainer.sync_to(model)
+        except ShardcError as refusal:  # held by a view or a hook, so that no memory can be put in its place
+            code = refusal.code
+        if code is not None:
+            assert code == "SC563"
+            model.to_empty(device="cpu")
+            trainer.sync_to(model)
         assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 

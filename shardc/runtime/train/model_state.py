@@ -182,4 +182,9 @@ def _write(t: Tensor, value: Tensor) -> None:
     if isinstance(t, nn.Parameter):
         real = nn.Parameter(real, requires_grad=t.requires_grad)
     vars(real).update(vars(t))
-    torch.utils.swap_tensors(t, real)
+    try:
+        torch.utils.swap_tensors(t, real)
+    except RuntimeError:
+        message = "a tensor of the model lies on the meta device, and is held elsewhere too: by a view, or by a hook"
+        hint = "give the model memory first, model.to_empty(device='cpu'), or pass one that has values"
+        raise error("SC563", message, hint=hint) from None
