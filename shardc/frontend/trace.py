@@ -1,16 +1,15 @@
 """`trace`: an `nn.Module`, a sample batch and a loss become one graph of ATen ops, forward and backward.
 
-The model runs once on fake tensors (shapes without data, so meta-device models of any size do) as an ordinary
-function of its parameters, its buffers and the batch:
+The model runs once on fake tensors (shapes without data) as a function of its parameters, its buffers and the batch:
 
     joint(params, buffers, batch, seed) = loss, d loss / d params, buffers afterwards
 
 and what ATen sees of it, autograd's backward included, is the graph. If anything was mutated, the graph is traced
 once more without mutation; changed buffers are outputs then. Tied parameters are one input and one gradient.
-`trace_stand_ins` puts the graph's inputs in the place of the model's own tensors, `trace_ops` says which ops are
-substituted, `trace_backward` how gradients and hooks become part of the graph, `trace_buffers` what forward makes of
-buffers, `trace_origin` how nodes know their module and source line, `trace_state`, `trace_holders` and `trace_carried`
-what becomes of Python values that a step leaves behind, `trace_drawn` that Python's random numbers are none of a graph.
+Beside it, `substitution` puts the graph's inputs in the place of the model's own tensors, `op_overrides` says which ops
+are substituted, `loss_gradients` how gradients and hooks become part of the graph, `buffers` what forward makes of
+buffers, `provenance` how nodes know their module and source line, `python_state`, `state_holders` and `carried_state`
+what becomes of Python values that a step leaves behind, `python_random` that Python's random numbers are in no graph.
 """
 
 from __future__ import annotations
