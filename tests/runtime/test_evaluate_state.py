@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.graph import type_of
+from shardc.ir.types import TensorType
 
 
 def trained(model: nn.Module, batch: object, steps: int = 3, **plan: object) -> shardc.Trainer:
@@ -44,16 +46,17 @@ class Averages(nn.Module):
 
 
 class OneLetter(nn.Module):
-    """Parameters whose names are parts of the prefix of a program's own tensors."""
+    """A parameter whose name is part of the prefix of a program's own tensors. Only training reads what places it."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.t = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-        self.constant = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.constant = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.t.T + self.constant).square().mean()
+        y = x @ self.t
+        return (y @ self.constant if self.training else y).square().mean()
 
 
 class OtherConstants(nn.Module):
@@ -78,19 +81,22 @@ def test_a_buffer_that_no_file_holds_is_the_trainers() -> None:
 
 
 def test_a_parameter_lies_as_in_training_whatever_its_name() -> None:
-    trainer = trained(OneLetter(), X, params={"t": "-, tp", "constant": "-"}, inputs={"x": "dp"})
-    program = trainer._evaluator._of(X, "scalars").program
-    lies = {p.name: str(v) for p, v in zip(trainer.body.inputs, _types(trainer.body), strict=True)}
-    for port, type in zip(program.staged.body.inputs, _types(program.staged.body), strict=True):
-        if port.role == "param":
-            assert str(type) == lies[port.name]
-    assert abs(trainer.evaluate([X]).loss - eager(OneLetter(), X)) < 1e-12  # type: ignore[operator]
+    program = shardc.compile(
+        OneLetter(), X, mesh="dp=2, tp=2", plan={"inputs": {"x": "dp, -"}, "params": {"constant": "tp, -"}}
+    )
+    evaluation = program.evaluation(X, "scalars")
+    assert lies(program)["t"].is_sharded, "training places it by what it is multiplied with"
+    assert lies(evaluation)["t"] == lies(program)["t"]
+    evaluated = trained(OneLetter(), X, inputs={"x": "dp, -"}, params={"constant": "tp, -"}).evaluate([X])
+    assert evaluated.loss is not None
+    assert abs(evaluated.loss - eager(OneLetter(), X)) < 1e-12
 
 
-def _types(body: object) -> list[object]:
-    from shardc.ir.graph import type_of
-
-    return [type_of(node) for node in body.placeholders]  # type: ignore[attr-defined]
+def lies(program: shardc.Program) -> dict[str, TensorType]:
+    """The type of each parameter as a rank stores it."""
+    body = program.body
+    pairs = zip(body.inputs, body.placeholders, strict=True)
+    return {port.name: type_of(node) for port, node in pairs if port.role == "param"}
 
 
 def test_a_program_for_evaluation_has_constants_of_its_own() -> None:
