@@ -752,6 +752,18 @@ def job_store() -> Any:
     return store.clone()
 
 
+@contextmanager
+def hosted_store() -> Generator[dict[str, str]]:
+    """A store for a job of child processes, at a port that the system chose: the environment by which its ranks join
+    it, as long as this is entered."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As under torchrun, whose agent holds the store: otherwise rank 0 would listen at the port.
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    del store
+
+
 def stored_at(info: Any) -> tuple[str, int, int]:
     """File, offset and length of an item of a distributed checkpoint; torch keeps the class of what says so private."""
     return info.relative_path, info.offset, info.length

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from shardc.api import Program, model_state
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
 from shardc.runtime.execute.batch import Inputs, batch_inputs
+from shardc.torch_compat import hosted_store
 
 POLL = 0.2  # seconds
 Report = Callable[[int, float], None]  # a step and its loss
@@ -37,12 +37,12 @@ def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: f
             f"{nproc} processes were asked for, the program's mesh ({program.mesh}) has {program.mesh.world_size} ranks"
         )
         raise error("SC506", message, hint=f"write --nproc {program.mesh.world_size}, or another --mesh")
-    with tempfile.TemporaryDirectory(prefix="shardc-") as name:
+    with tempfile.TemporaryDirectory(prefix="shardc-") as name, hosted_store() as variables:
         folder = Path(name)
         program.save(folder / "program.json")
         torch.save(dict(step_inputs(program, batch)), folder / "batch.pt")
         torch.save(state_of(program), folder / "state.pt")
-        job = mp.spawn(_rank, (nproc, name, _free_port(), steps, lr), nproc, join=False)
+        job = mp.spawn(_rank, (nproc, name, variables, steps, lr), nproc, join=False)
         assert job is not None
         reported = 0
         try:
@@ -82,11 +82,9 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, scale: float, generator:
     return torch.randint(2, shape, generator=generator).to(dtype)
 
 
-def _rank(rank: int, world: int, name: str, port: int, steps: int, lr: float) -> None:
-    """One process."""
-    # What torchrun would set.
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in variables.items()})
+def _rank(rank: int, world: int, name: str, variables: dict[str, str], steps: int, lr: float) -> None:
+    """One process, with what torchrun would set."""
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(max(1, torch.get_num_threads() // world))
     folder = Path(name)
     try:
@@ -125,10 +123,3 @@ def _why(folder: Path, failure: mp.ProcessExitedException | mp.ProcessRaisedExce
     first, _, rest = str(failure).strip().partition("\n")
     cause = rest.strip().rsplit("\n", 1)[-1] or None
     return error("SC502", f"rank {failure.error_index} died: {first}", cause=cause)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -109,6 +109,7 @@ def test_run_trains_by_the_optimizer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # `test_cli.py` starts processes that train without one
 def test_processes_train_by_the_optimizer_too() -> None:
     command = ["run", MODEL, "--steps", "2", *PLAN, "--mesh", "dp=1,tp=2", "--optimizer", "momentum"]
     real = shardc_cli(*command, "--nproc", "2")

@@ -150,6 +150,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_message(case: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "BEAT", 0.1)

@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"
@@ -37,9 +38,7 @@ def start(
     scenario: str, ranks: int, folder: Path, limit: float = 90.0, worker: Path = WORKER
 ) -> list[dict[str, Any] | None]:
     """Run a scenario in `ranks` processes; what each wrote, None for one that died before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     serve()
     context = multiprocessing.get_context(METHOD)

@@ -11,6 +11,7 @@ from tests.distributed.ranks import start
 
 WORKER = Path(__file__).parent / "evaluation_worker.py"
 RANKS = {"dp2tp2": 4, "zero3": 2, "pp2tp2": 4, "interleaved": 2}
+SAMPLE = ("zero3", "pp2tp2")  # of `make test`; the others are long
 
 
 @cache
@@ -28,7 +29,9 @@ def eager() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("case", RANKS)
+@pytest.mark.parametrize(
+    "case", [case if case in SAMPLE else pytest.param(case, marks=pytest.mark.long) for case in RANKS]
+)
 def test_ranks_evaluate_what_the_eager_model_does(case: str, tmp_path: Path) -> None:
     results = [result for result in start(case, RANKS[case], tmp_path, worker=WORKER) if result is not None]
     assert len(results) == RANKS[case]

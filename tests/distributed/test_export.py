@@ -23,7 +23,7 @@ CONFIG = LlamaConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3", "pipeline"])
+@pytest.mark.parametrize("layout", [pytest.param("zero3", marks=pytest.mark.long), "pipeline"])
 def test_from_a_folder_and_back(layout: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)

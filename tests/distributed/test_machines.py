@@ -5,7 +5,6 @@ Its return, or going on without it, ends in the losses of the job that nobody in
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.machines_worker import STEPS, batches, program
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "machines_worker.py"
@@ -28,9 +28,7 @@ class Machines:
     """Agents that share a folder, and nothing else."""
 
     def __init__(self, folder: Path, nodes: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.folder, self.nodes = folder, nodes
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
 

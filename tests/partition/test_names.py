@@ -100,6 +100,7 @@ def shape(graph: Graph) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_only_names_differ(plan: str) -> None:
     hostile, plain = (graphs_by_name(compiled(plan, which).staged) for which in (True, False))

@@ -201,6 +201,7 @@ def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- sync_to
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("target", [net, on_meta])
 def test_into_another_model(layout: str, target: Callable[[], Net]) -> None:
@@ -314,6 +315,7 @@ def test_a_buffer_is_never_zeros_by_accident(tmp_path: Path) -> None:
     assert float(program.launch(state=full.state_dict()).step(BATCH).loss) == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_models_own_init_is_one_in_every_layout(layout: str) -> None:
     trainers = [compiled(on_meta(), each).launch(init="model", seed=5) for each in (layout, "one")]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.partition.staged_program import one_stage
 from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import mlp, mlp_inputs
+from tests.ports import free_port
 from tests.saving.disk_faults import Disk, Fault
 from tests.saving.worker import copied, equal, names
 
@@ -63,9 +63,7 @@ def job(folder: Path, harmed: int, fault: Fault, number: int) -> list[dict[str, 
     shutil.rmtree(folder, ignore_errors=True)
     work = folder / "work"
     work.mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks: list[int] = []
     for rank in range(2):
         ranks.append(os.fork())
