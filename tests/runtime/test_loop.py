@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
-from shardc.runtime.train.loop import Metrics, count_items
+from shardc.runtime.train.metrics import Metrics, count_items
 
 
 class Model(nn.Module):

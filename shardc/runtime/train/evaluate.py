@@ -30,7 +30,7 @@ from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
-from shardc.runtime.train.loop import count_items
+from shardc.runtime.train.metrics import count_items
 from shardc.runtime.train.replicas import FIRST
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 

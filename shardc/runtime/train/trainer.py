@@ -41,7 +41,9 @@ from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
-from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
+from shardc.runtime.train.loop import Run, train
+from shardc.runtime.train.lr_schedule import Scheduler
+from shardc.runtime.train.metrics import Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
