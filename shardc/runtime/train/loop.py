@@ -12,7 +12,7 @@ it is given.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -25,11 +25,14 @@ from shardc.ir.caller import warn
 from shardc.ir.diagnostic import Diagnostic, error
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.checkpoint.folder import place_of, present
+from shardc.runtime.train.after_step import AfterStep
+from shardc.runtime.train.callbacks import Callback
+from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.interruptions import Interruptions
-from shardc.runtime.train.lr_schedule import Scheduler, check_scheduler, position_of, rates_of, restore
-from shardc.runtime.train.metrics import Metrics, measure
+from shardc.runtime.train.loop_state import LoopState, Stateful
+from shardc.runtime.train.lr_schedule import Scheduler, rates_of
+from shardc.runtime.train.metrics import Evaluated, Metrics, measure
 from shardc.runtime.train.progress_line import ProgressLine
-from shardc.torch_compat import count_optimizer_step
 
 
 class Steps(Protocol):
@@ -48,11 +51,15 @@ class Steps(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
     def checkpoints(self) -> Checkpoints: ...
+    @property
+    def consensus(self) -> Consensus: ...
 
     run: Run
     intact: bool  # no step was left halfway
+    interrupted: bool  # all ranks, after the same step
 
     def step(self, batch: Any) -> Any: ...
+    def evaluate(self, batches: Iterable[Any], steps: int | None = None) -> Evaluated: ...
     def rates(self) -> Mapping[str, torch.Tensor]: ...
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None, asynchronous: bool) -> Any: ...
     def load(self, path: str | Path) -> dict[str, Any]: ...
@@ -66,12 +73,12 @@ class Run:
     step: int = -1  # at this step
     begun: int | None = None  # the step at which the batches began that a checkpoint was made among
 
-    def take_up(self, trainer: Steps, folder: Path, scheduler: Scheduler | None) -> None:
+    def take_up(self, trainer: Steps, folder: Path, state: LoopState) -> None:
         """Resume from a checkpoint, unless the trainer is already at it."""
         if present(folder) and (self.place, self.step) != (folder, trainer.steps):
             extra = trainer.load(folder)
             trainer.run = self
-            restore(extra, scheduler)
+            state.load(extra)
             self.begun = int(extra.get("begun", 0))
             self.place, self.step = folder, trainer.steps
 
@@ -84,6 +91,11 @@ def train(
     checkpoint: str | Path | None = None,
     every: int = 0,
     scheduler: Scheduler | None = None,
+    monitor: str | None = None,
+    evaluate: Iterable[Any] | None = None,
+    evaluate_every: int = 0,
+    callbacks: Sequence[Callback] = (),
+    stateful: Mapping[str, Stateful] | None = None,
     resume: bool = True,
     progress: bool = True,
 ) -> Iterator[Metrics]:
@@ -99,15 +111,17 @@ def train(
     Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a scheduler that wants a metric, SC553
     for arguments that could have no effect.
     """
-    check_scheduler(scheduler, trainer.optimizer)
-    _check_numbers(batches, steps, every, checkpoint)
+    _check_numbers(batches, steps, every, evaluate_every, checkpoint)
+    after = AfterStep(trainer, scheduler, monitor, callbacks, evaluate, evaluate_every, last=steps)
+    after.check()
+    state = LoopState.of(scheduler, stateful, callbacks, trainer.optimizer)
     folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
     if folder is not None:
         trainer.checkpoints.reserve(folder)
         if resume:
-            run.take_up(trainer, folder, scheduler)
-    if trainer.steps > steps:  # it was saved in a later call, which will come
+            run.take_up(trainer, folder, state)
+    if trainer.steps > steps or after.stopped_before():  # it was saved in a later call, which will come
         return
     first_step = trainer.steps if run.begun is None else run.begun
     run.begun = None
@@ -117,39 +131,52 @@ def train(
     def save(asynchronous: bool) -> None:
         nonlocal saved
         if folder is not None and saved != trainer.steps:
-            trainer.save(folder, extra={"begun": first_step, **position_of(scheduler)}, asynchronous=asynchronous)
+            trainer.save(folder, extra={"begun": first_step, **state.save()}, asynchronous=asynchronous)
             saved = run.step = trainer.steps
             run.place = folder
 
     skipped = trainer.steps - first_step
-    with line or nullcontext(), Interruptions() as interruptions:
+    stop = False
+    trainer.consensus.await_decision()
+    with line or nullcontext(), Interruptions(together=not trainer.consensus.alone) as interruptions:
         try:
             for batch in islice(batches, skipped, skipped + steps - trainer.steps):
                 start = time.perf_counter()
                 with interruptions.later():
                     result = trainer.step(batch)
                     metrics = measure(result, batch, trainer, start, rates_of(scheduler))
-                    if scheduler is not None:
-                        count_optimizer_step(scheduler.optimizer)
-                        scheduler.step()
-                if every and trainer.steps % every == 0:
-                    save(asynchronous=True)
+                    metrics, stop = after.finish(metrics, interruptions)
                 if line is not None:
                     line.show(metrics)
                 yield metrics
                 if trainer.leads and trainer.steps == first_step + skipped + 1:
                     _warn_of_nothing(trainer, scheduler)
+                if every and trainer.steps % every == 0:
+                    save(asynchronous=True)  # with what the caller did after the step
+                if stop:
+                    break
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
                 if folder is not None and trainer.intact and trainer.checkpoints.together(trainer.steps):
                     save(asynchronous=False)
             raise
         save(asynchronous=False)
+        if interruptions.came:
+            interruptions.end(interruptions.came)
+    if trainer.leads and not stop and trainer.steps < steps:
+        _warn_of_too_few(trainer.steps, steps)
 
 
-def _check_numbers(batches: object, steps: object, every: object, checkpoint: object) -> None:
+def _warn_of_too_few(made: int, steps: int) -> None:
+    """Warn (SC553) where the batches ended before the steps."""
+    message = f"train was to go to step {steps}; its batches ended after step {made}"
+    hint = "give more batches, or call train again: it goes on from here"
+    warn(str(Diagnostic("SC553", message, "warning", hint=hint)))
+
+
+def _check_numbers(batches: object, steps: object, every: object, evaluate_every: object, checkpoint: object) -> None:
     """Raise ShardcError (SC553) for arguments of `train` that it cannot use, or would use for nothing."""
-    for name, value in (("steps", steps), ("every", every)):
+    for name, value in (("steps", steps), ("every", every), ("evaluate_every", evaluate_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise error("SC553", f"train is given {name}={value!r}", hint="give a whole number from 0")
     if every and checkpoint is None:

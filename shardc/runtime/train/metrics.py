@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from shardc.ir.collectives import human_bytes
+from shardc.ir.diagnostic import did_you_mean, error
 
 
 class Result(Protocol):
@@ -33,13 +34,35 @@ class Stepped(Protocol):
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """Means over the batches of an evaluation. `loss` is None for a model that returns none; `scalars` are those among
+    its other outputs, weighted by rows. `items` are counted as in `Metrics`."""
+
+    loss: float | None
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    batches: int = 0
+    items: int = 0
+    seconds: float = 0.0
+
+    @property
+    def items_per_second(self) -> float:
+        return self.items / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        means = {} if self.loss is None else {"loss": self.loss}
+        parts = [f"{name} {value:.4f}" for name, value in {**means, **self.scalars}.items()]
+        return "  ".join([*parts, f"{self.batches} batch{'es' * (self.batches != 1)}"])
+
+
+@dataclass(frozen=True)
 class Metrics:
     """A step in numbers. `items` are the tokens of the whole batch: the elements of its first tensor of whole numbers
     of two dims or more; without such a tensor, its samples, the first tensor's dim 0.
 
     `memory` is the most bytes that this rank held so far: on its GPU, or as a process. `skipped` says that the step
     was not made, because a gradient was not finite. `scalars` are those among the model's outputs that the plan's
-    `outputs` ask for, each a mean over the step's microbatches.
+    `outputs` ask for, each a mean over the step's microbatches. `evaluated` is the evaluation that the loop made after
+    this step, if it made one.
     """
 
     step: int
@@ -52,10 +75,27 @@ class Metrics:
     skipped: bool = False
     loss_scale: float | None = None
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    evaluated: Evaluated | None = None
 
     @property
     def items_per_second(self) -> float:
         return self.items / self.seconds if self.seconds else 0.0
+
+    def value(self, name: str) -> float | None:
+        """A number by name: `loss`, `grad_norm`, a scalar's name; `evaluated.loss`, `evaluated.accuracy`, None after a
+        step that was not evaluated. Raises ShardcError (SC552) for one that there is not."""
+        group, _, evaluated_name = name.partition("evaluated.")
+        numbers: dict[str, float | None] = {"loss": self.loss, "grad_norm": self.grad_norm, **self.scalars}
+        if evaluated_name and not group:
+            if self.evaluated is None:
+                return None
+            numbers = {"loss": self.evaluated.loss, **self.evaluated.scalars}
+            numbers = {f"evaluated.{key}": value for key, value in numbers.items()}
+        value = numbers.get(name)
+        if value is None:
+            known = [key for key, number in numbers.items() if number is not None]
+            raise error("SC552", f"there is no metric '{name}'", hint=did_you_mean(name, known, "metrics"))
+        return value
 
     def __str__(self) -> str:
         parts = [f"loss {self.loss:.4f}"]
@@ -66,6 +106,8 @@ class Metrics:
         if self.loss_scale is not None:
             parts.append(f"scale {self.loss_scale:g}")
         parts += [f"{name} {value:.4g}" for name, value in self.scalars.items()]
+        if self.evaluated is not None:
+            parts.append(f"evaluated: {self.evaluated}")
         parts += [f"{short_count(self.items_per_second)} tokens/s", human_bytes(self.memory)]
         return "  ".join([*parts, *(["skipped"] if self.skipped else [])])
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from shardc.runtime.train.metrics import Metrics
+from shardc.runtime.train.metrics import Evaluated, Metrics
 
 
 class ProgressLine:
@@ -20,6 +21,7 @@ class ProgressLine:
         self.each = max(1, (steps - completed) // self.LINES)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
         self.bar: Progress | None = None
+        self.evaluated: Evaluated | None = None  # the last
         self.task = TaskID(0)
         if self.console.is_terminal:
             self.bar = Progress(*columns, TextColumn("{task.description}"), console=self.console)
@@ -35,6 +37,8 @@ class ProgressLine:
 
     def show(self, metrics: Metrics) -> None:
         if self.bar is not None:
-            self.bar.update(self.task, completed=metrics.step, description=str(metrics))
-        elif metrics.step % self.each == 0 or metrics.step == self.steps:
+            self.evaluated = metrics.evaluated or self.evaluated
+            shown = replace(metrics, evaluated=self.evaluated)
+            self.bar.update(self.task, completed=metrics.step, description=str(shown))
+        elif metrics.evaluated is not None or metrics.step % self.each == 0 or metrics.step == self.steps:
             print(f"step {metrics.step:>{len(str(self.steps))}}  {metrics}", file=sys.stderr, flush=True)

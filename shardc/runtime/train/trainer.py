@@ -38,12 +38,15 @@ from shardc.runtime.execute.batch import Sample
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.agreement import facts_of
+from shardc.runtime.train.callbacks import Callback
+from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.engine import Engine, Engines
-from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
+from shardc.runtime.train.evaluate import Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import Run, train
+from shardc.runtime.train.loop_state import Stateful
 from shardc.runtime.train.lr_schedule import Scheduler
-from shardc.runtime.train.metrics import Metrics
+from shardc.runtime.train.metrics import Evaluated, Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
@@ -107,6 +110,8 @@ class Trainer:
         self.run = Run()
         self.gradients_used = False  # by the caller: `sgd` or `gather_grads`
         self.intact = True  # no step was left halfway: its error may have come after it wrote over the state
+        self._consensus: Consensus | None = None
+        self.interrupted = False  # with all other ranks, after the same step
 
     def __repr__(self) -> str:
         where = "all ranks simulated" if self.engine.peers is None else f"rank {self.engine.rank} of a job"
@@ -146,6 +151,11 @@ class Trainer:
         checkpoint: str | Path | None = None,
         every: int = 0,
         scheduler: Scheduler | None = None,
+        monitor: str | None = None,
+        evaluate: Iterable[Any] | None = None,
+        evaluate_every: int = 0,
+        callbacks: Sequence[Callback] = (),
+        stateful: Mapping[str, Stateful] | None = None,
         resume: bool = True,
         progress: bool = True,
     ) -> Iterator[Metrics]:
@@ -167,6 +177,11 @@ class Trainer:
             checkpoint=checkpoint,
             every=every,
             scheduler=scheduler,
+            monitor=monitor,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            callbacks=callbacks,
+            stateful=stateful,
             resume=resume,
             progress=progress,
         )
@@ -294,6 +309,11 @@ class Trainer:
         self._checkpoints = self._checkpoints or self.engine.checkpoints()
         return self._checkpoints
 
+    @property
+    def consensus(self) -> Consensus:
+        self._consensus = self._consensus or self.engine.consensus()
+        return self._consensus
+
     @on_cpu
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> Saving:
         """Write a checkpoint of all state, with `extra` (plain data) beside it; every rank must call it.
@@ -357,7 +377,7 @@ class Trainer:
             if self._checkpoints is not None:
                 self._checkpoints.close()
         finally:
-            self.engine.close(failure)
+            self.engine.close(None if self.interrupted else failure)
 
     def __enter__(self) -> Trainer:
         return self
