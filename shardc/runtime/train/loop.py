@@ -118,6 +118,7 @@ def train(
     folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
     if folder is not None:
+        state.check()
         trainer.checkpoints.reserve(folder)
         if resume:
             run.take_up(trainer, folder, state)

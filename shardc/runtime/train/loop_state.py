@@ -8,6 +8,7 @@ It is JSON, which knows no keys but text (a MultiStepLR counts milestones by num
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,16 @@ class LoopState:
                 key = f"{name} {number}"
             named[key] = callback
         return cls(scheduler, named, optimizer)
+
+    def check(self) -> None:
+        """Raise ShardcError (SC408) for a state that cannot be saved, before the first step is made."""
+        for name, value in self.stateful.items():
+            try:
+                json.dumps(plain(value.state_dict()))
+            except (TypeError, ValueError) as failure:
+                message = f"the state of '{name}', a {type(value).__name__}, is not plain data: {failure}"
+                hint = "its state_dict may hold numbers, text, lists and mappings of them; turn tensors into lists"
+                raise error("SC408", message, hint=hint) from None
 
     def save(self) -> dict[str, Any]:
         """What the checkpoint holds."""
