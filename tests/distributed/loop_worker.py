@@ -1,4 +1,4 @@
-What one rank of `test_loop.py` does: `python loop_worker.py CASES FOLDER`.
+"""What one rank of `test_loop.py` does: `python loop_worker.py CASES FOLDER`.
 
 In each case it runs the training loop until rank 1 alone gets a reason to end, then a second time, from the checkpoint;
 it writes how both went.

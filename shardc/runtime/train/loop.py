@@ -1,4 +1,4 @@
-"""The loop around a trainer's steps: metrics, a progress line, checkpoints, and going on from the last one.
+"""The loop around a trainer's steps: metrics, evaluations, checkpoints, and going on from the last one.
 
     for metrics in trainer.train(batches, steps=1000, checkpoint="run", every=100, scheduler=scheduler):
         ...                                      # step 17  loss 3.2104  norm 1.02  lr 0.001  8.1k tokens/s  512 MiB
@@ -99,18 +99,7 @@ def train(
     resume: bool = True,
     progress: bool = True,
 ) -> Iterator[Metrics]:
-    """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
-
-    `checkpoint` is saved every so many steps, in the background, and at the end: after the last step or the last batch,
-    and where an error, an interruption or the caller ends the loop between two steps (of a job's ranks, where all end
-    at the same one). Where it exists already, training goes on from it (unless `resume` is false): `batches` starts
-    from the beginning all the same, and those that were trained on are passed over. A later call of the same trainer
-    passes over nothing: it trains on what it is given. The `scheduler` steps after each step. The leading rank shows a
-    line: on a terminal one that is renewed, else about twenty over the whole run, on standard error.
-
-    Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a scheduler that wants a metric, SC553
-    for arguments that could have no effect.
-    """
+    """What `Trainer.train` does, and says of its arguments."""
     _check_numbers(batches, steps, every, evaluate_every, checkpoint)
     after = AfterStep(trainer, scheduler, monitor, callbacks, evaluate, evaluate_every, last=steps)
     after.check()

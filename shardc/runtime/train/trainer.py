@@ -161,13 +161,24 @@ class Trainer:
     ) -> Iterator[Metrics]:
         """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
 
-        `checkpoint` is a folder, saved `every` so many steps and at the end; where it exists already, training goes on
-        from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, steps after each step.
-
             for metrics in trainer.train(loader, steps=1000, checkpoint="out/run", every=100):
                 print(metrics.loss)
 
-        `shardc.runtime.train.loop.train` says more.
+        `checkpoint` is a folder, saved `every` so many steps in the background, when the caller is done with the step,
+        and at the end: after the last step or batch, and where an error, a signal or the caller ends the loop. If a
+        rank gets a signal (SIGINT, SIGTERM) or a callback fails on it, all ranks end after the same step. Where the
+        folder exists, training goes on from it, unless `resume` is false: `batches` start anew, and those that were
+        trained on are passed over. A later call of the same trainer trains on all that it is given.
+
+        The `scheduler`, of torch.optim.lr_scheduler, steps after each step, or if it wants a metric, when there is one
+        that `monitor` names: "loss", "grad_norm", a scalar of the outputs, or "evaluated.loss". `evaluate` are batches
+        to evaluate `evaluate_every` so many steps and after the last: `metrics.evaluated`. `callbacks` are functions of
+        (metrics, trainer) that all ranks call after each step; one that returns True ends the training. `stateful` are
+        objects by name whose `state_dict` is saved and restored too, as are callbacks that have one. The leading rank
+        shows `progress` on standard error: on a terminal a line that is renewed, else about twenty over the run.
+
+        Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a metric that there is not, SC553
+        for arguments that cannot be used, or could have no effect.
         """
         self._refuse_forward_only("train")
         return train(
