@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from shardc.plan.schema import Plan
     from shardc.rules.registry import rule
     from shardc.runtime.oracle.report import Report
-    from shardc.runtime.train.loop import Metrics
+    from shardc.runtime.train.callbacks import EarlyStopping
+    from shardc.runtime.train.metrics import Metrics
     from shardc.runtime.train.result import StepResult
     from shardc.runtime.train.trainer import Trainer
     from shardc.schedule import schedules
@@ -37,6 +38,7 @@ __all__ = [
     "OPEN",
     "Collective",
     "Diagnostic",
+    "EarlyStopping",
     "Mesh",
     "Metrics",
     "P",
@@ -70,7 +72,8 @@ _HOMES = {
     "shardc.plan.schema": "Plan",
     "shardc.rules.registry": "rule",
     "shardc.runtime.oracle.report": "Report",
-    "shardc.runtime.train.loop": "Metrics",
+    "shardc.runtime.train.callbacks": "EarlyStopping",
+    "shardc.runtime.train.metrics": "Metrics",
     "shardc.runtime.train.result": "StepResult",
     "shardc.runtime.train.trainer": "Trainer",
     "shardc.schedule": "schedules",

@@ -102,7 +102,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
     "SC511": Code("instruction-failed", "an op refused its operands while a program ran"),
     "SC517": Code("host-memory", "what a command would hold does not fit in the memory of this host"),
-    "SC552": Code("scheduler-argument", "a scheduler's step needs an argument that the training loop does not have"),
+    "SC552": Code("no-metric", "a scheduler or a callback wants a metric that the training loop does not have"),
     "SC553": Code(
         "trainer-argument", "compile, or a trainer's method, is given what it cannot use, or what has no effect"
     ),

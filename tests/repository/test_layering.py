@@ -137,8 +137,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine evaluate feeding job loop model_state nonfinite rank_session replicas
-            result starting_values trainer
+            __init__ after_step agreement callbacks consensus engine evaluate feeding interruptions job loop loop_state
+            lr_schedule metrics model_state nonfinite progress_line rank_session replicas result starting_values trainer
         """,
     },
     {

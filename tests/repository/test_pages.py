@@ -13,6 +13,7 @@ from shardc.cli.targets import load
 from shardc.compiler.pass_pipeline import Options, body_passes, part_passes
 from shardc.ir.placement import Placement
 from shardc.runtime.train.trainer import Trainer
+from tests.repository.loggers import stand_in
 from tests.repository.pages import PAGES, ROOT, Page, missing_names, shardc_cli
 
 pytest.importorskip("transformers")
@@ -54,7 +55,9 @@ def test_the_readme_runs(tmp_path: Path, request: pytest.FixtureRequest, monkeyp
 def test_a_page_runs(
     page: Page, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    logs = stand_in(monkeypatch)
     _run(page, tmp_path, request, monkeypatch)
+    assert all(logs) == ("SummaryWriter" in page.text), "what the page logs reaches the loggers"
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=IDS)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
-from shardc.runtime.train.loop import Metrics, count_items
+from shardc.runtime.train.metrics import Metrics, count_items
 
 
 class Model(nn.Module):
@@ -82,7 +82,8 @@ def test_stopped_between_checkpoints_goes_back_to_the_last(tmp_path: Path) -> No
 
 
 def epochs(folder: Path, count: int, stop: int = 0) -> list[float]:
-    """The losses of several calls of `train` on one list of four batches; killed after step `stop`."""
+    """The losses of several calls of `train` on one list of four batches; killed with the checkpoint of step `stop`,
+    which is made when the caller is done with that step."""
     data = list(islice(batches(), 4))
     trainer, scheduler = started()
     losses: list[float] = []
@@ -91,7 +92,7 @@ def epochs(folder: Path, count: int, stop: int = 0) -> list[float]:
             options = {"checkpoint": folder, "every": 1, "scheduler": scheduler, "progress": False}
             for metrics in trainer.train(data, 4 * (epoch + 1), **options):
                 losses.append(metrics.loss)
-                if metrics.step == stop:
+                if metrics.step == stop + 1:
                     trainer.checkpoints.settle()
                     shutil.copytree(folder, folder.with_name(f"killed-{stop}"))
     return losses

@@ -209,6 +209,8 @@ class Checkpoints:
         """Whether all ranks of the job have made the same number of steps and call this within the given seconds."""
         if self.group is None:
             return True
+        with suppress(Exception):  # a save in the background uses the same group; what ends training is reported
+            self.settle()
         try:
             dist.monitored_barrier(self.group, timedelta(seconds=seconds))
             steps: list[int] = [step] * dist.get_world_size(self.group)

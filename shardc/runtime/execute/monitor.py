@@ -77,6 +77,7 @@ class Monitor:
         self._store, self._beat = store, 0
         self._lasting_fields: dict[str, Any] = {}  # fields that every later record repeats
         self._fatal = fatal
+        self.grace = 0.0  # seconds in which the main thread ends the process by itself, after SIGTERM
         self._reports_error = False  # the main thread will raise an error of its own
         self._published_death: tuple[int, Record] | None = (
             None  # the dead rank that another published, or rank 0, closed or failed
@@ -260,7 +261,7 @@ class Monitor:
             terminated = signal.SIGTERM in rung
             if terminated:
                 # Who is dead is known by a silence; a main thread that is finding out needs as long to say it.
-                exit_deadline = min(exit_deadline, time.monotonic() + 2 * SILENCE)
+                exit_deadline = min(exit_deadline, time.monotonic() + max(2 * SILENCE, self.grace))
             self._publish(**({"terminated": True} if terminated else {}))
             self._read_death()
             if self._fatal or exit_deadline < float("inf"):
@@ -288,6 +289,7 @@ class Monitor:
             terminated
             and not self._reports_error
             and all(r.terminated or r.closed or r.failed for r in records.values())
+            and not (self.grace and all(not r.failed for r in records.values()))
         ):
             os._exit(128 + signal.SIGTERM)  # nobody died: the whole job was ended, or the others have said why
 

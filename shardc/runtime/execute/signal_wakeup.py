@@ -14,17 +14,21 @@ import signal
 import threading
 
 STOP = 0  # no signal has this number
+_wakes = False  # signals write to a pipe of this process
 
 
-def _on_sigterm(*_: object) -> None:
+def on_sigterm(*_: object) -> None:
     """The Python handler does nothing: the byte in the pipe carries the signal."""
 
 
 def _restore_in_child() -> None:
     """Restore the default in a forked child (a data loader): SIGTERM ends it, and does not wake its parent's thread."""
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    global _wakes
+    if _wakes:
+        _wakes = False
         signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_restore_in_child)
@@ -34,6 +38,7 @@ class SignalWakeup:
     """Handles SIGTERM unless the program has a handler of its own."""
 
     def __init__(self) -> None:
+        global _wakes
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -46,8 +51,8 @@ class SignalWakeup:
             if previous != -1:  # an event loop's
                 signal.set_wakeup_fd(previous)
                 return
-            signal.signal(signal.SIGTERM, _on_sigterm)
-            self._owns_signal = True
+            signal.signal(signal.SIGTERM, on_sigterm)
+            self._owns_signal = _wakes = True
 
     def wait(self, seconds: float) -> bytes:
         """The signal numbers received since the last call; empty after a timeout."""
@@ -59,7 +64,9 @@ class SignalWakeup:
 
     def close(self) -> None:
         """Restore SIGTERM's default handler. No thread may be waiting any more."""
+        global _wakes
         if self._owns_signal and threading.current_thread() is threading.main_thread():
+            _wakes = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
         self._selector.close()

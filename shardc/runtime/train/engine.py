@@ -20,6 +20,7 @@ from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.oracle.simulate import simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
+from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.job import Job
 from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_session import Keeping, Whole
@@ -66,6 +67,10 @@ class Engine(Protocol):
         ...
 
     def checkpoints(self) -> Checkpoints: ...
+
+    def consensus(self) -> Consensus:
+        """How the ranks decide after a step; all must call it."""
+        ...
 
     def timed(self, act: Callable[[], object]) -> Any:
         """Run an action that makes one step, and return the timeline of all ranks."""
@@ -120,6 +125,9 @@ class Simulation:
 
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(Mesh(), 0)
+
+    def consensus(self) -> Consensus:
+        return Consensus()
 
     def timed(self, act: Callable[[], object]) -> Any:
         hint = "`program.timeline()` predicts one; to measure it, run a pipeline under torchrun"

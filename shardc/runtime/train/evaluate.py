@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
-from shardc.runtime.train.loop import count_items
+from shardc.runtime.train.metrics import Evaluated, count_items
 from shardc.runtime.train.replicas import FIRST
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 
@@ -53,27 +53,6 @@ class EvaluationProgram(Protocol):
 
 Evaluation = Callable[[Any, Kept], EvaluationProgram]
 Held = Mapping[str, tuple[Port, TensorType]]
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Means over the batches of an evaluation. `loss` is None for a model that returns none; `scalars` are those among
-    its other outputs, weighted by rows. `items` are counted as in `Metrics`."""
-
-    loss: float | None
-    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
-    batches: int = 0
-    items: int = 0
-    seconds: float = 0.0
-
-    @property
-    def items_per_second(self) -> float:
-        return self.items / self.seconds if self.seconds else 0.0
-
-    def __str__(self) -> str:
-        means = {} if self.loss is None else {"loss": self.loss}
-        parts = [f"{name} {value:.4f}" for name, value in {**means, **self.scalars}.items()]
-        return "  ".join([*parts, f"{self.batches} batch{'es' * (self.batches != 1)}"])
 
 
 @dataclass(frozen=True)
@@ -115,7 +94,8 @@ class Evaluator:
 
     def mean(self, batches: Iterable[Any], steps: int | None, state: Tensors, seed: int, step: int) -> Evaluated:
         """The means over batches, of at most so many."""
-        _check(batches, steps)
+        _check(steps)
+        check_batches(batches)
         start, count, items = time.perf_counter(), 0, 0
         loss, scalars = _Mean(), dict[str, _Mean]()
         has_loss = False
@@ -222,10 +202,14 @@ def _rows(batch: Any) -> int:
     return next((shape[0] for shape in shapes if shape), 1)
 
 
-def _check(batches: object, steps: object) -> None:
-    """Raise ShardcError (SC553) for arguments of `evaluate` that it cannot use."""
+def _check(steps: object) -> None:
+    """Raise ShardcError (SC553) for a number of steps that `evaluate` cannot make."""
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise error("SC553", f"evaluate is given steps={steps!r}", hint="give a whole number from 1, or leave it out")
+
+
+def check_batches(batches: object) -> None:
+    """Raise ShardcError (SC553) for what cannot be batches to evaluate."""
     if isinstance(batches, torch.Tensor | Mapping | str) or not isinstance(batches, Iterable):
         hint = "give a list of batches, as in evaluate([batch]), or a loader"
         raise error("SC553", f"evaluate is given a {type(batches).__name__} as batches", hint=hint)

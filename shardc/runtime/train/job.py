@@ -28,6 +28,7 @@ from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_p
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
 from shardc.runtime.execute.step_epilogue import blame_failures
 from shardc.runtime.train.agreement import ranks_text, sides
+from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_session import Member, Shards
 from shardc.runtime.train.replicas import Peers
@@ -162,6 +163,9 @@ class Job:
         return Checkpoints(
             mesh, self.i, group, blame, self.rank, lambda name: self._copies[self.homes[name][0]], self.program.mesh
         )
+
+    def consensus(self) -> Consensus:
+        return Consensus(self.member.group(self.monitor.blame), self.rank, self.monitor)
 
     def timed(self, act: Callable[[], object]) -> Any:
         if not self.program.axis:

@@ -38,10 +38,15 @@ from shardc.runtime.execute.batch import Sample
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.agreement import facts_of
+from shardc.runtime.train.callbacks import Callback
+from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.engine import Engine, Engines
-from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
+from shardc.runtime.train.evaluate import Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
-from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
+from shardc.runtime.train.loop import Run, train
+from shardc.runtime.train.loop_state import Stateful
+from shardc.runtime.train.lr_schedule import Scheduler
+from shardc.runtime.train.metrics import Evaluated, Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
@@ -105,6 +110,8 @@ class Trainer:
         self.run = Run()
         self.gradients_used = False  # by the caller: `sgd` or `gather_grads`
         self.intact = True  # no step was left halfway: its error may have come after it wrote over the state
+        self._consensus: Consensus | None = None
+        self.interrupted = False  # with all other ranks, after the same step
 
     def __repr__(self) -> str:
         where = "all ranks simulated" if self.engine.peers is None else f"rank {self.engine.rank} of a job"
@@ -144,18 +151,34 @@ class Trainer:
         checkpoint: str | Path | None = None,
         every: int = 0,
         scheduler: Scheduler | None = None,
+        monitor: str | None = None,
+        evaluate: Iterable[Any] | None = None,
+        evaluate_every: int = 0,
+        callbacks: Sequence[Callback] = (),
+        stateful: Mapping[str, Stateful] | None = None,
         resume: bool = True,
         progress: bool = True,
     ) -> Iterator[Metrics]:
         """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
 
-        `checkpoint` is a folder, saved `every` so many steps and at the end; where it exists already, training goes on
-        from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, steps after each step.
-
             for metrics in trainer.train(loader, steps=1000, checkpoint="out/run", every=100):
                 print(metrics.loss)
 
-        `shardc.runtime.train.loop.train` says more.
+        `checkpoint` is a folder, saved `every` so many steps in the background, when the caller is done with the step,
+        and at the end: after the last step or batch, and where an error, a signal or the caller ends the loop. If a
+        rank gets a signal (SIGINT, SIGTERM) or a callback fails on it, all ranks end after the same step. Where the
+        folder exists, training goes on from it, unless `resume` is false: `batches` start anew, and those that were
+        trained on are passed over. A later call of the same trainer trains on all that it is given.
+
+        The `scheduler`, of torch.optim.lr_scheduler, steps after each step, or if it wants a metric, when there is one
+        that `monitor` names: "loss", "grad_norm", a scalar of the outputs, or "evaluated.loss". `evaluate` are batches
+        to evaluate `evaluate_every` so many steps and after the last: `metrics.evaluated`. `callbacks` are functions of
+        (metrics, trainer) that all ranks call after each step; one that returns True ends the training. `stateful` are
+        objects by name whose `state_dict` is saved and restored too, as are callbacks that have one. The leading rank
+        shows `progress` on standard error: on a terminal a line that is renewed, else about twenty over the run.
+
+        Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a metric that there is not, SC553
+        for arguments that cannot be used, or could have no effect.
         """
         self._refuse_forward_only("train")
         return train(
@@ -165,6 +188,11 @@ class Trainer:
             checkpoint=checkpoint,
             every=every,
             scheduler=scheduler,
+            monitor=monitor,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            callbacks=callbacks,
+            stateful=stateful,
             resume=resume,
             progress=progress,
         )
@@ -292,6 +320,11 @@ class Trainer:
         self._checkpoints = self._checkpoints or self.engine.checkpoints()
         return self._checkpoints
 
+    @property
+    def consensus(self) -> Consensus:
+        self._consensus = self._consensus or self.engine.consensus()
+        return self._consensus
+
     @on_cpu
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> Saving:
         """Write a checkpoint of all state, with `extra` (plain data) beside it; every rank must call it.
@@ -355,7 +388,7 @@ class Trainer:
             if self._checkpoints is not None:
                 self._checkpoints.close()
         finally:
-            self.engine.close(failure)
+            self.engine.close(None if self.interrupted else failure)
 
     def __enter__(self) -> Trainer:
         return self
