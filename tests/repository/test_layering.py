@@ -124,7 +124,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_code bucket_buffer executor failed_call index_check instructions layout
+            __init__ arena batch body_code bucket_buffer data_parts executor failed_call index_check instructions layout
             measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
             signal_wakeup stage_code step_epilogue transfers
         """,
@@ -137,8 +137,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine evaluate feeding job loop model_state nonfinite rank_session replicas
-            result starting_values trainer
+            __init__ agreement engine evaluate feeding job loader_state loading loop model_state nonfinite rank_part rank_session
+            replicas result starting_values trainer
         """,
     },
     {

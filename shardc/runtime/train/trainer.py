@@ -35,6 +35,7 @@ from shardc.runtime.checkpoint.hugging_face import export_hf, sources_of
 from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.checkpoint.weights import Init, Weights, source_of
 from shardc.runtime.execute.batch import Sample
+from shardc.runtime.execute.data_parts import DataParts, data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.agreement import facts_of
@@ -80,12 +81,15 @@ class Trainer:
         accept_values: Callable[[], None] = lambda: None,
         evaluation: Evaluation | None = None,
         by_row: Collection[str] = (),
+        split: Collection[str] = (),
+        parts: DataParts | None = None,
     ) -> None:
         self._by_row = by_row
+        own = None if parts is None or parts.count == 1 else engine.brings(parts)
         self._model, self._accept_values = model, accept_values
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
-        self._feeding, self._raises = Feeding(body, sample, check), raises
+        self._feeding, self._raises = Feeding(body, sample, check, split, parts, own), raises
         self.rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
@@ -97,7 +101,7 @@ class Trainer:
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
         self.state = {n: self._loaded(port, type, start) for n, (port, type) in self._kept.items() if engine.holds(n)}
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
-        self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every)
+        self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every, self._feeding)
         self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
@@ -112,12 +116,16 @@ class Trainer:
 
     @on_cpu
     def step(self, batch: Any) -> StepResult:
-        """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
+        """Loss and gradients of a global batch; every rank is given the whole of it and takes its part, or, where the
+        plan says `data: per_rank`, brings its part."""
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
+        compared = self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0)
+        if compared and self._feeding.own is not None:
+            self._feeding.own.agree(self._feeding.given(batch))
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
         state, fed = self.state | rates, self._feeding.feeds(batch, self.seed, self.steps)
-        if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
+        if compared:
             self._compare(state, fed)
         self._taken += 1
         self.intact = False
@@ -207,6 +215,16 @@ class Trainer:
     @property
     def device(self) -> torch.device:
         return self.engine.device
+
+    @property
+    def data_ranks(self) -> int:
+        """In how many parts the ranks bring a batch: 1 but in a job under `data: per_rank`."""
+        return 1 if self._feeding.own is None else self._feeding.own.parts.count
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts this rank brings: what a DistributedSampler calls its rank."""
+        return 0 if self._feeding.own is None else self._feeding.own.index
 
     @torch.no_grad()
     def sgd(self, lr: float) -> None:
@@ -385,6 +403,8 @@ class Trainer:
         items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
         items += self._feeding.items(fed)
         self.engine.peers.check(items, f"before step {self.steps}")
+        if self._feeding.own is not None and not self._taken:
+            self._feeding.own.warn_of_equal(fed)
 
     def _compare_launched(self) -> None:
         """What training starts from is the same on all ranks: what they share, and the corners of each whole tensor."""
@@ -457,7 +477,8 @@ def launch(
             program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
             plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizer", None),
             constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
-            getattr(program, "evaluation", None), plan.get("by_row", ()),
+            getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
+            data_parts_of(plan, program.staged.body),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)
