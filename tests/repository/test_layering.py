@@ -137,7 +137,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine evaluate feeding job loader_state loading loop model_state nonfinite rank_part rank_session
+            __init__ agreement device_copy engine evaluate feeding job loader_state loading loop model_state nonfinite rank_part rank_session
             replicas result starting_values trainer
         """,
     },

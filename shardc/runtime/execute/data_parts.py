@@ -88,7 +88,9 @@ class DataParts:
             elif rows % count or not _in_order(type, body.mesh, axes):
                 each = "" if body.microbatches == 1 else " of a microbatch"
                 what = f"the {rows} rows{each} of '{name}' are not {count} equal parts, one after the other: {type}"
-                hint = f"give a batch with a multiple of {count * body.microbatches} rows, and place dim 0 by axes alone"
+                hint = (
+                    f"give a batch with a multiple of {count * body.microbatches} rows, and place dim 0 by axes alone"
+                )
                 problems.append(Diagnostic("SC226", what, tensor=name, hint=hint))
         if problems:
             raise ShardcError(*problems)
@@ -119,7 +121,9 @@ class DataParts:
         for name in self.inputs:
             shape = inputs[name].shape if name in inputs else None
             if shape and shape[0] != part:
-                message = f"input '{name}' has {shape[0]} rows; of a batch of {part * self.count}, each of the {self.count} "
+                message = (
+                    f"input '{name}' has {shape[0]} rows; of a batch of {part * self.count}, each of the {self.count} "
+                )
                 message += f"data ranks brings {part}"
                 hint = (
                     f"give batches of {part}, from a sampler of the rank's own: DistributedSampler(dataset, "
@@ -129,9 +133,7 @@ class DataParts:
 
     def repeated(self, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A microbatch of the program's shapes, with the rank's own rows in place of all others."""
-        return {
-            name: torch.cat([value] * self.count) if name in self.inputs else value for name, value in feed.items()
-        }
+        return {name: torch.cat([value] * self.count) if name in self.inputs else value for name, value in feed.items()}
 
     def check_count(self, parts: Sequence[Any]) -> None:
         """Raise ShardcError (SC501) unless there is one for each data coordinate."""
@@ -200,7 +202,7 @@ def _rows_axes(type: TensorType) -> tuple[str, ...]:
 def _in_order(type: TensorType, mesh: Mesh, axes: tuple[str, ...]) -> bool:
     """Whether each rank has rows that follow each other, at the place that its coordinate says."""
     rows = type.shape[0] // mesh.size(axes)
-    others = {name: 0 for name in mesh.names}
+    others = dict.fromkeys(mesh.names, 0)
     for position in product(*(range(mesh.size(axis)) for axis in axes)):
         rank = mesh.rank(others | dict(zip(axes, position, strict=True)))
         runs, start = shard_slices(type, mesh, rank)[0], mesh.index(rank, axes) * rows

@@ -17,6 +17,7 @@ from shardc.runtime.execute.batch import Sample, batch_inputs
 from shardc.runtime.execute.data_parts import DataParts, Parts
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import supplied
+from shardc.runtime.train.device_copy import Copied
 from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.replicas import Item
 
@@ -55,10 +56,13 @@ class Feeding:
 
     def feeds(self, batch: Any, seed: int, step: int) -> list[Feed]:
         """The batch's tensors by microbatch, each with a key of its own for random numbers."""
-        inputs, own = self.tensors(self.given(batch)), self.own
+        host = inputs = self.tensors(self.given(batch.host if isinstance(batch, Copied) else batch))
+        own = self.own
         types = {} if own is None else own.parts.types
         if own is not None:
-            own.parts.check(inputs)
+            own.parts.check(host)
+        if isinstance(batch, Copied):
+            inputs = self.tensors(batch.arrived())
         for port, type in self.placed.values():
             if port.role == "seed":
                 inputs[port.name] = torch.full(type.shape, step_key(seed, step), dtype=type.dtype)
@@ -67,7 +71,11 @@ class Feeding:
         placed = [(port, types.get(port.name, type)) for port, type in self.placed.values()]
         for feed in feeds_by_microbatch:
             supplied(placed, {**inputs, **feed})
-            if self.check is not None:
+        if self.check is not None:  # which looks at tensors on the CPU
+            on_host = feeds_by_microbatch
+            if host is not inputs:
+                on_host = feeds(self.body, host, types=types, split=self.split)
+            for feed in on_host:
                 self.check(feed if own is None else own.parts.repeated(feed))
         return feeds_by_microbatch
 

@@ -5,8 +5,7 @@
 
 Started again with the same arguments, it goes on where the last whole checkpoint stands, and makes the very steps that
 it would have made: parameters, optimizer state, seed and step are the checkpoint's, with the schedule and the learning
-rates, and what of the batches was trained on is passed over. Called once more (a second epoch), it trains on all that
-it is given.
+rates, and the batches go on where they stood (`loading`). Called once more, it trains on all that it is given.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -33,6 +32,10 @@ from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic, error
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.checkpoint.folder import place_of, present
+from shardc.runtime.execute.data_parts import Parts
+from shardc.runtime.train.device_copy import Copier
+from shardc.runtime.train.loading import Loading, kept, resumed
+from shardc.runtime.train.rank_part import RankPart
 from shardc.torch_compat import count_optimizer_step
 
 
@@ -71,6 +74,14 @@ class Steps(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
     def checkpoints(self) -> Checkpoints: ...
+    @property
+    def own_part(self) -> RankPart | None: ...
+    @property
+    def data_rank(self) -> int: ...
+    @property
+    def data_ranks(self) -> int: ...
+    @property
+    def copier(self) -> Copier | None: ...
 
     run: Run
     intact: bool  # no step was left halfway
@@ -125,7 +136,10 @@ class Run:
 
     place: Path | None = None  # the checkpoint that holds the trainer's state,
     step: int = -1  # at this step
-    begun: int | None = None  # the step at which the batches began that a checkpoint was made among
+    begun: int | None = None  # the step at which the batches began that a checkpoint was made among,
+    data: object = None  # and where among them, by `loading.kept`;
+    call: int = 1  # of `train`, in which it was
+    calls: int = 0  # of `train`, so far
 
     def take_up(self, trainer: Steps, folder: Path, scheduler: Scheduler | None) -> None:
         """Resume from a checkpoint, unless the trainer is already at it."""
@@ -133,63 +147,82 @@ class Run:
             extra = trainer.load(folder)
             trainer.run = self
             _restore(extra, scheduler)
-            self.begun = int(extra.get("begun", 0))
+            self.begun, self.call, self.data = int(extra.get("begun", 0)), int(extra.get("call", 1)), extra.get("data")
             self.place, self.step = folder, trainer.steps
 
 
 def train(
     trainer: Steps,
     batches: Iterable[Any],
-    steps: int,
+    steps: int | None = None,
     *,
+    epochs: int | None = None,
     checkpoint: str | Path | None = None,
     every: int = 0,
     scheduler: Scheduler | None = None,
     resume: bool = True,
     progress: bool = True,
+    prefetch: bool = True,
 ) -> Iterator[Metrics]:
-    """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
+    """Steps up to the `steps`-th, or `epochs` passes over the batches, and the metrics of each; every rank must run it,
+    with the same batches, or under `data: per_rank` with its part of them.
 
     `checkpoint` is saved every so many steps, in the background, and at the end: after the last step or the last batch,
     and where an error, an interruption or the caller ends the loop between two steps (of a job's ranks, where all end
-    at the same one). Where it exists already, training goes on from it (unless `resume` is false): `batches` starts
-    from the beginning all the same, and those that were trained on are passed over. A later call of the same trainer
-    passes over nothing: it trains on what it is given. The `scheduler` steps after each step. The leading rank shows a
-    line: on a terminal one that is renewed, else about twenty over the whole run, on standard error.
+    at the same one). Where it exists already, training goes on from it (unless `resume` is false): a loader that has a
+    state is given the one that it had then; of all others the batches that were trained on are passed over. A later
+    call of the same trainer passes over nothing: it trains on what it is given. Before each epoch the sampler's
+    `set_epoch` is called, if it has one. The `scheduler` steps after each step. The leading rank shows a line: on a
+    terminal one that is renewed, else about twenty over the whole run, on standard error. On a GPU the next batch is
+    fetched and copied while a step is computed, unless `prefetch` is false.
 
     Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a scheduler that wants a metric, SC553
-    for arguments that could have no effect.
+    for arguments that could have no effect, SC557 for a loader whose state cannot be kept, or is another's.
     """
     check_scheduler(scheduler, trainer.optimizer)
-    _check_numbers(batches, steps, every, checkpoint)
+    _check_numbers(batches, steps, epochs, every, checkpoint)
     folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
     if folder is not None:
         trainer.checkpoints.reserve(folder)
         if resume:
             run.take_up(trainer, folder, scheduler)
-    if trainer.steps > steps:  # it was saved in a later call, which will come
+    run.calls += 1
+    later = run.begun is not None and run.call > run.calls if steps is None else trainer.steps > steps
+    if later:  # it was saved in a later call, which will come
         return
     first_step = trainer.steps if run.begun is None else run.begun
-    run.begun = None
-    saved = trainer.steps
-    line = _Line(trainer.steps, steps) if progress and trainer.leads else None
+    position = trainer.steps - first_step
+    if run.data is not None:
+        position = resumed(run.data, trainer.data_rank, trainer.data_ranks, batches)
+    run.begun = run.data = None
+    saved = resumed_step = trainer.steps
+    own, copier = trainer.own_part, trainer.copier if prefetch else None
+    ahead = prefetch and trainer.device.type == "cuda"
+    loading = Loading(batches, epochs, position, keeps=folder is not None, own=own, ahead=ahead, copy=copier)
+    total = steps if steps is not None else None if loading.total is None else first_step + loading.total
+    line = _Line(trainer.steps, total) if progress and trainer.leads else None
 
     def save(asynchronous: bool) -> None:
         nonlocal saved
         if folder is not None and saved != trainer.steps:
-            trainer.save(folder, extra={"begun": first_step, **_position(scheduler)}, asynchronous=asynchronous)
+            data = kept(loading.position)
+            if own is not None:
+                positions = trainer.checkpoints.gathered(loading.position)
+                data = kept(loading.position, [positions[own.coordinates.index(i)] for i in range(own.parts.count)])
+            extra = {"begun": first_step, "call": run.calls, "data": data, **_position(scheduler)}
+            trainer.save(folder, extra=extra, asynchronous=asynchronous)
             saved = run.step = trainer.steps
             run.place = folder
 
-    skipped = trainer.steps - first_step
     with line or nullcontext(), Interruptions() as interruptions:
         try:
-            for batch in islice(batches, skipped, skipped + steps - trainer.steps):
+            for fetched in loading.take(None if steps is None else steps - trainer.steps):
                 start = time.perf_counter()
                 with interruptions.later():
-                    result = trainer.step(batch)
-                    metrics = measure(result, batch, trainer, start, _rates(scheduler))
+                    result = trainer.step(fetched.for_step)
+                    loading.look_ahead()
+                    metrics = measure(result, fetched.batch, trainer, start, _rates(scheduler))
                     if scheduler is not None:
                         count_optimizer_step(scheduler.optimizer)
                         scheduler.step()
@@ -198,7 +231,7 @@ def train(
                 if line is not None:
                     line.show(metrics)
                 yield metrics
-                if trainer.leads and trainer.steps == first_step + skipped + 1:
+                if trainer.leads and trainer.steps == resumed_step + 1:
                     _warn_of_nothing(trainer, scheduler)
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
@@ -208,9 +241,14 @@ def train(
         save(asynchronous=False)
 
 
-def _check_numbers(batches: object, steps: object, every: object, checkpoint: object) -> None:
+def _check_numbers(batches: object, steps: object, epochs: object, every: object, checkpoint: object) -> None:
     """Raise ShardcError (SC553) for arguments of `train` that it cannot use, or would use for nothing."""
-    for name, value in (("steps", steps), ("every", every)):
+    if (steps is None) == (epochs is None):
+        what = "neither steps nor epochs" if steps is None else "both steps and epochs"
+        raise error(
+            "SC553", f"train is given {what}", hint="give steps=1000, the step to end at, or epochs=3, of passes"
+        )
+    for name, value in (("steps", 0 if steps is None else steps), ("epochs", epochs or 0), ("every", every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise error("SC553", f"train is given {name}={value!r}", hint="give a whole number from 0")
     if every and checkpoint is None:
@@ -309,7 +347,7 @@ def measure(
         loss=loss,
         grad_norm=None if norm is None else float(norm),
         seconds=time.perf_counter() - start,
-        items=count_items(batch),
+        items=sum(map(count_items, batch)) if isinstance(batch, Parts) else trainer.data_ranks * count_items(batch),
         memory=memory_held(trainer.device),
         learning_rates=learning_rates,
         skipped=finite is not None and not bool(finite),
@@ -362,10 +400,12 @@ class _Line:
     """The progress line of a run."""
 
     LINES = 20  # over a run, where there is no terminal to renew one on
+    EACH = 50  # steps to a line of a run whose length nobody knows
 
-    def __init__(self, completed: int, steps: int) -> None:
-        self.console, self.steps = Console(stderr=True), steps
-        self.each = max(1, (steps - completed) // self.LINES)
+    def __init__(self, completed: int, steps: int | None) -> None:
+        self.console, self.steps, self.completed = Console(stderr=True), steps, completed
+        self.each = self.EACH if steps is None else max(1, (steps - completed) // self.LINES)
+        self.started = time.perf_counter()
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
         self.bar: Progress | None = None
         self.task = TaskID(0)
@@ -385,7 +425,15 @@ class _Line:
         if self.bar is not None:
             self.bar.update(self.task, completed=metrics.step, description=str(metrics))
         elif metrics.step % self.each == 0 or metrics.step == self.steps:
-            print(f"step {metrics.step:>{len(str(self.steps))}}  {metrics}", file=sys.stderr, flush=True)
+            width = len(str(self.steps or metrics.step))
+            print(f"step {metrics.step:>{width}}  {metrics}{self._left(metrics.step)}", file=sys.stderr, flush=True)
+
+    def _left(self, step: int) -> str:
+        """The time that the remaining steps take, at the pace so far."""
+        if self.steps is None or step >= self.steps:
+            return ""
+        pace = (time.perf_counter() - self.started) / (step - self.completed)
+        return f"  {timedelta(seconds=round(pace * (self.steps - step)))} left"
 
 
 def _short(count: float) -> str:

@@ -87,7 +87,9 @@ class RankPart:
         if not without and len(set(rows)) > 1:
             differing = sorted(rank for ranks in sides(rows)[1].values() for rank in ranks)
             was = "was" if len(differing) == 1 else "were"
-            message = f"{ranks_text(differing)} {was} given a part of other leaves, shapes or dtypes than the other ranks"
+            message = (
+                f"{ranks_text(differing)} {was} given a part of other leaves, shapes or dtypes than the other ranks"
+            )
             raise error("SC542", message, hint=EQUAL_PARTS)
         return without
 
@@ -114,7 +116,7 @@ def ended_early(ranks: Sequence[int], what: str) -> Diagnostic:
 
 def _digest(batch: Any) -> int:
     """The leaves of a batch, their shapes and dtypes, in a number that is not 0."""
-    text = repr([(path, tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else path for path, x in leaves_of(batch)])
+    text = repr(
+        [(path, tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else path for path, x in leaves_of(batch)]
+    )
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], signed=True) | 1
-
-

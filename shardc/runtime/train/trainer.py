@@ -39,12 +39,14 @@ from shardc.runtime.execute.data_parts import DataParts, data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.agreement import facts_of
+from shardc.runtime.train.device_copy import Copier
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
+from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import StepResult, Tensors
 from shardc.runtime.train.starting_values import StartingValues, init_of
@@ -147,20 +149,23 @@ class Trainer:
     def train(
         self,
         batches: Iterable[Any],
-        steps: int,
+        steps: int | None = None,
         *,
+        epochs: int | None = None,
         checkpoint: str | Path | None = None,
         every: int = 0,
         scheduler: Scheduler | None = None,
         resume: bool = True,
         progress: bool = True,
+        prefetch: bool = True,
     ) -> Iterator[Metrics]:
-        """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
+        """Steps up to the `steps`-th, or `epochs` passes over the batches, and the metrics of each; every rank must run
+        it, with the same batches, or under `data: per_rank` with its part of them.
 
         `checkpoint` is a folder, saved `every` so many steps and at the end; where it exists already, training goes on
         from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, steps after each step.
 
-            for metrics in trainer.train(loader, steps=1000, checkpoint="out/run", every=100):
+            for metrics in trainer.train(loader, epochs=3, checkpoint="out/run", every=100):
                 print(metrics.loss)
 
         `shardc.runtime.train.loop.train` says more.
@@ -170,11 +175,13 @@ class Trainer:
             self,
             batches,
             steps,
+            epochs=epochs,
             checkpoint=checkpoint,
             every=every,
             scheduler=scheduler,
             resume=resume,
             progress=progress,
+            prefetch=prefetch,
         )
 
     @on_cpu
@@ -220,6 +227,20 @@ class Trainer:
     def data_ranks(self) -> int:
         """In how many parts the ranks bring a batch: 1 but in a job under `data: per_rank`."""
         return 1 if self._feeding.own is None else self._feeding.own.parts.count
+
+    @property
+    def own_part(self) -> RankPart | None:
+        """The part of each batch that this rank brings; None where it is given all of it."""
+        return self._feeding.own
+
+    @property
+    def copier(self) -> Copier | None:
+        """What brings a batch to this rank's GPU ahead of its step; None on a CPU, and where the rank reads a part of
+        what it is given, which is cut first."""
+        sharded = any(type.axes for _, type in self._feeding.placed.values())
+        if self.device.type != "cuda" or (sharded and self.own_part is None):
+            return None
+        return Copier(self.device)
 
     @property
     def data_rank(self) -> int:
