@@ -116,9 +116,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC543": Code("absent-rank", "a rank did not come to the launch of a job within the time limit"),
     "SC544": Code("no-gradients", "gradients are asked of a program that does not return them"),
     "SC556": Code("part-ended", "the data of some ranks end before those of the others"),
-    "SC557": Code(
-        "loader-state", "the state of a loader cannot be kept in a checkpoint, or is not that of this loader"
-    ),
+    "SC557": Code("loader-state", "a loader's state cannot be kept in a checkpoint, or is not that of this loader"),
     "SC545": Code("no-output", "a result is asked for a loss or an output that its program does not return"),
     "SC546": Code("not-evaluated", "an evaluation cannot be made: of nothing, or by a trainer without its model"),
 }

@@ -137,8 +137,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement device_copy engine evaluate feeding job loader_state loading loop model_state nonfinite rank_part rank_session
-            replicas result starting_values trainer
+            __init__ agreement device_copy engine evaluate feeding job loader_state loading loop model_state
+            nonfinite rank_part rank_session replicas result starting_values trainer
         """,
     },
     {

@@ -6,9 +6,9 @@
     ranks of dp 1 bring  b0 b1 b2 b3
     the global batch is  a0 a1 b0 b1 | a2 a3 b2 b3
 
-A part is cut into the microbatches, as a whole batch is; a microbatch has the slices of all parts, in the order of their
-data coordinates. Ranks of one data coordinate bring the same rows: those of other axes (tp, cp) take what they hold of
-them, stages of a pipeline what they read.
+A part is cut into the microbatches, as a whole batch is; a microbatch has the slices of all parts, in the order of
+their data coordinates. Ranks of one data coordinate bring the same rows: those of other axes (tp, cp) take what they
+hold of them, stages of a pipeline what they read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardc.torch_compat import unflatten
 class Parts(list[Any]):
     """The parts of a global batch, by data coordinate: `trainer.step(Parts([part_0, part_1]))`.
 
-    A simulation is given a step's batch in parts by them, as the ranks of a job bring it; a rank of a job takes its own.
+    A simulation is given a batch in parts by them, as the ranks of a job bring it. A rank of a job takes its own.
     """
 
 
@@ -78,7 +78,7 @@ class DataParts:
             if type.shape[:1] != (rows,) or (body.microbatches > 1 and name not in split):
                 cut.pop(name, None)  # every rank gives the whole of it
             elif not _rows_axes(type):
-                what = f"'{name}' has {rows} rows as '{first_name}' has, and they are not sharded: ranks have no part of it"
+                what = f"'{name}' has {rows} rows, as '{first_name}' has, and they are not sharded: it has no parts"
                 hint = f'place it as the other is: inputs: {{{name}: "{".".join(axes)}"}}'
                 problems.append(Diagnostic("SC226", what, tensor=name, hint=hint))
             elif _rows_axes(type) != axes:
@@ -88,9 +88,7 @@ class DataParts:
             elif rows % count or not _in_order(type, body.mesh, axes):
                 each = "" if body.microbatches == 1 else " of a microbatch"
                 what = f"the {rows} rows{each} of '{name}' are not {count} equal parts, one after the other: {type}"
-                hint = (
-                    f"give a batch with a multiple of {count * body.microbatches} rows, and place dim 0 by axes alone"
-                )
+                hint = f"give a batch of a multiple of {count * body.microbatches} rows, and place dim 0 by axes alone"
                 problems.append(Diagnostic("SC226", what, tensor=name, hint=hint))
         if problems:
             raise ShardcError(*problems)
@@ -121,10 +119,8 @@ class DataParts:
         for name in self.inputs:
             shape = inputs[name].shape if name in inputs else None
             if shape and shape[0] != part:
-                message = (
-                    f"input '{name}' has {shape[0]} rows; of a batch of {part * self.count}, each of the {self.count} "
-                )
-                message += f"data ranks brings {part}"
+                ranks = f"each of the {self.count} data ranks brings {part}"
+                message = f"input '{name}' has {shape[0]} rows; of a batch of {part * self.count}, {ranks}"
                 hint = (
                     f"give batches of {part}, from a sampler of the rank's own: DistributedSampler(dataset, "
                     "trainer.data_ranks, trainer.data_rank)"

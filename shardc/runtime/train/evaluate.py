@@ -233,9 +233,7 @@ class Evaluator:
         parts = data_parts_of(program.plan, program.staged.body)
         own = None if parts is None else engine.brings(parts)
         if own is None or own.coordinates != training.coordinates:
-            message = (
-                "the rows of this batch would not lie over the ranks as those of training, which bring parts of it"
-            )
+            message = "the rows of this batch would lie over the ranks in another way than those of training"
             hint = f"evaluate batches with a multiple of {training.parts.count} rows, placed as the sample batch is"
             raise error("SC226", message, hint=hint)
         return own

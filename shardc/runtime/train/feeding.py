@@ -80,7 +80,7 @@ class Feeding:
         return feeds_by_microbatch
 
     def items(self, fed: Sequence[Feed]) -> list[Item]:
-        """What is compared over ranks. Of a whole batch all: a rank reads a part, and takes the others' to be the rest."""
+        """What is compared over ranks: of a whole batch all, since a rank takes the others to have the rest of it."""
         ports = {port.name: port for port in self.body.inputs}
         if self.own is not None:
             return self.own.items(fed, {name: port.role for name, port in ports.items()})

@@ -3,8 +3,8 @@
     {"sampler": tensor([3, 1]), "seen": (2, b"x")}
     {"sampler": {"!": "tensor", "dtype": "int64", "shape": [2], "data": "AwAA..."}, "seen": {"!": "tuple", ...}}
 
-Known are numbers, text, bytes, tensors, arrays, and lists, tuples, sets and mappings of them. Whatever else a state holds
-would need code to be read, which a checkpoint does not have: it is refused when it is saved (SC557).
+Known are numbers, text, bytes, tensors, arrays, and lists, tuples, sets and mappings of them. Whatever else a state
+holds would need code to be read, which a checkpoint does not have: it is refused when it is saved (SC557).
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def _decoded(value: Any, depth: int) -> Any:
         return value
     if isinstance(value, list):
         return [_decoded(item, depth - 1) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} is not plain")
     fields = cast("dict[str, Any]", value)
     kind = fields.get(KIND)
     if kind is None:

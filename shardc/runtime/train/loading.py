@@ -7,7 +7,7 @@ How a loader goes on:
 
     it has state_dict, load_state_dict     its state after the last batch that was trained on
     its sampler has set_epoch              the epoch is set, and its first batches are passed over
-    it is a DataLoader of torch            its generator, or torch's, is as at the epoch's start; batches are passed over
+    it is a DataLoader of torch            its generator, or torch's, is put back to the epoch's start, as above
     it is a list                           the first batches of the epoch are passed over
     it is any other iterable               batches of all epochs are passed over: it begins as it did
 

@@ -2,9 +2,9 @@
 
     dp=2, tp=2      ranks 0 and 1 bring part 0, which is compared between them; ranks 2 and 3 bring part 1
 
-What is said of a whole batch is said here over all parts: which ranks must have the same, how many tokens count, whether
-there is a batch at all. Ranks whose data end at different times would wait for each other for ever: in a loop they
-agree before each step (`agree`), in numbers of a few bytes.
+What is said of a whole batch is said here over all parts: which ranks must have the same, how many tokens count,
+whether there is a batch at all. Ranks whose data end at different times would wait for each other for ever: in a loop
+they agree before each step (`agree`), by a number of each.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class RankPart:
         if not without and len(set(rows)) > 1:
             differing = sorted(rank for ranks in sides(rows)[1].values() for rank in ranks)
             was = "was" if len(differing) == 1 else "were"
-            message = (
-                f"{ranks_text(differing)} {was} given a part of other leaves, shapes or dtypes than the other ranks"
-            )
+            message = f"{ranks_text(differing)} {was} given other leaves, shapes or dtypes than the other ranks"
             raise error("SC542", message, hint=EQUAL_PARTS)
         return without
 
