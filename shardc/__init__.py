@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardc.ir.placement import OPEN, P, Placement
     from shardc.plan.schema import Plan
     from shardc.rules.registry import rule
+    from shardc.runtime.execute.data_parts import Parts
     from shardc.runtime.oracle.report import Report
     from shardc.runtime.train.loop import Metrics
     from shardc.runtime.train.result import StepResult
@@ -40,6 +41,7 @@ __all__ = [
     "Mesh",
     "Metrics",
     "P",
+    "Parts",
     "Placement",
     "Plan",
     "Program",
@@ -69,6 +71,7 @@ _HOMES = {
     "shardc.ir.placement": "OPEN P Placement",
     "shardc.plan.schema": "Plan",
     "shardc.rules.registry": "rule",
+    "shardc.runtime.execute.data_parts": "Parts",
     "shardc.runtime.oracle.report": "Report",
     "shardc.runtime.train.loop": "Metrics",
     "shardc.runtime.train.result": "StepResult",

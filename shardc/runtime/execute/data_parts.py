@@ -43,7 +43,8 @@ class DataParts:
     """How the rows of a step's batch lie over a mesh.
 
     `axes` are those that cut the rows, `count` is the number of parts, `rows` what a microbatch has of one. `inputs`
-    gives the type of each input that is brought in parts, as the program has it: of a whole microbatch.
+    gives the type of each input that is brought in parts, as the program has it: of a whole microbatch. `names` are
+    all inputs, in the order of a batch's tensors.
     """
 
     mesh: Mesh
@@ -52,6 +53,7 @@ class DataParts:
     rows: int
     microbatches: int
     inputs: Mapping[str, TensorType]
+    names: tuple[str, ...]
 
     @classmethod
     def of(cls, body: Graph, split: Collection[str] = ()) -> DataParts:
@@ -65,7 +67,7 @@ class DataParts:
         if body.microbatches > 1:
             cut = {name: type for name, type in cut.items() if name in split}
         if not cut and any(size == 1 for _, size in body.mesh.axes):  # an axis of one rank shards nothing
-            return cls(body.mesh, (), 1, 0, body.microbatches, {})
+            return cls(body.mesh, (), 1, 0, body.microbatches, {}, tuple(types))
         if not cut:
             what = "`data: per_rank` is without parts: no input has its rows, dim 0, sharded"
             hint = 'place the batch over an axis, as in inputs: {input_ids: "dp, -"}; or leave `data` out'
@@ -92,7 +94,7 @@ class DataParts:
                 problems.append(Diagnostic("SC226", what, tensor=name, hint=hint))
         if problems:
             raise ShardcError(*problems)
-        return cls(body.mesh, axes, count, rows // count, body.microbatches, cut)
+        return cls(body.mesh, axes, count, rows // count, body.microbatches, cut, tuple(types))
 
     def index(self, member: int) -> int:
         """The data coordinate of a rank of the mesh: the part that it brings."""
@@ -177,12 +179,18 @@ class DataParts:
         return unflatten(leaves, structure)
 
     def _cut(self, part: Any) -> list[bool]:
-        """By leaf, whether it is brought in parts: what is known by its name, else by its rows."""
+        """By leaf, whether it is brought in parts: what is an input of the program by its name, else by its rows."""
         leaves = leaves_of(part)
-        known = {path for path, _ in leaves if path in self.inputs} if isinstance(part, Mapping) else set[str]()
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        name_of = dict(zip((path for path, x in leaves if isinstance(x, torch.Tensor)), self.names, strict=False))
+        if isinstance(part, Mapping):
+            name_of = {path: path for path, _ in leaves if path in self.names}
+        elif len(name_of) != len([leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]):
+            name_of = {}
+        known = [path for path, _ in tensors if name_of.get(path) in self.inputs]
         rows = next((leaf.shape[0] for path, leaf in tensors if not known or path in known), -1)
-        return [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for _, leaf in leaves]
+        cut = {path for path, x in tensors if x.shape[0] == rows and (path not in name_of or path in known)}
+        return [path in cut for path, _ in leaves]
 
 
 def data_parts_of(plan: PlanRecord, body: Graph) -> DataParts | None:
