@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardc.ir.placement import OPEN, P, Placement
     from shardc.plan.schema import Plan
     from shardc.rules.registry import rule
+    from shardc.runtime.execute.data_parts import Parts
     from shardc.runtime.oracle.report import Report
     from shardc.runtime.train.callbacks import EarlyStopping
     from shardc.runtime.train.metrics import Metrics
@@ -42,6 +43,7 @@ __all__ = [
     "Mesh",
     "Metrics",
     "P",
+    "Parts",
     "Placement",
     "Plan",
     "Program",
@@ -71,6 +73,7 @@ _HOMES = {
     "shardc.ir.placement": "OPEN P Placement",
     "shardc.plan.schema": "Plan",
     "shardc.rules.registry": "rule",
+    "shardc.runtime.execute.data_parts": "Parts",
     "shardc.runtime.oracle.report": "Report",
     "shardc.runtime.train.callbacks": "EarlyStopping",
     "shardc.runtime.train.metrics": "Metrics",

@@ -48,6 +48,7 @@ from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
 from shardc.plan.schema import TOTAL, Plan
 from shardc.runtime.execute.batch import batch_inputs
+from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.oracle.report import TOLERANCE, Report
@@ -422,6 +423,8 @@ class Program(data.Program):
             raise error("SC546", message, hint=hint)
         loss = self.request.loss if kept == "scalars" else None  # of a batch to predict for there may be no labels
         about = {"batch": batch, "loss": loss, "optimizer": None, "watch": None, "strict": False}
+        if (parts := data_parts_of(self.plan, self.body)) is not None:
+            about["data_parts"] = parts.count
         return _program(replace(self.request, mode="eval", kept=kept, like=self.staged, **about))
 
     def refuse_changed_model(self) -> None:

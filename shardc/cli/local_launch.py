@@ -24,6 +24,7 @@ from shardc.api import Program, model_state
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import type_of
 from shardc.runtime.execute.batch import Inputs, batch_inputs
+from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.torch_compat import hosted_store
 
 POLL = 0.2  # seconds
@@ -62,7 +63,9 @@ def step_inputs(program: Program, batch: Any) -> Inputs:
         return Inputs({name: t.detach().clone() for name, t in tensors.items()})
     generator = torch.Generator().manual_seed(0)
     # Whole numbers are indices more often than not: 0 and 1 are in any table.
-    return Inputs({name: _random(type.shape, type.dtype, 1.0, generator) for name, type in types.items()})
+    count, split = program.body.microbatches, program.plan.get("split", ())
+    shapes = {n: (count * t.shape[0], *t.shape[1:]) if n in split else t.shape for n, t in types.items()}
+    return Inputs({name: _random(shapes[name], type.dtype, 1.0, generator) for name, type in types.items()})
 
 
 def state_of(program: Program) -> dict[str, Tensor]:
@@ -91,7 +94,10 @@ def _rank(rank: int, world: int, name: str, variables: dict[str, str], steps: in
         program = Program.load(folder / "program.json")
         batch = Inputs(torch.load(folder / "batch.pt"))
         state: dict[str, Tensor] = torch.load(folder / "state.pt", mmap=True)
+        parts = data_parts_of(program.plan, program.body)
         with program.launch(state=state) as trainer:
+            if parts is not None:
+                batch = Inputs(parts.part(batch, trainer.data_rank))
             for _ in range(steps):
                 loss = float(trainer.step(batch).loss)
                 if not trainer.updates:

@@ -183,6 +183,8 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "seed": _whole,
     "batch": _batch,
     "hardware": _hardware,
+    "split": _texts,
+    "data": lambda value: value == "per_rank",
     "by_row": _texts,
     "mode": lambda value: value == "eval",
     "cut": lambda value: isinstance(value, str),

@@ -41,6 +41,7 @@ from shardc.frontend.saved_state import saved_state
 from shardc.frontend.token_weights import bind_tokens
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
+from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
@@ -48,6 +49,7 @@ from shardc.passes.memory.recompute import Recompute
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
 from shardc.runtime.execute.batch import describe_sample, leaves_of
+from shardc.runtime.execute.data_parts import DataParts
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.train.result import Kept
 
@@ -69,6 +71,7 @@ class Request:
     mode: Mode = "train"
     kept: Kept = "all"
     like: StagedProgram | None = None
+    data_parts: int = 1  # of an evaluation: in how many parts ranks bring a batch
 
     @property
     def trains(self) -> bool:
@@ -106,7 +109,7 @@ def compiled(request: Request) -> Compiled:
     model, optimizer, trains = request.model, request.optimizer, request.trains
     plan = collect_plan(model, request.plan)
     if request.like is not None:
-        plan = _in_fewer_parts(plan, request.batch)
+        plan = _in_fewer_parts(plan, request.batch, request.data_parts)
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
     placed = tensor_mesh(plan, mesh)
     micro = split(request.batch, plan.microbatches)[0]
@@ -149,7 +152,13 @@ def compiled(request: Request) -> Compiled:
     record = _record(request, plan, traced, options, updates)
     if plan.microbatches > 1 and any(_output_shapes(traced).values()):
         record["by_row"] = _by_row(request, traced, plan.microbatches)
+    if plan.microbatches > 1:
+        record["split"] = split_inputs(call)
     graphs = compile_step(task, options)
+    if plan.data.per_rank:
+        record["data"] = plan.data.dumped()
+        if request.like is None:
+            _refuse_unequal_parts(plan, graphs.body, record.get("split", ()))
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
     return Compiled(graphs, record, traced, bound, plan, mesh, options.strict)
@@ -184,14 +193,28 @@ def _record(
     return record
 
 
-def _in_fewer_parts(plan: Plan, batch: Any) -> Plan:
+def _in_fewer_parts(plan: Plan, batch: Any, data_parts: int) -> Plan:
     """The plan for an evaluation on a batch that need not be as long as training's: in as many microbatches as divide
-    it, of those that a step has."""
+    it, or the part of it that a rank brings, of those that a step has."""
     rows = next((leaf.shape[0] for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
-    count = math.gcd(rows, plan.microbatches)
+    count = math.gcd(rows if rows % data_parts else rows // data_parts, plan.microbatches)
     if plan.pipeline is None:
         return plan.model_copy(update={"accumulate": count})
     return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"microbatches": count})})
+
+
+def _refuse_unequal_parts(plan: Plan, body: Graph, split: Sequence[str]) -> None:
+    """Raise ShardcError (SC226), at the plan's line, for inputs that ranks cannot bring in parts."""
+    try:
+        DataParts.of(body, split)
+    except ShardcError as wrong:
+        raise ShardcError(*map(plan.data.located, wrong.diagnostics)) from None
+
+
+def split_inputs(call: Call) -> list[str]:
+    """The inputs that are split into microbatches: those whose dim 0 is that of the first."""
+    rows = next((t.shape[0] for t in call.tensors if t.dim()), 0)
+    return [name for name, t in zip(call.names, call.tensors, strict=True) if t.dim() and t.shape[0] == rows]
 
 
 def _output_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:

@@ -70,6 +70,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC222": Code("token-weights", "the tokens that a plan's loss counts cannot be counted in the input that it names"),
     "SC223": Code("pipeline-axis", "a placement names the axis of the pipeline, along which no tensor is sharded"),
     "SC224": Code("stage-costs", "costs are given that are not those of a pipeline's stages"),
+    "SC226": Code("data-parts", "ranks are to bring parts of a batch that has none, or not equal ones"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC303": Code("rule-misfit", "the sharding rule of an op does not fit a call of the op"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
@@ -114,6 +115,8 @@ COMPILER_CODES: dict[str, Code] = {
     "SC542": Code("replicas-differ", "ranks hold or are given different values of what should be the same"),
     "SC543": Code("absent-rank", "a rank did not come to the launch of a job within the time limit"),
     "SC544": Code("no-gradients", "gradients are asked of a program that does not return them"),
+    "SC556": Code("part-ended", "the data of some ranks end before those of the others"),
+    "SC557": Code("loader-state", "a loader's state cannot be kept in a checkpoint, or is not that of this loader"),
     "SC545": Code("no-output", "a result is asked for a loss or an output that its program does not return"),
     "SC546": Code("not-evaluated", "an evaluation cannot be made: of nothing, or by a trainer without its model"),
 }

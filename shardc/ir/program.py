@@ -66,6 +66,8 @@ class PlanRecord(TypedDict, total=False):
     batch: Mapping[str, Any]  # of `runtime.execute.batch.describe_sample`
     hardware: Mapping[str, float]  # the quantities of `ir.hardware.Hardware` that passes weighed their choices by
     cut: str  # where the plan says how its pipeline is cut: "plan.yaml:9"
+    split: Sequence[str]  # of a step of several microbatches: the inputs that are split into them
+    data: str  # "per_rank" where ranks bring parts of a batch
     by_row: Sequence[str]  # of a step of several microbatches: the model's outputs that have rows of the batch
     mode: str  # "eval" of a program for evaluation; one that trains does not say it
     precision: str

@@ -31,6 +31,7 @@ from shardc.plan.pipeline import Pipelining
 from shardc.plan.values import (
     Annotations,
     Bucketing,
+    Data,
     Dtypes,
     Flag,
     Length,
@@ -66,6 +67,7 @@ class Plan(BaseModel):
     their mean, unless `loss` weights them by tokens. `hardware` is the machine that passes weigh their choices for.
     `bucket` is up to how many bytes of collectives travel as one: true is what the hardware says, 25 MiB by default.
     `align: false` leaves 16-bit products of odd sizes as they are; else they are padded where that is faster.
+    `data` says what ranks are given of a step's batch: all of it, or `per_rank` the part of their data coordinate.
     `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and all else
     does not look. Under `strict` whatever could not be honoured is an error.
     """
@@ -86,6 +88,7 @@ class Plan(BaseModel):
     precision: Dtypes | None = None
     nonfinite: Nonfinite | None = None
     accumulate: int = 1
+    data: Data = Data()
     pipeline: Pipelining | None = None
     loss: LossOver = LossOver()
     clip_grad_norm: Length | None = None
@@ -111,6 +114,7 @@ class Plan(BaseModel):
         precision: object = None,
         nonfinite: Nonfinite | None = None,
         accumulate: int | None = None,
+        data: str | None = None,
         pipeline: Mapping[str, object] | None = None,
         loss: str | Mapping[str, object] | None = None,
         clip_grad_norm: float | None = None,
@@ -124,7 +128,7 @@ class Plan(BaseModel):
         written_maps: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
         values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
         values |= {"hardware": hardware, "align": align, "bucket": bucket}
-        values |= {"precision": precision, "nonfinite": nonfinite, "loss": loss}
+        values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss}
         values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
         return cls.from_dict({**written_maps, **{key: value for key, value in values.items() if value is not None}})
@@ -268,6 +272,8 @@ class Plan(BaseModel):
             data["nonfinite"] = self.nonfinite
         if self.accumulate > 1:
             data["accumulate"] = self.accumulate
+        if self.data.per_rank:
+            data["data"] = self.data.dumped()
         if self.pipeline is not None:
             data["pipeline"] = self.pipeline.dumped()
         if self.loss.tokens is not None:

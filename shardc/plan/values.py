@@ -209,6 +209,37 @@ class LossOver(BaseModel):
         return self._written.source.locate(diagnostic, "loss")
 
 
+class Data(BaseModel):
+    """What a rank is given of a step's batch: the whole of it, or the part of its data coordinate; see
+    shardc/runtime/execute/data_parts.py. In short: whole, or per_rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    per_rank: bool = False
+    _written: Written = PrivateAttr(default=Written())
+
+    def model_post_init(self, context: Any, /) -> None:
+        if isinstance(context, Source):
+            self._written = Written(context)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, Data) or value == {}:
+            return value
+        if value not in ("whole", "per_rank"):
+            hint = "write per_rank where each rank loads its own part of a batch, or leave the key out"
+            raise error("SC208", f"'data' should be whole or per_rank, not {value!r}", hint=hint)
+        return {"per_rank": value == "per_rank"}
+
+    def dumped(self) -> str:
+        return "per_rank" if self.per_rank else "whole"
+
+    def located(self, diagnostic: Diagnostic) -> Diagnostic:
+        """The diagnostic, pointing at the key."""
+        return self._written.source.locate(diagnostic, "data")
+
+
 class Bucketing(BaseModel):
     """Up to how many bytes of collectives travel as one; see passes/communication/bucket.py. 0: each by itself.
 

@@ -124,7 +124,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_code bucket_buffer executor failed_call index_check instructions layout
+            __init__ arena batch body_code bucket_buffer data_parts executor failed_call index_check instructions layout
             measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
             signal_wakeup stage_code step_epilogue transfers
         """,
@@ -137,8 +137,9 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ after_step agreement callbacks consensus engine evaluate feeding interruptions job loop loop_state
-            lr_schedule metrics model_state nonfinite progress_line rank_session replicas result starting_values trainer
+            __init__ after_step agreement callbacks consensus device_copy engine evaluate feeding interruptions job
+            loader_state loading loop loop_state lr_schedule metrics model_state nonfinite progress_line rank_part
+            rank_session replicas result starting_values trainer
         """,
     },
     {

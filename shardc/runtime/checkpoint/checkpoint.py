@@ -189,6 +189,16 @@ class Checkpoints:
             raise first
         return result[0]
 
+    def gathered(self, value: T) -> list[T]:
+        """What every rank of the job gives, in order; all must call it."""
+        self.settle()
+        if self.group is None:
+            return [value]
+        values: list[T] = [value] * dist.get_world_size(self.group)
+        with _explained("a rank was lost", self._blame):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def settle(self) -> None:
         """Wait for a save in the background."""
         pending, self._pending = self._pending, None

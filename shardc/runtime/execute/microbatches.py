@@ -14,7 +14,8 @@ step without any counted token then has a loss and gradients of 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +25,34 @@ from shardc.ir.graph import Graph, Tokens, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.streams import fold_in
 from shardc.ir.trees import flatten
+from shardc.ir.types import TensorType
 from shardc.torch_compat import unflatten
 
 Feed = dict[str, torch.Tensor]
 
 
-def feeds(graph: Graph, batch: Mapping[str, torch.Tensor]) -> list[Feed]:
-    """The inputs of each microbatch by port: its part of each split input, other inputs whole, and its own seed."""
+@dataclass(frozen=True)
+class Counted:
+    """How tokens are counted over ranks that each have a part of the batch: `total` sums what one counts, by
+    microbatch, over all parts. `first` says whether this is the first of them, which has a microbatch's first row."""
+
+    total: Callable[[torch.Tensor], torch.Tensor]
+    first: bool
+
+
+def feeds(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    types: Mapping[str, TensorType] | None = None,
+    split: Collection[str] = (),
+    counted: Counted | None = None,
+) -> list[Feed]:
+    """The inputs of each microbatch by port: its part of each split input, other inputs whole, and its own seed.
+
+    `types` are those of inputs that are not the graph's: of a part of a microbatch. `split` are inputs that are no
+    microbatch's, even if they have its shape.
+    """
     count = graph.microbatches
     microbatch_feeds: list[Feed] = [{} for _ in range(count)]
     shares: list[torch.Tensor] = []
@@ -42,31 +64,39 @@ def feeds(graph: Graph, batch: Mapping[str, torch.Tensor]) -> list[Feed]:
                 feed[port.name] = share
         if name is None or port.role not in GIVEN:
             continue
-        value, shape = batch[name], type_of(node).shape
+        value, shape = batch[name], ((types or {}).get(port.name) or type_of(node)).shape
         for k, feed in enumerate(microbatch_feeds):
             if port.role == "seed":
                 feed[port.name] = torch.full_like(value, fold_in(int(value), k))
-            elif count == 1 or tuple(value.shape) == shape:
+            elif count == 1 or (tuple(value.shape) == shape and port.name not in split):
                 feed[port.name] = value
             else:
                 feed[port.name] = _part(port.name, value, shape, k, count)
         if graph.tokens is not None and port.name == graph.tokens.input:
-            parts, shares = _token_shares([feed[port.name] for feed in microbatch_feeds], graph.tokens)
+            whole = types is None or port.name not in types
+            tokens = [feed[port.name] for feed in microbatch_feeds]
+            parts, shares = _token_shares(tokens, graph.tokens, None if whole else counted)
             for feed, part in zip(microbatch_feeds, parts, strict=True):
                 feed[port.name] = part
     return microbatch_feeds
 
 
-def _token_shares(parts: Sequence[torch.Tensor], tokens: Tokens) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _token_shares(
+    parts: Sequence[torch.Tensor], tokens: Tokens, counted: Counted | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Each microbatch's tokens, with one of them counted if none was, and its share."""
-    counts = [(part[..., tokens.shift :] != tokens.ignore).sum() for part in parts]
-    total = torch.stack(counts).sum().clamp(min=1)
+    counts = torch.stack([(part[..., tokens.shift :] != tokens.ignore).sum() for part in parts])
+    if counted is not None:
+        counts = counted.total(counts)
+    total = counts.sum().clamp(min=1)
+    if counted is not None and not counted.first:
+        return list(parts), list((counts.double() / total).unbind())
     fed: list[torch.Tensor] = []
     for part, count in zip(parts, counts, strict=True):
         first = part.new_zeros(part.shape, dtype=torch.bool)
         first[(0,) * (part.dim() - 1) + (tokens.shift,)] = True
         fed.append(part.masked_fill(first & (count == 0), 0 if tokens.ignore else 1))
-    return fed, [count.double() / total for count in counts]
+    return fed, list((counts.double() / total).unbind())
 
 
 def _part(name: str, value: torch.Tensor, shape: tuple[int, ...], k: int, count: int) -> torch.Tensor:

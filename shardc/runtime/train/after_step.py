@@ -42,7 +42,6 @@ class AfterStep:
     callbacks: Sequence[Callback]
     evaluate: Iterable[Any] | None
     evaluate_every: int
-    last: int  # step, which is evaluated too
 
     def check(self) -> None:
         """Raise ShardcError (SC552, SC553) for what cannot be used, or would be used for nothing."""
@@ -64,10 +63,10 @@ class AfterStep:
         stopped = any(getattr(callback, "stopped", False) is True for callback in self.callbacks)
         return self.trainer.consensus.decide(stop=stopped)[0]
 
-    def finish(self, metrics: Metrics, interruptions: Interruptions) -> tuple[Metrics, bool]:
+    def finish(self, metrics: Metrics, interruptions: Interruptions, is_last: bool) -> tuple[Metrics, bool]:
         """The metrics with the evaluation, and whether the training ends; raises what interrupts it."""
         every = self.evaluate_every
-        if self.evaluate is not None and (metrics.step == self.last or (every and metrics.step % every == 0)):
+        if self.evaluate is not None and (is_last or (every and metrics.step % every == 0)):
             metrics = replace(metrics, evaluated=self.trainer.evaluate(self.evaluate))
         stop, failure = False, None
         try:

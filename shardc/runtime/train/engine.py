@@ -17,12 +17,14 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
+from shardc.runtime.execute.data_parts import DataParts
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.oracle.simulate import simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.job import Job
 from shardc.runtime.train.nonfinite import probe
+from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.rank_session import Keeping, Whole
 from shardc.runtime.train.replicas import Peers
 
@@ -42,6 +44,11 @@ class Engine(Protocol):
     @property
     def shards(self) -> Keeping:
         """Converts whole tensors to the held form, and back."""
+        ...
+
+    def brings(self, parts: DataParts) -> RankPart | None:
+        """Have the rank bring its part of each batch from now on, and which that is; None in simulation, which is given
+        whole batches."""
         ...
 
     def holds(self, name: str) -> bool:
@@ -101,6 +108,9 @@ class Simulation:
         self.program, self.rank, self.device, self.shards = program, 0, torch.device("cpu"), Whole()
         self.peers = None
         self.homes: Mapping[str, Sequence[int]] = {}
+
+    def brings(self, parts: DataParts) -> RankPart | None:
+        return None
 
     def holds(self, name: str) -> bool:
         return True

@@ -11,6 +11,7 @@ included, are those that they were without it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from shardc.ir.program import CONSTANT, PlanRecord
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.batch import describe_sample, leaves_of
+from shardc.runtime.execute.data_parts import Parts, data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.metrics import Evaluated, count_items
+from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.replicas import FIRST
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 
@@ -86,8 +89,11 @@ class _Mean:
 class Evaluator:
     """The evaluations of a trainer, whose engine holds `inputs`."""
 
-    def __init__(self, engine: Engine, compile: Evaluation | None, inputs: Held, check_every: int) -> None:
+    def __init__(
+        self, engine: Engine, compile: Evaluation | None, inputs: Held, check_every: int, training: Feeding
+    ) -> None:
         self.engine, self._compile, self._inputs, self._check_every = engine, compile, inputs, check_every
+        self._training = training
         self._ready: dict[tuple[Kept, Hashable], _Ready] = {}
         self._said: set[str] = set()
         self._taken = 0
@@ -99,16 +105,18 @@ class Evaluator:
         start, count, items = time.perf_counter(), 0, 0
         loss, scalars = _Mean(), dict[str, _Mean]()
         has_loss = False
-        for batch in islice(batches, steps):
+        batches, own = (self._given(batch) for batch in islice(batches, steps)), self._training.own
+        parts = 1 if own is None else own.parts.count
+        for batch in batches if own is None else own.together(batches):
             ready = self._of(batch, "scalars")
             result = self._run(ready, batch, state, seed, step)
-            rows = torch.tensor(_rows(batch))
+            rows = torch.tensor(parts * _rows(batch))
             if result.own_loss is not None:
                 has_loss = True
                 loss.add(result.own_loss, self._weight(ready, batch, rows))
             for name, value in result.scalars.items():
                 scalars.setdefault(name, _Mean()).add(value, rows)
-            count, items = count + 1, items + count_items(batch)
+            count, items = count + 1, items + parts * count_items(batch)
         if not count:
             hint = "an iterator is used up after one pass: give a list or a loader, which begins anew"
             raise error("SC546", "evaluate was given no batch, so there is no mean", hint=hint)
@@ -117,6 +125,9 @@ class Evaluator:
 
     def run(self, batch: Any, kept: Kept, state: Tensors, seed: int, step: int) -> StepResult:
         """The evaluation of one batch."""
+        batch, own = self._given(batch), self._training.own
+        if own is not None:
+            own.agree(batch)
         return self._run(self._of(batch, kept), batch, state, seed, step)
 
     def _run(self, ready: _Ready, batch: Any, state: Tensors, seed: int, step: int) -> StepResult:
@@ -144,7 +155,16 @@ class Evaluator:
         if tokens is None:
             return rows
         labels = ready.feeding.tensors(batch)[tokens.input]
-        return (labels[..., tokens.shift :] != tokens.ignore).sum()
+        count, own = (labels[..., tokens.shift :] != tokens.ignore).sum(), ready.feeding.own
+        return own.total(count) if own is not None and tokens.input in own.parts.inputs else count
+
+    def _given(self, batch: Any) -> Any:
+        """A batch as this rank has it. In simulation, parts are joined as they are split again."""
+        parts = self._training.parts
+        if not isinstance(batch, Parts) or parts is None or self._training.own is not None or not batch:
+            return self._training.given(batch)
+        parts.check_count(batch)
+        return parts.joined(batch, math.gcd(_rows(batch[0]), parts.microbatches))
 
     # ------------------------------------------------------------------ programs by the form of a batch
     def _of(self, batch: Any, kept: Kept) -> _Ready:
@@ -153,7 +173,8 @@ class Evaluator:
             if self._compile is None:
                 hint = "launch a program that compile made of a model"
                 raise error("SC546", "the trainer has no model, so no evaluation can be compiled", hint=hint)
-            ready = self._prepared(self._compile(batch, kept))
+            own = self._training.own
+            ready = self._prepared(self._compile(batch if own is None else own.parts.sample(batch), kept))
             alike = [known for known in self._ready if known[0] == kept]
             if alike:
                 message = "an evaluation is compiled for each form of batch (shapes, dtypes, Python values)"
@@ -172,16 +193,30 @@ class Evaluator:
 
     def _prepared(self, program: EvaluationProgram) -> _Ready:
         body = program.staged.body
-        engine = self.engine.beside(program.staged)
-        feeding = Feeding(body, program.plan.get("batch"), IndexCheck(program.reference))
+        engine, check = self.engine.beside(program.staged), IndexCheck(program.reference)
+        own = self._own_part(engine, program)
+        feeding = Feeding(body, program.plan.get("batch"), check, program.plan.get("split", ()), own=own)
         types = {p.name: v for p, v in _typed(body)}
         # What the trainer holds of the model is as it is now; a program's own tensors are those of that program.
         own_tensors = {n: t for n, t in program.constants.items() if n.startswith(CONSTANT) or n not in self._inputs}
         constants = {name: engine.shards.hold(t, types[name]) for name, t in own_tensors.items()}
         kept = [p.name for p, _ in _typed(body) if p.role in ("param", "buffer") and p.name not in constants]
-        homes, own = engine.homes, self.engine.homes
-        borrowed = tuple(name for name in kept if not {*homes.get(name, ())} <= {*own.get(name, ())})
+        homes, trained = engine.homes, self.engine.homes
+        borrowed = tuple(name for name in kept if not {*homes.get(name, ())} <= {*trained.get(name, ())})
         return _Ready(program, engine, feeding, constants, tuple(kept), borrowed)
+
+    def _own_part(self, engine: Engine, program: EvaluationProgram) -> RankPart | None:
+        """The part of a batch that this rank brings, if not all of it: the same as in training."""
+        training = self._training.own
+        if training is None:
+            return None
+        parts = data_parts_of(program.plan, program.staged.body)
+        own = None if parts is None else engine.brings(parts)
+        if own is None or own.coordinates != training.coordinates:
+            message = "the rows of this batch would lie over the ranks in another way than those of training"
+            hint = f"evaluate batches with a multiple of {training.parts.count} rows, placed as the sample batch is"
+            raise error("SC226", message, hint=hint)
+        return own
 
 
 def _typed(body: Graph) -> list[tuple[Port, TensorType]]:

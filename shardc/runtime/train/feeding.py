@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.ops.streams import step_key
 from shardc.ir.types import TensorType
 from shardc.runtime.execute.batch import Sample, batch_inputs
+from shardc.runtime.execute.data_parts import DataParts, Parts
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import supplied
+from shardc.runtime.train.device_copy import Copied
+from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.replicas import Item
 
 
@@ -25,12 +29,25 @@ class Feeding:
     body: Graph
     sample: Sample | None = None
     check: Callable[[Feed], None] | None = None
+    split: Collection[str] = ()  # the inputs that are split into microbatches, of a step that has several
+    parts: DataParts | None = None  # how a batch is given in parts
+    own: RankPart | None = None  # the part that this rank is given, if not all of it
 
     @cached_property
     def placed(self) -> dict[str, tuple[Port, TensorType]]:
         """The inputs that a batch gives."""
         pairs = zip(self.body.inputs, self.body.placeholders, strict=True)
         return {port.name: (port, type_of(node)) for port, node in pairs if port.role in ("input", "seed")}
+
+    def given(self, batch: Any) -> Any:
+        """The batch that this rank has: of `Parts` its own, or in simulation all of them as one batch."""
+        if not isinstance(batch, Parts):
+            return batch
+        if self.parts is None:
+            message = "the batch is given in parts, and the program's ranks are given whole batches"
+            raise error("SC501", message, hint="compile with a plan that says data: per_rank, or give one batch")
+        self.parts.check_count(batch)
+        return self.parts.joined(batch, self.body.microbatches) if self.own is None else batch[self.own.index]
 
     def tensors(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's tensors by input."""
@@ -39,20 +56,34 @@ class Feeding:
 
     def feeds(self, batch: Any, seed: int, step: int) -> list[Feed]:
         """The batch's tensors by microbatch, each with a key of its own for random numbers."""
-        inputs = self.tensors(batch)
+        host = inputs = self.tensors(self.given(batch.host if isinstance(batch, Copied) else batch))
+        own = self.own
+        types = {} if own is None else own.parts.types
+        if own is not None:
+            own.parts.check(host)
+        if isinstance(batch, Copied):
+            inputs = self.tensors(batch.arrived())
         for port, type in self.placed.values():
             if port.role == "seed":
                 inputs[port.name] = torch.full(type.shape, step_key(seed, step), dtype=type.dtype)
-        feeds_by_microbatch = feeds(self.body, inputs)
+        counted = None if own is None else own.counted
+        feeds_by_microbatch = feeds(self.body, inputs, types=types, split=self.split, counted=counted)
+        placed = [(port, types.get(port.name, type)) for port, type in self.placed.values()]
         for feed in feeds_by_microbatch:
-            supplied(list(self.placed.values()), {**inputs, **feed})
-            if self.check is not None:
-                self.check(feed)
+            supplied(placed, {**inputs, **feed})
+        if self.check is not None:  # which looks at tensors on the CPU
+            on_host = feeds_by_microbatch
+            if host is not inputs:
+                on_host = feeds(self.body, host, types=types, split=self.split)
+            for feed in on_host:
+                self.check(feed if own is None else own.parts.repeated(feed))
         return feeds_by_microbatch
 
     def items(self, fed: Sequence[Feed]) -> list[Item]:
-        """The whole batch, to be compared over ranks: a rank reads a part, and takes the others' to be the rest."""
+        """What is compared over ranks: of a whole batch all, since a rank takes the others to have the rest of it."""
         ports = {port.name: port for port in self.body.inputs}
+        if self.own is not None:
+            return self.own.items(fed, {name: port.role for name, port in ports.items()})
         return [
             Item(ports[name].name, ports[name].role, TensorType.plain(value.dtype, tuple(value.shape)), value)
             for feed in fed

@@ -19,6 +19,7 @@ from shardc.ir.types import TensorType
 from shardc.partition.program_counter import ListCounterNames, graphs_of
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
+from shardc.runtime.execute.data_parts import DataParts
 from shardc.runtime.execute.executor import Executor, makers_of
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.measured_timeline import StepClock, gather_timeline, start_clock
@@ -30,6 +31,7 @@ from shardc.runtime.execute.step_epilogue import blame_failures
 from shardc.runtime.train.agreement import ranks_text, sides
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.nonfinite import probe
+from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.rank_session import Member, Shards
 from shardc.runtime.train.replicas import Peers
 from shardc.schedule.instructions import Optimizer, RunBody
@@ -101,6 +103,11 @@ class Job:
         self._read = {port.name for graph in _graphs_of(program, self.c) for port in graph.inputs}
         self._types = {name: type_of(node) for name, node in self.body.input_nodes().items()}
         self._clock: StepClock | None = None
+
+    def brings(self, parts: DataParts) -> RankPart:
+        self._types |= parts.types
+        coordinates = [parts.index(member) for _, member in self.peers.places]
+        return RankPart(parts, coordinates[self.rank], coordinates, self.peers)
 
     def holds(self, name: str) -> bool:
         return self.c in self.homes[name]

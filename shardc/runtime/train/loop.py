@@ -5,8 +5,7 @@
 
 Started again with the same arguments, it goes on where the last whole checkpoint stands, and makes the very steps that
 it would have made: parameters, optimizer state, seed and step are the checkpoint's, with the schedule and the learning
-rates, and what of the batches was trained on is passed over. Called once more (a second epoch), it trains on all that
-it is given.
+rates, and the batches go on where they stood (`loading`). Called once more, it trains on all that it is given.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,11 +26,14 @@ from shardc.runtime.checkpoint.folder import place_of, present
 from shardc.runtime.train.after_step import AfterStep
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
+from shardc.runtime.train.device_copy import Copier
 from shardc.runtime.train.interruptions import Interruptions
+from shardc.runtime.train.loading import Loading, kept, resumed
 from shardc.runtime.train.loop_state import LoopState, Stateful
 from shardc.runtime.train.lr_schedule import Scheduler, rates_of
 from shardc.runtime.train.metrics import Evaluated, Metrics, measure
 from shardc.runtime.train.progress_line import ProgressLine
+from shardc.runtime.train.rank_part import RankPart
 
 
 class Steps(Protocol):
@@ -53,6 +54,14 @@ class Steps(Protocol):
     def checkpoints(self) -> Checkpoints: ...
     @property
     def consensus(self) -> Consensus: ...
+    @property
+    def own_part(self) -> RankPart | None: ...
+    @property
+    def data_rank(self) -> int: ...
+    @property
+    def data_ranks(self) -> int: ...
+    @property
+    def copier(self) -> Copier | None: ...
 
     run: Run
     intact: bool  # no step was left halfway
@@ -71,7 +80,10 @@ class Run:
 
     place: Path | None = None  # the checkpoint that holds the trainer's state,
     step: int = -1  # at this step
-    begun: int | None = None  # the step at which the batches began that a checkpoint was made among
+    begun: int | None = None  # the step at which the batches began that a checkpoint was made among,
+    data: object = None  # and where among them, by `loading.kept`;
+    call: int = 1  # of `train`, in which it was
+    calls: int = 0  # of `train`, so far
 
     def take_up(self, trainer: Steps, folder: Path, state: LoopState) -> None:
         """Resume from a checkpoint, unless the trainer is already at it."""
@@ -79,15 +91,16 @@ class Run:
             extra = trainer.load(folder)
             trainer.run = self
             state.load(extra)
-            self.begun = int(extra.get("begun", 0))
+            self.begun, self.call, self.data = int(extra.get("begun", 0)), int(extra.get("call", 1)), extra.get("data")
             self.place, self.step = folder, trainer.steps
 
 
 def train(
     trainer: Steps,
     batches: Iterable[Any],
-    steps: int,
+    steps: int | None = None,
     *,
+    epochs: int | None = None,
     checkpoint: str | Path | None = None,
     every: int = 0,
     scheduler: Scheduler | None = None,
@@ -98,10 +111,11 @@ def train(
     stateful: Mapping[str, Stateful] | None = None,
     resume: bool = True,
     progress: bool = True,
+    prefetch: bool = True,
 ) -> Iterator[Metrics]:
     """What `Trainer.train` does, and says of its arguments."""
-    _check_numbers(batches, steps, every, evaluate_every, checkpoint)
-    after = AfterStep(trainer, scheduler, monitor, callbacks, evaluate, evaluate_every, last=steps)
+    _check_numbers(batches, steps, epochs, every, evaluate_every, checkpoint)
+    after = AfterStep(trainer, scheduler, monitor, callbacks, evaluate, evaluate_every)
     after.check()
     state = LoopState.of(scheduler, stateful, callbacks, trainer.optimizer)
     folder = None if checkpoint is None else place_of(checkpoint)
@@ -111,35 +125,49 @@ def train(
         trainer.checkpoints.reserve(folder)
         if resume:
             run.take_up(trainer, folder, state)
-    if trainer.steps > steps or after.stopped_before():  # it was saved in a later call, which will come
+    run.calls += 1
+    later = run.begun is not None and run.call > run.calls if steps is None else trainer.steps > steps
+    if later or after.stopped_before():  # it was saved in a later call, which will come
         return
     first_step = trainer.steps if run.begun is None else run.begun
-    run.begun = None
-    saved = trainer.steps
-    line = ProgressLine(trainer.steps, steps) if progress and trainer.leads else None
+    position = trainer.steps - first_step
+    if run.data is not None:
+        position = resumed(run.data, trainer.data_rank, trainer.data_ranks, batches)
+    run.begun = run.data = None
+    saved = resumed_step = trainer.steps
+    own, copier = trainer.own_part, trainer.copier if prefetch else None
+    ahead = prefetch and trainer.device.type == "cuda"
+    loading = Loading(batches, epochs, position, keeps=folder is not None, own=own, ahead=ahead, copy=copier)
+    last = steps if steps is not None else None if loading.total is None else first_step + loading.total
+    line = ProgressLine(trainer.steps, last) if progress and trainer.leads else None
 
     def save(asynchronous: bool) -> None:
         nonlocal saved
         if folder is not None and saved != trainer.steps:
-            trainer.save(folder, extra={"begun": first_step, **state.save()}, asynchronous=asynchronous)
+            data = kept(loading.position)
+            if own is not None:
+                positions = trainer.checkpoints.gathered(loading.position)
+                data = kept(loading.position, [positions[own.coordinates.index(i)] for i in range(own.parts.count)])
+            extra = {"begun": first_step, "call": run.calls, "data": data, **state.save()}
+            trainer.save(folder, extra=extra, asynchronous=asynchronous)
             saved = run.step = trainer.steps
             run.place = folder
 
-    skipped = trainer.steps - first_step
     stop = False
     trainer.consensus.await_decision()
     with line or nullcontext(), Interruptions(together=not trainer.consensus.alone) as interruptions:
         try:
-            for batch in islice(batches, skipped, skipped + steps - trainer.steps):
+            for fetched in loading.take(None if steps is None else steps - trainer.steps):
                 start = time.perf_counter()
                 with interruptions.later():
-                    result = trainer.step(batch)
-                    metrics = measure(result, batch, trainer, start, rates_of(scheduler))
-                    metrics, stop = after.finish(metrics, interruptions)
+                    result = trainer.step(fetched.for_step)
+                    loading.look_ahead()
+                    metrics = measure(result, fetched.batch, trainer, start, rates_of(scheduler))
+                    metrics, stop = after.finish(metrics, interruptions, is_last=metrics.step == last)
                 if line is not None:
                     line.show(metrics)
                 yield metrics
-                if trainer.leads and trainer.steps == first_step + skipped + 1:
+                if trainer.leads and trainer.steps == resumed_step + 1:
                     _warn_of_nothing(trainer, scheduler)
                 if every and trainer.steps % every == 0:
                     save(asynchronous=True)  # with what the caller did after the step
@@ -153,7 +181,7 @@ def train(
         save(asynchronous=False)
         if interruptions.came:
             interruptions.end(interruptions.came)
-    if trainer.leads and not stop and trainer.steps < steps:
+    if trainer.leads and not stop and steps is not None and trainer.steps < steps:
         _warn_of_too_few(trainer.steps, steps)
 
 
@@ -164,9 +192,17 @@ def _warn_of_too_few(made: int, steps: int) -> None:
     warn(str(Diagnostic("SC553", message, "warning", hint=hint)))
 
 
-def _check_numbers(batches: object, steps: object, every: object, evaluate_every: object, checkpoint: object) -> None:
+def _check_numbers(
+    batches: object, steps: object, epochs: object, every: object, evaluate_every: object, checkpoint: object
+) -> None:
     """Raise ShardcError (SC553) for arguments of `train` that it cannot use, or would use for nothing."""
-    for name, value in (("steps", steps), ("every", every), ("evaluate_every", evaluate_every)):
+    if (steps is None) == (epochs is None):
+        what = "neither steps nor epochs" if steps is None else "both steps and epochs"
+        raise error(
+            "SC553", f"train is given {what}", hint="give steps=1000, the step to end at, or epochs=3, of passes"
+        )
+    wholes = {"steps": 0 if steps is None else steps, "epochs": 0 if epochs is None else epochs, "every": every}
+    for name, value in {**wholes, "evaluate_every": evaluate_every}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise error("SC553", f"train is given {name}={value!r}", hint="give a whole number from 0")
     if every and checkpoint is None:

@@ -13,6 +13,7 @@ import torch
 
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import did_you_mean, error
+from shardc.runtime.execute.data_parts import Parts
 
 
 class Result(Protocol):
@@ -31,6 +32,8 @@ class Stepped(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def data_ranks(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def measure(
         loss=loss,
         grad_norm=None if norm is None else float(norm),
         seconds=time.perf_counter() - start,
-        items=count_items(batch),
+        items=sum(map(count_items, batch)) if isinstance(batch, Parts) else trainer.data_ranks * count_items(batch),
         memory=memory_held(trainer.device),
         learning_rates=learning_rates,
         skipped=finite is not None and not bool(finite),

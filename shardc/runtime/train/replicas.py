@@ -34,18 +34,22 @@ SAMPLE = 1 << 14  # elements that say how far two replicas lie apart
 COLUMNS = 1021  # words of a row of a hash, a prime, so that rows of weights are not in step with it
 WHAT = {
     "input": "was given another batch",
+    "part": "was given other rows",
     "hyper": "has another learning rate",
     "seed": "is at another step or random seed",
 }
 HINTS = {
     "input": "give every rank the same whole batch, of which it takes its part: with the same sampler, order and seed",
+    "part": "ranks of one data coordinate bring the same part of the batch: give their samplers the same rank, as in "
+    "DistributedSampler(dataset, trainer.data_ranks, trainer.data_rank), and the same seed",
     "hyper": "step the same schedule on every rank",
     "seed": "take the same steps on every rank, from the same checkpoint",
     "launch": "make the model alike on every rank: call torch.manual_seed before, or launch(state=path)",
     "state": "something writes to what these ranks hold, or their hardware fails: go on from the last checkpoint",
 }
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-LABELS = {"hyper": "learning rate"}
+LABELS = {"hyper": "learning rate", "part": "input"}
+AMONG = {"part": "the ranks of the same data coordinate"}  # else all others
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ def _diagnostics(differing: Sequence[tuple[Item, Sequence[int]]], when: str, lau
             what = what.replace("was ", "were ").replace("has ", "have ").replace("is ", "are ")
             what = what.replace("starts", "start").replace("holds", "hold")
         names = listed(f"{LABELS.get(item.role, item.role)} {item.name}" for item, _ in items)
-        message = f"{when}: {ranks_text(ranks)} {what} than the other ranks"
+        message = f"{when}: {ranks_text(ranks)} {what} than {AMONG.get(kind, 'the other ranks')}"
         hint = HINTS["launch" if launching and kind == "state" else kind]
         cause = f"different: {names}"
         diagnostics.append(Diagnostic("SC542", message, tensor=items[0][0].name, cause=cause, hint=hint))

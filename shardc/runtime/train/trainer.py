@@ -35,11 +35,13 @@ from shardc.runtime.checkpoint.hugging_face import export_hf, sources_of
 from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.checkpoint.weights import Init, Weights, source_of
 from shardc.runtime.execute.batch import Sample
+from shardc.runtime.execute.data_parts import DataParts, data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
+from shardc.runtime.train.device_copy import Copier
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
@@ -49,6 +51,7 @@ from shardc.runtime.train.lr_schedule import Scheduler
 from shardc.runtime.train.metrics import Evaluated, Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
+from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import StepResult, Tensors
 from shardc.runtime.train.starting_values import StartingValues, init_of
@@ -85,12 +88,15 @@ class Trainer:
         accept_values: Callable[[], None] = lambda: None,
         evaluation: Evaluation | None = None,
         by_row: Collection[str] = (),
+        split: Collection[str] = (),
+        parts: DataParts | None = None,
     ) -> None:
         self._by_row = by_row
+        own = None if parts is None or parts.count == 1 else engine.brings(parts)
         self._model, self._accept_values = model, accept_values
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
-        self._feeding, self._raises = Feeding(body, sample, check), raises
+        self._feeding, self._raises = Feeding(body, sample, check, split, parts, own), raises
         self.rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
@@ -102,7 +108,7 @@ class Trainer:
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
         self.state = {n: self._loaded(port, type, start) for n, (port, type) in self._kept.items() if engine.holds(n)}
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
-        self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every)
+        self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every, self._feeding)
         self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
@@ -119,12 +125,16 @@ class Trainer:
 
     @on_cpu
     def step(self, batch: Any) -> StepResult:
-        """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
+        """Loss and gradients of a global batch; every rank is given the whole of it and takes its part, or, where the
+        plan says `data: per_rank`, brings its part."""
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
+        compared = self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0)
+        if compared and self._feeding.own is not None:
+            self._feeding.own.agree(self._feeding.given(batch))
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
         state, fed = self.state | rates, self._feeding.feeds(batch, self.seed, self.steps)
-        if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
+        if compared:
             self._compare(state, fed)
         self._taken += 1
         self.intact = False
@@ -146,8 +156,9 @@ class Trainer:
     def train(
         self,
         batches: Iterable[Any],
-        steps: int,
+        steps: int | None = None,
         *,
+        epochs: int | None = None,
         checkpoint: str | Path | None = None,
         every: int = 0,
         scheduler: Scheduler | None = None,
@@ -158,33 +169,40 @@ class Trainer:
         stateful: Mapping[str, Stateful] | None = None,
         resume: bool = True,
         progress: bool = True,
+        prefetch: bool = True,
     ) -> Iterator[Metrics]:
-        """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
+        """Steps up to the `steps`-th, or `epochs` passes over the batches, and the metrics of each; every rank must run
+        it, with the same batches, or under `data: per_rank` with its part of them.
 
-            for metrics in trainer.train(loader, steps=1000, checkpoint="out/run", every=100):
+            for metrics in trainer.train(loader, epochs=3, checkpoint="out/run", every=100):
                 print(metrics.loss)
 
         `checkpoint` is a folder, saved `every` so many steps in the background, when the caller is done with the step,
         and at the end: after the last step or batch, and where an error, a signal or the caller ends the loop. If a
         rank gets a signal (SIGINT, SIGTERM) or a callback fails on it, all ranks end after the same step. Where the
-        folder exists, training goes on from it, unless `resume` is false: `batches` start anew, and those that were
-        trained on are passed over. A later call of the same trainer trains on all that it is given.
+        folder exists, training goes on from it, unless `resume` is false: a loader that has a state is given the one
+        that it had then; of all others the batches that were trained on are passed over. A later call of the same
+        trainer trains on all that it is given. Before each epoch the sampler's `set_epoch` is called, if it has one. On
+        a GPU the next batch is fetched and copied while a step is computed, unless `prefetch` is false.
 
         The `scheduler`, of torch.optim.lr_scheduler, steps after each step, or if it wants a metric, when there is one
         that `monitor` names: "loss", "grad_norm", a scalar of the outputs, or "evaluated.loss". `evaluate` are batches
-        to evaluate `evaluate_every` so many steps and after the last: `metrics.evaluated`. `callbacks` are functions of
+        to evaluate `evaluate_every` so many steps and after the last (of `epochs` where the loader has a length):
+        `metrics.evaluated`. `callbacks` are functions of
         (metrics, trainer) that all ranks call after each step; one that returns True ends the training. `stateful` are
         objects by name whose `state_dict` is saved and restored too, as are callbacks that have one. The leading rank
         shows `progress` on standard error: on a terminal a line that is renewed, else about twenty over the run.
 
         Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a metric that there is not, SC553
-        for arguments that cannot be used, or could have no effect.
+        for arguments that cannot be used, or could have no effect, SC557 for a loader whose state cannot be kept, or is
+        another's.
         """
         self._refuse_forward_only("train")
         return train(
             self,
             batches,
             steps,
+            epochs=epochs,
             checkpoint=checkpoint,
             every=every,
             scheduler=scheduler,
@@ -195,6 +213,7 @@ class Trainer:
             stateful=stateful,
             resume=resume,
             progress=progress,
+            prefetch=prefetch,
         )
 
     @on_cpu
@@ -235,6 +254,30 @@ class Trainer:
     @property
     def device(self) -> torch.device:
         return self.engine.device
+
+    @property
+    def data_ranks(self) -> int:
+        """In how many parts the ranks bring a batch: 1 but in a job under `data: per_rank`."""
+        return 1 if self._feeding.own is None else self._feeding.own.parts.count
+
+    @property
+    def own_part(self) -> RankPart | None:
+        """The part of each batch that this rank brings; None where it is given all of it."""
+        return self._feeding.own
+
+    @property
+    def copier(self) -> Copier | None:
+        """What brings a batch to this rank's GPU ahead of its step; None on a CPU, and where the rank reads a part of
+        what it is given, which is cut first."""
+        sharded = any(type.axes for _, type in self._feeding.placed.values())
+        if self.device.type != "cuda" or (sharded and self.own_part is None):
+            return None
+        return Copier(self.device)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts this rank brings: what a DistributedSampler calls its rank."""
+        return 0 if self._feeding.own is None else self._feeding.own.index
 
     @torch.no_grad()
     def sgd(self, lr: float) -> None:
@@ -418,6 +461,8 @@ class Trainer:
         items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
         items += self._feeding.items(fed)
         self.engine.peers.check(items, f"before step {self.steps}")
+        if self._feeding.own is not None and not self._taken:
+            self._feeding.own.warn_of_equal(fed)
 
     def _compare_launched(self) -> None:
         """What training starts from is the same on all ranks: what they share, and the corners of each whole tensor."""
@@ -490,7 +535,8 @@ def launch(
             program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
             plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizer", None),
             constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
-            getattr(program, "evaluation", None), plan.get("by_row", ()),
+            getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
+            data_parts_of(plan, program.staged.body),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)
