@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardc.frontend.model_changes import CompiledModel
 from shardc.frontend.precision import HALF
 from shardc.frontend.program_inputs import model_state
+from shardc.frontend.program_optimizers import Optimizers, optimizers_of
 from shardc.frontend.token_weights import counted
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.program import PlanRecord
@@ -50,7 +51,7 @@ class CompiledStep(Protocol):
     @property
     def loss(self) -> Callable[[Any, Any], Tensor] | None: ...
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    def optimizer(self) -> Optimizers: ...
     @property
     def compiled(self) -> CompiledModel | None: ...
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]: ...
@@ -166,7 +167,7 @@ class _Eager:
             microbatches=program.reference.microbatches,
             stored=self._stored,
             counted=_counting(program),
-            optimizer=program.optimizer,
+            optimizers=optimizers_of(program.optimizer),
             clip_grad_norm=program.plan.get("clip_grad_norm"),
             check_finite=any(port.name == "finite" for port in program.reference.outputs),
             evaluates=program.reference.is_forward_only,

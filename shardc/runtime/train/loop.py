@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -46,6 +46,9 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+Schedulers = Scheduler | Sequence[Scheduler] | None  # as `train` takes them: of each of the program's optimizers
+
+
 class Result(Protocol):
     """The part of a step's result that the metrics are computed from."""
 
@@ -68,7 +71,7 @@ class Steps(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
     @property
     def checkpoints(self) -> Checkpoints: ...
 
@@ -127,12 +130,12 @@ class Run:
     step: int = -1  # at this step
     begun: int | None = None  # the step at which the batches began that a checkpoint was made among
 
-    def take_up(self, trainer: Steps, folder: Path, scheduler: Scheduler | None) -> None:
+    def take_up(self, trainer: Steps, folder: Path, schedulers: Sequence[Scheduler]) -> None:
         """Resume from a checkpoint, unless the trainer is already at it."""
         if present(folder) and (self.place, self.step) != (folder, trainer.steps):
             extra = trainer.load(folder)
             trainer.run = self
-            _restore(extra, scheduler)
+            _restore(extra, schedulers)
             self.begun = int(extra.get("begun", 0))
             self.place, self.step = folder, trainer.steps
 
@@ -144,7 +147,7 @@ def train(
     *,
     checkpoint: str | Path | None = None,
     every: int = 0,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers = None,
     resume: bool = True,
     progress: bool = True,
 ) -> Iterator[Metrics]:
@@ -154,20 +157,21 @@ def train(
     and where an error, an interruption or the caller ends the loop between two steps (of a job's ranks, where all end
     at the same one). Where it exists already, training goes on from it (unless `resume` is false): `batches` starts
     from the beginning all the same, and those that were trained on are passed over. A later call of the same trainer
-    passes over nothing: it trains on what it is given. The `scheduler` steps after each step. The leading rank shows a
-    line: on a terminal one that is renewed, else about twenty over the whole run, on standard error.
+    passes over nothing: it trains on what it is given. The `scheduler`, or each of a list, steps after each step. The
+    leading rank shows a line: on a terminal one that is renewed, else about twenty over the whole run, on standard
+    error.
 
     Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a scheduler that wants a metric, SC553
     for arguments that could have no effect.
     """
-    check_scheduler(scheduler, trainer.optimizer)
+    schedulers = check_schedulers(scheduler, trainer.optimizers)
     _check_numbers(batches, steps, every, checkpoint)
     folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
     if folder is not None:
         trainer.checkpoints.reserve(folder)
         if resume:
-            run.take_up(trainer, folder, scheduler)
+            run.take_up(trainer, folder, schedulers)
     if trainer.steps > steps:  # it was saved in a later call, which will come
         return
     first_step = trainer.steps if run.begun is None else run.begun
@@ -178,7 +182,7 @@ def train(
     def save(asynchronous: bool) -> None:
         nonlocal saved
         if folder is not None and saved != trainer.steps:
-            trainer.save(folder, extra={"begun": first_step, **_position(scheduler)}, asynchronous=asynchronous)
+            trainer.save(folder, extra={"begun": first_step, **_position(schedulers)}, asynchronous=asynchronous)
             saved = run.step = trainer.steps
             run.place = folder
 
@@ -189,17 +193,17 @@ def train(
                 start = time.perf_counter()
                 with interruptions.later():
                     result = trainer.step(batch)
-                    metrics = measure(result, batch, trainer, start, _rates(scheduler))
-                    if scheduler is not None:
-                        count_optimizer_step(scheduler.optimizer)
-                        scheduler.step()
+                    metrics = measure(result, batch, trainer, start, _rates(schedulers))
+                    for each in schedulers:
+                        count_optimizer_step(each.optimizer)
+                        each.step()
                 if every and trainer.steps % every == 0:
                     save(asynchronous=True)
                 if line is not None:
                     line.show(metrics)
                 yield metrics
                 if trainer.leads and trainer.steps == first_step + skipped + 1:
-                    _warn_of_nothing(trainer, scheduler)
+                    _warn_of_nothing(trainer, schedulers)
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
                 if folder is not None and trainer.intact and trainer.checkpoints.together(trainer.steps):
@@ -220,13 +224,13 @@ def _check_numbers(batches: object, steps: object, every: object, checkpoint: ob
         raise error("SC553", f"train is given a {type(batches).__name__} as batches", hint="give a list or a loader")
 
 
-def _warn_of_nothing(trainer: Steps, scheduler: Scheduler | None) -> None:
+def _warn_of_nothing(trainer: Steps, schedulers: Sequence[Scheduler]) -> None:
     """Warn (SC553) after a first step that changed no parameter, and after which the caller has done nothing either."""
     hint = what = ""
     if not trainer.gradients_used and not trainer.updates:
         hint = "pass optimizer= to compile, or descend in the loop over train(...): trainer.sgd(lr)"
         what = "the program has no optimizer"
-    elif scheduler is None and trainer.updates and (rates := trainer.rates()) and not any(rates.values()):
+    elif not schedulers and trainer.updates and (rates := trainer.rates()) and not any(rates.values()):
         hint = "set the optimizer's lr, or pass the scheduler that raises it: train(..., scheduler=...)"
         what = "every learning rate of the optimizer is 0"
     if hint:
@@ -234,11 +238,21 @@ def _warn_of_nothing(trainer: Steps, scheduler: Scheduler | None) -> None:
         warn(str(warning))
 
 
-def check_scheduler(scheduler: Scheduler | None, optimizer: torch.optim.Optimizer | None) -> None:
+def check_schedulers(given: Schedulers, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Scheduler, ...]:
+    """The schedulers, each of which steps: see `check_scheduler`. Raises ShardcError (SC553) for one given twice."""
+    schedulers: tuple[Scheduler, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[assignment]
+    schedulers = () if given is None else schedulers
+    for position, scheduler in enumerate(schedulers):
+        check_scheduler(scheduler, optimizers)
+        if any(scheduler is other for other in schedulers[:position]):
+            message = f"a {type(scheduler).__name__} is given twice, and would step twice after each step"
+            raise error("SC553", message, hint="give each scheduler once")
+    return schedulers
+
+
+def check_scheduler(scheduler: Scheduler, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ShardcError for a scheduler whose step needs an argument, as ReduceLROnPlateau's metric (SC552), and for
     one of another optimizer than the program's, which would change nothing (SC553)."""
-    if scheduler is None:
-        return
     name = type(scheduler).__name__
     if hasattr(scheduler, "step"):
         try:
@@ -246,8 +260,9 @@ def check_scheduler(scheduler: Scheduler | None, optimizer: torch.optim.Optimize
         except TypeError:
             hint = "step it in the loop over train(...), with the metric: scheduler.step(metrics.loss)"
             raise error("SC552", f"{name} wants a metric at each step, which train does not have", hint=hint) from None
-    if not hasattr(scheduler, "step") or getattr(scheduler, "optimizer", None) is not optimizer or optimizer is None:
-        whose = "the program has none" if optimizer is None else "it is not that of the program"
+    owner = getattr(scheduler, "optimizer", None)
+    if not hasattr(scheduler, "step") or not any(owner is optimizer for optimizer in optimizers):
+        whose = "it is not that of the program" if optimizers else "the program has none"
         message = f"the scheduler, a {name}, would change nothing: its optimizer's rates are not used, {whose}"
         hint = "make it of the very optimizer that was passed to compile(..., optimizer=...)"
         raise error("SC553", message, hint=hint)
@@ -336,22 +351,37 @@ def memory_held(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
 
 
-def _rates(scheduler: Scheduler | None) -> tuple[float, ...]:
-    return () if scheduler is None else tuple(float(group["lr"]) for group in scheduler.optimizer.param_groups)
+def _rates(schedulers: Sequence[Scheduler]) -> tuple[float, ...]:
+    return tuple(float(group["lr"]) for group in _groups(schedulers))
 
 
-def _position(scheduler: Scheduler | None) -> dict[str, Any]:
+def _groups(schedulers: Sequence[Scheduler]) -> list[dict[str, Any]]:
+    """The parameter groups of all optimizers that are scheduled."""
+    optimizers = {id(scheduler.optimizer): scheduler.optimizer for scheduler in schedulers}
+    return [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+
+
+def _position(schedulers: Sequence[Scheduler]) -> dict[str, Any]:
     """What of the loop a checkpoint holds: torch keeps the present rates with the optimizer, not with its schedule."""
-    if scheduler is None:
+    if not schedulers:
         return {}
-    return {"scheduler": scheduler.state_dict(), "learning_rates": list(_rates(scheduler))}
+    states = [scheduler.state_dict() for scheduler in schedulers]
+    state = {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
+    return {**state, "learning_rates": list(_rates(schedulers))}
 
 
-def _restore(extra: Mapping[str, Any], scheduler: Scheduler | None) -> None:
-    if scheduler is None or "scheduler" not in extra:
+def _restore(extra: Mapping[str, Any], schedulers: Sequence[Scheduler]) -> None:
+    states = extra.get("schedulers", [extra["scheduler"]] if "scheduler" in extra else [])
+    if not schedulers or not states:
         return
-    scheduler.load_state_dict(dict(extra["scheduler"]))
-    for group, rate in zip(scheduler.optimizer.param_groups, extra["learning_rates"], strict=True):
+    groups, rates = _groups(schedulers), extra["learning_rates"]
+    if (len(states), len(rates)) != (len(schedulers), len(groups)):
+        message = f"the checkpoint holds {len(states)} schedulers of {len(rates)} parameter groups, not "
+        hint = "give the schedulers that it was saved with, in their order"
+        raise error("SC553", f"{message}{len(schedulers)} of {len(groups)}", hint=hint)
+    for scheduler, state in zip(schedulers, states, strict=True):
+        scheduler.load_state_dict(dict(state))
+    for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
         else:

@@ -41,7 +41,7 @@ from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
-from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
+from shardc.runtime.train.loop import Metrics, Run, Schedulers, train
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
@@ -73,7 +73,7 @@ class Trainer:
         raises: bool = False,
         unchanged: Callable[[], None] = lambda: None,
         check_every: int = EVERY,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         constants: Collection[str] = (),
         recorded: Sequence[Sequence[str]] | None = None,
         model: nn.Module | None = None,
@@ -83,7 +83,7 @@ class Trainer:
     ) -> None:
         self._by_row = by_row
         self._model, self._accept_values = model, accept_values
-        self.optimizer = optimizer  # the program's own: its learning rates are those of each step
+        self.optimizers = tuple(optimizers)  # the program's own: their learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
         self._feeding, self._raises = Feeding(body, sample, check), raises
         self.rates = rates
@@ -143,14 +143,14 @@ class Trainer:
         *,
         checkpoint: str | Path | None = None,
         every: int = 0,
-        scheduler: Scheduler | None = None,
+        scheduler: Schedulers = None,
         resume: bool = True,
         progress: bool = True,
     ) -> Iterator[Metrics]:
         """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
 
         `checkpoint` is a folder, saved `every` so many steps and at the end; where it exists already, training goes on
-        from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, steps after each step.
+        from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, or each of a list, steps after each step.
 
             for metrics in trainer.train(loader, steps=1000, checkpoint="out/run", every=100):
                 print(metrics.loss)
@@ -229,6 +229,11 @@ class Trainer:
             return
         for name, grad in self._grads.items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The program's optimizer, of several the first: `optimizers` has them all."""
+        return self.optimizers[0] if self.optimizers else None
 
     @property
     def updates(self) -> bool:
@@ -455,7 +460,7 @@ def launch(
     try:
         return Trainer(
             program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
-            plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizer", None),
+            plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizers", ()),
             constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
             getattr(program, "evaluation", None), plan.get("by_row", ()),
         )  # fmt: skip
