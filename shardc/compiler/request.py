@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import (

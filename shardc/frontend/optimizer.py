@@ -34,8 +34,8 @@ class AppendUpdates(Pass):
     """append_updates: clip the gradients of a step, and make its optimizer's update part of it.
 
     Needs: a normalised graph of a whole step, which sums its microbatches. Ensures: without an optimizer the gradients
-    stay outputs; with one or several, the new parameters and state take their place. `fills` is then what each new state input is
-    filled with before the first step.
+    stay outputs; with one or several, the new parameters and state take their place. `fills` is then what each new
+    state input is filled with before the first step.
     """
 
     model: nn.Module

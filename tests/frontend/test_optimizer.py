@@ -15,8 +15,8 @@ from examples.mlp import mlp
 from shardc.compiler.driver import single_device
 from shardc.compiler.pass_pipeline import Options
 from shardc.frontend.optimizer import append_updates, initial_state
-from shardc.frontend.program_optimizers import fingerprint, learning_rates
 from shardc.frontend.optimizer_trace import check, trace_update
+from shardc.frontend.program_optimizers import fingerprint, learning_rates
 from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, type_of
