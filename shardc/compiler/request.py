@@ -145,7 +145,14 @@ def compiled(request: Request) -> Compiled:
     if not trains:
         options = replace(options, recompute=Recompute(hardware=options.hardware))
     elif optimizer is not None or check_finite or plan.clip_grad_norm is not None:
-        updates = AppendUpdates(model, optimizer, plan.clip_grad_norm, precision, check_finite)
+        updates = AppendUpdates(
+            model,
+            optimizer,
+            plan.clip_grad_norm,
+            precision,
+            check_finite,
+            together=0 if plan.pipeline is None else 1,  # the cut keeps apart what different stages hold
+        )
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
     task = Task(traced, plan, mesh, placed, bound, updates, tokens, notes, request.like)

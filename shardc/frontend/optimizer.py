@@ -22,6 +22,7 @@ from shardc.frontend.gradients import Final, finish
 from shardc.frontend.optimizer_trace import Update, check, hyperparameters, trace_update
 from shardc.frontend.precision import Precision
 from shardc.frontend.program_optimizers import Group, Optimizers, group_indices, groups_of, stored_state
+from shardc.frontend.whole_matrices import Core, append_together, batched, core_of
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
@@ -35,7 +36,8 @@ class AppendUpdates(Pass):
 
     Needs: a normalised graph of a whole step, which sums its microbatches. Ensures: without an optimizer the gradients
     stay outputs; with one or several, the new parameters and state take their place. `fills` is then what each new
-    state input is filled with before the first step.
+    state input is filled with before the first step. Matrices that an update needs whole are updated `together`, so
+    many at most; 0 is as many as the mesh has ranks.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class AppendUpdates(Pass):
     clip_grad_norm: float | None = None
     precision: Precision | None = None
     check_finite: bool = False
+    together: int = 0
     fills: dict[str, float] = field(default_factory=dict[str, float])
 
     def run(self, graph: Graph) -> Graph:
@@ -54,6 +57,7 @@ class AppendUpdates(Pass):
                 clip_grad_norm=self.clip_grad_norm,
                 precision=self.precision,
                 check_finite=self.check_finite,
+                together=self.together,
             )
         )
         return graph
@@ -67,6 +71,7 @@ def append_updates(
     clip_grad_norm: float | None = None,
     precision: Precision | None = None,
     check_finite: bool = False,
+    together: int = 0,
 ) -> dict[str, float]:
     """Replace the graph's gradients by the parameters and the state after the optimizer's step.
 
@@ -85,7 +90,7 @@ def append_updates(
     if optimizer is None:
         updated = [(port, final.gradients[port.name]) for port, _ in outputs if port.role == "grad"]
     else:
-        updated = _updated(append, _Updates(groups_of(optimizer)), groups, final, fills)
+        updated = _updated(append, _Updates(groups_of(optimizer), together), groups, final, fills)
     results = [(port, node) for port, node in outputs if port.role != "grad"]
     outputs = [*results[:1], *updated, *final.state, *results[1:], *final.outputs]
     graph.outputs = tuple(port for port, _ in outputs)
@@ -101,7 +106,7 @@ def _updated(
 ) -> list[tuple[Port, fx.Node]]:
     """The new parameters and state; adds to `fills`."""
     rates: dict[int, fx.Node] = {}
-    updated: list[tuple[Port, fx.Node]] = []
+    members: list[_Member] = []
     params = append.graph.input_nodes()
     for name, gradient in final.gradients.items():
         if name not in groups:
@@ -118,13 +123,50 @@ def _updated(
         fills |= {port.name: s.fill for port, s in zip(ports, update.states, strict=True)}
         # Where parameters are stored in fewer digits than gradients are reduced in, those are rounded at last.
         fitting = append.cast(f"opt.{name}", module_of(name), gradient, type_of(param).dtype)
-        values = append.instance(update.graph, (param, fitting, rates[index], *state), name)
+        members.append(_Member(name, index, update, (param, fitting, rates[index], *state), ports))
+    results = _results(append, updates, members)
+    updated: list[tuple[Port, fx.Node]] = []
+    for member in members:
+        values, (param, _, _, *state) = results[member.name], member.inputs
         if final.finite is not None:
-            name_prefix, fqn = f"opt.{name}", module_of(name)
+            prefix, fqn = f"opt.{member.name}", module_of(member.name)
             pairs = zip(values, (param, *state), strict=True)
-            values = [append.call(name_prefix, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
-        updated += zip((Port("param", name), *ports), values, strict=True)
+            values = [append.call(prefix, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
+        updated += zip((Port("param", member.name), *member.ports), values, strict=True)
     return updated
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A parameter that is updated: its group's index, its update, what that reads, and the ports of its state."""
+
+    name: str
+    index: int
+    update: Update
+    inputs: tuple[fx.Node, ...]
+    ports: Sequence[Port]
+
+
+def _results(append: Append, updates: _Updates, members: Sequence[_Member]) -> dict[str, list[fx.Node]]:
+    """The new parameter and state of each. Where an update needs whole matrices, those of as many parameters as the
+    mesh has ranks are made together."""
+    results: dict[str, list[fx.Node]] = {}
+    alike: dict[tuple[int, int], list[_Member]] = {}  # of one group, and of one update
+    for member in members:
+        if updates.core(member.update) is not None:
+            alike.setdefault((member.index, id(member.update)), []).append(member)
+        else:
+            results[member.name] = append.instance(member.update.graph, member.inputs, member.name)
+    most = updates.together or append.graph.mesh.world_size
+    for (index, _), every in alike.items():
+        for some in (every[i : i + most] for i in range(0, len(every), most)):
+            update, given = some[0].update, [(member.name, member.inputs) for member in some]
+            core, body = updates.core(update), updates.batched(update, len(some))
+            assert core is not None
+            kind = type(updates.groups[index].optimizer).__name__
+            made = append_together(append, update, core, body, given, kind)
+            results |= {member.name: values for member, values in zip(some, made, strict=True)}
+    return results
 
 
 def initial_state(
@@ -159,15 +201,31 @@ class _Updates:
     """Updates by hyperparameters, shape and dtype: few, however many parameters there are."""
 
     groups: Sequence[Group]
+    together: int  # matrices at most, 0 for as many as there are ranks
     known: dict[Hashable, Update] = field(default_factory=dict[Hashable, Update])
     checked: set[Hashable] = field(default_factory=set[Hashable])
+    cores: dict[int, Core | None] = field(default_factory=dict[int, "Core | None"])  # by the id of an update of `known`
+    bodies: dict[tuple[int, int], Graph] = field(default_factory=dict[tuple[int, int], Graph])
+
+    def core(self, update: Update) -> Core | None:
+        if id(update) not in self.cores:
+            self.cores[id(update)] = core_of(update)
+        return self.cores[id(update)]
+
+    def batched(self, update: Update, count: int) -> Graph:
+        core, key = self.core(update), (id(update), count)
+        assert core is not None
+        if key not in self.bodies:
+            self.bodies[key] = batched(core, count)
+        return self.bodies[key]
 
     def of(self, index: int, type: TensorType) -> Update:
         optimizer, group = self.groups[index]
         options = (id(optimizer), hyperparameters(group))
-        if (options, type.ndim) not in self.checked:
-            check(optimizer, group, type.ndim)
-            self.checked.add((options, type.ndim))
+        tall = type.ndim > 1 and type.shape[0] > type.shape[-1]
+        if (options, type.ndim, tall) not in self.checked:
+            check(optimizer, group, type.ndim, tall=tall)
+            self.checked.add((options, type.ndim, tall))
         key = (options, type.shape, type.dtype)
         if key not in self.known:
             self.known[key] = trace_update(optimizer, group, type.shape, type.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardc.frontend.evaluation_mode import evaluating
+from shardc.frontend.lifted_casts import LiftedCasts
 from shardc.frontend.model_outputs import output_tensors
+from shardc.frontend.optimizer_trace import explicit
 from shardc.frontend.program_optimizers import groups_of, stored_state
 from shardc.frontend.python_state import Snapshot
 from shardc.runtime.execute.microbatches import split
@@ -56,6 +58,7 @@ class EagerTraining:
         self.microbatches, self.stored, self.counted = microbatches, stored or {}, counted
         self.optimizers, self.limit, self.check_finite = optimizers, clip_grad_norm, check_finite
         self.evaluates = evaluates
+        self._dtypes = [g["params"][0].dtype if g["params"] else None for _, g in groups_of(optimizers)]
         self._state: dict[Tensor, dict[str, Any]] = {}
         self._updates: list[Callable[[], Any]] = []
 
@@ -175,8 +178,8 @@ class EagerTraining:
             keys = [key for key, value in state.items() if isinstance(value, Tensor)]
             values = (copied([state[key]], self.dtype if state[key].dim() else None)[0] for key in keys)
             self._state[parameter] = {**state, **dict(zip(keys, values, strict=True))}
-        for optimizer, group in groups_of(self.optimizers):
-            bare, update = bare_optimizer(optimizer, group, self._state)
+        for (optimizer, group), dtype in zip(groups_of(self.optimizers), self._dtypes, strict=True):
+            bare, update = bare_optimizer(optimizer, explicit(group, dtype), self._state)
             self._state = cast("dict[Tensor, dict[str, Any]]", bare.state)
             self._updates.append(update)
 
@@ -193,8 +196,9 @@ class EagerTraining:
         if self.limit is not None:
             results["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(trained, self.limit)
         if not self.check_finite or all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None):
-            for update in self._updates:
-                update()
+            with LiftedCasts(self.dtype) if self.dtype is not None else nullcontext():
+                for update in self._updates:
+                    update()
         results |= {("param", name): p.detach().clone() for name, p in params.items()}
         for name, p in params.items():
             state = self._state.get(p, {})

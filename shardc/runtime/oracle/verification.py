@@ -21,7 +21,7 @@ from shardc.frontend.precision import HALF
 from shardc.frontend.program_inputs import model_state
 from shardc.frontend.program_optimizers import Optimizers, optimizers_of
 from shardc.frontend.token_weights import counted
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.batch import batch_inputs
@@ -123,7 +123,8 @@ class _Eager:
         assert program.model is not None
         dtypes = {p.dtype for p in program.model.parameters()}
         lifted = "precision" not in program.plan and dtypes.isdisjoint(HALF)
-        if lifted and any(type_of(v).dtype in HALF for v in program.reference.values()):
+        values = (v for v in program.reference.values() if info(v).phase != "opt")  # an optimizer's casts are lifted
+        if lifted and any(type_of(v).dtype in HALF for v in values):
             self.near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
         self._kinds: list[torch.dtype | None] = [dtype, *([None] if dtypes == {torch.float32} else [])]

@@ -150,7 +150,8 @@ class Trainer:
         """Steps up to the `steps`-th, the metrics of each; every rank must run it, with the same batches.
 
         `checkpoint` is a folder, saved `every` so many steps and at the end; where it exists already, training goes on
-        from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, or each of a list, steps after each step.
+        from it unless `resume` is false. The `scheduler`, of torch.optim.lr_scheduler, or each of a list, steps after
+        each step.
 
             for metrics in trainer.train(loader, steps=1000, checkpoint="out/run", every=100):
                 print(metrics.loss)
