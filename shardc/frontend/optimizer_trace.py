@@ -7,9 +7,9 @@ arithmetic of eager torch (not of `capturable=True`, which divides by the learni
 first step). An optimizer that decides by the value of its step (RAdam) is traced as capturable instead, where torch
 has that. Scalars among the state are kept in float64, as Python keeps them.
 
-Only elementwise updates are taken: those can run on any shard. And `check` runs three real steps, on a small random
-parameter in float64 and with a changing learning rate, against three of the graph: an update that is not the same
-in every step (SGD's with dampening) is refused, not approximated.
+Taken are updates whose every call has a sharding rule; `whole_matrices.py` has what needs more than a shard. And `check`
+runs three real steps, on a small random parameter in float64 and with a changing learning rate, against three of the
+graph: an update that is not the same in every step (SGD's with dampening) is refused, not approximated.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class _Lifted(fx.Interpreter):
 
 
 def explicit(group: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """A group whose `eps` says what Adafactor takes for None: that of the dtype of its first parameter."""
+    """A group as its steps are made on a CPU, in another dtype: not capturable, and with the eps that Adafactor takes
+    for None, which is that of the dtype of its first parameter."""
+    group = {**group, "capturable": False} if "capturable" in group else group
     eps: Any = group.get("eps")
     if not isinstance(eps, tuple) or not group["params"] or eps[0] is not None:  # type: ignore[redundant-expr]
         return dict(group)

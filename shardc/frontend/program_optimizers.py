@@ -58,7 +58,7 @@ def learning_rates(given: Optimizers) -> dict[str, Tensor]:
     """The "hyper" inputs: each group's present learning rate, in float64 as Python's. Raises ShardcError (SC107) where
     it is not finite, or an optimizer was given a hook."""
     rates = {
-        f"lr.{i}": torch.as_tensor(group.options["lr"], dtype=torch.float64, device="cpu").detach().reshape(())
+        f"lr.{i}": torch.as_tensor(group.options["lr"], dtype=torch.float64, device="cpu").detach().reshape(()).clone()
         for i, group in enumerate(groups_of(given))
     }
     for i, rate in enumerate(rates.values()):
