@@ -28,9 +28,10 @@ from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
 from shardc.frontend.model_changes import CompiledModel, changed
-from shardc.frontend.optimizer import fingerprint, initial_state, learning_rates
+from shardc.frontend.optimizer import initial_state
 from shardc.frontend.own_values import computed_buffers
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
+from shardc.frontend.program_optimizers import Optimizers, fingerprint, learning_rates, optimizers_of
 from shardc.ir import program as data
 from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
@@ -114,7 +115,7 @@ def compile(
     mesh: Mesh | Mapping[str, int] | str | Any = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     strict: bool = False,
     watch: Watch | None = None,
     mode: Mode = "train",
@@ -136,8 +137,8 @@ def compile(
     plan       a Plan, a dict of its keys, the path of a YAML file, or the name of a plan of ours, "shardc:gpt2"; it is
                merged over what `annotate` and `shard` gave the model. None: only what those gave
     loss       a function (output, batch) -> scalar tensor; None: the model returns a scalar, or an output with `.loss`
-    optimizer  of torch.optim, over the model's parameters: its update and state become part of the step, and gradients
-               end in it. None: gradients are returned
+    optimizer  of torch.optim, over the model's parameters, or a list of several over different ones: their updates and
+               state become part of the step, and gradients end in it. None: gradients are returned
     strict     whether a placement that cannot be honoured is an error, and not a warning; also the plan's `strict`
     watch      a function (pass, graph, seconds), called after each pass
     mode       "eval" compiles one evaluation instead: the model as `model.eval()` makes it, its own modes left alone,
@@ -145,6 +146,7 @@ def compile(
 
     Raises ShardcError with every problem found, each with a code, the line of the model or plan, and a hint.
     """
+    optimizer = tuple(optimizer) if isinstance(optimizer, list) else optimizer  # as it is now
     request = Request(model, batch, mesh, plan, loss, optimizer, strict, watch, mode)
     return _program(request)
 
@@ -188,7 +190,7 @@ class Program(data.Program):
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     sample: Any = field(default=None, compare=False, repr=False)
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
-    optimizer: torch.optim.Optimizer | None = field(default=None, compare=False, repr=False)
+    optimizer: Optimizers = field(default=None, compare=False, repr=False)
     baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
     uncomputed: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)  # buffers, and why
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
@@ -356,9 +358,14 @@ class Program(data.Program):
             check(feed)
         return found
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that it was compiled with, in their order."""
+        return optimizers_of(self.optimizer)
+
     @on_cpu
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's state before the next step, by name; a program from a file starts afresh."""
+        """The optimizers' state before the next step, by name; a program from a file starts afresh."""
         return initial_state(self.reference, self.plan.get("fills", {}), self.optimizer, self.model)
 
     @on_cpu

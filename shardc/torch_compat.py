@@ -506,7 +506,8 @@ def record_in_place(fn: Callable[..., Any], inputs: Sequence[Tensor], mode: Fake
     for node in reversed(list(gm.graph.nodes)):
         target: Any = node.target
         # What is left of the mutation is written back at the end; and steps announce themselves to the profiler.
-        if node.op == "call_function" and (target is torch.ops.aten.copy_.default or target.namespace == "profiler"):
+        written_back = target is torch.ops.aten.copy_.default
+        if node.op == "call_function" and (written_back or getattr(target, "namespace", "") == "profiler"):
             gm.graph.erase_node(node)
     return gm
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import (
@@ -35,7 +34,8 @@ from shardc.compiler.driver import CompiledGraphs, Task, compile_step
 from shardc.compiler.pass_pipeline import Options, Watch
 from shardc.compiler.pipelining import tensor_mesh
 from shardc.frontend.evaluation_mode import evaluating
-from shardc.frontend.optimizer import AppendUpdates, learning_rates
+from shardc.frontend.optimizer import AppendUpdates
+from shardc.frontend.program_optimizers import Optimizers, learning_rates, optimizers_of
 from shardc.frontend.sample_call import Call
 from shardc.frontend.saved_state import saved_state
 from shardc.frontend.token_weights import bind_tokens
@@ -65,7 +65,7 @@ class Request:
     mesh: Mesh | Mapping[str, int] | str | Any = None
     plan: Plan | Mapping[str, Any] | str | Path | None = None
     loss: Callable[[Any, Any], Tensor] | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizers = None
     strict: bool = False
     watch: Watch | None = None
     mode: Mode = "train"
@@ -84,6 +84,9 @@ class Request:
         if self.mode not in get_args(Mode):
             hint = did_you_mean(str(self.mode), get_args(Mode), "modes")
             raise error("SC553", f"compile is given mode={self.mode!r}", hint=hint)
+        if self.optimizer is not None and not optimizers_of(self.optimizer):
+            hint = "leave optimizer= out to have gradients returned"
+            raise error("SC107", "there is no optimizer in the list", hint=hint)
         if not self.trains and self.optimizer is not None:
             message = "a program for evaluation has no update for the optimizer to make"
             hint = 'leave out optimizer=, or mode="eval"; trainer.evaluate(batches) evaluates a program that trains'
@@ -145,7 +148,14 @@ def compiled(request: Request) -> Compiled:
     if not trains:
         options = replace(options, recompute=Recompute(hardware=options.hardware))
     elif optimizer is not None or check_finite or plan.clip_grad_norm is not None:
-        updates = AppendUpdates(model, optimizer, plan.clip_grad_norm, precision, check_finite)
+        updates = AppendUpdates(
+            model,
+            optimizer,
+            plan.clip_grad_norm,
+            precision,
+            check_finite,
+            together=0 if plan.pipeline is None else 1,  # the cut keeps apart what different stages hold
+        )
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
     task = Task(traced, plan, mesh, placed, bound, updates, tokens, notes, request.like)
@@ -189,7 +199,8 @@ def _record(
         record |= {"fills": updates.fills, "nonfinite": plan.nonfinite, "clip_grad_norm": plan.clip_grad_norm}
     if request.optimizer is not None:
         rates = {name: float(rate) for name, rate in learning_rates(request.optimizer).items()}
-        record |= {"optimizer": type(request.optimizer).__name__, "rates": rates}
+        names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers_of(request.optimizer))
+        record |= {"optimizer": ", ".join(names), "rates": rates}
     return record
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info
+from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, update
 from shardc.ir.types import TensorType
 from shardc.passes.normalize.decompositions.table import infer
 
@@ -52,7 +52,14 @@ class Append:
     def instance(self, body: Graph, values: tuple[fx.Node, ...], name: str) -> list[fx.Node]:
         """Append a copy of a small graph, applied to `values`. Returns its results."""
         of = dict(zip(body.placeholders, values, strict=True))
-        for node in body.calls():
+        self.copies(list(body.calls()), of, f"opt.{name}", module_of(name))
+        return [of[node] for node in body.output_values]
+
+    def copies(
+        self, calls: Sequence[fx.Node], of: dict[fx.Node, fx.Node], name: str, fqn: str, optimizer: str = ""
+    ) -> None:
+        """Append copies of calls of another graph. `of` has the copies of what they read, and then theirs too."""
+        for node in calls:
             args = fx.map_arg(node.args, of.__getitem__)
             kwargs = fx.map_arg(node.kwargs, of.__getitem__)
             about = info(node)
@@ -60,13 +67,13 @@ class Append:
             if about.constant and key in self.constants:
                 of[node] = self.constants[key]
                 continue
-            constant = self.call(
-                f"opt.{name}", module_of(name), node.target, *args, type=about.type, constant=about.constant, **kwargs
+            of[node] = copied = self.call(
+                name, fqn, node.target, *args, type=about.type, constant=about.constant, **kwargs
             )
-            of[node] = constant
+            if optimizer:
+                update(copied, optimizer=optimizer)
             if about.constant:
-                self.constants[key] = constant
-        return [of[node] for node in body.output_values]
+                self.constants[key] = copied
 
     def cast(self, name: str, fqn: str, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         """The value in the given dtype. Returns the value itself if it has that dtype."""

@@ -4,33 +4,30 @@
 
 What gradients go through first is in shardc/frontend/gradients.py. Each parameter gets an instance of its traced
 `Update`. Per parameter and state tensor there is an input of role "state" named `<parameter>:<key>`, as in torch a step
-count each; per group of the optimizer one of role "hyper" named `lr.<group>`, so that a learning-rate scheduler changes
+count each; per group of an optimizer one of role "hyper" named `lr.<group>`, so that a learning-rate scheduler changes
 a tensor and nothing else. All that is on the global graph: where parameters and state are stored, and so where the
 update runs, is said by placements later.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from shardc import torch_compat
 from shardc.frontend.append import Append, module_of
 from shardc.frontend.gradients import Final, finish
-from shardc.frontend.optimizer_trace import Update, check, hyperparameters, refused, trace_update
+from shardc.frontend.optimizer_trace import Update, check, hyperparameters, trace_update
 from shardc.frontend.precision import Precision
-from shardc.ir.diagnostic import error
+from shardc.frontend.program_optimizers import Group, Optimizers, group_indices, groups_of, stored_state
+from shardc.frontend.whole_matrices import Core, append_together, batched, core_of
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
 
 aten = torch.ops.aten
-CYCLED = ("base_momentum", "max_momentum")  # what a scheduler leaves in the groups whose momentum it changes
 
 
 @dataclass(frozen=True)
@@ -38,15 +35,17 @@ class AppendUpdates(Pass):
     """append_updates: clip the gradients of a step, and make its optimizer's update part of it.
 
     Needs: a normalised graph of a whole step, which sums its microbatches. Ensures: without an optimizer the gradients
-    stay outputs; with one, the new parameters and state take their place. `fills` is then what each new state input is
-    filled with before the first step.
+    stay outputs; with one or several, the new parameters and state take their place. `fills` is then what each new
+    state input is filled with before the first step. Matrices that an update needs whole are updated `together`, so
+    many at most; 0 is as many as the mesh has ranks.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizers = None
     clip_grad_norm: float | None = None
     precision: Precision | None = None
     check_finite: bool = False
+    together: int = 0
     fills: dict[str, float] = field(default_factory=dict[str, float])
 
     def run(self, graph: Graph) -> Graph:
@@ -58,6 +57,7 @@ class AppendUpdates(Pass):
                 clip_grad_norm=self.clip_grad_norm,
                 precision=self.precision,
                 check_finite=self.check_finite,
+                together=self.together,
             )
         )
         return graph
@@ -65,12 +65,13 @@ class AppendUpdates(Pass):
 
 def append_updates(
     graph: Graph,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     model: nn.Module,
     *,
     clip_grad_norm: float | None = None,
     precision: Precision | None = None,
     check_finite: bool = False,
+    together: int = 0,
 ) -> dict[str, float]:
     """Replace the graph's gradients by the parameters and the state after the optimizer's step.
 
@@ -79,9 +80,7 @@ def append_updates(
     optimizer the gradients are returned, of the loss as it is. `graph.gradients` names the gradients that the graph
     still computes, as backward makes them.
     """
-    if optimizer is not None:
-        refuse_hooks(optimizer)
-    groups = _groups(graph, optimizer, model) if optimizer is not None else {}
+    groups = _groups(graph, optimizer, model)
     outputs = list(zip(graph.outputs, graph.output_values, strict=True))
     gradients = {port.name: node for port, node in outputs if port.role == "grad"}
     append = Append(graph)
@@ -91,7 +90,7 @@ def append_updates(
     if optimizer is None:
         updated = [(port, final.gradients[port.name]) for port, _ in outputs if port.role == "grad"]
     else:
-        updated = _updated(append, _Updates(optimizer), groups, final, fills)
+        updated = _updated(append, _Updates(groups_of(optimizer), together), groups, final, fills)
     results = [(port, node) for port, node in outputs if port.role != "grad"]
     outputs = [*results[:1], *updated, *final.state, *results[1:], *final.outputs]
     graph.outputs = tuple(port for port, _ in outputs)
@@ -107,7 +106,7 @@ def _updated(
 ) -> list[tuple[Port, fx.Node]]:
     """The new parameters and state; adds to `fills`."""
     rates: dict[int, fx.Node] = {}
-    updated: list[tuple[Port, fx.Node]] = []
+    members: list[_Member] = []
     params = append.graph.input_nodes()
     for name, gradient in final.gradients.items():
         if name not in groups:
@@ -124,53 +123,58 @@ def _updated(
         fills |= {port.name: s.fill for port, s in zip(ports, update.states, strict=True)}
         # Where parameters are stored in fewer digits than gradients are reduced in, those are rounded at last.
         fitting = append.cast(f"opt.{name}", module_of(name), gradient, type_of(param).dtype)
-        values = append.instance(update.graph, (param, fitting, rates[index], *state), name)
+        members.append(_Member(name, index, update, (param, fitting, rates[index], *state), ports))
+    results = _results(append, updates, members)
+    updated: list[tuple[Port, fx.Node]] = []
+    for member in members:
+        values, (param, _, _, *state) = results[member.name], member.inputs
         if final.finite is not None:
-            name_prefix, fqn = f"opt.{name}", module_of(name)
+            prefix, fqn = f"opt.{member.name}", module_of(member.name)
             pairs = zip(values, (param, *state), strict=True)
-            values = [append.call(name_prefix, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
-        updated += zip((Port("param", name), *ports), values, strict=True)
+            values = [append.call(prefix, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
+        updated += zip((Port("param", member.name), *member.ports), values, strict=True)
     return updated
 
 
-def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ShardcError (SC107) where Python acts around the optimizer's step: a program's update has no such place."""
-    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        hint = "pass one torch.optim.Optimizer; parameters that are to be updated in other ways are groups of it"
-        raise error("SC107", f"the optimizer is a {type(optimizer).__name__}", hint=hint)
-    if not (hooks := torch_compat.step_hooks(optimizer)):
-        return
-    name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
-    hint = "clip by the plan's clip_grad_norm or by hooks of the parameters; make the rest part of the optimizer's step"
-    raise refused(optimizer, f"{name} acts before, after or in the place of its step", hint)
+@dataclass(frozen=True)
+class _Member:
+    """A parameter that is updated: its group's index, its update, what that reads, and the ports of its state."""
+
+    name: str
+    index: int
+    update: Update
+    inputs: tuple[fx.Node, ...]
+    ports: Sequence[Port]
 
 
-def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The "hyper" inputs: each group's present learning rate, in float64 as Python's. Raises ShardcError (SC107) where
-    it is not finite, or the optimizer was given a hook."""
-    refuse_hooks(optimizer)
-    rates = {
-        f"lr.{i}": torch.as_tensor(group["lr"], dtype=torch.float64, device="cpu").detach().reshape(())
-        for i, group in enumerate(optimizer.param_groups)
-    }
-    for i, rate in enumerate(rates.values()):
-        if not torch_compat.is_fake(rate) and not math.isfinite(rate):
-            message = f"the learning rate of the optimizer's group {i} is {float(rate)}"
-            raise error("SC107", message, hint="give a finite number; a scheduler may divide by 0")
-    return rates
-
-
-def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """All that a program's update was traced with: when it changes, the program is no longer the optimizer's."""
-    return tuple((hyperparameters(group), len(group["params"])) for group in optimizer.param_groups)
+def _results(append: Append, updates: _Updates, members: Sequence[_Member]) -> dict[str, list[fx.Node]]:
+    """The new parameter and state of each. Where an update needs whole matrices, those of as many parameters as the
+    mesh has ranks are made together."""
+    results: dict[str, list[fx.Node]] = {}
+    alike: dict[tuple[int, int], list[_Member]] = {}  # of one group, and of one update
+    for member in members:
+        if updates.core(member.update) is not None:
+            alike.setdefault((member.index, id(member.update)), []).append(member)
+        else:
+            results[member.name] = append.instance(member.update.graph, member.inputs, member.name)
+    most = updates.together or append.graph.mesh.world_size
+    for (index, _), every in alike.items():
+        for some in (every[i : i + most] for i in range(0, len(every), most)):
+            update, given = some[0].update, [(member.name, member.inputs) for member in some]
+            core, body = updates.core(update), updates.batched(update, len(some))
+            assert core is not None
+            kind = type(updates.groups[index].optimizer).__name__
+            made = append_together(append, update, core, body, given, kind)
+            results |= {member.name: values for member, values in zip(some, made, strict=True)}
+    return results
 
 
 def initial_state(
-    graph: Graph, fills: Mapping[str, float], optimizer: torch.optim.Optimizer | None, model: nn.Module | None
+    graph: Graph, fills: Mapping[str, float], optimizer: Optimizers, model: nn.Module | None
 ) -> dict[str, Tensor]:
-    """The "state" inputs: the optimizer's own, if it made steps or was loaded, else what a first step starts from."""
+    """The "state" inputs: an optimizer's own, if it made steps or was loaded, else what a first step starts from."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) if model is not None else {}
-    stored: Mapping[Tensor, dict[str, Any]] = optimizer.state if optimizer is not None else {}
+    stored = stored_state(optimizer)
     state: dict[str, Tensor] = {}
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
         if port.role != "state" or port.name not in fills:
@@ -186,41 +190,43 @@ def initial_state(
     return state
 
 
-def _groups(graph: Graph, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
+def _groups(graph: Graph, optimizers: Optimizers, model: nn.Module) -> dict[str, int]:
     """Parameter of the graph -> index of its group."""
-    names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     ports = {name: port.name for port in graph.inputs if port.role == "param" for name in (port.name, *port.aliases)}
-    group_of: dict[str, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        if any(key in group for key in CYCLED):
-            hint = "pass cycle_momentum=False to the scheduler"
-            raise refused(optimizer, "its scheduler changes the momentum, and only learning rates may change", hint)
-        for position, p in enumerate(group["params"]):
-            if p not in names:
-                raise error(
-                    "SC107",
-                    f"parameter {position} of the optimizer's group {index}, {list(p.shape)}, is not the model's",
-                    hint="make the optimizer from the parameters of the very model that is compiled, not of a copy",
-                )
-            group_of[ports.get(names[p], names[p])] = index
-    return group_of
+    return {ports.get(name, name): index for name, index in group_indices(optimizers, model)}
 
 
 @dataclass
 class _Updates:
     """Updates by hyperparameters, shape and dtype: few, however many parameters there are."""
 
-    optimizer: torch.optim.Optimizer
+    groups: Sequence[Group]
+    together: int  # matrices at most, 0 for as many as there are ranks
     known: dict[Hashable, Update] = field(default_factory=dict[Hashable, Update])
     checked: set[Hashable] = field(default_factory=set[Hashable])
+    cores: dict[int, Core | None] = field(default_factory=dict[int, "Core | None"])  # by the id of an update of `known`
+    bodies: dict[tuple[int, int], Graph] = field(default_factory=dict[tuple[int, int], Graph])
+
+    def core(self, update: Update) -> Core | None:
+        if id(update) not in self.cores:
+            self.cores[id(update)] = core_of(update)
+        return self.cores[id(update)]
+
+    def batched(self, update: Update, count: int) -> Graph:
+        core, key = self.core(update), (id(update), count)
+        assert core is not None
+        if key not in self.bodies:
+            self.bodies[key] = batched(core, count)
+        return self.bodies[key]
 
     def of(self, index: int, type: TensorType) -> Update:
-        group = self.optimizer.param_groups[index]
-        options = hyperparameters(group)
-        if (options, type.ndim) not in self.checked:
-            check(self.optimizer, group, type.ndim)
-            self.checked.add((options, type.ndim))
+        optimizer, group = self.groups[index]
+        options = (id(optimizer), hyperparameters(group))
+        tall = type.ndim > 1 and type.shape[0] > type.shape[-1]
+        if (options, type.ndim, tall) not in self.checked:
+            check(optimizer, group, type.ndim, tall=tall)
+            self.checked.add((options, type.ndim, tall))
         key = (options, type.shape, type.dtype)
         if key not in self.known:
-            self.known[key] = trace_update(self.optimizer, group, type.shape, type.dtype)
+            self.known[key] = trace_update(optimizer, group, type.shape, type.dtype)
         return self.known[key]

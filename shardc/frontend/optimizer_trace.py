@@ -7,9 +7,9 @@ arithmetic of eager torch (not of `capturable=True`, which divides by the learni
 first step). An optimizer that decides by the value of its step (RAdam) is traced as capturable instead, where torch
 has that. Scalars among the state are kept in float64, as Python keeps them.
 
-Only elementwise updates are taken: those can run on any shard. And `check` runs three real steps, on a small random
-parameter in float64 and with a changing learning rate, against three of the graph: an update that is not the same
-in every step (SGD's with dampening) is refused, not approximated.
+Taken are updates whose every call has a sharding rule; `whole_matrices.py` has what needs more than a shard. `check`
+runs three real steps, on a small random parameter in float64 and with a changing learning rate, against three of the
+graph: an update that is not the same in every step (SGD's with dampening) is refused, not approximated.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from torch import Tensor, fx
 
 from shardc import torch_compat
 from shardc.frontend.ingest import ingest
+from shardc.frontend.lifted_casts import LiftedCasts
 from shardc.frontend.trace import Traced, TracedInput, TracedOutput
-from shardc.frontend.traced_scalar import Number, traced_numbers
+from shardc.frontend.traced_scalar import Number, traced_extremes, traced_numbers
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.graph import Graph, info, op_name, operands, type_of
+from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.mesh import Mesh
+from shardc.passes.normalize.decompositions.table import is_random
 from shardc.passes.normalize.normalize import Normalize
 from shardc.rules.registry import find_rule
 
 aten = torch.ops.aten
 HINT = (
-    "what works is an update that is elementwise and the same in every step: AdamW, Adam, NAdam, RAdam, Adamax, "
-    "SGD (dampening=0), RMSprop, Adagrad, Adadelta"
+    "what works is an update of each parameter by itself, the same in every step: AdamW, Adam, NAdam, RAdam, Adamax, "
+    "SGD (dampening=0), RMSprop, Adagrad, Adadelta, Adafactor, Muon"
 )
 TOLERANCE = 1e-10
 # How a step is computed, and what schedulers keep in a group: not part of what the update is.
@@ -70,6 +72,7 @@ def trace_update(
     needs values, is not elementwise, or leaves tensors in its state that fit the parameter in no way."""
     if "lr" not in group:
         raise refused(optimizer, "its groups have no lr")
+    group = explicit(group)
     try:
         return _trace(optimizer, group, tuple(shape), dtype, capturable=False)
     except ShardcError:
@@ -82,9 +85,13 @@ def trace_update(
         raise
 
 
-def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> None:
-    """Compare three real steps with three of the traced update; ShardcError (SC107) where they differ."""
-    shape = (3,) * ndim
+def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int, *, tall: bool = False) -> None:
+    """Compare three real steps with three of the traced update; ShardcError (SC107) where they differ.
+
+    Of a matrix with more columns than rows, or with fewer: of some optimizers the two are not the same code.
+    """
+    shape = _probe(ndim)[::-1] if tall else _probe(ndim)
+    group = explicit(group)
     update = trace_update(optimizer, group, shape, torch.float64)
     draw = torch.Generator().manual_seed(0)
     param = torch.randn(shape, dtype=torch.float64, generator=draw)
@@ -94,12 +101,12 @@ def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int)
     bare_optimizer, step = _bare(
         optimizer, {**group, "params": [eager]}, {eager: starting_state} if starting_state else {}
     )
-    runner = fx.Interpreter(fx.GraphModule({}, update.graph.fx))
+    runner = _Lifted(fx.GraphModule({}, update.graph.fx))
     for lr in (0.1, 0.05, 0.0):
         eager.grad = torch.randn(shape, dtype=torch.float64, generator=draw)
         eager.grad.reshape(-1)[1:2] = 0  # as an embedding's rows that no token asked for
         bare_optimizer.param_groups[0]["lr"] = lr
-        with _default_dtype(torch.float64), torch.no_grad():
+        with _default_dtype(torch.float64), LiftedCasts(torch.float64), torch.no_grad():
             step()
             lr_now = torch.tensor(lr, dtype=torch.float64)
             traced, *after = runner.run(traced, eager.grad, lr_now, *state.values())
@@ -109,6 +116,26 @@ def check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int)
             expected = torch.as_tensor(real[key], dtype=torch.float64)
             if not torch.allclose(value.double(), expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
                 raise refused(optimizer, f"traced, its steps are not those that it makes itself: the {key} differs")
+
+
+class _Lifted(fx.Interpreter):
+    """Runs a graph with every cast to a float made to float64."""
+
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        dtype = kwargs.get("dtype")
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return super().call_function(target, args, kwargs)
+
+
+def explicit(group: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """A group as its steps are made on a CPU, in another dtype: not capturable, and with the eps that Adafactor takes
+    for None, which is that of the dtype of its first parameter."""
+    group = {**group, "capturable": False} if "capturable" in group else group
+    eps: Any = group.get("eps")
+    if not isinstance(eps, tuple) or not group["params"] or eps[0] is not None:  # type: ignore[redundant-expr]
+        return dict(group)
+    return {**group, "eps": (torch.finfo(dtype or group["params"][0].dtype).eps, *eps[1:])}
 
 
 def refused(optimizer: torch.optim.Optimizer, why: str, hint: str = HINT) -> ShardcError:
@@ -138,7 +165,7 @@ def _trace(
         options = {"params": [param], "lr": Number(lr), "capturable": capturable}
         options = {k: v for k, v in options.items() if k in group}
         bare_optimizer, step = _bare(optimizer, {**group, **options}, {param: traced_state})
-        with traced_numbers():
+        with traced_numbers(), traced_extremes(type(optimizer)):
             step()
         new_state: dict[str, Any] = bare_optimizer.state[param]
         if new_state.keys() != traced_state.keys():
@@ -155,37 +182,35 @@ def _trace(
     names = ("param", "grad", "lr", *(s.key for s in states))
     if any(node.op == "get_attr" for node in gm.graph.nodes):
         raise refused(optimizer, "its step computes with a tensor that is not in its state")
-    graph = _graph(gm, names)
-    _elementwise(optimizer, graph, shape)
+    graph = graph_of(gm, names, (names[0], *names[3:]))
+    _splittable(optimizer, graph)
     for node, s in zip(graph.output_values[1:], states, strict=True):
         if (type_of(node).shape, type_of(node).dtype) != (s.shape, s.dtype):
             raise refused(optimizer, f"its state {s.key} does not keep its shape and dtype")
     return Update(graph, states)
 
 
-def _graph(gm: fx.GraphModule, names: Sequence[str]) -> Graph:
+def graph_of(gm: fx.GraphModule, inputs: Sequence[str], outputs: Sequence[str]) -> Graph:
     """The recorded graph in core ops."""
     for node in gm.graph.nodes:
         node.meta = {"val": node.meta.get("val"), "phase": "opt"}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    inputs = tuple(TracedInput("input", n, (), False, node) for n, node in zip(names, placeholders, strict=True))
-    outputs = tuple(
-        TracedOutput("output", n, node) for n, node in zip((names[0], *names[3:]), output.args[0], strict=True)
-    )
-    traced = Traced(gm.graph, inputs, outputs, {}, {}, ())
+    read = tuple(TracedInput("input", n, (), False, node) for n, node in zip(inputs, placeholders, strict=True))
+    made = tuple(TracedOutput("output", n, node) for n, node in zip(outputs, output.args[0], strict=True))
+    traced = Traced(gm.graph, read, made, {}, {}, ())
     return Normalize().run(ingest(traced, Mesh()))
 
 
-def _elementwise(optimizer: torch.optim.Optimizer, graph: Graph, shape: tuple[int, ...]) -> None:
+def _splittable(optimizer: torch.optim.Optimizer, graph: Graph) -> None:
+    """Raise ShardcError (SC107) for a call that ranks cannot make of their shards: one without a rule, one with several
+    results, or one of random numbers, of which eager PyTorch draws others."""
     for node in graph.calls():
-        rule = find_rule(node.target)
-        is_full = node.target is aten.full.default or (
-            node.target is aten.expand.default and not type_of(operands(node)[0]).shape
-        )
-        pointwise = is_full or (rule is not None and rule.kind == "pointwise")
-        if not pointwise or info(node).type is None or type_of(node).shape not in ((), shape):
-            raise refused(optimizer, f"its update is not elementwise: it computes {op_name(node.target)}")
+        why = "" if find_rule(node.target) is not None else "has no sharding rule"
+        why = why or ("" if info(node).type is not None else "has several results")
+        why = why or ("draws random numbers" if is_random(node.target) else "")
+        if why:
+            raise refused(optimizer, f"its update computes {op_name(node.target)}, which {why}")
 
 
 # ---------------------------------------------------------------------- the state and the optimizer of a probe
@@ -219,19 +244,26 @@ def _states(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[State, ...]:
     """The state before the first step, observed in a real step of a small parameter that is 0, with no gradient."""
-    param = torch.zeros((3,) * max(1, len(shape)), dtype=dtype)
+    param = torch.zeros(_probe(len(shape)) or (3,), dtype=dtype)
     states: list[State] = []
     for key, value in _first_step(optimizer, group, param, _starting_state(optimizer, group, param)).items():
         t = torch.as_tensor(value)
-        if t.dim() and t.shape != param.shape:
-            raise refused(optimizer, f"its state {key} has not the parameter's shape")
+        fits = t.dim() in (0, param.dim()) and all(n in (1, m) for n, m in zip(t.shape, param.shape, strict=False))
+        if not fits:
+            raise refused(optimizer, f"its state {key} has not the parameter's shape, nor that of its rows or columns")
         fill = float(t.flatten()[0])
         if bool((t != fill).any()):
             raise refused(optimizer, f"its state {key} does not start as one number")
         scalar = t.dtype if t.dtype == torch.bool else torch.float64
         number = not isinstance(value, Tensor)
-        states.append(State(key, shape, t.dtype, fill) if t.dim() else State(key, (), scalar, fill, number))
+        like = tuple(n if t.shape[d] == param.shape[d] else 1 for d, n in enumerate(shape)) if t.dim() else ()
+        states.append(State(key, like, t.dtype, fill) if t.dim() else State(key, (), scalar, fill, number))
     return tuple(states)
+
+
+def _probe(ndim: int) -> tuple[int, ...]:
+    """A small shape, whose dims tell which are which."""
+    return tuple(range(3, 3 + ndim))
 
 
 def _first_step(

@@ -8,6 +8,7 @@ one runs with its tensor instead:
     x.add_(y, alpha=n)          ->  x.add_(y * n.tensor)
     x.addcdiv_(a, b, value=n)   ->  x.add_(a * n.tensor / b)
     x.mul_(n), n / x, ...       ->  the same with n.tensor
+    min(n, m), max(n, 0.1)      ->  minimum, clamp of tensors, where `traced_extremes` is on
 
 Its value as a float is NaN: where one leaks through (into `math.sqrt`, say), the result is not a number and the
 comparison with the real optimizer finds it. Asking for its value, as a comparison does, raises `ValueNeededError`.
@@ -15,8 +16,12 @@ comparison with the real optimizer finds it. Asking for its value, as a comparis
 
 from __future__ import annotations
 
+import builtins
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial, reduce
+from inspect import unwrap
 from typing import Any, NoReturn, cast
 
 import torch
@@ -89,6 +94,8 @@ class traced_numbers(TorchFunctionMode):  # noqa: N801 (used as a context manage
         name: str = getattr(func, "__name__", "")
         if name == "item":
             return Number(args[0])
+        if name == "square_":  # which torch cannot trace without its mutation
+            return args[0].mul_(args[0])
         if name in ("__float__", "__int__", "__bool__", "__index__", "tolist"):
             raise ValueNeededError("it reads the value of a tensor")
         numbers = any(isinstance(value, Number) for value in (*args, *kwargs.values()))
@@ -112,15 +119,48 @@ def _with_tensors(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     put = cast("Callable[..., Tensor]", Tensor.add_ if name.endswith("_") else Tensor.add)
     match name.rstrip("_"), kwargs:
         case "add", {"alpha": Tensor() as alpha}:
-            return put(args[0], args[1] * alpha)
+            return put(args[0], _widened(args[1], args[0]) * alpha)
         case "sub", {"alpha": Tensor() as alpha}:
-            return put(args[0], args[1] * -alpha)
+            return put(args[0], _widened(args[1], args[0]) * -alpha)
         case "addcmul", {"value": Tensor() as value}:
             return put(args[0], args[1] * value * args[2])
         case "addcdiv", {"value": Tensor() as value}:
             return put(args[0], args[1] * value / args[2])
         case _:
             return func(*args, **kwargs)
+
+
+def _widened(term: Tensor, x: Tensor) -> Tensor:
+    """A term in the dtype of the sum with `x`: torch scales it in that, and not in its own."""
+    return term.to(torch.promote_types(term.dtype, x.dtype)) if term.dim() else term
+
+
+@contextmanager
+def traced_extremes(kind: type) -> Generator[None]:
+    """Let Python's `min` and `max` take numbers that are traced, in the modules in which a class has its `step`."""
+    steps = [unwrap(vars(base)["step"]) for base in kind.__mro__ if "step" in vars(base)]
+    modules: list[dict[str, Any]] = [step.__globals__ for step in steps if hasattr(step, "__globals__")]
+    shadowed: list[tuple[dict[str, Any], str]] = []
+    try:
+        for module in modules:
+            for name in ("min", "max"):
+                if name not in module:
+                    module[name] = partial(_extreme, getattr(builtins, name), name == "min")
+                    shadowed.append((module, name))
+        yield
+    finally:
+        for module, name in shadowed:
+            del module[name]
+
+
+def _extreme(function: Callable[..., Any], least: bool, *values: Any, **options: Any) -> Any:
+    if options or len(values) < 2 or not any(isinstance(value, Number) for value in values):
+        return function(*values, **options)
+    numbers = [value.tensor for value in values if isinstance(value, Number)]
+    result = reduce(torch.minimum if least else torch.maximum, numbers)
+    for limit in (value for value in values if not isinstance(value, Number)):
+        result = result.clamp(max=limit) if least else result.clamp(min=limit)
+    return Number(result)
 
 
 def _yields(x: Tensor, name: str) -> bool:

@@ -46,6 +46,7 @@ class ValueInfo:
     fallback: tuple[tuple[str, str], ...] = ()  # axis -> factor the op takes if its pending sums are resolved before it
     cause: Cause = NO_CAUSE  # what asks for the placement, or for the collective
     origin: Derivation | None = None  # the node that this one was derived from
+    optimizer: str = ""  # of a call that works on whole matrices: the optimizer whose update it is part of
 
     @property
     def layer(self) -> str:

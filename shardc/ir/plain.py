@@ -270,7 +270,7 @@ def _pairs(value: object, second: Callable[[object], bool]) -> bool:
 
 
 _KINDS: Mapping[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("name", "type", "fqn", "source", "source_text"), _text),
+    **dict.fromkeys(("name", "type", "fqn", "source", "source_text", "optimizer"), _text),
     "cause": lambda value: isinstance(value, str | tuple),
     "results": lambda value: isinstance(value, tuple) and all(v is None or _text(v) for v in value),
     "phase": lambda value: value in get_args(Phase),

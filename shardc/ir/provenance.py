@@ -24,7 +24,7 @@ DerivationKind = Literal[
     "stage_term",  # one stage's part of a sum over stages
     "copy",  # a copy of a buffer, from before it changes
 ]
-RequirementKind = Literal["annotation", "storage", "text"]
+RequirementKind = Literal["annotation", "storage", "optimizer", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Derivation:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One thing that asks for a placement: an annotation of a tensor, or the storage of parameters over an axis.
+    """One thing that asks for a placement: an annotation of a tensor, the storage of parameters over an axis, or an
+    optimizer (named by `tensor`) that needs matrices whole.
 
     Of the kind "text" `tensor` is all that is known: a cause as a file of before has it.
     """
@@ -58,6 +59,8 @@ class Requirement:
         """As diagnostics cite it: `w = "-, tp"   (plan.yaml:9)`."""
         if self.kind == "annotation":
             return f'{self.tensor} = "{self.placement}"' + (f"   ({self.location})" if self.location else "")
+        if self.kind == "optimizer":
+            return f"{self.tensor} updates by whole matrices, shared out over {self.placement}"
         return f"storage over {self.placement}" if self.kind == "storage" else self.tensor
 
 

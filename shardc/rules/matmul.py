@@ -13,6 +13,9 @@ aten = torch.ops.aten
 
 rule(aten.mm.default, "m k, k n -> m n", sum="k", linear="each")
 rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear="each")
+# Not split along k: the term would be added once for each shard. Others than an optimizer's are taken apart before.
+rule(aten.addmm.default, "m n, m k, k n -> m n", whole="k")
+rule(aten.baddbmm.default, "b m n, b m k, b k n -> b m n", whole="k")
 rule(aten.mv.default, "m k, k -> m", sum="k", linear="each")
 rule([aten.dot.default, aten.vdot.default], "k, k -> ()", sum="k", linear="each")
 

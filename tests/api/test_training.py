@@ -20,8 +20,9 @@ import torch
 import shardc
 from shardc.compiler import driver, pass_pipeline
 from shardc.compiler.binding import bind
-from shardc.frontend.optimizer import append_updates, initial_state, learning_rates
+from shardc.frontend.optimizer import append_updates, initial_state
 from shardc.frontend.program_inputs import complete_inputs, model_state
+from shardc.frontend.program_optimizers import learning_rates
 from shardc.frontend.trace import trace
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import Graph, info, type_of

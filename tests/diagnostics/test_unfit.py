@@ -258,11 +258,19 @@ def test_batches_without_an_end() -> None:
             call()
 
 
-def test_a_list_of_optimizers() -> None:
+def test_lists_of_optimizers() -> None:
     model = Net()
-    several: Any = [torch.optim.SGD(model.parameters(), lr=0.1)]
-    with pytest.raises(ShardcError, match=r"SC107(.|\n)*is a list(.|\n)*groups"):
-        compiled(model, optimizer=several)
+    weights, every = torch.optim.SGD([next(model.parameters())], lr=0.1), torch.optim.AdamW(model.parameters())
+    nothing: Any = []
+    strange: Any = [every, "adamw"]
+    with pytest.raises(ShardcError, match=r"SC107(.|\n)*no optimizer in the list"):
+        compiled(model, optimizer=nothing)
+    with pytest.raises(ShardcError, match=r"SC107(.|\n)*the optimizer is a str(.|\n)*a list of several"):
+        compiled(model, optimizer=strange)
+    with pytest.raises(ShardcError, match=r"SC107(.|\n)* is a parameter of two optimizers, SGD and AdamW"):
+        compiled(model, optimizer=[weights, every])
+    with pytest.raises(ShardcError, match=r"SC107(.|\n)* is a parameter of two optimizers, AdamW and AdamW"):
+        compiled(model, optimizer=[every, every])
 
 
 LINES = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))]

@@ -37,7 +37,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fuse": ("dp=2", BATCH | {"fuse": True}),
 }
 MICROBATCHES = {"pp2": 2, "accumulate": 2}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+Make = Callable[[Any], torch.optim.Optimizer | list[torch.optim.Optimizer]]
+OPTIMIZERS: dict[str, Make | None] = {
     "none": None,
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),  # smaller ones make updates of rounding
@@ -60,7 +61,7 @@ class Case:
     warned: str | None = None
     random: bool = False
     shape: tuple[int, ...] = (4, 6)
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    optimizer: Make | None = None
     loss: Callable[[nn.Module], Callable[[Any, Any], Any]] | None = None
     tolerance: float = TOLERANCE
 
@@ -146,7 +147,8 @@ def trained_eagerly(case: Case, optimizer: str, microbatches: int = 1) -> Trace:
     where gradients are views of one another (of `torch.stack(parameters)`)."""
     model, trace = case.model(), Trace()
     make = case.optimizer or OPTIMIZERS[optimizer]
-    steps = make(model.parameters()) if make is not None else None
+    made = make(model.parameters()) if make is not None else []
+    steps = made if isinstance(made, list) else [made]
     for step, batch in enumerate(case.batches()):
         sums: dict[nn.Parameter, Tensor] = {}
         losses: list[Tensor] = []
@@ -162,9 +164,9 @@ def trained_eagerly(case: Case, optimizer: str, microbatches: int = 1) -> Trace:
         for p in model.parameters():
             p.grad = sums.get(p)
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.requires_grad}
-        trace.of_step(step, torch.stack(losses).sum(), gradients if steps is None else {})
-        if steps is not None:
-            steps.step()
+        trace.of_step(step, torch.stack(losses).sum(), {} if steps else gradients)
+        for each in steps:
+            each.step()
     kept = dict(model.named_buffers(remove_duplicate=False)) | model.state_dict()  # also those that are not persistent
     trace.values |= {name: t.detach().clone() for name, t in kept.items() if isinstance(t, Tensor)}
     return trace

@@ -15,6 +15,7 @@ from tests.hostile import (
     derivatives,
     hooks,
     modes,
+    optimizers,
     outputs,
     parameters,
     python_state,
@@ -25,7 +26,7 @@ from tests.hostile.harness import CASES, LAYOUTS, OPTIMIZERS, outcome
 
 THEMES = (
     *(aliasing, autocast, buffers, checkpointing, derivatives, hooks, modes),
-    *(outputs, parameters, python_state, randomness, structure),
+    *(optimizers, outputs, parameters, python_state, randomness, structure),
 )
 EVERY = [two for two in product(OPTIMIZERS, LAYOUTS) if two != ("none", "zero1")]  # which cuts state alone
 

@@ -116,7 +116,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.frontend": """
             __init__ append buffer_writers buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
             made_anew model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision
-            program_inputs
+            program_inputs program_optimizers
             provenance python_random python_state sample_call saved_state state_holders substitution token_weights trace
             traced traced_scalar
             unsupported

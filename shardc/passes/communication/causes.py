@@ -79,7 +79,10 @@ class Causes:
         self._reached_by_scope: dict[tuple[str, Scope], dict[Place, tuple[int, Place, fx.Node | None]]] = {}
 
     def cause(self, moved: fx.Node, axis: str) -> Requirement | None:
-        """The annotation behind an axis of a collective, or the storage that it is for; None if there is neither."""
+        """The annotation behind an axis of a collective, or the storage or optimizer that it is for; None if there is
+        none of these."""
+        if optimizer := needs_whole(moved):
+            return Requirement("optimizer", optimizer, as_named(self.graph, axis))
         way = self.way(left(moved, axis).starts, axis)
         if way:
             return self.graph.seeds[way[0][0][0]].cause
@@ -148,6 +151,27 @@ def left(moved: fx.Node, axis: str) -> Left:
     sides = zip(operands(call), projection.operands, strict=True)
     starts = tuple((v, operand_pieces.index(p)) for v, operand_pieces in sides for p in pieces if p in operand_pieces)
     return Left(call, value, starts, passed)
+
+
+def needs_whole(moved: fx.Node) -> str:
+    """The optimizer for whose products of whole matrices a value is moved there or back; "" if for none."""
+    if info(moved).phase != "opt":
+        return ""
+    todo, visited = [before(moved)], set[fx.Node]()
+    if name := info(todo[0]).optimizer:
+        return name
+    todo = [moved]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                continue
+            if name := info(user).optimizer:
+                return name
+            rule = find_rule(user.target)
+            if user not in visited and (user.target in MOVES or (rule is not None and rule.kind == "view")):
+                visited.add(user)
+                todo.append(user)
+    return ""
 
 
 def before(value: fx.Node) -> fx.Node:

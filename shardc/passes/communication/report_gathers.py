@@ -8,7 +8,8 @@ and the cost, and is an error under strict:
     SC209   an op computes on every rank what is then sliced, since it keeps whole the dim that is asked to be sharded
 
 What a plan means to communicate is none of this: where an op is split over the axis along another dim (the gather of
-sequence parallelism before a column-parallel matmul), and where ZeRO gathers what it stored.
+sequence parallelism before a column-parallel matmul), where ZeRO gathers what it stored, and where an optimizer needs
+matrices whole.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shardc.ir.ops import collectives, local
 from shardc.ir.provenance import Cause
 from shardc.ir.types import Axes
 from shardc.passes.base import Pass
+from shardc.passes.communication.causes import needs_whole
 from shardc.passes.sharding.casts import narrows
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule, rule_of
@@ -73,6 +75,8 @@ class ReportGathers(Pass):
         families: dict[tuple[str, ...], list[_Finding]] = {}
         stopped: set[tuple[str, ...]] = set()  # lines
         for node in graph.calls():
+            if needs_whole(node):  # an optimizer's matrices are shared out, and sent back
+                continue
             if node.target in _GIVES:
                 finding = _gathered(graph, node)
             else:

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import combinations
 
+import torch
 from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic
@@ -35,6 +37,8 @@ from shardc.passes.sharding.casts import carriers, gradients, narrow_copies
 from shardc.passes.sharding.seed import Bound, landed
 from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ class Store(Pass):
                 _place_gradient(gradient_of[name], placement)
         for port, node in by_name.values():
             owner = by_name.get(port.parameter)
-            if port.role == "state" and owner is not None and type_of(node).shape == type_of(owner[1]).shape:
-                updates[node] = updates[owner[1]]
+            if port.role == "state" and owner is not None and owner[1] in updates:
+                updates[node] = _beside(type_of(node), type_of(owner[1]), updates[owner[1]])
                 update(node, type=type_of(node).place(updates[node]))
         _place_updates(graph, updates)
         self._report(graph, axes)
@@ -126,6 +130,31 @@ def extended(type: TensorType, axes: Axes, mesh: Mesh) -> tuple[Axes, ...]:
     return tuple(placement)
 
 
+def _share(graph: Graph, value: fx.Node, placed: dict[fx.Node, tuple[Axes, ...]]) -> None:
+    """Split the matrices of a stack, along dim 0, over the axes that leave a rank the fewest; of those, the fewest."""
+    type, mesh = type_of(value), graph.mesh
+    count = type.shape[0]
+    sets = (axes for n in range(len(mesh.names) + 1) for axes in combinations(mesh.names, n))
+    axes = min(sets, key=lambda axes: (-(-count // mesh.size(axes)), mesh.size(axes)))
+    atoms = type.dims[0]
+    largest = max(range(len(atoms)), key=lambda i: atoms[i].size) if atoms else -1
+    placed[value] = tuple(axes if i == largest else () for i in range(len(type.atoms)))
+    update(value, type=type.place(placed[value]))
+
+
+def _beside(type: TensorType, owner: TensorType, placement: tuple[Axes, ...]) -> tuple[Axes, ...]:
+    """The placement of a state tensor: its parameter's in the dims that both have. A sum over rows has no rows."""
+    if type.ndim != owner.ndim:
+        return ((),) * len(type.atoms)
+    placed: list[Axes] = []
+    given = iter(placement)
+    for dim, of_owner in zip(type.dims, owner.dims, strict=True):
+        axes = [next(given) for _ in of_owner]
+        same = [atom.size for atom in dim] == [atom.size for atom in of_owner]
+        placed += axes if same else [()] * len(dim)
+    return tuple(placed)
+
+
 def _place_gradient(gradient: fx.Node, placement: tuple[Axes, ...]) -> None:
     """Wish for a gradient that is cast to be a shard on its whole way, should its sum be resolved before the cast."""
     placed = {gradient: placement}
@@ -141,9 +170,31 @@ def _place_gradient(gradient: fx.Node, placement: tuple[Axes, ...]) -> None:
 
 
 def _place_updates(graph: Graph, placed: dict[fx.Node, tuple[Axes, ...]]) -> None:
-    """Carry placements forward through the optimizer's phase alone."""
+    """Carry placements forward through the optimizer's phase alone.
+
+    Matrices that are needed whole are stacked: ranks share the matrices of a stack, and of all values that are made of
+    it. What is selected of those is placed as the matrix was.
+    """
+    stacked: dict[fx.Node, list[fx.Node]] = {}  # value of several matrices -> the matrices
     for node in graph.calls():
         if info(node).phase != "opt" or find_rule(node.target) is None:
+            continue
+        if info(node).optimizer:
+            for value in (v for v in operands(node) if v not in stacked and not info(v).optimizer):
+                if value.op == "call_function" and value.target in (aten.cat.default, aten.unsqueeze.default):
+                    parts = operands(value) if value.target is aten.cat.default else [value]
+                    stacked[value] = [operands(part)[0] for part in parts]
+                    _share(graph, value, placed)
+            matrices = next((stacked[v] for v in operands(node) if v in stacked), None)
+            if matrices is not None and info(node).type is not None and type_of(node).ndim:
+                stacked[node] = matrices
+                _share(graph, node, placed)
+            continue
+        if node.target is aten.select.int and (source := operands(node)[0]) in stacked:
+            matrix = stacked[source][int(node.args[2])]  # type: ignore[arg-type]
+            if type_of(node).sizes == type_of(matrix).sizes and matrix in placed:
+                placed[node] = placed[matrix]
+                update(node, type=type_of(node).place(placed[node]))
             continue
         projection = project(node)
         split: dict[int, Axes] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shardc.frontend.evaluation_mode import evaluating
+from shardc.frontend.lifted_casts import LiftedCasts
 from shardc.frontend.model_outputs import output_tensors
+from shardc.frontend.optimizer_trace import explicit
+from shardc.frontend.program_optimizers import groups_of, stored_state
 from shardc.frontend.python_state import Snapshot
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.lifted import Lifted, copied, copied_batch
@@ -46,15 +49,16 @@ class EagerTraining:
         microbatches: int = 1,
         stored: Mapping[str, Tensor] | None = None,
         counted: Callable[[Any], int] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         clip_grad_norm: float | None = None,
         check_finite: bool = False,
         evaluates: bool = False,
     ) -> None:
         self.model, self.loss, self.dtype = model, loss, dtype
         self.microbatches, self.stored, self.counted = microbatches, stored or {}, counted
-        self.optimizer, self.limit, self.check_finite = optimizer, clip_grad_norm, check_finite
+        self.optimizers, self.limit, self.check_finite = optimizers, clip_grad_norm, check_finite
         self.evaluates = evaluates
+        self._dtypes = [g["params"][0].dtype if g["params"] else None for _, g in groups_of(optimizers)]
         self._state: dict[Tensor, dict[str, Any]] = {}
         self._updates: list[Callable[[], Any]] = []
 
@@ -104,10 +108,16 @@ class EagerTraining:
             p.grad = sums.get(p)
         results: Witness = {("loss", "loss"): total}
         params = dict(self.model.named_parameters())
-        if self.optimizer is None and self.limit is not None:  # these are returned clipped
+        if not self.optimizers and self.limit is not None:  # these are returned clipped
             results["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(list(params.values()), self.limit)
-        results |= {("grad", name): p.grad.clone() for name, p in params.items() if p.grad is not None}
-        if self.optimizer is not None:
+        used = {id(p) for p in self._optimized()}
+        every = not self.optimizers or self.limit is not None or self.check_finite  # the norm is that of all gradients
+        results |= {
+            ("grad", name): p.grad.clone()
+            for name, p in params.items()
+            if p.grad is not None and (every or id(p) in used)
+        }
+        if self.optimizers:
             results |= self._updated(params, gradients or {})
         return results | self._buffers_after(before)
 
@@ -143,8 +153,7 @@ class EagerTraining:
     def _changeable(self) -> Iterator[tuple[str, Tensor]]:
         """What a step may change by itself: buffers, and parameters, of which an optimizer changes those it has."""
         yield from self.model.named_buffers()
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        updated = {id(p) for group in groups for p in group["params"]}
+        updated = {id(p) for p in self._optimized()}
         yield from ((name, p) for name, p in self.model.named_parameters() if id(p) not in updated)
 
     def _forget_gradients(self) -> None:
@@ -165,20 +174,20 @@ class EagerTraining:
         for name, value in self.stored.items():
             if name in parameters:
                 parameters[name].data.copy_(value)
-        if self.optimizer is None:
-            return
-        for parameter, state in self.optimizer.state.items():
+        for parameter, state in stored_state(self.optimizers).items():
             keys = [key for key, value in state.items() if isinstance(value, Tensor)]
             values = (copied([state[key]], self.dtype if state[key].dim() else None)[0] for key in keys)
             self._state[parameter] = {**state, **dict(zip(keys, values, strict=True))}
-        for group in self.optimizer.param_groups:
-            bare, update = bare_optimizer(self.optimizer, group, self._state)
+        for (optimizer, group), dtype in zip(groups_of(self.optimizers), self._dtypes, strict=True):
+            bare, update = bare_optimizer(optimizer, explicit(group, dtype), self._state)
             self._state = cast("dict[Tensor, dict[str, Any]]", bare.state)
             self._updates.append(update)
 
+    def _optimized(self) -> Iterator[Tensor]:
+        yield from (p for one in self.optimizers for group in one.param_groups for p in group["params"])
+
     def _updated(self, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Witness:
         """Clip, then step. Returns the new parameters, the optimizer's new state, and the norm."""
-        assert self.optimizer is not None
         results: Witness = {}
         for name, value in gradients.items():
             if name in params and params[name].grad is not None:
@@ -187,8 +196,9 @@ class EagerTraining:
         if self.limit is not None:
             results["output", "grad_norm"] = torch.nn.utils.clip_grad_norm_(trained, self.limit)
         if not self.check_finite or all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None):
-            for update in self._updates:
-                update()
+            with LiftedCasts(self.dtype) if self.dtype is not None else nullcontext():
+                for update in self._updates:
+                    update()
         results |= {("param", name): p.detach().clone() for name, p in params.items()}
         for name, p in params.items():
             state = self._state.get(p, {})
@@ -198,8 +208,7 @@ class EagerTraining:
     def _tensors(self, snapshot: Snapshot) -> Iterator[Tensor]:
         """The tensors that a step may read or write: the model's, the optimizer's, and those in the model's objects."""
         yield from chain(self.model.parameters(), self.model.buffers(), snapshot.tensors())
-        if self.optimizer is not None:
-            yield from (p for group in self.optimizer.param_groups for p in group["params"])
+        yield from self._optimized()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

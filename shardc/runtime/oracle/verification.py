@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from shardc.frontend.model_changes import CompiledModel
 from shardc.frontend.precision import HALF
 from shardc.frontend.program_inputs import model_state
+from shardc.frontend.program_optimizers import Optimizers, optimizers_of
 from shardc.frontend.token_weights import counted
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.batch import batch_inputs
@@ -50,7 +51,7 @@ class CompiledStep(Protocol):
     @property
     def loss(self) -> Callable[[Any, Any], Tensor] | None: ...
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    def optimizer(self) -> Optimizers: ...
     @property
     def compiled(self) -> CompiledModel | None: ...
     def inputs(self, batch: Any = None, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]: ...
@@ -122,7 +123,8 @@ class _Eager:
         assert program.model is not None
         dtypes = {p.dtype for p in program.model.parameters()}
         lifted = "precision" not in program.plan and dtypes.isdisjoint(HALF)
-        if lifted and any(type_of(v).dtype in HALF for v in program.reference.values()):
+        values = (v for v in program.reference.values() if info(v).phase != "opt")  # an optimizer's casts are lifted
+        if lifted and any(type_of(v).dtype in HALF for v in values):
             self.near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
         self._kinds: list[torch.dtype | None] = [dtype, *([None] if dtypes == {torch.float32} else [])]
@@ -166,7 +168,7 @@ class _Eager:
             microbatches=program.reference.microbatches,
             stored=self._stored,
             counted=_counting(program),
-            optimizer=program.optimizer,
+            optimizers=optimizers_of(program.optimizer),
             clip_grad_norm=program.plan.get("clip_grad_norm"),
             check_finite=any(port.name == "finite" for port in program.reference.outputs),
             evaluates=program.reference.is_forward_only,

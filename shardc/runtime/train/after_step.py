@@ -16,7 +16,7 @@ from shardc.runtime.train.callbacks import Callback, call_back, check_callbacks
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.evaluate import check_batches
 from shardc.runtime.train.interruptions import Interruptions
-from shardc.runtime.train.lr_schedule import Scheduler, check_scheduler, step_schedule
+from shardc.runtime.train.lr_schedule import Scheduler, check_schedulers, step_schedules
 from shardc.runtime.train.metrics import Evaluated, Metrics
 
 
@@ -26,7 +26,7 @@ class Evaluates(Protocol):
     interrupted: bool
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
     @property
     def consensus(self) -> Consensus: ...
     def evaluate(self, batches: Iterable[Any], steps: int | None = None) -> Evaluated: ...
@@ -37,7 +37,7 @@ class AfterStep:
     """The arguments of `train` that say what follows a step."""
 
     trainer: Evaluates
-    scheduler: Scheduler | None
+    schedulers: Sequence[Scheduler]
     monitor: str | None
     callbacks: Sequence[Callback]
     evaluate: Iterable[Any] | None
@@ -46,7 +46,7 @@ class AfterStep:
     def check(self) -> None:
         """Raise ShardcError (SC552, SC553) for what cannot be used, or would be used for nothing."""
         evaluates = self.evaluate is not None
-        check_scheduler(self.scheduler, self.monitor, self.trainer.optimizer, evaluates)
+        check_schedulers(self.schedulers, self.monitor, self.trainer.optimizers, evaluates)
         check_callbacks(self.callbacks, evaluates)
         if self.evaluate is None:
             if self.evaluate_every:
@@ -70,7 +70,7 @@ class AfterStep:
             metrics = replace(metrics, evaluated=self.trainer.evaluate(self.evaluate))
         stop, failure = False, None
         try:
-            step_schedule(self.scheduler, self.monitor, metrics)
+            step_schedules(self.schedulers, self.monitor, metrics)
             stop = call_back(self.callbacks, metrics, self.trainer)
         except Exception as raised:
             failure = raised

@@ -30,7 +30,7 @@ from shardc.runtime.train.device_copy import Copier
 from shardc.runtime.train.interruptions import Interruptions
 from shardc.runtime.train.loading import Loading, kept, resumed
 from shardc.runtime.train.loop_state import LoopState, Stateful
-from shardc.runtime.train.lr_schedule import Scheduler, rates_of
+from shardc.runtime.train.lr_schedule import Scheduler, Schedulers, rates_of, schedulers_of
 from shardc.runtime.train.metrics import Evaluated, Metrics, measure
 from shardc.runtime.train.progress_line import ProgressLine
 from shardc.runtime.train.rank_part import RankPart
@@ -49,7 +49,7 @@ class Steps(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
     @property
     def checkpoints(self) -> Checkpoints: ...
     @property
@@ -103,7 +103,7 @@ def train(
     epochs: int | None = None,
     checkpoint: str | Path | None = None,
     every: int = 0,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers = None,
     monitor: str | None = None,
     evaluate: Iterable[Any] | None = None,
     evaluate_every: int = 0,
@@ -115,9 +115,10 @@ def train(
 ) -> Iterator[Metrics]:
     """What `Trainer.train` does, and says of its arguments."""
     _check_numbers(batches, steps, epochs, every, evaluate_every, checkpoint)
-    after = AfterStep(trainer, scheduler, monitor, callbacks, evaluate, evaluate_every)
+    schedulers = schedulers_of(scheduler)
+    after = AfterStep(trainer, schedulers, monitor, callbacks, evaluate, evaluate_every)
     after.check()
-    state = LoopState.of(scheduler, stateful, callbacks, trainer.optimizer)
+    state = LoopState.of(schedulers, stateful, callbacks, trainer.optimizers)
     folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
     if folder is not None:
@@ -162,13 +163,13 @@ def train(
                 with interruptions.later():
                     result = trainer.step(fetched.for_step)
                     loading.look_ahead()
-                    metrics = measure(result, fetched.batch, trainer, start, rates_of(scheduler))
+                    metrics = measure(result, fetched.batch, trainer, start, rates_of(schedulers))
                     metrics, stop = after.finish(metrics, interruptions, is_last=metrics.step == last)
                 if line is not None:
                     line.show(metrics)
                 yield metrics
                 if trainer.leads and trainer.steps == resumed_step + 1:
-                    _warn_of_nothing(trainer, scheduler)
+                    _warn_of_nothing(trainer, schedulers)
                 if every and trainer.steps % every == 0:
                     save(asynchronous=True)  # with what the caller did after the step
                 if stop:
@@ -212,13 +213,13 @@ def _check_numbers(
         raise error("SC553", f"train is given a {type(batches).__name__} as batches", hint="give a list or a loader")
 
 
-def _warn_of_nothing(trainer: Steps, scheduler: Scheduler | None) -> None:
+def _warn_of_nothing(trainer: Steps, schedulers: Sequence[Scheduler]) -> None:
     """Warn (SC553) after a first step that changed no parameter, and after which the caller has done nothing either."""
     hint = what = ""
     if not trainer.gradients_used and not trainer.updates:
         hint = "pass optimizer= to compile, or descend in the loop over train(...): trainer.sgd(lr)"
         what = "the program has no optimizer"
-    elif scheduler is None and trainer.updates and (rates := trainer.rates()) and not any(rates.values()):
+    elif not schedulers and trainer.updates and (rates := trainer.rates()) and not any(rates.values()):
         hint = "set the optimizer's lr, or pass the scheduler that raises it: train(..., scheduler=...)"
         what = "every learning rate of the optimizer is 0"
     if hint:

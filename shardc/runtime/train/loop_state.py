@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from shardc.ir.diagnostic import error
-from shardc.runtime.train.lr_schedule import Scheduler
+from shardc.runtime.train.lr_schedule import Scheduler, groups_of
 
 KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}  # of mappings with other keys than text
 
@@ -31,19 +31,19 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class LoopState:
-    """The objects by name, and the optimizer whose rates go with a schedule."""
+    """The objects by name, and the optimizers whose rates go with a schedule."""
 
-    scheduler: Scheduler | None
+    schedulers: Sequence[Scheduler]
     stateful: Mapping[str, Stateful]
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Sequence[torch.optim.Optimizer]
 
     @classmethod
     def of(
         cls,
-        scheduler: Scheduler | None,
+        schedulers: Sequence[Scheduler],
         stateful: object,
         callbacks: Sequence[Any],
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> LoopState:
         """Raises ShardcError (SC553) for what has no state to save."""
         if not isinstance(stateful, Mapping | None):
@@ -61,7 +61,7 @@ class LoopState:
                 number += 1
                 key = f"{name} {number}"
             named[key] = callback
-        return cls(scheduler, named, optimizer)
+        return cls(schedulers, named, optimizers)
 
     def check(self) -> None:
         """Raise ShardcError (SC408) for a state that cannot be saved, before the first step is made."""
@@ -76,33 +76,46 @@ class LoopState:
     def save(self) -> dict[str, Any]:
         """What the checkpoint holds."""
         extra: dict[str, Any] = {}
-        if self.scheduler is not None:
-            extra["scheduler"] = plain(self.scheduler.state_dict())
+        states = [plain(scheduler.state_dict()) for scheduler in self.schedulers]
+        if states:
+            extra |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
         if self.stateful:
             extra["stateful"] = {name: plain(value.state_dict()) for name, value in self.stateful.items()}
-        if self._has_schedule() and self.optimizer is not None:
+        if groups := self._scheduled():
             # torch keeps the present rates with the optimizer, not with its schedule.
-            extra["learning_rates"] = [float(group["lr"]) for group in self.optimizer.param_groups]
+            extra["learning_rates"] = [float(group["lr"]) for group in groups]
         return extra
 
     def load(self, extra: Mapping[str, Any]) -> None:
-        """Give each object the state that was saved under its name; one that is new keeps its own."""
-        if self.scheduler is not None and "scheduler" in extra:
-            self.scheduler.load_state_dict(restored(extra["scheduler"]))
+        """Give each object the state that was saved under its name; one that is new keeps its own.
+
+        Raises ShardcError (SC553) where other schedulers were saved.
+        """
+        states = extra.get("schedulers", [extra["scheduler"]] if "scheduler" in extra else [])
+        groups, rates = self._scheduled(), extra.get("learning_rates", [])
+        resumes_schedules = bool(self.schedulers and states)
+        if resumes_schedules and (len(states), len(rates)) != (len(self.schedulers), len(groups)):
+            message = f"the checkpoint holds {len(states)} schedulers of {len(rates)} parameter groups, not "
+            hint = "give the schedulers that it was saved with, in their order"
+            raise error("SC553", f"{message}{len(self.schedulers)} of {len(groups)}", hint=hint)
+        if resumes_schedules:
+            for scheduler, state in zip(self.schedulers, states, strict=True):
+                scheduler.load_state_dict(restored(state))
         saved: Mapping[str, Any] = extra.get("stateful", {})
         for name, value in self.stateful.items():
             if name in saved:
                 value.load_state_dict(restored(saved[name]))
-        if self._has_schedule() and self.optimizer is not None and "learning_rates" in extra:
-            for group, rate in zip(self.optimizer.param_groups, extra["learning_rates"], strict=True):
+        if len(groups) == len(rates):
+            for group, rate in zip(groups, rates, strict=True):
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
 
-    def _has_schedule(self) -> bool:
-        schedules = [self.scheduler, *self.stateful.values()]
-        return any(getattr(value, "optimizer", None) is self.optimizer for value in schedules if value is not None)
+    def _scheduled(self) -> list[dict[str, Any]]:
+        """The parameter groups of the program's optimizers that a schedule is of."""
+        owners = [getattr(value, "optimizer", None) for value in (*self.schedulers, *self.stateful.values())]
+        return groups_of(o for o in self.optimizers if any(o is owner for owner in owners))
 
 
 def plain(value: Any) -> Any:

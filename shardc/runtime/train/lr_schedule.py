@@ -7,6 +7,7 @@ caller names: `monitor="loss"` after each step, `monitor="evaluated.loss"` after
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,32 +27,48 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def check_scheduler(
-    scheduler: Scheduler | None, monitor: str | None, optimizer: torch.optim.Optimizer | None, evaluates: bool
+Schedulers = Scheduler | Sequence[Scheduler] | None  # as `train` takes them: of each of the program's optimizers
+
+
+def schedulers_of(given: Schedulers) -> tuple[Scheduler, ...]:
+    """One, several or none. Raises ShardcError (SC553) for one that is given twice."""
+    schedulers: tuple[Scheduler, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[assignment]
+    schedulers = () if given is None else schedulers
+    for position, scheduler in enumerate(schedulers):
+        if any(scheduler is other for other in schedulers[:position]):
+            message = f"a {type(scheduler).__name__} is given twice, and would step twice after each step"
+            raise error("SC553", message, hint="give each scheduler once")
+    return schedulers
+
+
+def check_schedulers(
+    schedulers: Sequence[Scheduler],
+    monitor: str | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    evaluates: bool,
 ) -> None:
     """Raise ShardcError for a scheduler that wants a metric and is given none (SC552), for one of another optimizer
     than the program's, which would change nothing, and for a metric that nobody wants (SC553)."""
     if monitor is not None:
         check_metric(monitor, evaluates)
-    wants = wants_metric(scheduler)
-    if scheduler is None or (monitor is not None and not wants):
-        if monitor is not None:
-            what = "no scheduler" if scheduler is None else f"the scheduler is a {type(scheduler).__name__}"
+        if not any(map(wants_metric, schedulers)):
+            names = " and ".join(f"a {type(scheduler).__name__}" for scheduler in schedulers)
+            what = f"the scheduler is {names}" if schedulers else "no scheduler"
             hint = "it is for schedulers whose step takes a metric, as ReduceLROnPlateau's: leave it out"
             raise error("SC553", f"train is given monitor={monitor!r}, and {what} to step with it", hint=hint)
-        return
-    name = type(scheduler).__name__
-    if wants and monitor is None:
-        hint = (
-            'name one: train(..., monitor="loss"), or "evaluated.loss" with evaluate=; or step it in the loop over '
-            'train(..., stateful={"scheduler": scheduler}), which saves it'
-        )
-        raise error("SC552", f"{name} wants a metric at each step, and train is told none", hint=hint)
-    if not hasattr(scheduler, "step") or getattr(scheduler, "optimizer", None) is not optimizer or optimizer is None:
-        whose = "the program has none" if optimizer is None else "it is not that of the program"
-        message = f"the scheduler, a {name}, would change nothing: its optimizer's rates are not used, {whose}"
-        hint = "make it of the very optimizer that was passed to compile(..., optimizer=...)"
-        raise error("SC553", message, hint=hint)
+    for scheduler in schedulers:
+        name, owner = type(scheduler).__name__, getattr(scheduler, "optimizer", None)
+        if wants_metric(scheduler) and monitor is None:
+            hint = (
+                'name one: train(..., monitor="loss"), or "evaluated.loss" with evaluate=; or step it in the loop over '
+                'train(..., stateful={"scheduler": scheduler}), which saves it'
+            )
+            raise error("SC552", f"{name} wants a metric at each step, and train is told none", hint=hint)
+        if not hasattr(scheduler, "step") or not any(owner is optimizer for optimizer in optimizers):
+            whose = "it is not that of the program" if optimizers else "the program has none"
+            message = f"the scheduler, a {name}, would change nothing: its optimizer's rates are not used, {whose}"
+            hint = "make it of the very optimizer that was passed to compile(..., optimizer=...)"
+            raise error("SC553", message, hint=hint)
 
 
 def wants_metric(scheduler: object) -> bool:
@@ -75,16 +92,22 @@ def check_metric(name: object, evaluates: bool) -> None:
         raise error("SC552", f"the metric '{name}' is of evaluations, and train is given no batches for any", hint=hint)
 
 
-def step_schedule(scheduler: Scheduler | None, monitor: str | None, metrics: Metrics) -> None:
-    """Step a schedule after a step, or if its metric is one of evaluations, after those."""
-    if scheduler is None:
-        return
-    count_optimizer_step(scheduler.optimizer)
-    if monitor is None:
-        scheduler.step()
-    elif (value := metrics.value(monitor)) is not None:
-        scheduler.step(value)
+def step_schedules(schedulers: Sequence[Scheduler], monitor: str | None, metrics: Metrics) -> None:
+    """Step the schedules after a step; one that wants a metric of evaluations, after those."""
+    for scheduler in schedulers:
+        count_optimizer_step(scheduler.optimizer)
+        if not wants_metric(scheduler):
+            scheduler.step()
+        elif monitor is not None and (value := metrics.value(monitor)) is not None:
+            scheduler.step(value)
 
 
-def rates_of(scheduler: Scheduler | None) -> tuple[float, ...]:
-    return () if scheduler is None else tuple(float(group["lr"]) for group in scheduler.optimizer.param_groups)
+def rates_of(schedulers: Sequence[Scheduler]) -> tuple[float, ...]:
+    """The rates of all parameter groups that are scheduled."""
+    return tuple(float(group["lr"]) for group in groups_of(scheduler.optimizer for scheduler in schedulers))
+
+
+def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """The parameter groups of optimizers, of which one may occur several times."""
+    distinct = {id(optimizer): optimizer for optimizer in optimizers}
+    return [group for optimizer in distinct.values() for group in optimizer.param_groups]

@@ -47,7 +47,7 @@ from shardc.runtime.train.evaluate import Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import Run, train
 from shardc.runtime.train.loop_state import Stateful
-from shardc.runtime.train.lr_schedule import Scheduler
+from shardc.runtime.train.lr_schedule import Schedulers
 from shardc.runtime.train.metrics import Evaluated, Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
@@ -81,7 +81,7 @@ class Trainer:
         raises: bool = False,
         unchanged: Callable[[], None] = lambda: None,
         check_every: int = EVERY,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         constants: Collection[str] = (),
         recorded: Sequence[Sequence[str]] | None = None,
         model: nn.Module | None = None,
@@ -94,7 +94,7 @@ class Trainer:
         self._by_row = by_row
         own = None if parts is None or parts.count == 1 else engine.brings(parts)
         self._model, self._accept_values = model, accept_values
-        self.optimizer = optimizer  # the program's own: its learning rates are those of each step
+        self.optimizers = tuple(optimizers)  # the program's own: their learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
         self._feeding, self._raises = Feeding(body, sample, check, split, parts, own), raises
         self.rates = rates
@@ -161,7 +161,7 @@ class Trainer:
         epochs: int | None = None,
         checkpoint: str | Path | None = None,
         every: int = 0,
-        scheduler: Scheduler | None = None,
+        scheduler: Schedulers = None,
         monitor: str | None = None,
         evaluate: Iterable[Any] | None = None,
         evaluate_every: int = 0,
@@ -185,13 +185,13 @@ class Trainer:
         trainer trains on all that it is given. Before each epoch the sampler's `set_epoch` is called, if it has one. On
         a GPU the next batch is fetched and copied while a step is computed, unless `prefetch` is false.
 
-        The `scheduler`, of torch.optim.lr_scheduler, steps after each step, or if it wants a metric, when there is one
-        that `monitor` names: "loss", "grad_norm", a scalar of the outputs, or "evaluated.loss". `evaluate` are batches
-        to evaluate `evaluate_every` so many steps and after the last (of `epochs` where the loader has a length):
-        `metrics.evaluated`. `callbacks` are functions of
-        (metrics, trainer) that all ranks call after each step; one that returns True ends the training. `stateful` are
-        objects by name whose `state_dict` is saved and restored too, as are callbacks that have one. The leading rank
-        shows `progress` on standard error: on a terminal a line that is renewed, else about twenty over the run.
+        The `scheduler`, of torch.optim.lr_scheduler, or each of a list, steps after each step, or if it wants a metric,
+        when there is one that `monitor` names: "loss", "grad_norm", a scalar of the outputs, or "evaluated.loss".
+        `evaluate` are batches to evaluate `evaluate_every` so many steps and after the last (of `epochs` where the
+        loader has a length): `metrics.evaluated`. `callbacks` are functions of (metrics, trainer) that all ranks call
+        after each step; one that returns True ends the training. `stateful` are objects by name whose `state_dict` is
+        saved and restored too, as are callbacks that have one. The leading rank shows `progress` on standard error: on
+        a terminal a line that is renewed, else about twenty over the run.
 
         Raises ShardcError: SC551 where another job writes the checkpoint, SC552 for a metric that there is not, SC553
         for arguments that cannot be used, or could have no effect, SC557 for a loader whose state cannot be kept, or is
@@ -300,6 +300,11 @@ class Trainer:
             return
         for name, grad in self._grads.items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The program's optimizer, of several the first: `optimizers` has them all."""
+        return self.optimizers[0] if self.optimizers else None
 
     @property
     def updates(self) -> bool:
@@ -533,7 +538,7 @@ def launch(
     try:
         return Trainer(
             program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
-            plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizer", None),
+            plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizers", ()),
             constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
             getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
             data_parts_of(plan, program.staged.body),

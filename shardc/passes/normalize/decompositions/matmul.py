@@ -11,13 +11,17 @@ from shardc.ir.graph import info, update
 from shardc.passes.normalize.decompositions.table import KEEP, Emit, Node, Result, aten, decompose, shape_of
 
 
-@decompose(aten.addmm.default)
+@decompose(aten.addmm.default, sometimes=True)
 def addmm(e: Emit, bias: Node, a: Node, b: Node, beta: float, alpha: float) -> Result:
+    if _of_whole_matrices(e.at, bias):
+        return KEEP
     return _scaled_sum(e, bias, e(aten.mm.default, a, b), beta, alpha)
 
 
-@decompose(aten.baddbmm.default)
+@decompose(aten.baddbmm.default, sometimes=True)
 def baddbmm(e: Emit, bias: Node, a: Node, b: Node, beta: float, alpha: float) -> Result:
+    if _of_whole_matrices(e.at, bias):
+        return KEEP
     return _scaled_sum(e, bias, e(aten.bmm.default, a, b), beta, alpha)
 
 
@@ -34,6 +38,11 @@ def mv(e: Emit, a: Node, v: Node) -> Result:
 @decompose(aten.dot.default, aten.vdot.default)
 def dot(e: Emit, a: Node, b: Node) -> Result:
     return e.sum(e.mul(a, b), [0])
+
+
+def _of_whole_matrices(call: Node, bias: Node) -> bool:
+    """An optimizer's, whose matrices are whole: nothing is pending in it, and eager PyTorch rounds it once."""
+    return info(call).phase == "opt" and shape_of(bias) == shape_of(call)
 
 
 def _mv(e: Emit, a: Node, v: Node) -> Node:
