@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardc.ir.placement import OPEN, P, Placement
     from shardc.plan.schema import Plan
     from shardc.rules.registry import rule
+    from shardc.runtime.generate.result import Generated
     from shardc.runtime.oracle.report import Report
     from shardc.runtime.train.loop import Metrics
     from shardc.runtime.train.result import StepResult
@@ -37,6 +38,7 @@ __all__ = [
     "OPEN",
     "Collective",
     "Diagnostic",
+    "Generated",
     "Mesh",
     "Metrics",
     "P",
@@ -69,6 +71,7 @@ _HOMES = {
     "shardc.ir.placement": "OPEN P Placement",
     "shardc.plan.schema": "Plan",
     "shardc.rules.registry": "rule",
+    "shardc.runtime.generate.result": "Generated",
     "shardc.runtime.oracle.report": "Report",
     "shardc.runtime.train.loop": "Metrics",
     "shardc.runtime.train.result": "StepResult",

@@ -66,7 +66,7 @@ class CausalModel:
     takes_positions: bool
     takes_mask: bool
     keeps_logits: bool  # whether it can be told to compute those of the last position alone
-    layers: int
+    takes_decoder_mask: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> CausalModel:
@@ -93,10 +93,10 @@ class CausalModel:
         if hooks:
             message = f"{name} has hooks of its own, which would see other arguments than in training"
             raise error("SC571", message, hint="remove them before generate, or put them on a module inside of it")
-        layers = _layers(name, config)
+        _refuse_layers(name, config)
         encodes = bool(getattr(config, "is_encoder_decoder", False))
-        takes = ("position_ids" in arguments, "attention_mask" in arguments, "logits_to_keep" in arguments)
-        return cls(model, cache, encodes, *takes, layers)
+        optional = ("position_ids", "attention_mask", "logits_to_keep", "decoder_attention_mask")
+        return cls(model, cache, encodes, *(argument in arguments for argument in optional))
 
     @property
     def vocabulary(self) -> int:
@@ -105,8 +105,8 @@ class CausalModel:
         return int(embedding.weight.shape[0])
 
 
-def _layers(name: str, config: Any) -> int:
-    """How many layers keep keys and values. Raises ShardcError (SC571) for layers that keep anything else."""
+def _refuse_layers(name: str, config: Any) -> None:
+    """Raise ShardcError (SC571) for layers that keep anything but keys and values."""
     from transformers.cache_utils import StaticCache, StaticLayer
 
     try:
@@ -121,7 +121,6 @@ def _layers(name: str, config: Any) -> int:
     if others:
         message = f"{name} has layers that keep more than keys and values: {', '.join(others)}"
         raise error("SC571", message, hint="shardc generates with models of full or sliding-window attention")
-    return len(layers)
 
 
 class _Layer(nn.Module):
@@ -153,14 +152,21 @@ class CachedModel(nn.Module):
         for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
             tables[kind] = vars(source)[kind]
         cache = nn.Module()
-        for number in range(causal.layers) if tensors is not None else ():
-            prefix = f"{CACHE}{number}."
-            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            cache.register_module(str(number), _Layer(own))
-        if tensors is not None and (encoded := tensors.get(f"{CACHE}{ENCODED}")) is not None:
-            cache.register_buffer(ENCODED, torch.empty(encoded[0], dtype=encoded[1], device="meta"))
+        by_layer: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        for name, tensor in (tensors or {}).items():
+            layer, _, key = name.removeprefix(CACHE).rpartition(".")
+            by_layer.setdefault(layer, {})[key] = tensor
+        for layer, own in by_layer.items():
+            if layer:
+                cache.register_module(layer, _Layer(own))
+            else:
+                cache.register_buffer(ENCODED, torch.empty(own[ENCODED][0], dtype=own[ENCODED][1], device="meta"))
         tables["_modules"] = {**vars(source)["_modules"], CACHE.rstrip("."): cache}
         tables |= {"source": source, "causal": causal, "form": form, "decodes": decodes, "probes": tensors is None}
+
+    @property
+    def _own_cache(self) -> Any:
+        return vars(self)["_modules"][CACHE.rstrip(".")]
 
     def train(self, mode: bool = True) -> CachedModel:
         """The mode of the model, which may override how it is set."""
@@ -186,6 +192,9 @@ class CachedModel(nn.Module):
         if causal.encoder_decoder:
             keywords |= {"decoder_input_ids": tokens, "attention_mask": source_mask}
             keywords |= self._encoded(source_tokens)
+            if causal.takes_decoder_mask:
+                seen = tokens.shape[1] if self.probes else self.form.length
+                keywords["decoder_attention_mask"] = tokens.new_ones(tokens.shape[0], seen)
         else:
             keywords |= {"input_ids": tokens}
             keywords |= {"attention_mask": mask} if causal.takes_mask else {}
@@ -194,7 +203,7 @@ class CachedModel(nn.Module):
         if self.probes:
             return self._tensors(cache, output)
         if causal.encoder_decoder and not self.decodes:
-            vars(self)["_modules"][CACHE.rstrip(".")].encoded.copy_(output.encoder_last_hidden_state)
+            self._own_cache.encoded.copy_(output.encoder_last_hidden_state)
         logits = output.logits[:, -1].float()  # as the library chooses
         if self.form.chosen == "logits":
             return {"logits": whole_dim(logits, 1)}
@@ -206,21 +215,22 @@ class CachedModel(nn.Module):
             return {"input_ids": source_tokens}
         from transformers.modeling_outputs import BaseModelOutput
 
-        encoded = vars(self)["_modules"][CACHE.rstrip(".")].encoded
+        encoded = self._own_cache.encoded
         return {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
 
     # ------------------------------------------------------------------ the library's cache
     def _library_cache(self, length: Tensor) -> Any:
         from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
-        count, kinds = self.causal.layers, 2 if self.causal.encoder_decoder else 1
-        if self.probes:
-            caches = [Cache(layers=[DynamicLayer() for _ in range(count)]) for _ in range(kinds)]
+        kinds = 2 if self.causal.encoder_decoder else 1
+        if self.probes:  # a layer is added when it is first met
+            caches = [Cache(layer_class_to_replicate=DynamicLayer) for _ in range(kinds)]
             return EncoderDecoderCache(*caches) if kinds == 2 else caches[0]
+        count = len(list(self._own_cache.children()))
         sizes = (self.form.length, self.form.source)[:kinds]
         caches = [Cache(layers=[StaticLayer(max_cache_len=size) for _ in range(count)]) for size in sizes]
         cache: Any = EncoderDecoderCache(*caches) if kinds == 2 else caches[0]
-        own = vars(self)["_modules"][CACHE.rstrip(".")]
+        own = self._own_cache
         for number in range(count):
             held = own.get_submodule(str(number))
             _fill(caches[0].layers[number], held.keys, held.values, length.clone())

@@ -26,8 +26,8 @@ FLOORS: list[dict[str, str]] = [
             mesh microbatch ops ops.accumulate
             ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax
-            ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance python schema storages
-            text
+            ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance python schema
+            storages text
             trees types verify version
         """,
     },
@@ -160,8 +160,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cli": """
-            __init__ as_json commands console doctor host_memory ir_printer kernel_list kernel_sources left_out
-            local_launch main optimizers pipeline_summary summary targets
+            __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
+            left_out local_launch main optimizers pipeline_summary summary targets
         """,
     },
     {
