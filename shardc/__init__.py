@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardc.plan.schema import Plan
     from shardc.rules.registry import rule
     from shardc.runtime.execute.data_parts import Parts
+    from shardc.runtime.generate.result import Generated
     from shardc.runtime.oracle.report import Report
     from shardc.runtime.train.callbacks import EarlyStopping
     from shardc.runtime.train.metrics import Metrics
@@ -40,6 +41,7 @@ __all__ = [
     "Collective",
     "Diagnostic",
     "EarlyStopping",
+    "Generated",
     "Mesh",
     "Metrics",
     "P",
@@ -74,6 +76,7 @@ _HOMES = {
     "shardc.plan.schema": "Plan",
     "shardc.rules.registry": "rule",
     "shardc.runtime.execute.data_parts": "Parts",
+    "shardc.runtime.generate.result": "Generated",
     "shardc.runtime.oracle.report": "Report",
     "shardc.runtime.train.callbacks": "EarlyStopping",
     "shardc.runtime.train.metrics": "Metrics",

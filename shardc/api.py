@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import PLAN, check_module, read_plan
+from shardc.compiler.generation import StepRequests, held_cache
 from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
@@ -27,6 +28,7 @@ from shardc.compiler.request import Kept, Mode, Request, compiled
 from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
+from shardc.frontend.cached_model import Form
 from shardc.frontend.model_changes import CompiledModel, changed
 from shardc.frontend.optimizer import initial_state
 from shardc.frontend.own_values import computed_buffers
@@ -64,6 +66,7 @@ from shardc.schedule.timeline import Timeline, checked_costs
 
 if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to import as all else
     from shardc.runtime.checkpoint.weights import Init, Weights
+    from shardc.runtime.generate.result import Generated
     from shardc.runtime.train.trainer import Trainer
 
 Module = TypeVar("Module", bound=type[nn.Module])
@@ -414,6 +417,27 @@ class Program(data.Program):
             program, state=state, init=init, seed=seed, timeout=timeout, device=device, check_every=check_every
         )
 
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int | None = None,
+        *,
+        state: Weights | Sequence[Weights] | None = None,
+        init: Init | str | None = None,
+        timeout: float = 600.0,
+        device: str | None = None,
+        **options: Any,
+    ) -> Generated:
+        """Launch, generate new tokens for each prompt, and leave the job: on this rank under torchrun, else simulated.
+
+            program.generate([[5, 6, 7], [8]], max_new_tokens=20, do_sample=True, top_p=0.9).tokens
+
+        `state` and `init` are those of `launch`; prompts and all other options those of `Trainer.generate`. To generate
+        more than once, launch once: `trainer.generate`.
+        """
+        with self.launch(state=state, init=init, timeout=timeout, device=device) as trainer:
+            return trainer.generate(prompts, max_new_tokens, **options)
+
     @property
     def mode(self) -> Mode:
         """What it was compiled for."""
@@ -433,6 +457,19 @@ class Program(data.Program):
         if (parts := data_parts_of(self.plan, self.body)) is not None:
             about["data_parts"] = parts.count
         return _program(replace(self.request, mode="eval", kept=kept, like=self.staged, **about))
+
+    @on_cpu
+    def generation(self, form: Form) -> tuple[Program, Program]:
+        """The programs that generate with its model, on parameters and buffers as this one holds them: one that fills a
+        cache of keys and values from prompts, and one that reads a token. Raises ShardcError (SC571) where there is no
+        model, or one that does not generate."""
+        if self.request is None:
+            message = "the program came from a file, without its model, so nothing can be generated"
+            raise error("SC571", message, hint="compile the model here")
+        requests = StepRequests.of(self.request, form, self.staged)
+        decode = _program(requests.decode)
+        prefill = _program(requests.filling(held_cache(decode.staged.body)))
+        return prefill, decode
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

@@ -86,7 +86,7 @@ def compile_target(asked: Asked, printed: Printed, *, check: bool, as_json: bool
         raise error("SC105", message, hint="write --emit json for the program, or -o FILE beside --json")
     if output is not None and printed.fold:
         raise error("SC105", "--fold is for reading: a file has every layer", hint="leave --fold or -o FILE out")
-    program, batch = _program(asked, meta=not check, printer=printer)
+    program, batch = compiled(asked, meta=not check, printer=printer)
     printer.check()
     folds = _folds(printed.fold) and output is None
     if form == "text":
@@ -109,7 +109,7 @@ def compile_target(asked: Asked, printed: Printed, *, check: bool, as_json: bool
 
 
 def explain(asked: Asked, value: str | None, *, kernels: bool, fold: bool | None, as_json: bool) -> None:
-    program, _ = _program(asked, meta=True)
+    program, _ = compiled(asked, meta=True)
     if value is not None:
         with progress("trying changes of the plan"):
             explanation = program.explain(value)
@@ -127,7 +127,7 @@ def explain(asked: Asked, value: str | None, *, kernels: bool, fold: bool | None
 
 
 def cost(asked: Asked, *, memory: bool, top: int, as_json: bool) -> None:
-    program, _ = _program(asked, meta=True)
+    program, _ = compiled(asked, meta=True)
     diagnose(program.diagnostics)
     report = program.memory() if memory else None
     if as_json:
@@ -139,7 +139,7 @@ def cost(asked: Asked, *, memory: bool, top: int, as_json: bool) -> None:
 
 
 def timeline(asked: Asked, *, svg: Path | None, trace: Path | None, width: int, as_json: bool) -> None:
-    program, _ = _program(asked, meta=True)
+    program, _ = compiled(asked, meta=True)
     diagnose(program.diagnostics)
     predicted = program.timeline()
     if as_json:
@@ -152,7 +152,7 @@ def timeline(asked: Asked, *, svg: Path | None, trace: Path | None, width: int, 
 
 
 def verify(asked: Asked, *, as_json: bool) -> None:
-    program, batch = _program(asked, meta=False)
+    program, batch = compiled(asked, meta=False)
     diagnose(program.diagnostics)
     report = _verified(program, batch)
     if as_json:
@@ -167,7 +167,7 @@ def run(asked: Asked, *, steps: int, lr: float | None, nproc: int | None, as_jso
     if lr is not None and not 0 <= lr < math.inf:
         raise error("SC105", f"--lr {lr:g} is no step size", hint="give a number from 0, as in --lr 0.1")
     lr = step_size(asked.optimizer) if lr is None else lr
-    program, batch = _program(replace(asked, lr=lr), meta=False)
+    program, batch = compiled(replace(asked, lr=lr), meta=False)
     diagnose(program.diagnostics)
     refuse_program(program)
     notes = left_out(program, processes=nproc is not None)
@@ -208,7 +208,7 @@ def tune(only: list[str] | None, seconds: float, output: Path | None, *, as_json
 
 
 # ---------------------------------------------------------------------- what the commands share
-def _program(asked: Asked, *, meta: bool, printer: Printer | None = None) -> tuple[Program, Any]:
+def compiled(asked: Asked, *, meta: bool, printer: Printer | None = None) -> tuple[Program, Any]:
     """The compiled target and its sample batch, which a saved program lacks."""
     with progress(f"loading {asked.target}"):
         target = load(asked.target, meta=meta)

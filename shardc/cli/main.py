@@ -290,6 +290,46 @@ def run(
 
 @app.command(epilog=EPILOG)
 @guarded
+def generate(
+    target: TargetText,
+    plan: PlanText = None,
+    mesh: MeshText = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKENS", help="Token ids, as in '5 6 7', or text with --tokenizer; repeatable."),
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A tokenizer: prompts are text.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Safetensors, or what save_pretrained or export_hf wrote.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to add to a prompt.")] = 20,
+    sample: Annotated[
+        bool | None, typer.Option("--sample/--greedy", help="By default as the model's generation config says.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="What scores are divided by, with --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample from so many of the best tokens; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the best tokens of this probability.")] = None,
+    eos: Annotated[int | None, typer.Option(metavar="TOKEN", help="The token that ends a row.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random numbers: the same tokens on every mesh.")] = 0,
+    strict: Strict = False,
+    as_json: AsJson = False,
+) -> None:
+    """Generate tokens from prompts: all ranks simulated here, or each as a process under torchrun."""
+    from shardc.cli import generation
+
+    choosing = generation.Choosing(max_new_tokens, sample, temperature, top_k, top_p, eos, seed)
+    generation.generate(
+        _asked(target, plan, mesh, strict, mode="eval"),
+        prompt or [],
+        choosing,
+        tokenizer=tokenizer,
+        weights=weights,
+        as_json=as_json,
+    )
+
+
+@app.command(epilog=EPILOG)
+@guarded
 def tune(
     only: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only this kernel; repeatable.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="What would start later is left out.")] = 600,

@@ -23,6 +23,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import CACHE
 from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.fusion.fuse import Fuse
@@ -63,7 +64,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
 
 def bind(plan: Plan, traced: Traced, mesh: Mesh) -> list[Bound]:
     """Match the plan's patterns against the traced names, and check that placements fit."""
-    state = [i for i in traced.inputs if i.role in ("param", "buffer")]
+    state = [i for i in traced.inputs if i.role in ("param", "buffer") and not i.name.startswith(CACHE)]
     aliases = {i.name: i.aliases for i in state}
     batch = [i.name for i in traced.inputs if i.role == "input"]
     calls: dict[str, list[str]] = {}  # of a module that is called more than once, each is annotated

@@ -33,6 +33,7 @@ from shardc.compiler.binding import (
 from shardc.compiler.driver import CompiledGraphs, Task, compile_step
 from shardc.compiler.pass_pipeline import Options, Watch
 from shardc.compiler.pipelining import tensor_mesh
+from shardc.compiler.step_plan import Held, bound_step
 from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.optimizer import AppendUpdates
 from shardc.frontend.program_optimizers import Optimizers, learning_rates, optimizers_of
@@ -58,7 +59,8 @@ Mode = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `compile`; of an evaluation also which outputs it keeps, and whose state it shares."""
+    """The arguments of `compile`; of an evaluation also which outputs it keeps, and whose state it shares. A step that
+    `generates` takes its cache as it is held."""
 
     model: nn.Module
     batch: Any
@@ -72,6 +74,8 @@ class Request:
     kept: Kept = "all"
     like: StagedProgram | None = None
     data_parts: int = 1  # of an evaluation: in how many parts ranks bring a batch
+    generates: bool = False
+    cache: Held = ()
 
     @property
     def trains(self) -> bool:
@@ -135,11 +139,13 @@ def compiled(request: Request) -> Compiled:
     elif tokens is None:
         bind_tokens(plan.loss, call)  # raises for an input that the batch does not have
     bound = bind(plan if trains else _for_evaluation(request, plan, traced), traced, placed)
+    if request.generates:
+        bound = bound_step(bound, traced, request.cache)
     store, keep = bind_storage(plan.storage, traced, placed)
     options = Options(
         request.strict or plan.strict,
         watch=request.watch,
-        store=store if request.like is None else store.like(request.like.body),
+        store=store if request.like is None else store.like(request.like.body, request.cache),
         keep_gathered=keep,
         reduce=None if precision is None else precision.reduce,
     )

@@ -3,8 +3,9 @@
     %w.new = add.Tensor(%w.decayed, %step)         add.out(%w.decayed, %step, out=%w)
     return param "w" = %w.new
 
-An output of role "param" or "state" may be, if nothing reads the input of its name any more once it is made. The graph
-itself stays a function of its inputs: that is for whoever runs it with state of its own, which the simulator does not.
+An output of role "param" or "state" may be, if nothing reads the input of its name any more once it is made, and so
+may the cache of keys and values that generation keeps. The graph itself stays a function of its inputs: that is for
+whoever runs it with state of its own, which the simulator does not.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch._ops import OpOverload
 
 from kernels_triton.base.inplace import INTO
 from shardc.ir.collectives import KINDS
-from shardc.ir.graph import Graph, op_name, operands, producer, results, type_of
-from shardc.ir.microbatch import calls_as_run, in_microbatch
+from shardc.ir.graph import Graph, Port, op_name, operands, producer, results, type_of
+from shardc.ir.microbatch import CACHE, calls_as_run, in_microbatch
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages
 
@@ -35,7 +36,7 @@ class Write:
 
 def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]:
     """The writes that may be in place. A collective reads its operand until its result is read."""
-    if not any(port.role in ("param", "state") for port in body.outputs):
+    if not any(map(_written_over, body.outputs)):
         return []
     of = storages(body) if of is None else of
     microbatch_nodes = in_microbatch(body)
@@ -46,7 +47,7 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
     ends = [of[value] for value in body.output_values]
     allowed: list[Write] = []
     for port, value in zip(body.outputs, body.output_values, strict=True):
-        if port.role not in ("param", "state") or port.name not in twins or value.op == "placeholder":
+        if not _written_over(port) or port.name not in twins or value.op == "placeholder":
             continue
         over, call = twins[port.name], producer(value)[0]
         same_layout = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
@@ -64,8 +65,12 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
             if call.target in INTO:
                 allowed.append(Write(value, over, call.target if _placed(call, value, over, of) else None))  # type: ignore[arg-type]
             else:
-                allowed.append(Write(value, over, _into(call) if call is value and no_other_view else None))
+                allowed.append(Write(value, over, _into(call, over) if call is value and no_other_view else None))
     return allowed
+
+
+def _written_over(port: Port) -> bool:
+    return port.role in ("param", "state") or (port.role == "buffer" and port.name.startswith(CACHE))
 
 
 def _last_reads(
@@ -98,8 +103,11 @@ def _placed(call: fx.Node, value: fx.Node, over: fx.Node, of: dict[fx.Node, Stor
     return all(v is over and (result_index, i) in pairs for i, v in aliased)
 
 
-def _into(call: fx.Node) -> OpOverload | None:
-    """The variant of a pointwise op that writes its result into a tensor, which may be one of its operands."""
+def _into(call: fx.Node, over: fx.Node) -> OpOverload | None:
+    """The variant of an op that writes its result into the tensor `over`, which may be one of its operands: of a
+    pointwise op any of them, of a copy of some rows the one that the rows are copied into."""
+    if op_name(call.target) == "index_copy":
+        return out_variant(call.target) if call.args[0] is over else None  # type: ignore[arg-type]
     shapes = {type_of(v).shape for v in operands(call)}
     pointwise = op_name(call.target) in POINTWISE and shapes <= {(), type_of(call).shape}
     return out_variant(call.target) if pointwise else None  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from shardc.ir.ops.accumulate import ACCUMULATE
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
 MOST = 2**16  # microbatches of a step
 SCALE = "loss:scale"  # the state that the loss is multiplied by, where gradients are of half precision
+CACHE = "_cache."  # prefix of the buffers that a program for generation has beside the model's: keys and values
 GIVEN: tuple[Role, ...] = ("input", "seed", "share")  # inputs that each microbatch is given
 FED: tuple[Role, ...] = (*GIVEN, "buffer")  # inputs that a microbatch has of its own
 MADE: tuple[Role, ...] = ("output", "buffer")  # and outputs

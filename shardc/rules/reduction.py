@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardc.ir.ops.gathered import WHOLE_DIM
 from shardc.ir.ops.squares import SUM_OF_SQUARES
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
@@ -196,6 +197,11 @@ def _along(x: Dims, dim: int, results: int) -> Notation:
     """Same shape, one dim whole."""
     text = str(x) if x.ndim else "()"
     return Notation(f"{text} -> {', '.join([text] * results)}", whole=x[x.dim(dim)] if x.ndim else "")
+
+
+@rule(WHOLE_DIM, examples=[((4, 6), 1), ((4, 6), -2), ((6,), 0)])
+def whole(x: Dims, dim: int) -> Notation:
+    return _along(x, dim, 1)
 
 
 @rule(aten.cumsum.default, examples=[((4, 6), 1), ((4, 6), -2), ((), 0), example((4, 6), 1, ints={"self": 9})])

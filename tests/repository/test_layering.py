@@ -25,8 +25,9 @@ FLOORS: list[dict[str, str]] = [
             derive_provenance diagnostic dot files fold graph hardware in_flight in_place index_operands layers liveness
             mesh microbatch ops ops.accumulate
             ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context
-            ops.fused_attention ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax ops.squares
-            ops.streams overlap overlap_schedule parse placement plain program provenance python schema storages text
+            ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax
+            ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance python schema
+            storages text
             trees types verify version
         """,
     },
@@ -114,9 +115,9 @@ FLOORS: list[dict[str, str]] = [
             staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
-            made_anew model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision
-            program_inputs program_optimizers
+            __init__ append buffer_writers buffers lifted_casts whole_matrices cached_model carried_state cleanup evaluation_mode
+            gradients ingest loss_gradients made_anew model_changes model_outputs op_overrides optimizer
+            optimizer_trace own_values precision program_inputs program_optimizers
             provenance python_random python_state sample_call saved_state state_holders substitution token_weights trace
             traced traced_scalar
             unsupported
@@ -134,6 +135,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
         """,
         "shardc.runtime.checkpoint": "__init__ checkpoint export folder hugging_face lock manifest planners weights",
+        "shardc.runtime.generate": "__init__ generator prompts result sampling settings",
     },
     {
         "shardc.runtime.train": """
@@ -143,7 +145,9 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.compiler": "__init__ binding driver pass_pipeline pipelining program_check rank request",
+        "shardc.compiler": """
+            __init__ binding driver generation pass_pipeline pipelining program_check rank request step_plan
+        """,
     },
     {
         "shardc.explain": "__init__ collective fusion plan_edits provenance transfer unfused what_if",
@@ -156,8 +160,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cli": """
-            __init__ as_json commands console doctor host_memory ir_printer kernel_list kernel_sources left_out
-            local_launch main optimizers pipeline_summary summary targets
+            __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
+            left_out local_launch main optimizers pipeline_summary summary targets
         """,
     },
     {

@@ -26,6 +26,11 @@ def step_key(seed: int, step: int) -> int:
     return fold_in(fold_in(0, seed), step)
 
 
+def token_key(seed: int) -> int:
+    """The key of the tokens that are drawn in generation: that of no step, so that none is a mask's number."""
+    return step_key(seed, -1)
+
+
 def _mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK

@@ -50,12 +50,12 @@ class Store(Pass):
     bound: tuple[Bound, ...] = ()  # parameters stored as an annotation says, instead
     layout: tuple[tuple[str, TensorType], ...] = ()  # parameters and buffers stored as another program has them
 
-    def like(self, body: Graph) -> Store:
-        """Storage as another body's: what it takes between its steps, this one takes too."""
+    def like(self, body: Graph, more: tuple[tuple[str, TensorType], ...] = ()) -> Store:
+        """Storage as another body's: what it takes between its steps, this one takes too; and what is held beside."""
         pairs = zip(body.inputs, body.placeholders, strict=True)
         held = [(p.name, type_of(n)) for p, n in pairs if p.role in ("param", "buffer")]
         held = tuple((name, type) for name, type in held if not name.startswith(CONSTANT))
-        return replace(self, layout=held)
+        return replace(self, layout=(*held, *more))
 
     def cuts(self, graph: Graph) -> list[tuple[str, int, tuple[int, ...]]]:
         """The factorisations of dims that the layout asks for."""

@@ -38,6 +38,8 @@ from shardc.runtime.execute.batch import Sample
 from shardc.runtime.execute.data_parts import DataParts, data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
+from shardc.runtime.generate.generator import Compile, Generator
+from shardc.runtime.generate.result import Generated
 from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
@@ -90,6 +92,7 @@ class Trainer:
         by_row: Collection[str] = (),
         split: Collection[str] = (),
         parts: DataParts | None = None,
+        generation: Compile | None = None,
     ) -> None:
         self._by_row = by_row
         own = None if parts is None or parts.count == 1 else engine.brings(parts)
@@ -109,6 +112,7 @@ class Trainer:
         self.state = {n: self._loaded(port, type, start) for n, (port, type) in self._kept.items() if engine.holds(n)}
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
         self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every, self._feeding)
+        self._generator = Generator(engine, generation, model, self._inputs, self._compare_given)
         self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
@@ -232,6 +236,49 @@ class Trainer:
         """What the model returns for a batch, evaluated as in `evaluate`: all `outputs`, and the loss if it makes one.
         Labels for a loss function are not needed. Every rank must call it."""
         return self._evaluator.run(batch, "all", self.state, self.seed, self.steps)
+
+    @on_cpu
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int | None = None,
+        *,
+        attention_mask: Any = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+        tokenizer: Any = None,
+        generation_config: Any = None,
+        **options: Any,
+    ) -> Generated:
+        """New tokens for each prompt, by the trainer's present weights; every rank must call it, with the same prompts.
+
+        `prompts` are lists of token ids, of any lengths; a tensor, with its `attention_mask` if rows are padded, on
+        either side; or texts, with a `tokenizer`. The options are those of a model's own `generate` in transformers,
+        None for what its generation config says; `eos_token_id=[]` lets no token end a row. Sampled tokens depend on
+        the `seed`, by default the trainer's, on a row's number and on a position, and on no layout.
+
+            trainer.generate([[5, 6, 7], [8]], max_new_tokens=20).tokens
+
+        The model is used as `model.eval()` makes it; nothing of the training changes. Raises ShardcError: SC571 for a
+        model that does not generate, SC572 for an option that is not supported, SC573 for prompts.
+        """
+        named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_k": top_k}
+        named |= {"top_p": top_p, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        given = {name: value for name, value in {**named, **options}.items() if value is not None}
+        return self._generator.generate(
+            prompts,
+            self.state,
+            self.seed if seed is None else seed,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            tokenizer=tokenizer,
+            options=given,
+        )
 
     def _refuse_forward_only(self, what: str) -> None:
         if self.body.is_forward_only:
@@ -479,6 +526,12 @@ class Trainer:
                 items.append(Item(name, port.role, TensorType.plain(type.dtype, (0,)), self._corners.get(name)))
         self.engine.peers.check(items, "at the launch", launching=True)
 
+    def _compare_given(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+        """Compare what every rank is given the whole of."""
+        if self._check_every and self.engine.peers is not None:
+            types = {name: TensorType.plain(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+            self.engine.peers.check([Item(name, "input", types[name], t) for name, t in tensors.items()], where)
+
     def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """A gradient or buffer in the layout of the input that it belongs to."""
         output_type, input_type = self._outputs[role, name], self._inputs[name][1]
@@ -541,7 +594,7 @@ def launch(
             plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizers", ()),
             constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
             getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
-            data_parts_of(plan, program.staged.body),
+            data_parts_of(plan, program.staged.body), getattr(program, "generation", None),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)

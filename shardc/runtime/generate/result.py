@@ -1,0 +1,25 @@
+"""What generation gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The tokens of every row, on every rank.
+
+    `sequences` is what the library's own `generate` returns: the prompts, padded on the left, and the new tokens; of an
+    encoder-decoder model what the decoder was begun with, and the new tokens. `tokens` are the new tokens of each row,
+    with the one that ended it and without padding. `text` is there where a tokenizer was given.
+    """
+
+    sequences: Tensor
+    tokens: Sequence[Sequence[int]]
+    text: Sequence[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"Generated({len(self.tokens)} rows, {sum(map(len, self.tokens))} new tokens)"
