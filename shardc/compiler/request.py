@@ -257,13 +257,20 @@ def _by_row(request: Request, traced: Traced, microbatches: int) -> list[str]:
 
 def _for_evaluation(request: Request, plan: Plan, traced: Traced) -> Plan:
     """The plan without annotations of outputs that an evaluation does not return as such (the loss is the result's),
-    and, beside training, of inputs that only training has, such as labels."""
+    and, beside training, of what only training has: inputs such as labels, modules and outputs that need them."""
     outputs = {pattern: a for pattern, a in plan.outputs.items() if request.kept == "all" and pattern != "loss"}
-    inputs = plan.inputs
+    maps = {"inputs": plan.inputs, "activations": plan.activations, "outputs": outputs}
     if request.like is not None:
-        names = [i.name for i in traced.inputs if i.role == "input"]
-        inputs = {pattern: a for pattern, a in inputs.items() if any(map(a.matches, names))}
-    return plan.model_copy(update={"outputs": outputs, "inputs": inputs})
+        names = {
+            "inputs": [i.name for i in traced.inputs if i.role == "input"],
+            "activations": [name for call in traced.modules for name in {call, call.partition("#")[0]}],
+            "outputs": [o.name for o in traced.outputs if o.role == "output"],
+        }
+        maps = {
+            key: {pattern: a for pattern, a in annotations.items() if any(map(a.matches, names[key]))}
+            for key, annotations in maps.items()
+        }
+    return plan.model_copy(update=maps)
 
 
 def _without_backward(plan: Plan) -> Iterator[Diagnostic]:

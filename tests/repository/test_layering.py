@@ -115,12 +115,10 @@ FLOORS: list[dict[str, str]] = [
             staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers lifted_casts whole_matrices cached_model carried_state cleanup evaluation_mode
-            gradients ingest loss_gradients made_anew model_changes model_outputs op_overrides optimizer
-            optimizer_trace own_values precision program_inputs program_optimizers
-            provenance python_random python_state sample_call saved_state state_holders substitution token_weights trace
-            traced traced_scalar
-            unsupported
+            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode gradients ingest
+            lifted_casts loss_gradients made_anew model_changes model_outputs op_overrides optimizer optimizer_trace
+            own_values precision program_inputs program_optimizers provenance python_random python_state sample_call
+            saved_state state_holders substitution token_weights trace traced traced_scalar unsupported whole_matrices
         """,
     },
     {

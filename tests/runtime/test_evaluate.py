@@ -204,6 +204,30 @@ def test_a_loss_counts_by_tokens_where_the_plan_does() -> None:
         assert trainer.evaluate(given[2:]).loss == 0.0
 
 
+def test_what_a_plan_says_of_what_needs_labels_is_left_out_without_them() -> None:
+    class Judged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            y = self.body(x)
+            if labels is None:
+                return {"y": y}
+            error = (y - labels).square()
+            return {"loss": error.mean() + self.judge(error).mean(), "worst": error.max(), "y": y}
+
+    torch.manual_seed(0)
+    model = Judged().double()
+    given = {"x": torch.randn(4, 4).double(), "labels": torch.randn(4, 4).double()}
+    plan = {"inputs": {"*": "dp, -"}, "activations": {"judge": "dp, -"}, "outputs": {"worst": "", "y": "dp, -"}}
+    trainer = shardc.compile(model, given, mesh="dp=2", plan=plan).launch()
+    assert trainer.predict(given).scalars["worst"] == model(**given)["worst"]
+    outputs = trainer.predict({"x": given["x"]}).outputs
+    assert list(outputs) == ["y"]
+    torch.testing.assert_close(outputs["y"].full(), model(given["x"])["y"].detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_batches_of_other_shapes_compile_once_each_and_few_are_kept() -> None:
     _, trainer = trainer_of("dp2 tp2")
     compiled: list[int] = []
