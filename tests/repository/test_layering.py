@@ -213,6 +213,7 @@ OTHER_TESTS = {
     "properties": "random programs, plans, files and kernels",
     "repository": "documents and layering",
     "saving": "checkpoints on disks that fail",
+    "user_story": "a job by torchrun, from its first line to the tools of others",
 }
 
 

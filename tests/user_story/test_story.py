@@ -78,7 +78,7 @@ def near(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("own", marks=pytest.mark.long)])
 def test_a_job_from_its_first_line_to_other_peoples_tools(name: str, tmp_path: Path) -> None:
     model = SUBJECTS[name].make()
     expected = eager(model)
