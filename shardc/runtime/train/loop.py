@@ -126,7 +126,7 @@ def train(
             run.place = folder
 
     skipped = trainer.steps - first_step
-    stop = False
+    stop = trainer.interrupted = False
     trainer.consensus.await_decision()
     with line or nullcontext(), Interruptions(together=not trainer.consensus.alone) as interruptions:
         try:
