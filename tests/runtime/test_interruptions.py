@@ -77,12 +77,15 @@ def test_a_monitor_s_handler_is_taken_over_and_still_told() -> None:
 
 def test_a_forked_process_dies_of_a_signal_and_its_parent_does_not_hear_of_it() -> None:
     bell = SignalWakeup()
+    runs, says = os.pipe()
     try:
         with Interruptions(together=True) as interruptions:
             child = os.fork()
             if child == 0:  # a data loader's worker
+                os.write(says, b"x")
                 time.sleep(30)
                 os._exit(0)
+            os.read(runs, 1)  # Python forgets what comes before a fork is done
             os.kill(child, signal.SIGTERM)
             _, status = os.waitpid(child, 0)
             assert os.WIFSIGNALED(status)
@@ -90,4 +93,6 @@ def test_a_forked_process_dies_of_a_signal_and_its_parent_does_not_hear_of_it() 
             assert interruptions.came == 0
             assert bell.wait(0.2) == b""
     finally:
+        os.close(runs)
+        os.close(says)
         bell.close()
