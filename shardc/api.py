@@ -396,11 +396,14 @@ class Program(data.Program):
 
         Values come from `state` (a mapping, the path of safetensors or of a `save_pretrained` folder, or several of
         them in turn), then from the model unless it lies on the meta device, then from `init(name, shape, dtype)`,
-        called for one tensor at a time; `init="model"` has the model's own code do so. Buffers that no file holds are
-        computed by the model's own code (SC561 where it cannot). `seed` is that of random ops, by default the plan's. A
-        rank that is dead or stuck is an error that names it, at most `timeout` seconds
-        later. `device` is "cpu" or "cuda"; by default a GPU where there is one. What ranks share is compared before
-        the first steps and each `check_every`-th (0: not in steps).
+        called for one tensor at a time, which must give the same on every rank; `init="model"` has the model's own code
+        do so. Buffers that no file holds are computed by the model's own code (SC561 where it cannot). `seed` is that
+        of random ops, by default the plan's. `device` is "cpu" or "cuda"; by default a GPU where there is one.
+
+        The ranks of a job must run the same: versions, plan, program and seed are compared first (SC541; SC543 where a
+        rank does not come), then the values that they start from, and what they share of parameters, state, inputs and
+        rates before the first 3 steps and every `check_every`-th (SC542; 0 leaves the steps out). A rank that is dead
+        or stuck is an error that names it, at most `timeout` seconds later.
 
             trainer = program.launch(init=lambda name, shape, dtype: 0.02 * torch.randn(shape, dtype=dtype))
 

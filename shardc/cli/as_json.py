@@ -63,35 +63,31 @@ def program(program: Program) -> dict[str, Any]:
     return data
 
 
-def collective(number: int, c: Collective) -> dict[str, Any]:
-    return {
-        "number": number,
-        "value": c.value,
+def collective(number: int | None, c: Collective) -> dict[str, Any]:
+    return _sent(number, c) | {
         "kind": c.kind,
         "op": c.op,
         "axes": list(c.axes),
-        "phase": c.phase,
         "layer": layer_of(c.fqn),
-        "bytes_per_rank": c.bytes_per_rank,
-        "times": c.times,
         "group_size": c.group_size,
         "payload_bytes": c.payload_bytes,
-        "source": c.source,
         "cause": c.cause,
     }
 
 
-def transfer(number: int, t: ReportedTransfer) -> dict[str, Any]:
-    return {
-        "number": number,
-        "name": t.name,
-        "value": t.value,
-        "from_stage": t.origin,
-        "to_stage": t.target,
-        "phase": t.phase,
-        "bytes_per_rank": t.bytes_per_rank,
-        "times": t.times,
-        "source": t.source,
+def transfer(number: int | None, t: ReportedTransfer) -> dict[str, Any]:
+    return _sent(number, t) | {"name": t.name, "from_stage": t.origin, "to_stage": t.target}
+
+
+def _sent(number: int | None, moved: Collective | ReportedTransfer) -> dict[str, Any]:
+    """What collectives and transfers have in common; one that is explained has no number in the list."""
+    numbered = {} if number is None else {"number": number}
+    return numbered | {
+        "value": moved.value,
+        "phase": moved.phase,
+        "bytes_per_rank": moved.bytes_per_rank,
+        "times": moved.times,
+        "source": moved.source,
     }
 
 
@@ -100,7 +96,7 @@ def explanation(explained: Explained) -> dict[str, Any]:
     data: dict[str, Any] = {"text": str(explained)}
     if isinstance(explained, Explanation):
         data |= {
-            "collective": collective(-1, explained.collective),
+            "collective": collective(None, explained.collective),
             "why": [{"axis": t.axis, "why": t.why, "needed": t.needed, "cause": t.cause} for t in explained.trails],
             "inherent": explained.inherent,
             "tried": explained.tried,
@@ -115,10 +111,9 @@ def explanation(explained: Explained) -> dict[str, Any]:
                 for change in explained.changes
             ],
         }
-        del data["collective"]["number"]
     elif isinstance(explained, TransferExplanation):
         data |= {
-            "transfer": {k: v for k, v in transfer(-1, explained.transfer).items() if k != "number"},
+            "transfer": transfer(None, explained.transfer),
             "why": [{"axis": explained.axis, "why": explained.why, "needed": explained.needed}],
             "inherent": explained.inherent,
             "tried": explained.tried,

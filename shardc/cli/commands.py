@@ -126,7 +126,7 @@ def explain(asked: Asked, value: str | None, *, kernels: bool, fold: bool | None
         show(kernel_list(program, folds) if kernels else communication_list(program, folds), out())
 
 
-def cost(asked: Asked, *, memory: bool, top: int, as_json: bool) -> None:
+def cost(asked: Asked, *, memory: bool, top: int, fold: bool | None, as_json: bool) -> None:
     program, _ = compiled(asked, meta=True)
     diagnose(program.diagnostics)
     report = program.memory() if memory else None
@@ -135,7 +135,8 @@ def cost(asked: Asked, *, memory: bool, top: int, as_json: bool) -> None:
         return
     show(_summary(program), out())
     if report is not None:
-        typer.echo(f"{report}\n" + (f"\n{report.listing(top)}\n" if top else "") + uncounted(program))
+        listing = f"\n{report.listing(top, fold=_folds(fold))}\n" if top else ""
+        typer.echo(f"{report}\n{listing}{uncounted(program)}")
 
 
 def timeline(asked: Asked, *, svg: Path | None, trace: Path | None, width: int, as_json: bool) -> None:
@@ -213,8 +214,8 @@ def compiled(asked: Asked, *, meta: bool, printer: Printer | None = None) -> tup
     with progress(f"loading {asked.target}"):
         target = load(asked.target, meta=meta)
     if isinstance(target, Program):
-        given = (asked.plan, asked.mesh, asked.optimizer, asked.mode)
-        if given != (None, None, None, "train") or (printer is not None and printer.used):
+        options_of_compile = (asked.plan, asked.mesh, asked.optimizer, asked.mode)
+        if options_of_compile != (None, None, None, "train") or (printer is not None and printer.used):
             options = "--plan, --mesh, --mode, --optimizer, --print-after and --diff"
             message = f"{asked.target} is compiled already: {options} do not apply"
             raise error("SC105", message, hint="give the model that it was compiled from")

@@ -29,12 +29,12 @@ JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what
 
 
 def run(*, as_json: bool) -> None:
-    found = examine()
+    findings = examine()
     if as_json:
-        write_json(found)
+        write_json(findings)
         return
     lines: list[str] = []
-    for part, entries in found.items():
+    for part, entries in findings.items():
         lines.append(part)
         if isinstance(entries, dict):
             width = max((len(key) for key in entries), default=0)

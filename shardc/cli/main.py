@@ -219,12 +219,13 @@ def cost(
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
     strict: Strict = False,
     optimizer: Optimizer = None,
+    fold: Fold = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
     from shardc.cli import commands
 
-    commands.cost(_asked(target, plan, mesh, strict, optimizer), memory=memory, top=top, as_json=as_json)
+    commands.cost(_asked(target, plan, mesh, strict, optimizer), memory=memory, top=top, fold=fold, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

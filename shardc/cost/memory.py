@@ -26,7 +26,9 @@ from torch import fx
 from shardc.ir.account import Account, account_of
 from shardc.ir.arena import Plan, planned
 from shardc.ir.collectives import human_bytes
+from shardc.ir.fold import described
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer
+from shardc.ir.layers import layer_of, list_and_index
 from shardc.ir.liveness import Life
 from shardc.ir.overlap_schedule import Action
 from shardc.ir.storages import Storage
@@ -155,12 +157,41 @@ class MemoryReport:
         lines.append(("total", human_bytes(self.stored), human_bytes(self.peak), ""))
         return aligned(lines)
 
-    def listing(self, count: int = 10) -> str:
-        """The largest values at the peak, a line each."""
-        lines = [("largest at the peak", "bytes", "category", "type", "line")]
-        for value in self.top(count):
-            lines.append((f"%{value.name}", human_bytes(value.bytes), value.category, str(value.type), value.source))
-        return "\n".join(aligned(lines, right=(1,)))
+    def listing(self, count: int = 10, *, fold: bool = False) -> str:
+        """The largest values at the peak, a line each. With `fold`, those of equal layers have one:
+
+        largest at the peak  layers         bytes  category     type                   line
+        %h.*.act             x 32: 0 to 31  4 MiB  activations  f32[128@dp, 8192@tp]   mlp.py:6
+        """
+        if not fold:
+            lines = [(f"%{value.name}", *_described(value)) for value in self.top(count)]
+            return "\n".join(aligned([("largest at the peak", *COLUMNS), *lines], right=(1,)))
+        groups: dict[tuple[str, ...], list[str]] = {}  # the layers of values that are equal otherwise
+        for value in self.live:
+            layer = layer_of(value.name)
+            name = f"{list_and_index(layer)[0]}.*{value.name.removeprefix(layer)}" if layer else value.name
+            groups.setdefault((name, *_described(value)), []).append(layer or value.name)
+        rows: list[tuple[str, ...]] = []
+        for (name, *columns), layers in list(groups.items())[:count]:
+            if len(layers) == 1:
+                name = layers[0] + name.partition("*")[2]
+            rows.append((f"%{name}", _layers_text(layers), *columns))
+        if not any(row[1] for row in rows):
+            return self.listing(count)
+        return "\n".join(aligned([("largest at the peak", "layers", *COLUMNS), *rows], right=(2,)))
+
+
+COLUMNS = ("bytes", "category", "type", "line")
+
+
+def _described(value: LiveValue) -> tuple[str, ...]:
+    return human_bytes(value.bytes), value.category, str(value.type), value.source
+
+
+def _layers_text(layers: Sequence[str]) -> str:
+    """`x 32: 0 to 31`; nothing for one layer."""
+    base, _ = list_and_index(layers[0])
+    return f"x {len(layers)}: {described(layers).replace(f'{base}.', '')}" if len(layers) > 1 else ""
 
 
 def aligned(lines: Sequence[tuple[str, ...]], right: Sequence[int] | None = None) -> list[str]:

@@ -140,14 +140,14 @@ def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail,
 
     def look(graph: Graph) -> dict[str, tuple[Trail, ...]]:
         nodes = {info(node).name: node for node in graph.calls()}
-        found: dict[str, tuple[Trail, ...]] = {}
+        trails_by_value: dict[str, tuple[Trail, ...]] = {}
         for value in values:
             about = info(body[value]) if value in body else None
             origin = about.origin.of if about is not None and about.origin is not None else ""
             node = nodes.get(value) or nodes.get(origin)
             if node is not None and collective(graph, node) is not None:
-                found[value] = tuple(trails(graph, node))
-        return found
+                trails_by_value[value] = tuple(trails(graph, node))
+        return trails_by_value
 
     return compiled(program.reference, bound_of(program), options_of(program), look) if values else {}
 

@@ -17,9 +17,9 @@ def may_write(of: type, key: str) -> bool:
     `forward` reads it, and initialisers are run where a value is computed.
     """
     seen: set[FunctionType] = set()
-    left = [f for f in functions_of(of) if f.__name__ not in ("forward", *INITIALIZERS)]
-    while left:
-        function = left.pop()
+    unread = [f for f in functions_of(of) if f.__name__ not in ("forward", *INITIALIZERS)]
+    while unread:
+        function = unread.pop()
         if function in seen:
             continue
         seen.add(function)
@@ -27,7 +27,7 @@ def may_write(of: type, key: str) -> bool:
         if not names.isdisjoint((key, "setattr", "_buffers")):
             return True
         beside = (function.__globals__.get(name) for name in names)
-        left += [f for f in beside if isinstance(f, FunctionType) and f.__module__ == function.__module__]
+        unread += [f for f in beside if isinstance(f, FunctionType) and f.__module__ == function.__module__]
     return False
 
 

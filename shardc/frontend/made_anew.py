@@ -61,30 +61,30 @@ class Anew:
 
     def __init__(self, numel: int) -> None:
         self.numel = numel  # of the largest buffer
-        self.made: dict[tuple[int, int | None], nn.Module | Exception] = {}
+        self.outcomes: dict[tuple[int, int | None], nn.Module | Exception] = {}  # by the module and the seed
 
     def module(self, module: nn.Module, seed: int | None) -> nn.Module:
         """The module as its class makes it; without a seed, on the meta device."""
         key = id(module), seed
-        if key not in self.made:
+        if key not in self.outcomes:
             try:
-                self.made[key] = (
+                self.outcomes[key] = (
                     _on_meta(module) if seed is None else _rebuilt(module, CONTENTS[seed], seed, self.numel)
                 )
             except Exception as problem:  # of the user's code
-                self.made[key] = problem
-        made = self.made[key]
-        if isinstance(made, Exception):
-            raise made
-        return made
+                self.outcomes[key] = problem
+        outcome = self.outcomes[key]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def value(self, module: nn.Module, name: str, seed: int) -> Tensor | None:
         """A buffer of the module made anew, or None where it has none or the code raises with the first seed."""
         try:
             return _buffer(self.module(module, seed), name)
         except Exception:
-            if seed == 0 and (id(module), 1) not in self.made:
-                self.made[id(module), 1] = self.made[id(module), 0]
+            if seed == 0 and (id(module), 1) not in self.outcomes:
+                self.outcomes[id(module), 1] = self.outcomes[id(module), 0]
                 return None
             raise
 
@@ -102,12 +102,12 @@ class Anew:
 
     def is_like(self, module: nn.Module, name: str) -> bool:
         """Whether the owner of the buffer is what the class puts in that place: nobody has put another one there."""
-        made = self.module(module, 0)
+        rebuilt = self.module(module, 0)
         for part in name.split(".")[:-1]:
-            module, made = module.get_submodule(part), made.get_submodule(part)
-            if type(module) is not type(made):
+            module, rebuilt = module.get_submodule(part), rebuilt.get_submodule(part)
+            if type(module) is not type(rebuilt):
                 return False
-        return _plain(vars(module)) == _plain(vars(made))
+        return _plain(vars(module)) == _plain(vars(rebuilt))
 
 
 def _rebuilt(module: nn.Module, contents: float, seed: int, numel: int) -> nn.Module:

@@ -127,8 +127,8 @@ def _follows(layer: str, other: str) -> bool:
 
 
 def _defined(text: str) -> list[str]:
-    left, equals, _ = text.partition(" = ")
-    return NAME.findall(left) if equals else []
+    results, equals, _ = text.partition(" = ")
+    return NAME.findall(results) if equals else []
 
 
 def _joins(run: _Run, known: _Class) -> bool:
@@ -147,8 +147,8 @@ def _joins(run: _Run, known: _Class) -> bool:
 
 def _carried(rest: Iterable[int], first: _Run, second: _Run) -> bool:
     """Whether all that differs is what the first layer of a sequence is given, and the next gets from the first."""
-    given: dict[str, str] = {}
-    taken: dict[str, str] = {}
+    outside: dict[str, str] = {}  # by what the first layer reads of no layer: what the second reads of the first
+    carried: dict[str, str] = {}  # and the other way round
     distance = list_and_index(first.layer)[1] - list_and_index(second.layer)[1]
     for i in rest:
         (a, a_relative), (b, b_relative) = first.names[i], second.names[i]
@@ -156,9 +156,9 @@ def _carried(rest: Iterable[int], first: _Run, second: _Run) -> bool:
         in_layer = a_relative != a
         if abs(distance) != 1 or in_layer or not from_first or not (a[0] == b[0] == "%"):
             return False
-        given[a], taken[b] = b, a
+        outside[a], carried[b] = b, a
     pairs = [(a, b) for (a, _), (b, _) in zip(first.names, second.names, strict=True)]
-    return all(given.get(a, b) == b and taken.get(b, a) == a for a, b in pairs)
+    return all(outside.get(a, b) == b and carried.get(b, a) == a for a, b in pairs)
 
 
 def _relative(name: str, layer: str, between: Between) -> str:

@@ -99,9 +99,9 @@ class ProgramMemory:
         """The largest values at the peak."""
         return self.fullest.report.top(count)
 
-    def listing(self, count: int = 10) -> str:
-        """The largest values at the peak, a line each."""
-        return self.fullest.report.listing(count)
+    def listing(self, count: int = 10, *, fold: bool = False) -> str:
+        """The largest values at the peak, a line each; with `fold`, those of equal layers have one."""
+        return self.fullest.report.listing(count, fold=fold)
 
     def __repr__(self) -> str:
         return f"ProgramMemory({human_bytes(self.peak)} a rank at the peak; print it for more)"

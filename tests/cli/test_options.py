@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from importlib.metadata import PathDistribution
 from pathlib import Path
@@ -47,6 +48,9 @@ DEEP_PLAN = 'mesh: dp=2, tp=2\nparams:\n  "h.*.0.weight": "tp, -"\ninputs:\n  x:
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+FOLDED_ROW = re.compile(r"(\S+)\s+(?:x (\d+): (\d+) to (\d+)\s+)?(.*)")
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +227,24 @@ def test_text_to_a_terminal_folds_and_to_a_file_does_not(deep: str, tmp_path: Pa
     assert path.read_text().rstrip() == whole.out.rstrip()
     refused = shardc_cli("compile", deep, "-o", str(path), "--fold")
     assert (refused.code, "SC105" in refused.err) == (2, True)
+
+
+def test_the_largest_values_fold(deep: str) -> None:
+    def rows(*options: str) -> list[str]:
+        printed = shardc_cli("cost", deep, "--memory", "--top", "999", *options).out
+        return printed[printed.index("largest at the peak") :].split("\n\n")[0].splitlines()[1:]
+
+    folded, whole = rows("--fold"), rows()
+    unfolded: list[str] = []
+    for line in folded:
+        name, count, first, last, rest = FOLDED_ROW.fullmatch(line).groups("")  # type: ignore[union-attr]
+        layers = range(int(first), int(last) + 1) if count else [""]
+        assert not count or len(layers) == int(count)
+        unfolded += [f"{name.replace('*', str(layer), 1)} {' '.join(rest.split())}" for layer in layers]
+    assert sorted(unfolded) == sorted(" ".join(line.split()) for line in whole)
+    assert len(folded) < len(whole) / 8
+    plain = shardc_cli("cost", "examples/mlp.py:mlp", "--memory", "--fold").out
+    assert "layers" not in plain, "a model without layers has no column of them"
 
 
 def test_one_ranks_view_folds(deep: str) -> None:

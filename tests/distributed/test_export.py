@@ -6,20 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.decoder import DECODER
 from tests.distributed.ranks import start
 
 WORKER = Path(__file__).parent / "export_worker.py"
-CONFIG = LlamaConfig(
-    vocab_size=131,  # does not divide
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    use_cache=False,
-    rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-)
+CONFIG = LlamaConfig(**DECODER, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
 
 
 @pytest.mark.slow

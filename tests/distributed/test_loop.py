@@ -33,14 +33,14 @@ def test_what_one_rank_ends_for_ends_all_after_the_same_step_and_is_resumed(tmp_
                 evaluate=HELD_OUT, evaluate_every=2, progress=False,
             )
         )  # fmt: skip
-    ranks = start(",".join(CASES), 2, tmp_path, worker=WORKER)
+    ranks = start(",".join(CASES), 2, tmp_path, limit=240, worker=WORKER)
     for case, (steps, *ends) in CASES.items():
         for rank, end in zip(ranks, ends, strict=True):
             assert rank is not None
             first, rest = rank[case]
             assert (first["steps"], rest["steps"], rest["end"]) == (steps, LAST, ""), case
             assert first["end"] == end or (end and first["end"].startswith(end)), case
-            assert first["seconds"] < 20, case
+            assert first["seconds"] < 60, case
             # The metrics of the step after which they are interrupted do not reach the caller.
             made = [*range(steps if case == "stop" else steps - 1), *range(steps, LAST)]
             for key, expected in (

@@ -19,6 +19,7 @@ from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.trace import trace
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
+from tests.decoder import DECODER
 from tests.properties.check import Refused, check, compiled
 from tests.properties.plans import Shapes, meshes, plans
 
@@ -42,18 +43,9 @@ def llama() -> Model:
     """Four heads on two of keys and values, rotary positions, gated MLP."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=16,
-        intermediate_size=20,
-        max_position_embeddings=8,
-        vocab_size=13,
-        use_cache=False,
-    )
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 20, "vocab_size": 13}
     tokens = torch.randint(13, (3, 6))
-    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    return LlamaForCausalLM(LlamaConfig(**(DECODER | sizes))), {"input_ids": tokens, "labels": tokens}
 
 
 def bert() -> Model:

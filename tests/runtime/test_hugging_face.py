@@ -19,17 +19,8 @@ import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.checkpoint.hugging_face import sources_of
 from shardc.runtime.train.trainer import Trainer
+from tests.decoder import DECODER
 
-DECODER: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-}
 T = transformers
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: T.LlamaForCausalLM(T.LlamaConfig(**DECODER)),

@@ -154,7 +154,7 @@ def train(
             saved = run.step = trainer.steps
             run.place = folder
 
-    stop = False
+    stop = trainer.interrupted = False
     trainer.consensus.await_decision()
     with line or nullcontext(), Interruptions(together=not trainer.consensus.alone) as interruptions:
         try:

@@ -65,7 +65,7 @@ class LoopState:
 
     def check(self) -> None:
         """Raise ShardcError (SC408) for a state that cannot be saved, before the first step is made."""
-        for name, value in self.stateful.items():
+        for name, value in [*(("scheduler", scheduler) for scheduler in self.schedulers), *self.stateful.items()]:
             try:
                 json.dumps(plain(value.state_dict()))
             except (TypeError, ValueError) as failure:

@@ -557,18 +557,7 @@ def launch(
     device: str | None = None,
     check_every: int = EVERY,
 ) -> Trainer:
-    """The trainer of a program: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
-
-    Values come from `state` (a mapping, a path of safetensors, or several of them in turn), then from the program's
-    model unless it is on meta, then from `init(name, shape, dtype)`, which is called one tensor at a time and must give
-    the same on every rank; `init="model"` has the model's own code do so. Buffers that no file holds are computed by
-    the model's own code, or the launch is refused (SC561). A rank that is dead or stuck is an error that names it, at
-    most `timeout` seconds later. `seed` is that of random ops, by default the plan's.
-
-    The ranks of a job must run the same: versions, plan, program and seed are compared first (SC541; SC543 where a rank
-    does not come), then the values that they start from, and what they share of parameters, state, inputs and rates
-    before the first 3 steps and every `check_every`-th (SC542; 0 leaves the steps out).
-    """
+    """The trainer of a program: `Program.launch`, which says what the arguments are, for any program."""
     engines = Engines(program.staged)
     plan: PlanRecord = getattr(program, "plan", PlanRecord())
     seed = plan.get("seed", 0) if seed is None else seed
