@@ -59,7 +59,7 @@ def tokenizer_of(texts: datasets.Dataset, vocab: int) -> Tokenizer:
 
 def packed(texts: datasets.Dataset, tokenizer: Tokenizer, seq: int) -> datasets.Dataset:
     """Rows of `seq` tokens: all documents end to end, each with an end token. What is left over is dropped."""
-    end = tokenizer.token_to_id(END)
+    end: Any = tokenizer.token_to_id(END)
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[*encoded.ids, end] for encoded in tokenizer.encode_batch(batch["text"])]}
@@ -75,7 +75,7 @@ def packed(texts: datasets.Dataset, tokenizer: Tokenizer, seq: int) -> datasets.
 def loader_of(rows: datasets.Dataset, batch: int, rank: int, ranks: int) -> StatefulDataLoader[Any]:
     """This data rank's part of each batch, in an order of its own. Its state goes into the checkpoint."""
     rows = rows.select(range(len(rows) // batch * batch))  # so that all parts are equal
-    own = split_dataset_by_node(rows, rank=rank, world_size=ranks).with_format("torch")
+    own: Any = split_dataset_by_node(rows, rank=rank, world_size=ranks).with_format("torch")
 
     def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         tokens = torch.stack([sample["input_ids"] for sample in samples])
@@ -115,8 +115,8 @@ def main(args: argparse.Namespace) -> list[float]:
     losses: list[float] = []
     with trainer_of(args) as trainer:
         loader = loader_of(rows_of(args), args.batch, trainer.data_rank, trainer.data_ranks)
-        run = {"checkpoint": args.checkpoint, "every": args.every if args.checkpoint else 0}
-        for metrics in trainer.train(loader, epochs=args.epochs, **run):
+        every = args.every if args.checkpoint else 0
+        for metrics in trainer.train(loader, epochs=args.epochs, checkpoint=args.checkpoint, every=every):
             losses.append(metrics.loss)
     return losses
 
