@@ -205,6 +205,12 @@ class Checkpoints:
                 lock.release()
             self._locks.clear()
 
+    def take_over(self, other: Checkpoints) -> None:
+        """Hold the folders that another one of this job has reserved, which ends; all ranks must call it."""
+        other.settle()
+        self._locks, other._locks = other._locks, {}
+        other.close()
+
     def together(self, step: int, seconds: float = 10.0) -> bool:
         """Whether all ranks of the job have made the same number of steps and call this within the given seconds."""
         if self.group is None:
