@@ -26,9 +26,7 @@ from shardc.ir.caller import warn
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.torch_compat import gradient_hooks, version_of
 
-HINT = (
-    "put it back as it was; or trainer.recompile(), which goes on with the model as it is now, on all that is trained"
-)
+HINT = "put it back as it was; or trainer.recompile(), which goes on with the model as it is now and keeps all state"
 _PLAIN = (bool, int, float, complex, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

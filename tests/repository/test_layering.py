@@ -114,12 +114,13 @@ FLOORS: list[dict[str, str]] = [
             staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
+            __init__ append buffer_writers buffers carried_state cleanup evaluation_mode gradients ingest lifted_casts
+            loss_gradients
             made_anew model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision
             program_inputs program_optimizers
             provenance python_random python_state sample_call saved_state state_holders substitution token_weights trace
             traced traced_scalar
-            unsupported
+            unsupported whole_matrices
         """,
     },
     {
@@ -137,8 +138,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine evaluate feeding job loop model_state nonfinite rank_session replicas
-            result starting_values trainer
+            __init__ agreement ema engine evaluate feeding job loop model_state nonfinite rank_session recompile
+            replicas result starting_values trainer
         """,
     },
     {

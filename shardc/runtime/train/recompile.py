@@ -51,7 +51,7 @@ def hand_on(trainer: Trainer, body: Graph, engine: Engine) -> HandedOn:
     old, tensors = trainer.engine, dict[str, torch.Tensor | None]()
     wanted = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True) if p.role in KEPT}
     known = {name: Aside(name, type, trainer.state.get(name)) for name, (_, type) in trainer.held.items()}
-    for name, (port, type) in wanted.items():
+    for name, (_, type) in wanted.items():
         source = known.get(name) or trainer.aside.get(name)
         if source is None or (name.startswith(CONSTANT) and ("buffer", name) not in trainer.returned):
             continue  # the new program's own

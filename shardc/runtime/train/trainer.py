@@ -256,9 +256,8 @@ class Trainer:
         """
         if self._again is None:
             message = "the program came from a file, without its model, so it cannot be compiled again"
-            raise error(
-                "SC546", message, hint="compile the model here; trainer.save and load hand the training state on"
-            )
+            hint = "compile the model here; trainer.save and load hand the training state on"
+            raise error("SC546", message, hint=hint)
         program = self._again()
         engine = self.engine.beside(program.staged)
         handed = hand_on(self, program.staged.body, engine)
@@ -360,7 +359,7 @@ class Trainer:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
         position = self.checkpoints.load(path, self._held(), strict, self._model_state.unsaved)
         self.steps, self.seed, self._grads = position.step, position.seed, None
-        self.intact, self.run = True, Run()
+        self.intact, self.run, self.aside = True, Run(), {}
         self._taken = 0
         return dict(position.extra)
 
