@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from shardc.plan.schema import Plan
     from shardc.rules.registry import rule
     from shardc.runtime.oracle.report import Report
+    from shardc.runtime.train.ema import EMA
     from shardc.runtime.train.loop import Metrics
     from shardc.runtime.train.result import StepResult
     from shardc.runtime.train.trainer import Trainer
     from shardc.schedule import schedules
 
 __all__ = [
+    "EMA",
     "OPEN",
     "Collective",
     "Diagnostic",
@@ -70,6 +72,7 @@ _HOMES = {
     "shardc.plan.schema": "Plan",
     "shardc.rules.registry": "rule",
     "shardc.runtime.oracle.report": "Report",
+    "shardc.runtime.train.ema": "EMA",
     "shardc.runtime.train.loop": "Metrics",
     "shardc.runtime.train.result": "StepResult",
     "shardc.runtime.train.trainer": "Trainer",

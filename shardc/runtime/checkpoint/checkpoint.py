@@ -330,6 +330,11 @@ def _check_fit(
             )
         if unused and all(manifest.tensors[name].role == "state" for name in unused):
             hint = "it was saved with an optimizer, or with another: load(strict=False) leaves that one's state out"
+        averages = "moving averages (shardc.EMA): "
+        if missing and all(tensors[name].role == "average" for name in missing):
+            missing_hint = f"it was saved without {averages}make the EMA after load"
+        if unused and all(manifest.tensors[name].role == "average" for name in unused):
+            hint = f"it was saved with {averages}make the EMA before load; load(strict=False) leaves them out"
         reasons += [("no values in it", lines, missing_hint), ("no place in the program", unused, hint)]
     problems = [
         Diagnostic(

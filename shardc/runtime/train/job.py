@@ -160,8 +160,12 @@ class Job:
         group = self.member.group(self.monitor.blame)
         mesh, blame = self.body.mesh, self.monitor.blame
         return Checkpoints(
-            mesh, self.i, group, blame, self.rank, lambda name: self._copies[self.homes[name][0]], self.program.mesh
+            mesh, self.i, group, blame, self.rank, lambda name: self._copies[self._home(name)], self.program.mesh
         )
+
+    def _home(self, name: str) -> int:
+        """The coordinate that answers for a tensor; of an average, which is `<parameter>:average`, the parameter's."""
+        return self.homes[name if name in self.homes else name.rpartition(":")[0]][0]
 
     def timed(self, act: Callable[[], object]) -> Any:
         if not self.program.axis:

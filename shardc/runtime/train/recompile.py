@@ -56,26 +56,26 @@ def hand_on(trainer: Trainer, body: Graph, engine: Engine) -> HandedOn:
         if source is None or (name.startswith(CONSTANT) and ("buffer", name) not in trainer.returned):
             continue  # the new program's own
         if source.type.shape == type.shape:
-            tensors[name] = _moved(source, type, old, engine, name)
+            tensors[name] = moved(source, type, old, engine, name)
     aside = {
         name: Aside(port.parameter, type, trainer.state.get(name))
         for name, (port, type) in trainer.held.items()
         if _is_frozen(port, wanted)
     }
     aside = {name: kept for name, kept in {**trainer.aside, **aside}.items() if name not in wanted}
-    moved = {
-        name: Aside(kept.parameter, kept.type, _moved(kept, kept.type, old, engine, kept.parameter))
+    kept_aside = {
+        name: Aside(kept.parameter, kept.type, moved(kept, kept.type, old, engine, kept.parameter))
         for name, kept in aside.items()
         if kept.parameter in wanted
     }
-    return HandedOn(tensors, moved)
+    return HandedOn(tensors, kept_aside)
 
 
 def _is_frozen(port: Port, wanted: Mapping[str, object]) -> bool:
     return port.role == "state" and port.name not in wanted and port.parameter in wanted
 
 
-def _moved(source: Aside, type: TensorType, old: Engine, new: Engine, name: str) -> torch.Tensor | None:
+def moved(source: Aside, type: TensorType, old: Engine, new: Engine, name: str) -> torch.Tensor | None:
     """A held tensor in another layout, on the ranks that hold `name` from now on."""
     if source.type == type and list(old.homes.get(source.parameter, ())) == list(new.homes.get(name, ())):
         return source.tensor

@@ -38,6 +38,7 @@ from shardc.runtime.execute.batch import Sample
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.train.agreement import facts_of
+from shardc.runtime.train.ema import EMA, KEY
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluated, Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
@@ -85,6 +86,7 @@ class Trainer:
         handed_on: HandedOn | None = None,
     ) -> None:
         self._again = again  # compiles the program for the model as it is now
+        self.ema: EMA | None = None
         self.aside = handed_on.aside if handed_on is not None else {}
         self._by_row = by_row
         self._model, self._accept_values = model, accept_values
@@ -124,6 +126,7 @@ class Trainer:
     @on_cpu
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part."""
+        self._refuse_swapped("step")
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
@@ -145,6 +148,8 @@ class Trainer:
             self.state[name] = self._as_input(self._inputs[name][0].role, name, value)
         self.steps += 1
         self.intact = True
+        if self.ema is not None and self.updates and (result.finite is None or bool(result.finite)):
+            self.ema.update()
         return result
 
     def train(
@@ -241,6 +246,12 @@ class Trainer:
             return
         for name, grad in self._grads.items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
+        if self.ema is not None:
+            self.ema.update()
+
+    def _refuse_swapped(self, what: str) -> None:
+        if self.ema is not None:
+            self.ema.refuse_swapped(what)
 
     @on_cpu
     def recompile(self) -> None:
@@ -258,14 +269,19 @@ class Trainer:
             message = "the program came from a file, without its model, so it cannot be compiled again"
             hint = "compile the model here; trainer.save and load hand the training state on"
             raise error("SC546", message, hint=hint)
+        self._refuse_swapped("recompile")
         program = self._again()
         engine = self.engine.beside(program.staged)
         handed = hand_on(self, program.staged.body, engine)
         after = _trainer(program, engine, self.seed, self._check_every, start_of(program), handed)
         if self._checkpoints is not None:
             after.checkpoints.take_over(self._checkpoints)
+        if self.ema is not None:
+            self.ema.follow(after, self.engine)
         after.steps, after.run, after.gradients_used = self.steps, self.run, self.gradients_used
         self.__dict__ = after.__dict__
+        if self.ema is not None:
+            self.ema.include()
 
     @property
     def held(self) -> Mapping[str, tuple[Port, TensorType]]:
@@ -351,17 +367,25 @@ class Trainer:
         It replaces the one at `path` when it is whole, not before. Asynchronous, it is written while training goes on:
         `wait()` on what is returned, or the next save, raises what went wrong.
         """
-        position = Position(self.steps, self.seed, extra or {})
-        return self.checkpoints.save(path, self._held(), position, asynchronous)
+        self._refuse_swapped("save")
+        own, averages = ({}, {}) if self.ema is None else (self.ema.position(), self.ema.held())
+        position = Position(self.steps, self.seed, {**own, **(extra or {})})
+        return self.checkpoints.save(path, self._held() | averages, position, asynchronous)
 
     @on_cpu
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
-        position = self.checkpoints.load(path, self._held(), strict, self._model_state.unsaved)
+        self._refuse_swapped("load")
+        averages = {} if self.ema is None else self.ema.held()
+        position = self.checkpoints.load(path, self._held() | averages, strict, self._model_state.unsaved)
+        extra = dict(position.extra)
+        about = extra.pop(KEY, {})
+        if self.ema is not None:
+            self.ema.resume(about)
         self.steps, self.seed, self._grads = position.step, position.seed, None
         self.intact, self.run, self.aside = True, Run(), {}
         self._taken = 0
-        return dict(position.extra)
+        return extra
 
     @on_cpu
     def export_safetensors(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
