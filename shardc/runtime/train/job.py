@@ -67,7 +67,11 @@ class Job:
         if len(set(others)) > 1:
             differing = sorted(rank for ranks in sides(others)[1].values() for rank in ranks)
             message = f"{ranks_text(differing)} have another program than the other ranks"
-            raise error("SC541", message, hint="give every rank the same batches: all of each, of the same shapes")
+            raise error(
+                "SC541",
+                message,
+                hint="give every rank the same batches (all of each, of the same shapes), model and optimizers",
+            )
         other._connect(program, self.comm.groups)
         other.number = self.monitor.add(ListCounterNames(program))
         other._attend()
