@@ -40,7 +40,7 @@ def eager(clip: float | None, microbatches: int) -> tuple[list[float], dict[str,
 def test_ranks_train_as_eager(case: str, tmp_path: Path) -> None:
     _, plan = CASES[case]
     losses, weights, averages = eager(plan.get("clip_grad_norm"), plan.get("pipeline", {}).get("microbatches", 1))
-    results = [result for result in start(case, RANKS[case], tmp_path, worker=WORKER) if result is not None]
+    results = [result for result in start(case, RANKS[case], tmp_path, 240.0, WORKER) if result is not None]
     assert len(results) == RANKS[case]
     for result in results:
         assert result["losses"] == pytest.approx(losses, rel=1e-4)

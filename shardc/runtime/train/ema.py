@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,20 +27,25 @@ from shardc.ir.diagnostic import error
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.train.engine import Engine
-from shardc.runtime.train.recompile import Aside, moved
-
-if TYPE_CHECKING:
-    from shardc.runtime.train.trainer import Trainer
+from shardc.runtime.train.recompile import Aside, Holder, moved
 
 ROLE = "average"
 KEY = "ema"  # in a checkpoint's extra
 HALF = (torch.bfloat16, torch.float16)
 
 
+class Averaged(Holder, Protocol):
+    """The part of a trainer that an average needs."""
+
+    ema: EMA | None
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+
 class EMA:
     """The averages of a trainer's parameters. It updates itself after each of the trainer's steps."""
 
-    def __init__(self, trainer: Trainer, decay: float) -> None:
+    def __init__(self, trainer: Averaged, decay: float) -> None:
         if isinstance(decay, bool) or not 0.0 <= decay < 1.0:
             raise error("SC553", f"EMA is given decay={decay!r}", hint="give a number from 0 to below 1, such as 0.999")
         if trainer.ema is not None:
@@ -114,7 +119,7 @@ class EMA:
         """Go on from a checkpoint whose tensors were read."""
         self.updates = int(position.get("updates", 0))
 
-    def follow(self, after: Trainer, old: Engine) -> None:
+    def follow(self, after: Averaged, old: Engine) -> None:
         """Go on with a trainer that was compiled again; all ranks must call it."""
         averages: dict[str, torch.Tensor] = {}
         for name, type in self._types.items():

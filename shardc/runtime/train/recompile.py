@@ -12,9 +12,9 @@ that both programs place alike is the same tensor; others are gathered and cut a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -22,9 +22,6 @@ from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.program import CONSTANT
 from shardc.ir.types import TensorType
 from shardc.runtime.train.engine import Engine
-
-if TYPE_CHECKING:
-    from shardc.runtime.train.trainer import Trainer
 
 KEPT = ("param", "buffer", "state")
 
@@ -46,7 +43,20 @@ class HandedOn:
     aside: Mapping[str, Aside]
 
 
-def hand_on(trainer: Trainer, body: Graph, engine: Engine) -> HandedOn:
+class Holder(Protocol):
+    """What of a trainer is handed on."""
+
+    engine: Engine
+    state: dict[str, torch.Tensor]
+    aside: Mapping[str, Aside]
+
+    @property
+    def held(self) -> Mapping[str, tuple[Port, TensorType]]: ...
+    @property
+    def returned(self) -> Collection[tuple[str, str]]: ...
+
+
+def hand_on(trainer: Holder, body: Graph, engine: Engine) -> HandedOn:
     """The tensors that a trainer holds, as another program holds them; all ranks must call it."""
     old, tensors = trainer.engine, dict[str, torch.Tensor | None]()
     wanted = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True) if p.role in KEPT}
