@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from shardc.runtime.generate.result import Generated
     from shardc.runtime.oracle.report import Report
     from shardc.runtime.train.callbacks import EarlyStopping
+    from shardc.runtime.train.ema import EMA
     from shardc.runtime.train.metrics import Metrics
     from shardc.runtime.train.result import StepResult
     from shardc.runtime.train.trainer import Trainer
     from shardc.schedule import schedules
 
 __all__ = [
+    "EMA",
     "OPEN",
     "Collective",
     "Diagnostic",
@@ -80,6 +82,7 @@ _HOMES = {
     "shardc.runtime.oracle.report": "Report",
     "shardc.runtime.train.callbacks": "EarlyStopping",
     "shardc.runtime.train.metrics": "Metrics",
+    "shardc.runtime.train.ema": "EMA",
     "shardc.runtime.train.result": "StepResult",
     "shardc.runtime.train.trainer": "Trainer",
     "shardc.schedule": "schedules",

@@ -377,7 +377,9 @@ class Program(data.Program):
         if self.optimizer is not None:
             if fingerprint(self.optimizer) != self.baked:
                 message = "the optimizer's hyperparameters changed since the program was compiled"
-                raise error("SC107", message, hint="only learning rates may change; compile again for other values")
+                raise error(
+                    "SC107", message, hint="only learning rates may change; trainer.recompile() goes on with others"
+                )
             return learning_rates(self.optimizer)
         return {name: torch.tensor(rate, dtype=torch.float64) for name, rate in self.plan.get("rates", {}).items()}
 
@@ -473,6 +475,12 @@ class Program(data.Program):
         decode = _program(requests.decode)
         prefill = _program(requests.filling(held_cache(decode.staged.body)))
         return prefill, decode
+
+    @property
+    def again(self) -> Callable[[], Program] | None:
+        """Compiles it for the model and the optimizers as they are now; None where it came from a file."""
+        request = self.request
+        return None if request is None else lambda: _program(request)
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

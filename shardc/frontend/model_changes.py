@@ -26,7 +26,7 @@ from shardc.ir.caller import warn
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.torch_compat import gradient_hooks, version_of
 
-HINT = "compile the model as it is now; trainer.save and load, or launch(state=...), hand the training state on"
+HINT = "put it back as it was; or trainer.recompile(), which goes on with the model as it is now and keeps all state"
 _PLAIN = (bool, int, float, complex, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -7,9 +7,9 @@ arithmetic of eager torch (not of `capturable=True`, which divides by the learni
 first step). An optimizer that decides by the value of its step (RAdam) is traced as capturable instead, where torch
 has that. Scalars among the state are kept in float64, as Python keeps them.
 
-Taken are updates whose every call has a sharding rule; `whole_matrices.py` has what needs more than a shard. `check`
-runs three real steps, on a small random parameter in float64 and with a changing learning rate, against three of the
-graph: an update that is not the same in every step (SGD's with dampening) is refused, not approximated.
+Taken are updates whose every call has a sharding rule; `whole_matrices.py` has those that need more than a shard.
+`check` runs three real steps, on a small random parameter in float64 and with a changing learning rate, against three
+of the graph: an update that is not the same in every step (SGD's with dampening) is refused, not approximated.
 """
 
 from __future__ import annotations

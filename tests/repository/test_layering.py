@@ -115,10 +115,11 @@ FLOORS: list[dict[str, str]] = [
             staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode gradients ingest
-            lifted_casts loss_gradients made_anew model_changes model_outputs op_overrides optimizer optimizer_trace
-            own_values precision program_inputs program_optimizers provenance python_random python_state sample_call
-            saved_state state_holders substitution token_weights trace traced traced_scalar unsupported whole_matrices
+            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode
+            gradients ingest lifted_casts loss_gradients made_anew model_changes model_outputs
+            op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
+            provenance python_random python_state sample_call saved_state state_holders substitution
+            token_weights trace traced traced_scalar unsupported whole_matrices
         """,
     },
     {
@@ -137,9 +138,10 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ after_step agreement callbacks consensus device_copy engine evaluate feeding interruptions job
-            loader_state loading loop loop_state lr_schedule metrics model_state nonfinite progress_line rank_part
-            rank_session replicas result starting_values trainer
+            __init__ after_step agreement callbacks consensus device_copy ema engine evaluate feeding
+            interruptions job loader_state loading loop loop_state lr_schedule metrics model_state
+            nonfinite progress_line rank_part rank_session recompile replicas result starting_values
+            trainer
         """,
     },
     {

@@ -215,6 +215,12 @@ class Checkpoints:
                 lock.release()
             self._locks.clear()
 
+    def take_over(self, other: Checkpoints) -> None:
+        """Hold the folders that another one of this job has reserved, which ends; all ranks must call it."""
+        other.settle()
+        self._locks, other._locks = other._locks, {}
+        other.close()
+
     def together(self, step: int, seconds: float = 10.0) -> bool:
         """Whether all ranks of the job have made the same number of steps and call this within the given seconds."""
         if self.group is None:
@@ -336,6 +342,11 @@ def _check_fit(
             )
         if unused and all(manifest.tensors[name].role == "state" for name in unused):
             hint = "it was saved with an optimizer, or with another: load(strict=False) leaves that one's state out"
+        averages = "moving averages (shardc.EMA): "
+        if missing and all(tensors[name].role == "average" for name in missing):
+            missing_hint = f"it was saved without {averages}make the EMA after load"
+        if unused and all(manifest.tensors[name].role == "average" for name in unused):
+            hint = f"it was saved with {averages}make the EMA before load; load(strict=False) leaves them out"
         reasons += [("no values in it", lines, missing_hint), ("no place in the program", unused, hint)]
     problems = [
         Diagnostic(

@@ -59,7 +59,7 @@ class _Schema(BaseModel):
 
 
 class _Stored(_Schema):
-    role: Literal["param", "buffer", "state"]
+    role: Literal["param", "buffer", "state", "average"]
     aliases: list[TensorName]
 
 

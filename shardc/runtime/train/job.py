@@ -69,8 +69,12 @@ class Job:
         others = [int(row) for row in self.member.gather(own, self.monitor.blame)]
         if len(set(others)) > 1:
             differing = sorted(rank for ranks in sides(others)[1].values() for rank in ranks)
-            message = f"{ranks_text(differing)} evaluate another program than the other ranks"
-            raise error("SC541", message, hint="give every rank the same batches: all of each, of the same shapes")
+            message = f"{ranks_text(differing)} have another program than the other ranks"
+            raise error(
+                "SC541",
+                message,
+                hint="give every rank the same batches (all of each, of the same shapes), model and optimizers",
+            )
         other._connect(program, self.comm.groups)
         other.number = self.monitor.add(ListCounterNames(program))
         other._attend()
@@ -168,11 +172,15 @@ class Job:
         group = self.member.group(self.monitor.blame)
         mesh, blame = self.body.mesh, self.monitor.blame
         return Checkpoints(
-            mesh, self.i, group, blame, self.rank, lambda name: self._copies[self.homes[name][0]], self.program.mesh
+            mesh, self.i, group, blame, self.rank, lambda name: self._copies[self._home(name)], self.program.mesh
         )
 
     def consensus(self) -> Consensus:
         return Consensus(self.member.group(self.monitor.blame), self.rank, self.monitor)
+
+    def _home(self, name: str) -> int:
+        """The coordinate that answers for a tensor; of an average, which is `<parameter>:average`, the parameter's."""
+        return self.homes[name if name in self.homes else name.rpartition(":")[0]][0]
 
     def timed(self, act: Callable[[], object]) -> Any:
         if not self.program.axis:

@@ -44,6 +44,7 @@ from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.device_copy import Copier
+from shardc.runtime.train.ema import EMA, KEY
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluation, Evaluator
 from shardc.runtime.train.feeding import Feeding
@@ -54,6 +55,7 @@ from shardc.runtime.train.metrics import Evaluated, Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
 from shardc.runtime.train.rank_part import RankPart
+from shardc.runtime.train.recompile import HandedOn, hand_on
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import StepResult, Tensors
 from shardc.runtime.train.starting_values import StartingValues, init_of
@@ -93,7 +95,12 @@ class Trainer:
         split: Collection[str] = (),
         parts: DataParts | None = None,
         generation: Compile | None = None,
+        again: Callable[[], Launchable] | None = None,
+        handed_on: HandedOn | None = None,
     ) -> None:
+        self._again = again  # compiles the program for the model as it is now
+        self.ema: EMA | None = None
+        self.aside = handed_on.aside if handed_on is not None else {}
         self._by_row = by_row
         own = None if parts is None or parts.count == 1 else engine.brings(parts)
         self._model, self._accept_values = model, accept_values
@@ -107,13 +114,19 @@ class Trainer:
         kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
         self._kept = {port.name: (port, type) for port, type in kept}
         self._model_state = ModelState.of(recorded, self._kept, constants)
-        start.check([port for port, _ in kept], self._model_state.unsaved)
+        known = handed_on.tensors if handed_on is not None else {}
+        start.check([port for port, _ in kept if port.name not in known], self._model_state.unsaved)
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
-        self.state = {n: self._loaded(port, type, start) for n, (port, type) in self._kept.items() if engine.holds(n)}
+        self.state = {
+            n: held if (held := known.get(n)) is not None else self._loaded(port, type, start)
+            for n, (port, type) in self._kept.items()
+            if engine.holds(n)
+        }
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
         self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every, self._feeding)
         self._generator = Generator(engine, generation, model, self._inputs, self._compare_given)
-        self._compare_launched()
+        if handed_on is None:
+            self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
         self._finite: torch.Tensor | None = None
         self._checkpoints: Checkpoints | None = None
@@ -131,6 +144,7 @@ class Trainer:
     def step(self, batch: Any) -> StepResult:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part, or, where the
         plan says `data: per_rank`, brings its part."""
+        self._refuse_swapped("step")
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
         compared = self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0)
@@ -155,6 +169,8 @@ class Trainer:
             self.state[name] = self._as_input(self._inputs[name][0].role, name, value)
         self.steps += 1
         self.intact = True
+        if self.ema is not None and self.updates and (result.finite is None or bool(result.finite)):
+            self.ema.update()
         return result
 
     def train(
@@ -347,6 +363,52 @@ class Trainer:
             return
         for name, grad in self._grads.items():
             self.state[name].add_(self._as_input("grad", name, grad), alpha=-lr)
+        if self.ema is not None:
+            self.ema.update()
+
+    def _refuse_swapped(self, what: str) -> None:
+        if self.ema is not None:
+            self.ema.refuse_swapped(what)
+
+    @on_cpu
+    def recompile(self) -> None:
+        """Go on with the model and the optimizers as they are now; every rank must call it, between two steps.
+
+        It is for what eager PyTorch allows after some steps: `requires_grad_` of parameters that were frozen or are to
+        be, `optimizer.add_param_group(...)`, other hyperparameters, the model's modes and numbers. Parameters, moments,
+        step counts, seed and step are kept; state of what is frozen now is put aside until it is trained again, and is
+        in no checkpoint. Raises ShardcError where `compile` does, and then nothing is changed.
+
+            model.backbone.requires_grad_(True)
+            trainer.recompile()
+        """
+        if self._again is None:
+            message = "the program came from a file, without its model, so it cannot be compiled again"
+            hint = "compile the model here; trainer.save and load hand the training state on"
+            raise error("SC546", message, hint=hint)
+        self._refuse_swapped("recompile")
+        program = self._again()
+        engine = self.engine.beside(program.staged)
+        handed = hand_on(self, program.staged.body, engine)
+        after = _trainer(program, engine, self.seed, self._check_every, start_of(program), handed)
+        if self._checkpoints is not None:
+            after.checkpoints.take_over(self._checkpoints)
+        if self.ema is not None:
+            self.ema.follow(after, self.engine)
+        after.steps, after.run, after.gradients_used = self.steps, self.run, self.gradients_used
+        self.__dict__ = after.__dict__
+        if self.ema is not None:
+            self.ema.include()
+
+    @property
+    def held(self) -> Mapping[str, tuple[Port, TensorType]]:
+        """The ports and types of what it holds: parameters, buffers, state."""
+        return self._kept
+
+    @property
+    def returned(self) -> Collection[tuple[str, str]]:
+        """(role, name) of what a step returns."""
+        return self._outputs.keys()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -427,17 +489,25 @@ class Trainer:
         It replaces the one at `path` when it is whole, not before. Asynchronous, it is written while training goes on:
         `wait()` on what is returned, or the next save, raises what went wrong.
         """
-        position = Position(self.steps, self.seed, extra or {})
-        return self.checkpoints.save(path, self._held(), position, asynchronous)
+        self._refuse_swapped("save")
+        own, averages = ({}, {}) if self.ema is None else (self.ema.position(), self.ema.held())
+        position = Position(self.steps, self.seed, {**own, **(extra or {})})
+        return self.checkpoints.save(path, self._held() | averages, position, asynchronous)
 
     @on_cpu
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
-        position = self.checkpoints.load(path, self._held(), strict, self._model_state.unsaved)
+        self._refuse_swapped("load")
+        averages = {} if self.ema is None else self.ema.held()
+        position = self.checkpoints.load(path, self._held() | averages, strict, self._model_state.unsaved)
+        extra = dict(position.extra)
+        about = extra.pop(KEY, {})
+        if self.ema is not None:
+            self.ema.resume(about)
         self.steps, self.seed, self._grads = position.step, position.seed, None
-        self.intact, self.run = True, Run()
+        self.intact, self.run, self.aside = True, Run(), {}
         self._taken = 0
-        return dict(position.extra)
+        return extra
 
     @on_cpu
     def export_safetensors(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -561,8 +631,26 @@ def launch(
     engines = Engines(program.staged)
     plan: PlanRecord = getattr(program, "plan", PlanRecord())
     seed = plan.get("seed", 0) if seed is None else seed
-    start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
     rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
+    values = start_of(program, state, init, seed)
+    in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    facts = facts_of(plan, rates(), seed, check_every)
+    engine = engines.job(timeout, device, facts) if in_job else engines.simulation()
+    try:
+        return _trainer(program, engine, seed, check_every, values)
+    except BaseException as failure:
+        engine.close(failure)
+        raise
+
+
+def start_of(
+    program: Launchable,
+    state: Weights | Sequence[Weights] | None = None,
+    init: Init | str | None = None,
+    seed: int = 0,
+) -> StartingValues:
+    """Where the values that a program starts from come from."""
+    start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
     model: nn.Module | None = getattr(program, "model", None)
     sources = sources_of(state, model)
     if model is not None:
@@ -570,21 +658,29 @@ def launch(
         sources.append(source_of(dict(tensors)))
     constants: Tensors = getattr(program, "constants", {})
     sources += [source_of(constants), source_of(start())]
-    values = StartingValues(sources, init_of(init, model, seed), model, getattr(program, "uncomputed", {}))
+    return StartingValues(sources, init_of(init, model, seed), model, getattr(program, "uncomputed", {}))
+
+
+def _trainer(
+    program: Launchable,
+    engine: Engine,
+    seed: int,
+    check_every: int,
+    values: StartingValues,
+    handed_on: HandedOn | None = None,
+) -> Trainer:
+    plan: PlanRecord = getattr(program, "plan", PlanRecord())
+    rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
+    constants: Tensors = getattr(program, "constants", {})
+    model: nn.Module | None = getattr(program, "model", None)
     reference: Graph | None = getattr(program, "reference", None)
     check = None if reference is None else IndexCheck(reference)
     unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
-    in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    facts = facts_of(plan, rates(), seed, check_every)
-    engine = engines.job(timeout, device, facts) if in_job else engines.simulation()
-    try:
-        return Trainer(
-            program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
-            plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizers", ()),
-            constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
-            getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
-            data_parts_of(plan, program.staged.body), getattr(program, "generation", None),
-        )  # fmt: skip
-    except BaseException as failure:
-        engine.close(failure)
-        raise
+    return Trainer(
+        program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
+        plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizers", ()),
+        constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
+        getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
+        data_parts_of(plan, program.staged.body), getattr(program, "generation", None), getattr(program, "again", None),
+        handed_on,
+    )  # fmt: skip
