@@ -23,7 +23,7 @@ from shardc.compiler.binding import PLAN, check_module, read_plan
 from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
-from shardc.compiler.request import Kept, Mode, Request, compiled
+from shardc.compiler.request import Kept, Mode, Request, compiled, rows_of
 from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
@@ -43,6 +43,7 @@ from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
 from shardc.partition import rank_costs
 from shardc.partition.memory import ProgramMemory, memory
+from shardc.partition.same_state import refuse_other_state
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
@@ -423,6 +424,21 @@ class Program(data.Program):
         loss = self.request.loss if kept == "scalars" else None  # of a batch to predict for there may be no labels
         about = {"batch": batch, "loss": loss, "optimizer": None, "watch": None, "strict": False}
         return _program(replace(self.request, mode="eval", kept=kept, like=self.staged, **about))
+
+    @on_cpu
+    def training(self, batch: Any) -> Program:
+        """The program that makes its steps on batches like this one, of another shape than its own: compiled from the
+        same model, plan and optimizer, on parameters, buffers and state as this one holds them.
+
+        Raises ShardcError (SC547) where there is no model, or where the state would have to lie otherwise.
+        """
+        if self.request is None:
+            message = "the program came from a file, without its model, so none can be compiled for another shape"
+            raise error("SC547", message, hint="give batches of the shape that it was compiled for, or compile here")
+        rows = rows_of(self.request.batch) // self.body.microbatches
+        other = _program(replace(self.request, batch=batch, like=self.staged, rows=rows, watch=None))
+        refuse_other_state(other.staged, self.staged)
+        return other
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

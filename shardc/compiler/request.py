@@ -3,8 +3,8 @@
     train    the loss, its gradients, and with an optimizer the update; model and modes as they are
     eval     the loss, if there is one, and the outputs, of the model as `model.eval()` makes it, under `no_grad`
 
-An evaluation may be compiled `like` a program that trains: it then takes parameters and buffers as that program holds
-them, stage by stage, so that both run on one state.
+A program may be compiled `like` one that trains: it then takes parameters, buffers and state as that program holds
+them, stage by stage, so that both run on one state. An evaluation is, and a step for batches of another shape.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ Mode = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `compile`; of an evaluation also which outputs it keeps, and whose state it shares."""
+    """The arguments of `compile`; also which outputs an evaluation keeps, and whose state a program shares.
+
+    `rows` are the most that a microbatch of such a program may have: as many as the other's.
+    """
 
     model: nn.Module
     batch: Any
@@ -69,6 +72,7 @@ class Request:
     mode: Mode = "train"
     kept: Kept = "all"
     like: StagedProgram | None = None
+    rows: int = 0
 
     @property
     def trains(self) -> bool:
@@ -106,7 +110,7 @@ def compiled(request: Request) -> Compiled:
     model, optimizer, trains = request.model, request.optimizer, request.trains
     plan = collect_plan(model, request.plan)
     if request.like is not None:
-        plan = _in_fewer_parts(plan, request.batch)
+        plan = _in_parts(plan, request)
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
     placed = tensor_mesh(plan, mesh)
     micro = split(request.batch, plan.microbatches)[0]
@@ -145,7 +149,8 @@ def compiled(request: Request) -> Compiled:
         updates = AppendUpdates(model, optimizer, plan.clip_grad_norm, precision, check_finite)
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
-    task = Task(traced, plan, mesh, placed, bound, updates, tokens, notes, request.like)
+    on = placed if request.like is None else request.like.body.mesh  # with its sub-axes
+    task = Task(traced, plan, mesh, on, bound, updates, tokens, notes, request.like)
     record = _record(request, plan, traced, options, updates)
     if plan.microbatches > 1 and any(_output_shapes(traced).values()):
         record["by_row"] = _by_row(request, traced, plan.microbatches)
@@ -184,14 +189,23 @@ def _record(
     return record
 
 
-def _in_fewer_parts(plan: Plan, batch: Any) -> Plan:
-    """The plan for an evaluation on a batch that need not be as long as training's: in as many microbatches as divide
-    it, of those that a step has."""
-    rows = next((leaf.shape[0] for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+def _in_parts(plan: Plan, request: Request) -> Plan:
+    """The plan for a batch that need not be as long as the first. All microbatches are of one size: of an evaluation
+    as many as divide the batch, of those that a step has; of a step as few as divide it and have no more rows each."""
+    rows = rows_of(request.batch)
+    if plan.microbatches == 1:
+        return plan
     count = math.gcd(rows, plan.microbatches)
+    if request.trains:
+        count = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= max(request.rows, 1))
     if plan.pipeline is None:
         return plan.model_copy(update={"accumulate": count})
     return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"microbatches": count})})
+
+
+def rows_of(batch: Any) -> int:
+    """The dim 0 that a batch is split along: that of its first tensor that has one."""
+    return next((leaf.shape[0] for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _output_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:

@@ -110,8 +110,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.partition": """
             __init__ balance cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
-            microbatch_sums program_counter rank_costs same_cut split_backward stage_arena stage_parts stage_recompute
-            staged_check staged_program step_analysis step_epilogue transfer_report
+            microbatch_sums program_counter rank_costs same_cut same_state split_backward stage_arena stage_parts
+            stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
             __init__ append buffer_writers buffers carried_state cleanup evaluation_mode gradients ingest loss_gradients
@@ -137,8 +137,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine evaluate feeding job loop model_state nonfinite rank_session replicas
-            result starting_values trainer
+            __init__ agreement engine evaluate feeding job loop model_state nonfinite programs rank_session replicas
+            result shapes starting_values trainer
         """,
     },
     {

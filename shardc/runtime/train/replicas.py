@@ -39,6 +39,7 @@ WHAT = {
 }
 HINTS = {
     "input": "give every rank the same whole batch, of which it takes its part: with the same sampler, order and seed",
+    "form": "give every rank the same whole batch, of which it takes its part: of one shape, also the last one",
     "hyper": "step the same schedule on every rank",
     "seed": "take the same steps on every rank, from the same checkpoint",
     "launch": "make the model alike on every rank: call torch.manual_seed before, or launch(state=path)",

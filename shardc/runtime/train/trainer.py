@@ -44,8 +44,10 @@ from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
+from shardc.runtime.train.programs import Compiled
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import StepResult, Tensors
+from shardc.runtime.train.shapes import Step, Steps
 from shardc.runtime.train.starting_values import StartingValues, init_of
 
 STATE_ROLES = ("param", "buffer", "state")
@@ -80,18 +82,20 @@ class Trainer:
         accept_values: Callable[[], None] = lambda: None,
         evaluation: Evaluation | None = None,
         by_row: Collection[str] = (),
+        shapes: Callable[[Any], Compiled] | None = None,
+        batch: Any = None,
     ) -> None:
-        self._by_row = by_row
         self._model, self._accept_values = model, accept_values
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
         self._unchanged = unchanged  # raises where the model is not what was compiled
-        self._feeding, self._raises = Feeding(body, sample, check), raises
+        self._raises = raises
         self.rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
-        self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
         kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
         self._kept = {port.name: (port, type) for port, type in kept}
+        self._programs = Steps(engine, Feeding(body, sample, check), by_row, shapes, batch, self._inputs)
+        self._last: Step = self._programs.first
         self._model_state = ModelState.of(recorded, self._kept, constants)
         start.check([port for port, _ in kept], self._model_state.unsaved)
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
@@ -116,15 +120,18 @@ class Trainer:
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
-        state, fed = self.state | rates, self._feeding.feeds(batch, self.seed, self.steps)
-        if self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0):
-            self._compare(state, fed)
+        due = bool(self._check_every) and (self._taken < FIRST or self._taken % self._check_every == 0)
+        run = self._programs.of(batch, f"before step {self.steps}", due)
+        state, fed = self.state | rates | run.constants, run.feeding.feeds(batch, self.seed, self.steps)
+        if due:
+            self._compare(state, run.feeding.items(fed))
         self._taken += 1
         self.intact = False
-        result = StepResult.of(self.body, self.engine.run(state, fed, self.steps), self.engine.output, self._by_row)
+        result = StepResult.of(run.body, run.engine.run(state, fed, self.steps), run.engine.output, run.by_row)
+        self._last = run
         if self._raises and result.finite is not None and not result.finite:
             self.intact = True
-            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(state, fed))
+            raise nonfinite(self.steps, float(result.loss), run.engine.nonfinite(state, fed))
         self._grads = result.grads
         self._finite = result.finite
         for name, value in result.buffers.items():
@@ -197,7 +204,8 @@ class Trainer:
         """Make a step with a clock on every instruction of a pipeline: its measured `schedule.timeline.Timeline`, of
         all ranks, on every rank. All must call it. Raises ShardcError (SC510) where there is none: in simulation, and
         without a pipeline."""
-        return self.engine.timed(lambda: self.step(batch))
+        run = self._programs.of(batch, f"before step {self.steps}", due=False)
+        return run.engine.timed(lambda: self.step(batch))
 
     @property
     def leads(self) -> bool:
@@ -233,7 +241,7 @@ class Trainer:
     @property
     def updates(self) -> bool:
         """Does a step end in an optimizer's update?"""
-        roles = {role for role, _ in self._outputs}
+        roles = {port.role for port in self.body.outputs}
         return "param" in roles and "grad" not in roles
 
     @on_cpu
@@ -244,7 +252,7 @@ class Trainer:
         optimizer: its gradients end in the update.
         """
         self._refuse_forward_only("gather_grads")
-        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
+        types = {name: type for (role, name), type in self._last.outputs.items() if role == "grad"}
         if self.updates:
             message = "the program has an optimizer, so its gradients end in the update and are not returned"
             hint = (
@@ -254,7 +262,8 @@ class Trainer:
         if self._grads is None:
             return {}
         self.gradients_used = True
-        return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
+        engine = self._last.engine
+        return {name: engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
 
     @on_cpu
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
@@ -369,21 +378,21 @@ class Trainer:
         for name, (port, type) in self._kept.items():
             role = port.role
             if name in self._model_state.unsaved:
-                if ("buffer", name) not in self._outputs:
+                if ("buffer", name) not in self._programs.first.outputs:
                     continue
                 role = "state"
             if not roles or role in roles:
                 held[name] = Held(self.state.get(name), type, role, tuple(port.aliases))
         return held
 
-    def _compare(self, state: Tensors, fed: Sequence[Feed]) -> None:
+    def _compare(self, state: Tensors, fed: Sequence[Item]) -> None:
         """Compare state and batch with the other ranks', where they share them."""
         if self.engine.peers is None:
             return
         ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
         items = [Item(port.name, port.role, type, state.get(port.name)) for port, type in ports]
         items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
-        items += self._feeding.items(fed)
+        items += fed
         self.engine.peers.check(items, f"before step {self.steps}")
 
     def _compare_launched(self) -> None:
@@ -398,10 +407,11 @@ class Trainer:
 
     def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """A gradient or buffer in the layout of the input that it belongs to."""
-        output_type, input_type = self._outputs[role, name], self._inputs[name][1]
+        output_type, input_type = self._last.outputs[role, name], self._last.inputs[name]
         if output_type.dims == input_type.dims and not output_type.partial:
             return value
-        return self.engine.shards.hold(self.engine.shards.whole(value, output_type), input_type)
+        shards = self._last.engine.shards
+        return shards.hold(shards.whole(value, output_type), input_type)
 
     def _loaded(self, port: Port, type: TensorType, start: StartingValues) -> torch.Tensor:
         read = start.read(port, type)
@@ -457,7 +467,8 @@ def launch(
             program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
             plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizer", None),
             constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
-            getattr(program, "evaluation", None), plan.get("by_row", ()),
+            getattr(program, "evaluation", None), plan.get("by_row", ()), getattr(program, "training", None),
+            getattr(getattr(program, "request", None), "batch", None),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)
