@@ -12,7 +12,7 @@ import torch
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.ops.streams import step_key
 from shardc.ir.types import TensorType
-from shardc.runtime.execute.batch import Sample, batch_inputs
+from shardc.runtime.execute.batch import Inputs, Sample, batch_inputs
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import supplied
 from shardc.runtime.train.replicas import Item
@@ -32,14 +32,14 @@ class Feeding:
         pairs = zip(self.body.inputs, self.body.placeholders, strict=True)
         return {port.name: (port, type_of(node)) for port, node in pairs if port.role in ("input", "seed")}
 
-    def tensors(self, batch: Any) -> dict[str, torch.Tensor]:
+    def tensors(self, batch: Any) -> Inputs:
         """The batch's tensors by input."""
         names = [name for name, (port, _) in self.placed.items() if port.role == "input"]
         return batch_inputs(batch, names, self.sample)
 
     def feeds(self, batch: Any, seed: int, step: int) -> list[Feed]:
         """The batch's tensors by microbatch, each with a key of its own for random numbers."""
-        inputs = self.tensors(batch)
+        inputs: dict[str, torch.Tensor] = {**self.tensors(batch)}
         for port, type in self.placed.values():
             if port.role == "seed":
                 inputs[port.name] = torch.full(type.shape, step_key(seed, step), dtype=type.dtype)

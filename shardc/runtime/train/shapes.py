@@ -19,6 +19,7 @@ import torch
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
+from shardc.runtime.execute.batch import Inputs, batch_inputs
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.programs import Compiled, Programs, prepare
@@ -68,20 +69,25 @@ class Steps:
     ) -> None:
         self.first = Step(engine, feeding, by_row)
         self._compile, self._held = compile, held
-        self._shapes = None if batch is None else self._of(feeding.tensors(batch))
+        self._inputs = [name for name, (port, _) in feeding.placed.items() if port.role == "input"]
+        self._shapes = None if batch is None else self._of(batch_inputs(batch, self._inputs))
         what = "a step is compiled for each shape of batch"
         self._programs = Programs[Step](engine, PROGRAMS, what, lambda step: step.engine.release(), pinned=True)
 
-    def of(self, batch: Any, when: str, due: bool) -> Step:
-        """The program for a batch, compiled if it is not there yet; all ranks must call it, with batches of one form.
+    def of(self, batch: Any, when: str, due: bool) -> tuple[Step, Inputs]:
+        """The program for a batch, compiled if it is not there yet, and the batch's tensors by name; all ranks must
+        call it, with batches of one form.
 
         It is the first for what is like no batch at all: it says what is wrong. Raises ShardcError: SC542 for ranks
         with batches of several forms, SC547 for another shape where no program can be compiled.
         """
-        shapes = self._other_shapes(batch)
+        tensors = self.first.feeding.tensors(batch)
+        shapes = self._other_shapes(tensors)
         form = None if shapes is None else tuple(sorted(shapes.items()))
         self._programs.agree(batch, None if form is None else ("step", form), when, due)
-        return self.first if form is None else self._programs.of("step", form, lambda: self._prepared(batch))
+        if form is None:
+            return self.first, tensors
+        return self._programs.of("step", form, lambda: self._prepared(batch)), tensors
 
     def _prepared(self, batch: Any) -> Step:
         if self._compile is None:
@@ -90,9 +96,8 @@ class Steps:
         ready = prepare(self._compile(batch), first.engine, self._held, evaluates=False)
         return Step(ready.engine, ready.feeding, ready.by_row, ready.constants)
 
-    def _other_shapes(self, batch: Any) -> Shapes | None:
+    def _other_shapes(self, tensors: Inputs) -> Shapes | None:
         """The shapes of a batch that is like the first's in all else; None for one of the first's shapes."""
-        tensors = self.first.feeding.tensors(batch)
         expected = self._shapes if self._shapes is not None else self._compiled_for(tensors)
         shapes, types = self._of(tensors), self.first.inputs
         if shapes == expected or shapes.keys() != expected.keys():
@@ -104,9 +109,8 @@ class Steps:
                 return None
         return shapes
 
-    def _of(self, tensors: Tensors) -> Shapes:
-        names = {name for name, (port, _) in self.first.feeding.placed.items() if port.role == "input"}
-        return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in names}
+    def _of(self, tensors: Mapping[str, torch.Tensor]) -> Shapes:
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in self._inputs}
 
     def _compiled_for(self, tensors: Mapping[str, torch.Tensor]) -> Shapes:
         """The shapes that a program from a file is for: of what is split, that of all microbatches."""

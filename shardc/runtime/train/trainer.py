@@ -121,8 +121,8 @@ class Trainer:
         self._grads = None  # let the last step's go before this one's are made
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
         due = bool(self._check_every) and (self._taken < FIRST or self._taken % self._check_every == 0)
-        run = self._programs.of(batch, f"before step {self.steps}", due)
-        state, fed = self.state | rates | run.constants, run.feeding.feeds(batch, self.seed, self.steps)
+        run, inputs = self._programs.of(batch, f"before step {self.steps}", due)
+        state, fed = self.state | rates | run.constants, run.feeding.feeds(inputs, self.seed, self.steps)
         if due:
             self._compare(state, run.feeding.items(fed))
         self._taken += 1
@@ -204,7 +204,7 @@ class Trainer:
         """Make a step with a clock on every instruction of a pipeline: its measured `schedule.timeline.Timeline`, of
         all ranks, on every rank. All must call it. Raises ShardcError (SC510) where there is none: in simulation, and
         without a pipeline."""
-        run = self._programs.of(batch, f"before step {self.steps}", due=False)
+        run, _ = self._programs.of(batch, f"before step {self.steps}", due=False)
         return run.engine.timed(lambda: self.step(batch))
 
     @property
