@@ -426,9 +426,10 @@ class Program(data.Program):
         return _program(replace(self.request, mode="eval", kept=kept, like=self.staged, **about))
 
     @on_cpu
-    def training(self, batch: Any) -> Program:
+    def training(self, batch: Any, updates: bool = True) -> Program:
         """The program that makes its steps on batches like this one, of another shape than its own: compiled from the
-        same model, plan and optimizer, on parameters, buffers and state as this one holds them.
+        same model, plan and optimizer, on parameters, buffers and state as this one holds them. Without `updates` its
+        gradients are returned instead.
 
         Raises ShardcError (SC547) where there is no model, or where the state would have to lie otherwise.
         """
@@ -436,7 +437,9 @@ class Program(data.Program):
             message = "the program came from a file, without its model, so none can be compiled for another shape"
             raise error("SC547", message, hint="give batches of the shape that it was compiled for, or compile here")
         rows = rows_of(self.request.batch) // self.body.microbatches
-        other = _program(replace(self.request, batch=batch, like=self.staged, rows=rows, watch=None))
+        optimizer = self.request.optimizer if updates else None
+        about = {"batch": batch, "like": self.staged, "rows": rows, "watch": None}
+        other = _program(replace(self.request, optimizer=optimizer, updates=updates, **about))
         refuse_other_state(other.staged, self.staged)
         return other
 

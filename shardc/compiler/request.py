@@ -38,7 +38,7 @@ from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.optimizer import AppendUpdates, learning_rates
 from shardc.frontend.sample_call import Call
 from shardc.frontend.saved_state import saved_state
-from shardc.frontend.token_weights import bind_tokens
+from shardc.frontend.token_weights import bind_tokens, refuse_unpaddable
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
@@ -73,6 +73,7 @@ class Request:
     kept: Kept = "all"
     like: StagedProgram | None = None
     rows: int = 0
+    updates: bool = True  # of a step: else its gradients are returned, as they are
 
     @property
     def trains(self) -> bool:
@@ -109,6 +110,8 @@ def compiled(request: Request) -> Compiled:
     request.check()
     model, optimizer, trains = request.model, request.optimizer, request.trains
     plan = collect_plan(model, request.plan)
+    if not request.updates:
+        plan = plan.model_copy(update={"clip_grad_norm": None, "nonfinite": None})
     if request.like is not None:
         plan = _in_parts(plan, request)
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
@@ -132,6 +135,8 @@ def compiled(request: Request) -> Compiled:
         tokens = None  # of an evaluation without a loss
     elif tokens is None:
         bind_tokens(plan.loss, call)  # raises for an input that the batch does not have
+    if trains and plan.pad:
+        refuse_unpaddable(plan.pad, tokens, call)
     bound = bind(plan if trains else _for_evaluation(request, plan, traced), traced, placed)
     store, keep = bind_storage(plan.storage, traced, placed)
     options = Options(

@@ -116,6 +116,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC544": Code("no-gradients", "gradients are asked of a program that does not return them"),
     "SC545": Code("no-output", "a result is asked for a loss or an output that its program does not return"),
     "SC547": Code("other-shape", "no step can be made on a batch of another shape than the program's, on its state"),
+    "SC548": Code("padding-seen", "a batch cannot be padded: its loss, or real tokens, would see what is added"),
     "SC546": Code("not-evaluated", "an evaluation cannot be made: of nothing, or by a trainer without its model"),
 }
 CODES.update(COMPILER_CODES)

@@ -26,8 +26,6 @@ from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.result import Tensors
 
-SHOWN = 6  # tensors of a batch in a message
-
 
 class Compiled(Protocol):
     """What of a program is run beside a trainer's own."""
@@ -83,8 +81,7 @@ def form_of(batch: Any) -> Hashable:
 def form_text(batch: Any) -> str:
     """The shapes of a batch, to be read: `input_ids [3, 128], labels [3, 128]`."""
     tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
-    shown = [f"{path} {list(t.shape)}".strip() for path, t in tensors[:SHOWN]]
-    return ", ".join([*shown, *(["..."] if tensors[SHOWN:] else [])])
+    return ", ".join(f"{path} {list(t.shape)}".strip() for path, t in tensors)
 
 
 T = TypeVar("T")
@@ -100,6 +97,10 @@ class Programs(Generic[T]):
         self._pinned = pinned  # one more, which is kept elsewhere: the trainer's own
         self._ready: dict[tuple[Hashable, Hashable], T] = {}
         self._said: set[str] = set()
+
+    def forms(self) -> list[Any]:
+        """Those of the programs, the least recently used first."""
+        return [form for _, form in self._ready]
 
     def agree(self, batch: Any, key: Hashable | None, when: str, due: bool) -> None:
         """Raise ShardcError (SC542) where ranks were given batches of several forms. With one program they are compared

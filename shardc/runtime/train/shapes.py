@@ -9,7 +9,8 @@ in these is refused, as it is of one shape. The trainer's own program is kept; o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,11 +23,12 @@ from shardc.ir.types import TensorType
 from shardc.runtime.execute.batch import Inputs, batch_inputs
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
-from shardc.runtime.train.programs import Compiled, Programs, prepare
-from shardc.runtime.train.result import Tensors
+from shardc.runtime.train.padding import Padding, Shapes, rebuilt
+from shardc.runtime.train.padding_trial import BUFFER, GRADIENT, LOSS, Results, Trial
+from shardc.runtime.train.programs import Compiled, Programs, form_of, prepare
+from shardc.runtime.train.result import StepResult, Tensors
 
 PROGRAMS = 8  # of other shapes than the first, that are kept
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,20 @@ class Steps:
         engine: Engine,
         feeding: Feeding,
         by_row: Collection[str],
-        compile: Callable[[Any], Compiled] | None,
+        compile: Callable[[Any, bool], Compiled] | None,
         batch: Any,
         held: Mapping[str, tuple[Port, TensorType]],
+        padding: Padding | None = None,
+        state: Callable[[], Tensors] = dict,
+        evaluated: Callable[[Any], torch.Tensor | None] = lambda _: None,
     ) -> None:
         self.first = Step(engine, feeding, by_row)
         self._compile, self._held = compile, held
         self._inputs = [name for name, (port, _) in feeding.placed.items() if port.role == "input"]
         self._shapes = None if batch is None else self._of(batch_inputs(batch, self._inputs))
         what = "a step is compiled for each shape of batch"
+        self._padding, self._state, self._evaluated = padding, state, evaluated
+        self._tried: set[Hashable] = set()  # what was padded, of which program
         self._programs = Programs[Step](engine, PROGRAMS, what, lambda step: step.engine.release(), pinned=True)
 
     def of(self, batch: Any, when: str, due: bool) -> tuple[Step, Inputs]:
@@ -84,17 +91,72 @@ class Steps:
         tensors = self.first.feeding.tensors(batch)
         shapes = self._other_shapes(tensors)
         form = None if shapes is None else tuple(sorted(shapes.items()))
-        self._programs.agree(batch, None if form is None else ("step", form), when, due)
+        if self._padding is not None and self._shapes is not None:
+            self._programs.agree(batch, None, when, due=True)  # of another shape they are no less alike when padded
+            if shapes is not None and (into := self._room(self._padding, shapes)) is not None:
+                padded = self._padding.pad(tensors, into)
+                self._try(self._padding, batch, tensors, padded, into)
+                batch, tensors = rebuilt(batch, padded), padded
+                form = None if into == self._shapes else tuple(sorted(into.items()))
+        else:
+            self._programs.agree(batch, None if form is None else ("step", form), when, due)
         if form is None:
             return self.first, tensors
         return self._programs.of("step", form, lambda: self._prepared(batch)), tensors
 
-    def _prepared(self, batch: Any) -> Step:
+    def _prepared(self, batch: Any, updates: bool = True) -> Step:
         if self._compile is None:
             raise error("SC547", "the trainer has no model", hint="launch a program that compile made of a model")
         first = self.first
-        ready = prepare(self._compile(batch), first.engine, self._held, evaluates=False)
+        ready = prepare(self._compile(batch, updates), first.engine, self._held, evaluates=False)
         return Step(ready.engine, ready.feeding, ready.by_row, ready.constants)
+
+    # ------------------------------------------------------------------ padding
+    def _room(self, padding: Padding, shapes: Shapes) -> Shapes | None:
+        """The smallest shapes of a program that a batch may be padded to; None where there are none, or its own are."""
+        known = [self._shapes, *(dict(form) for form in self._programs.forms())]
+        fitting = [other for other in known if other is not None and padding.fits(shapes, other)]
+        best = min(fitting, key=lambda other: sum(map(math.prod, other.values())), default=None)
+        return None if best == shapes else best
+
+    def _try(self, padding: Padding, batch: Any, tensors: Inputs, padded: Inputs, into: Shapes) -> None:
+        """Refuse padding that a step would see, once for what is padded of which program."""
+        changed = frozenset((n, d) for n, t in tensors.items() for d, size in enumerate(t.shape) if size != into[n][d])
+        key = (tuple(sorted(into.items())), changed)
+        if key in self._tried:
+            return
+        ready: dict[Hashable, Step] = {}
+
+        def results(given: Any) -> Results:
+            form = form_of(given)
+            if form not in ready:
+                ready[form] = self._prepared(given, updates=False)
+            return self._results(ready[form], given)
+
+        try:
+            Trial(padding, self.first.body, results, self._evaluated, self._any_rank).check(
+                batch, tensors, padded, into
+            )
+        finally:
+            for step in ready.values():
+                step.engine.release()
+        self._tried.add(key)
+
+    def _results(self, step: Step, batch: Any) -> Results:
+        """Loss, gradients and buffers of a step that updates nothing."""
+        held = {name: t for name, t in self._state().items() if name in step.inputs}
+        # A step may write over its buffers and state, not over parameters without an update.
+        own = {name: t.clone() for name, t in held.items() if self._held[name][0].role != "param"}
+        outputs = step.engine.run({**held, **own, **step.constants}, step.feeding.feeds(batch, 0, 0), 0)
+        result = StepResult.of(step.body, outputs)
+        gradients = {f"{GRADIENT}{name}": value for name, value in result.grads.items()}
+        return {LOSS: result.loss, **gradients, **{f"{BUFFER}{name}": value for name, value in result.buffers.items()}}
+
+    def _any_rank(self, flag: bool) -> bool:
+        peers = self.first.engine.peers
+        if peers is None:
+            return flag
+        return any(bool(row) for row in peers.gather(torch.tensor(int(flag), device=self.first.engine.device)))
 
     def _other_shapes(self, tensors: Inputs) -> Shapes | None:
         """The shapes of a batch that is like the first's in all else; None for one of the first's shapes."""

@@ -29,6 +29,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.program import PlanRecord
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
+from shardc.plan.schema import Plan
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
 from shardc.runtime.checkpoint.hugging_face import export_hf, sources_of
@@ -44,9 +45,10 @@ from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.loop import Metrics, Run, Scheduler, train
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
+from shardc.runtime.train.padding import Padding
 from shardc.runtime.train.programs import Compiled
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
-from shardc.runtime.train.result import StepResult, Tensors
+from shardc.runtime.train.result import Kept, StepResult, Tensors
 from shardc.runtime.train.shapes import Step, Steps
 from shardc.runtime.train.starting_values import StartingValues, init_of
 
@@ -82,8 +84,9 @@ class Trainer:
         accept_values: Callable[[], None] = lambda: None,
         evaluation: Evaluation | None = None,
         by_row: Collection[str] = (),
-        shapes: Callable[[Any], Compiled] | None = None,
+        shapes: Callable[[Any, bool], Compiled] | None = None,
         batch: Any = None,
+        padding: Padding | None = None,
     ) -> None:
         self._model, self._accept_values = model, accept_values
         self.optimizer = optimizer  # the program's own: its learning rates are those of each step
@@ -94,7 +97,9 @@ class Trainer:
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
         kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
         self._kept = {port.name: (port, type) for port, type in kept}
-        self._programs = Steps(engine, Feeding(body, sample, check), by_row, shapes, batch, self._inputs)
+        feeding, evaluated = Feeding(body, sample, check), lambda batch: self._evaluate(batch, "scalars").own_loss
+        now = lambda: self.state  # noqa: E731
+        self._programs = Steps(engine, feeding, by_row, shapes, batch, self._inputs, padding, now, evaluated)
         self._last: Step = self._programs.first
         self._model_state = ModelState.of(recorded, self._kept, constants)
         start.check([port for port, _ in kept], self._model_state.unsaved)
@@ -191,7 +196,10 @@ class Trainer:
     def predict(self, batch: Any) -> StepResult:
         """What the model returns for a batch, evaluated as in `evaluate`: all `outputs`, and the loss if it makes one.
         Labels for a loss function are not needed. Every rank must call it."""
-        return self._evaluator.run(batch, "all", self.state, self.seed, self.steps)
+        return self._evaluate(batch, "all")
+
+    def _evaluate(self, batch: Any, kept: Kept) -> StepResult:
+        return self._evaluator.run(batch, kept, self.state, self.seed, self.steps)
 
     def _refuse_forward_only(self, what: str) -> None:
         if self.body.is_forward_only:
@@ -468,8 +476,18 @@ def launch(
             plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizer", None),
             constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
             getattr(program, "evaluation", None), plan.get("by_row", ()), getattr(program, "training", None),
-            getattr(getattr(program, "request", None), "batch", None),
+            getattr(getattr(program, "request", None), "batch", None), _padding(plan, reference),
         )  # fmt: skip
     except BaseException as failure:
         engine.close(failure)
         raise
+
+
+def _padding(plan: PlanRecord, reference: Graph | None) -> Padding | None:
+    """What a program's plan says of smaller batches."""
+    pad = Plan.parse(plan.get("text", "")).pad
+    if not pad or reference is None or reference.tokens is None:
+        return None
+    mask = pad if isinstance(pad, str) else "attention_mask"
+    inputs = {port.name for port in reference.inputs if port.role == "input"}
+    return Padding(reference.tokens, mask if mask in inputs else None)
