@@ -24,6 +24,7 @@ from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
 from shardc.compiler.request import Kept, Mode, Request, compiled, rows_of
+from shardc.compiler.what_varies import header
 from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
@@ -270,9 +271,10 @@ class Program(data.Program):
     def text(self, *, fold: bool = False) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages.
 
-        With `fold`, equal layers are printed once, with their count: for reading, and not for `shardc.parse`.
+        Its head says what is fixed and what may change from step to step. With `fold`, equal layers are printed once,
+        with their count: for reading, and not for `shardc.parse`.
         """
-        return "\n".join(self.staged.text(c, fold=fold) for c in self.staged.coordinate_range)
+        return "\n".join([*header(self), *(self.staged.text(c, fold=fold) for c in self.staged.coordinate_range)])
 
     def to_json(self) -> str:
         """The program as text that `from_json` reads; raises ShardcError (SC301) for an op that it would refuse."""

@@ -137,12 +137,12 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ agreement engine evaluate feeding job loop model_state nonfinite programs rank_session replicas
-            result shapes starting_values trainer
+            __init__ agreement engine evaluate feeding job loop model_state nonfinite padding padding_trial programs
+            rank_session replicas result shapes starting_values trainer
         """,
     },
     {
-        "shardc.compiler": "__init__ binding driver pass_pipeline pipelining program_check rank request",
+        "shardc.compiler": "__init__ binding driver pass_pipeline pipelining program_check rank request what_varies",
     },
     {
         "shardc.explain": "__init__ collective fusion plan_edits provenance transfer unfused what_if",
