@@ -24,7 +24,8 @@ from shardc.compiler.generation import StepRequests, held_cache
 from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
-from shardc.compiler.request import Kept, Mode, Request, compiled
+from shardc.compiler.request import Kept, Mode, Request, compiled, rows_of
+from shardc.compiler.what_varies import header
 from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
 from shardc.explain.transfer import cause_of
@@ -46,6 +47,7 @@ from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
 from shardc.partition import rank_costs
 from shardc.partition.memory import ProgramMemory, memory
+from shardc.partition.same_state import refuse_other_state
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
@@ -275,9 +277,10 @@ class Program(data.Program):
     def text(self, *, fold: bool = False) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages.
 
-        With `fold`, equal layers are printed once, with their count: for reading, and not for `shardc.parse`.
+        Its head says what is fixed and what may change from step to step. With `fold`, equal layers are printed once,
+        with their count: for reading, and not for `shardc.parse`.
         """
-        return "\n".join(self.staged.text(c, fold=fold) for c in self.staged.coordinate_range)
+        return "\n".join([*header(self), *(self.staged.text(c, fold=fold) for c in self.staged.coordinate_range)])
 
     def to_json(self) -> str:
         """The program as text that `from_json` reads; raises ShardcError (SC301) for an op that it would refuse."""
@@ -481,6 +484,25 @@ class Program(data.Program):
         """Compiles it for the model and the optimizers as they are now; None where it came from a file."""
         request = self.request
         return None if request is None else lambda: _program(request)
+
+    def training(self, batch: Any, updates: bool = True) -> Program:
+        """The program that makes its steps on batches like this one, of another shape than its own: compiled from the
+        same model, plan and optimizer, on parameters, buffers and state as this one holds them. Without `updates` its
+        gradients are returned instead.
+
+        Raises ShardcError (SC547) where there is no model, or where the state would have to lie otherwise.
+        """
+        if self.request is None:
+            message = "the program came from a file, without its model, so none can be compiled for another shape"
+            raise error("SC547", message, hint="give batches of the shape that it was compiled for, or compile here")
+        rows = rows_of(self.request.batch) // self.body.microbatches
+        optimizer = self.request.optimizer if updates else None
+        about = {"batch": batch, "like": self.staged, "rows": rows, "watch": None}
+        if (parts := data_parts_of(self.plan, self.body)) is not None:
+            about["data_parts"] = parts.count
+        other = _program(replace(self.request, optimizer=optimizer, updates=updates, **about))
+        refuse_other_state(other.staged, self.staged)
+        return other
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

@@ -20,6 +20,7 @@ from shardc.cli.summary import (
     table_of,
     work,
 )
+from shardc.compiler.what_varies import batch_line
 from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, info
 from shardc.ir.layers import layer_or_module, list_and_index
@@ -44,7 +45,9 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
     sent = communication_table(sorted(_communications(pipelined, busiest), key=lambda row: phases.index(row.phase)))
     sent.title, sent.title_justify = f"a rank of {pipelined.axis}={busiest}, which sends most", "left"
     return [
-        Text(f"{head}\n{parameters(program)} (the fullest)\n{work(program.flops())} (the busiest)"),
+        Text(
+            f"{head}\n{parameters(program)} (the fullest)\n{work(program.flops())} (the busiest)\n{batch_line(program)}"
+        ),
         stage_table(pipelined, timeline.peak_bytes),
         sent,
         Text(f"predicted, in FLOPs of a rank, as if sending took no time: {timeline.text(100)}", no_wrap=True),

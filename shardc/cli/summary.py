@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kernels_triton.match.op import KERNELS
+from shardc.compiler.what_varies import batch_line
 from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
 from shardc.ir.collectives import Collective, human_bytes
@@ -27,7 +28,7 @@ def summary(program: Program) -> list[RenderableType]:
     """Parameters and their bytes, the work of a rank, and collectives by phase, axis and kind."""
     calls = sum(1 for _ in program.body.calls())
     head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {calls} instructions; {parameters(program)}"
-    lines = [head, work(flops(program.body)), *fusion(program)]
+    lines = [head, work(flops(program.body)), *fusion(program), batch_line(program)]
     return [Text("\n".join(lines)), collective_table(program.collectives())]
 
 

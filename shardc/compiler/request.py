@@ -3,8 +3,8 @@
     train    the loss, its gradients, and with an optimizer the update; model and modes as they are
     eval     the loss, if there is one, and the outputs, of the model as `model.eval()` makes it, under `no_grad`
 
-An evaluation may be compiled `like` a program that trains: it then takes parameters and buffers as that program holds
-them, stage by stage, so that both run on one state.
+A program may be compiled `like` one that trains: it then takes parameters, buffers and state as that program holds
+them, stage by stage, so that both run on one state. An evaluation is, and a step for batches of another shape.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from shardc.frontend.optimizer import AppendUpdates
 from shardc.frontend.program_optimizers import Optimizers, learning_rates, optimizers_of
 from shardc.frontend.sample_call import Call
 from shardc.frontend.saved_state import saved_state
-from shardc.frontend.token_weights import bind_tokens
+from shardc.frontend.token_weights import bind_tokens, refuse_unpaddable
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import fewest_microbatches
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.memory.recompute import Recompute
@@ -59,8 +60,11 @@ Mode = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `compile`; of an evaluation also which outputs it keeps, and whose state it shares. A step that
-    `generates` takes its cache as it is held."""
+    """The arguments of `compile`; also which outputs an evaluation keeps, and whose state a program shares. A step that
+    `generates` takes its cache as it is held.
+
+    `rows` are the most that a microbatch of such a program may have: as many as the other's.
+    """
 
     model: nn.Module
     batch: Any
@@ -73,9 +77,11 @@ class Request:
     mode: Mode = "train"
     kept: Kept = "all"
     like: StagedProgram | None = None
-    data_parts: int = 1  # of an evaluation: in how many parts ranks bring a batch
+    data_parts: int = 1  # of a program like another: in how many parts ranks bring a batch
     generates: bool = False
     cache: Held = ()
+    rows: int = 0
+    updates: bool = True  # of a step: else its gradients are returned, as they are
 
     @property
     def trains(self) -> bool:
@@ -115,8 +121,10 @@ def compiled(request: Request) -> Compiled:
     request.check()
     model, optimizer, trains = request.model, request.optimizer, request.trains
     plan = collect_plan(model, request.plan)
+    if not request.updates:
+        plan = plan.model_copy(update={"clip_grad_norm": None, "nonfinite": None})
     if request.like is not None:
-        plan = _in_fewer_parts(plan, request.batch, request.data_parts)
+        plan = _in_parts(plan, request)
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
     placed = tensor_mesh(plan, mesh)
     micro = split(request.batch, plan.microbatches)[0]
@@ -138,6 +146,8 @@ def compiled(request: Request) -> Compiled:
         tokens = None  # of an evaluation without a loss
     elif tokens is None:
         bind_tokens(plan.loss, call)  # raises for an input that the batch does not have
+    if trains and plan.pad:
+        refuse_unpaddable(plan.pad, tokens, call)
     bound = bind(plan if trains else _for_evaluation(request, plan, traced), traced, placed)
     if request.generates:
         bound = bound_step(bound, traced, request.cache)
@@ -164,7 +174,8 @@ def compiled(request: Request) -> Compiled:
         )
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
-    task = Task(traced, plan, mesh, placed, bound, updates, tokens, notes, request.like)
+    on = placed if request.like is None else request.like.body.mesh  # with its sub-axes
+    task = Task(traced, plan, mesh, on, bound, updates, tokens, notes, request.like)
     record = _record(request, plan, traced, options, updates)
     if plan.microbatches > 1 and any(_output_shapes(traced).values()):
         record["by_row"] = _by_row(request, traced, plan.microbatches)
@@ -210,11 +221,16 @@ def _record(
     return record
 
 
-def _in_fewer_parts(plan: Plan, batch: Any, data_parts: int) -> Plan:
-    """The plan for an evaluation on a batch that need not be as long as training's: in as many microbatches as divide
-    it, or the part of it that a rank brings, of those that a step has."""
-    rows = next((leaf.shape[0] for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
-    count = math.gcd(rows if rows % data_parts else rows // data_parts, plan.microbatches)
+def _in_parts(plan: Plan, request: Request) -> Plan:
+    """The plan for a batch that need not be as long as the first. All microbatches are of one size: of an evaluation
+    as many as divide the batch, of those that a step has; of a step as few as divide it and have no more rows each. Of
+    a batch that ranks bring in parts, each part is divided."""
+    rows, most = rows_of(request.batch), max(request.rows, 1)
+    if plan.microbatches == 1:
+        return plan
+    if rows % request.data_parts == 0:
+        rows, most = rows // request.data_parts, max(most // request.data_parts, 1)
+    count = fewest_microbatches(rows, most) if request.trains else math.gcd(rows, plan.microbatches)
     if plan.pipeline is None:
         return plan.model_copy(update={"accumulate": count})
     return plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"microbatches": count})})
@@ -232,6 +248,11 @@ def split_inputs(call: Call) -> list[str]:
     """The inputs that are split into microbatches: those whose dim 0 is that of the first."""
     rows = next((t.shape[0] for t in call.tensors if t.dim()), 0)
     return [name for name, t in zip(call.names, call.tensors, strict=True) if t.dim() and t.shape[0] == rows]
+
+
+def rows_of(batch: Any) -> int:
+    """The dim 0 that a batch is split along: that of its first tensor that has one."""
+    return next((leaf.shape[0] for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _output_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardc.frontend.sample_call import Call
-from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.graph import Tokens
 from shardc.plan.values import LossOver
 
@@ -43,6 +43,19 @@ def bind_tokens(loss: LossOver, batch: Call) -> Tokens | None:
         message = f"the loss counts tokens in '{loss.tokens}' of {list(shape)}, {problem}"
         raise ShardcError(loss.located(Diagnostic("SC222", message, tensor=loss.tokens, hint=hint)))
     return Tokens(loss.tokens, loss.ignore, loss.shift)
+
+
+def refuse_unpaddable(pad: bool | str, tokens: Tokens | None, batch: Call) -> None:
+    """Raise ShardcError where batches cannot be padded: SC548 for a loss that is no mean over tokens, SC202 for a mask
+    that the batch does not have."""
+    if tokens is None:
+        message = "a plan with 'pad' needs a loss that is a mean over tokens: what is added is ignored by its label"
+        raise error(
+            "SC548", message, hint="write loss: {tokens: labels}, with the name of the labels; or leave pad out"
+        )
+    if isinstance(pad, str) and pad not in batch.names:
+        hint = did_you_mean(pad, batch.names, "inputs")
+        raise error("SC202", f"'pad' names the mask '{pad}', which is no tensor of the batch", hint=hint)
 
 
 def counted(labels: Tensor, tokens: Tokens) -> int:

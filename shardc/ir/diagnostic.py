@@ -121,6 +121,8 @@ COMPILER_CODES: dict[str, Code] = {
     "SC556": Code("part-ended", "the data of some ranks end before those of the others"),
     "SC557": Code("loader-state", "a loader's state cannot be kept in a checkpoint, or is not that of this loader"),
     "SC545": Code("no-output", "a result is asked for a loss or an output that its program does not return"),
+    "SC547": Code("other-shape", "no step can be made on a batch of another shape than the program's, on its state"),
+    "SC548": Code("padding-seen", "a batch cannot be padded: its loss, or real tokens, would see what is added"),
     "SC546": Code("not-evaluated", "an evaluation cannot be made: of nothing, or by a trainer without its model"),
 }
 CODES.update(COMPILER_CODES)

@@ -34,6 +34,11 @@ def checked_count(count: object) -> int:
     raise error("SC402", f"a step has 1 to {MOST} microbatches, not {str(count)[:40]}", hint=hint)
 
 
+def fewest_microbatches(rows: int, most: int) -> int:
+    """As few as divide so many rows, and have no more than `most` of them each."""
+    return next(count for count in range(1, rows + 1) if rows % count == 0 and rows // count <= most)
+
+
 def in_microbatch(graph: Graph) -> set[fx.Node]:
     """The nodes that run once a microbatch, inputs included; of a graph of one microbatch, all."""
     if graph.microbatches == 1:

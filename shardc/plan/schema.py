@@ -37,6 +37,7 @@ from shardc.plan.values import (
     Length,
     LossOver,
     Nonfinite,
+    Padded,
     Recomputing,
     Seed,
     Source,
@@ -64,12 +65,13 @@ class Plan(BaseModel):
 
     The four maps go from a pattern to its annotation. `budget` is the most bytes a rank may send in a step, an axis or
     in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
-    their mean, unless `loss` weights them by tokens. `hardware` is the machine that passes weigh their choices for.
-    `bucket` is up to how many bytes of collectives travel as one: true is what the hardware says, 25 MiB by default.
-    `align: false` leaves 16-bit products of odd sizes as they are; else they are padded where that is faster.
-    `data` says what ranks are given of a step's batch: all of it, or `per_rank` the part of their data coordinate.
-    `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and all else
-    does not look. Under `strict` whatever could not be honoured is an error.
+    their mean, unless `loss` weights them by tokens. Under `pad` a smaller batch is padded to a shape compiled for.
+    `hardware` is the machine that passes weigh their choices for. `bucket` is up to how many bytes of collectives
+    travel as one: true is what the hardware says, 25 MiB by default. `align: false` leaves 16-bit products of odd sizes
+    as they are; else they are padded where that is faster. `data` says what ranks are given of a step's batch: all of
+    it, or `per_rank` the part of their data coordinate. `nonfinite` says what becomes of a step with a gradient that is
+    no number: by default float16 skips it, and all else does not look. Under `strict` whatever could not be honoured is
+    an error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -91,6 +93,7 @@ class Plan(BaseModel):
     data: Data = Data()
     pipeline: Pipelining | None = None
     loss: LossOver = LossOver()
+    pad: Padded = False
     clip_grad_norm: Length | None = None
     strict: Flag = False
     budget: dict[str, int] = {}
@@ -117,6 +120,7 @@ class Plan(BaseModel):
         data: str | None = None,
         pipeline: Mapping[str, object] | None = None,
         loss: str | Mapping[str, object] | None = None,
+        pad: bool | str | None = None,
         clip_grad_norm: float | None = None,
         strict: bool | None = None,
         budget: Mapping[str, int | str] | None = None,
@@ -128,7 +132,7 @@ class Plan(BaseModel):
         written_maps: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
         values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
         values |= {"hardware": hardware, "align": align, "bucket": bucket}
-        values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss}
+        values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss, "pad": pad}
         values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
         return cls.from_dict({**written_maps, **{key: value for key, value in values.items() if value is not None}})
@@ -278,6 +282,8 @@ class Plan(BaseModel):
             data["pipeline"] = self.pipeline.dumped()
         if self.loss.tokens is not None:
             data["loss"] = self.loss.dumped()
+        if self.pad:
+            data["pad"] = self.pad
         if self.clip_grad_norm is not None:
             data["clip_grad_norm"] = self.clip_grad_norm
         if self.strict:

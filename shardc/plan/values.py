@@ -42,6 +42,7 @@ def read_exponent(value: object) -> object:
 Flag = Annotated[bool, Field(strict=True)]
 Length = Annotated[float, BeforeValidator(read_exponent), Field(strict=True, gt=0, le=1e30, allow_inf_nan=False)]
 Scale = Annotated[float, BeforeValidator(read_exponent), Field(strict=True, allow_inf_nan=False)]
+Padded = Flag | Annotated[str, Field(strict=True, min_length=1)]  # true, or the name of the mask among the inputs
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Label = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Shift = Annotated[int, Field(strict=True, ge=0, lt=2**31)]

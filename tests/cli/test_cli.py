@@ -86,7 +86,7 @@ def test_emitted_json_is_a_program(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("suffix", "start"),
-    [(".json", '{\n"format"'), (".py", "# 'step' for mesh"), (".dot", "digraph"), (".txt", "graph @step")],
+    [(".json", '{\n"format"'), (".py", "# 'step' for mesh"), (".dot", "digraph"), (".txt", "# batch: ")],
 )
 def test_the_suffix_tells_the_form(suffix: str, start: str, tmp_path: Path) -> None:
     path = tmp_path / f"out{suffix}"

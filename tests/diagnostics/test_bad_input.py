@@ -204,7 +204,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     ),
     "simulated_batch_shape": ("SC501", lambda: program().simulate(torch.randn(8, 15))),
     "simulated_batch_dtype": ("SC501", lambda: program().simulate(torch.ones(8, 16, dtype=torch.int64))),
-    "stepped_batch_shape": ("SC501", lambda: program().launch().step(torch.randn(6, 16))),
+    "stepped_batch_shape": ("SC501", lambda: program().launch().step(torch.randn(8, 16, 1))),
     "batch_without_its_input": ("SC501", lambda: program().simulate({"y": batch()})),
     "over_budget": ("SC213", lambda: yaml('budget:\n  dp: 1KiB\ninputs:\n  x: "dp"')),
 }

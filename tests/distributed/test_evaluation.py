@@ -50,5 +50,6 @@ def test_ranks_that_evaluate_different_batches_are_named(tmp_path: Path) -> None
     first, second = start("differs", 2, tmp_path, worker=WORKER)
     assert first == second
     assert first is not None
-    assert [first["values"][0], first["shape"][0]] == ["SC542", "SC541"]
+    assert [first["values"][0], first["shape"][0]] == ["SC542", "SC542"]
     assert "in an evaluation after step 0" in first["values"][1]
+    assert "rank 1 was given a batch of another form" in first["shape"][1]

@@ -111,8 +111,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.partition": """
             __init__ balance cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
-            microbatch_sums program_counter rank_costs same_cut split_backward stage_arena stage_parts stage_recompute
-            staged_check staged_program step_analysis step_epilogue transfer_report
+            microbatch_sums program_counter rank_costs same_cut same_state split_backward stage_arena stage_parts
+            stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
             __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode
@@ -138,15 +138,15 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ after_step agreement callbacks consensus device_copy ema engine evaluate feeding
-            interruptions job loader_state loading loop loop_state lr_schedule metrics model_state
-            nonfinite progress_line rank_part rank_session recompile replicas result starting_values
-            trainer
+            __init__ after_step agreement callbacks consensus device_copy ema engine evaluate feeding interruptions
+            job loader_state loading loop loop_state lr_schedule metrics model_state nonfinite padding padding_trial
+            programs progress_line rank_part rank_session recompile replicas result shapes starting_values trainer
         """,
     },
     {
         "shardc.compiler": """
             __init__ binding driver generation pass_pipeline pipelining program_check rank request step_plan
+            what_varies
         """,
     },
     {

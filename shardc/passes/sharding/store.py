@@ -20,14 +20,13 @@ divides, the leading one if several do; where it divides none, to the largest, p
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
 from torch import fx
 
-from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.diagnostic import Diagnostic, error
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import CONSTANT
@@ -48,12 +47,12 @@ class Store(Pass):
     zero: int = 0
     axes: Axes = ()
     bound: tuple[Bound, ...] = ()  # parameters stored as an annotation says, instead
-    layout: tuple[tuple[str, TensorType], ...] = ()  # parameters and buffers stored as another program has them
+    layout: tuple[tuple[str, TensorType], ...] = ()  # parameters, buffers and state stored as another program has them
 
     def like(self, body: Graph, more: tuple[tuple[str, TensorType], ...] = ()) -> Store:
         """Storage as another body's: what it takes between its steps, this one takes too; and what is held beside."""
         pairs = zip(body.inputs, body.placeholders, strict=True)
-        held = [(p.name, type_of(n)) for p, n in pairs if p.role in ("param", "buffer")]
+        held = [(p.name, type_of(n)) for p, n in pairs if p.role in ("param", "buffer", "state")]
         held = tuple((name, type) for name, type in held if not name.startswith(CONSTANT))
         return replace(self, layout=(*held, *more))
 
@@ -69,15 +68,19 @@ class Store(Pass):
         gradient_of, layout = gradients(graph), dict(self.layout)
         by_name = {p.name: (p, n) for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
         annotated = landed(graph, [(b, by_name[b.name][1]) for b in self.bound]) if self.bound else {}
-        for name, (port, node) in by_name.items():
+        for name, (_, node) in by_name.items():
             if name in layout:
                 graph.stored[node] = _as_held(name, type_of(node), layout[name], graph.mesh)
+        for name, (port, node) in by_name.items():
+            if port.role != "param" or (name in layout and graph.is_forward_only):
                 continue
-            if port.role != "param":
-                continue
-            placement = annotated[node] if node in annotated else extended(type_of(node), axes, graph.mesh)
-            if self.zero == 3 or node in annotated or (self.zero and narrow_copies(node)):
-                graph.stored[node] = placement
+            if name in layout:  # the update runs where its state lies
+                placement = extended(type_of(node).place(graph.stored[node]), axes, graph.mesh)
+                placement = self._of_state(graph, port.name, type_of(node)) or placement
+            else:
+                placement = annotated[node] if node in annotated else extended(type_of(node), axes, graph.mesh)
+                if self.zero == 3 or node in annotated or (self.zero and narrow_copies(node)):
+                    graph.stored[node] = placement
             updates[node] = placement
             if name in gradient_of:
                 updates[gradient_of[name]] = placement
@@ -85,11 +88,19 @@ class Store(Pass):
         for port, node in by_name.values():
             owner = by_name.get(port.parameter)
             if port.role == "state" and owner is not None and owner[1] in updates:
-                updates[node] = _beside(type_of(node), type_of(owner[1]), updates[owner[1]])
+                beside = _beside(type_of(node), type_of(owner[1]), updates[owner[1]])
+                updates[node] = graph.stored.get(node, beside)
                 update(node, type=type_of(node).place(updates[node]))
         _place_updates(graph, updates)
         self._report(graph, axes)
         return graph
+
+    def _of_state(self, graph: Graph, parameter: str, type: TensorType) -> tuple[Axes, ...] | None:
+        """How the first state of a parameter's own shape is stored, if the layout says it."""
+        for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if port.role == "state" and port.parameter == parameter and type_of(node).sizes == type.sizes:
+                return graph.stored.get(node)
+        return None
 
     def _report(self, graph: Graph, axes: Axes) -> None:
         for axis in axes:
@@ -106,13 +117,16 @@ def _as_held(name: str, type: TensorType, held: TensorType, mesh: Mesh) -> tuple
         finer = list(sizes)
         for atom in dim:
             first, rest = finer.pop(0), 1
-            placement.append(atom.axes)
+            axes = mesh.resolve(atom.axes)
+            placement.append(axes)
             while first * rest < atom.size:
                 rest *= finer.pop(0)
                 placement.append(())
-            shards = math.prod(mesh.size(axis) for axis in atom.axes)
             assert first * rest == atom.size, f"{name} as {held}, not {type}"
-            assert rest == 1 or first % shards == 0, f"{name} as {held}, which shards across atoms of {type}"
+            if rest > 1 and first % mesh.size(axes):
+                message = f"'{name}' is held as {held}, and this program factors it as {type}: shards would cross"
+                hint = "train on batches of one shape, or place the parameter by another dim"
+                raise error("SC547", message, tensor=name, hint=hint)
     return tuple(placement)
 
 

@@ -44,7 +44,8 @@ class Record:
     closed: bool = False  # it finished its work and closed its monitor
     terminated: bool = False  # it got SIGTERM, and so did not fail by itself
     blamed: int = -1  # the rank that it found dead, so that ranks that fail later need not detect it a second time
-    program: int = 0  # which of the job's programs the counter is of: the job's own, then those of evaluations
+    program: int = 0  # which of the job's programs the counter is of: the job's own, then those beside it
+    begun: int = 0  # the runs of programs that it began, of any
 
 
 def _explains_failure(record: Record) -> bool:
@@ -72,8 +73,9 @@ class Monitor:
 
     def __init__(self, store: Any, rank: int, ranks: int, counter_names: CounterNames, fatal: bool = False) -> None:
         self.rank, self.ranks = rank, ranks
-        self.step = self.counter = self.program = 0
-        self._programs = [counter_names]
+        self.step = self.counter = self.program = self.begun = 0
+        self._programs = {0: counter_names}
+        self._added, self._evaluations = 0, set[int]()
         self._store, self._beat = store, 0
         self._lasting_fields: dict[str, Any] = {}  # fields that every later record repeats
         self._fatal = fatal
@@ -87,14 +89,44 @@ class Monitor:
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
         self._thread.start()
 
-    def add(self, counter_names: CounterNames) -> int:
+    def add(self, counter_names: CounterNames, evaluates: bool) -> int:
         """The number of one more program of the job; all ranks add the same ones, in one order."""
-        self._programs.append(counter_names)
-        return len(self._programs) - 1
+        self._added += 1
+        self._programs[self._added] = counter_names
+        self._evaluations |= {self._added} if evaluates else set()
+        return self._added
+
+    def remove(self, number: int) -> None:
+        """Forget the names of a program that is not run again."""
+        self._programs.pop(number, None)
 
     def begin(self, step: int, program: int = 0) -> None:
         self.step, self.counter, self.program = step, 0, program
+        self.begun += 1
         self._publish()
+
+    def exchange(self, topic: str, text: str, limit: float) -> list[str | None]:
+        """What every rank says on a topic; None of one that goes on without, and has begun to run a program.
+
+        Raises ShardcError that names the rank which fails meanwhile, or does not come.
+        """
+        keys, deadline = [f"{topic}/{rank}" for rank in range(self.ranks)], time.monotonic() + limit
+        try:
+            self._store.set(keys[self.rank], text)
+            while True:
+                records = {self.rank: Record(begun=self.begun), **self._records()}
+                said = [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+                silent = {rank: records[rank] for rank, words in enumerate(said) if words is None}
+                if all(record.begun > self.begun for record in silent.values()):
+                    return said
+                ended = any(record.failed or record.closed for record in silent.values())
+                if ended or time.monotonic() > deadline:
+                    raise TimeoutError(f"no word within {limit:g} seconds")
+                time.sleep(0.01)
+        except ShardcError:
+            raise
+        except Exception as failure:
+            raise self.blame(failure) from failure
 
     def close(self, failure: BaseException | None = None) -> None:
         """Publish that this rank has closed, or the failure that ends it."""
@@ -168,18 +200,26 @@ class Monitor:
     def _current_instruction(self) -> str:
         # On a GPU the host runs ahead of the collectives.
         name = self._name(self.rank, self.counter, self.program)
-        return f"{'or before ' if self._fatal else ''}instruction {name} of {_step_text(self.step, self.program)}"
+        run = self._run_text(self.step, self.program)
+        return f"{'or before ' if self._fatal else ''}instruction {name} of {run}"
 
     def _name(self, rank: int, counter: int, program: int) -> str:
-        known = program < len(self._programs)  # a rank that is ahead may run a program that others do not have yet
+        known = program in self._programs  # a rank that is ahead may run a program that others do not have yet
         return self._programs[program].name(rank, counter) if known else str(counter)
 
     def _waits(self, rank: int, record: Record) -> bool:
-        known = record.program < len(self._programs)
+        known = record.program in self._programs
         return known and self._programs[record.program].waits(rank, record.counter)
 
+    def _run_text(self, step: int, program: int) -> str:
+        return f"an evaluation after step {step}" if program in self._evaluations else f"step {step}"
+
+    def _position_text(self, rank: int, record: Record) -> str:
+        name = self._name(rank, record.counter, record.program)
+        return f"instruction {name} of {self._run_text(record.step, record.program)}"
+
     def _last_record_text(self, rank: int, record: Record) -> str:
-        position = _position_text(self._name(rank, record.counter, record.program), record)
+        position = self._position_text(rank, record)
         often = f"ranks say so every {BEAT} seconds and at the start of a step"
         return f"rank {rank} last said that it was at {position}; {often}"
 
@@ -204,7 +244,7 @@ class Monitor:
 
     def _late_error(self, rank: int, record: Record, failure: BaseException) -> ShardcError:
         message = f"rank {rank} did not come to {self._current_instruction()} in time; rank {self.rank} waited for it"
-        position = _position_text(self._name(rank, record.counter, record.program), record)
+        position = self._position_text(rank, record)
         cause = f"rank {rank} is alive, at {position}\n{failure}"
         return error("SC503", message, cause=cause, hint="if it is only slow, launch with a larger timeout")
 
@@ -218,7 +258,8 @@ class Monitor:
     def _publish(self, **what: Any) -> None:
         self._beat += 1
         self._lasting_fields |= what
-        record = Record(self._beat, self.step, self.counter, program=self.program, **self._lasting_fields)
+        where = {"program": self.program, "begun": self.begun}
+        record = Record(self._beat, self.step, self.counter, **where, **self._lasting_fields)
         # The store may be gone, because the rank that hosts it is; then there is nobody to tell.
         with contextlib.suppress(Exception):
             self._store.set(f"rank{self.rank}", json.dumps(asdict(record)))
@@ -297,11 +338,3 @@ class Monitor:
         if not self._reports_error:
             print(failure, file=sys.stderr, flush=True)
             os._exit(128 + signal.SIGTERM if terminated else 1)
-
-
-def _position_text(name: str, record: Record) -> str:
-    return f"instruction {name} of {_step_text(record.step, record.program)}"
-
-
-def _step_text(step: int, program: int) -> str:
-    return f"an evaluation after step {step}" if program else f"step {step}"

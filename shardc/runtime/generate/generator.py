@@ -70,14 +70,14 @@ class StepEngine(Protocol):
     def fetch(self, name: str, tensor: Tensor | None, type: TensorType) -> Tensor: ...
     def run(self, state: Mapping[str, Tensor], fed: Any, step: int) -> dict[Port, Tensor]: ...
     def output(self, port: Port, tensor: Tensor | None) -> Tensor: ...
-    def beside(self, program: StagedProgram) -> StepEngine: ...
+    def beside(self, program: StagedProgram, evaluates: bool) -> StepEngine: ...
 
 
 class _Step:
     """One of the two programs, and what runs it."""
 
     def __init__(self, program: StepProgram, engine: StepEngine, known: Types, homes: Mapping[str, Any]) -> None:
-        self.program, self.engine = program, engine.beside(program.staged)
+        self.program, self.engine = program, engine.beside(program.staged, True)
         body = program.staged.body
         pairs = list(zip(body.inputs, body.placeholders, strict=True))
         self.inputs = {port.name: (port, type_of(node)) for port, node in pairs}

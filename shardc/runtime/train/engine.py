@@ -65,8 +65,17 @@ class Engine(Protocol):
         """The whole of a model's output, of all microbatches, given what this rank has of it; all must call it."""
         ...
 
-    def beside(self, program: StagedProgram) -> Engine:
+    def beside(self, program: StagedProgram, evaluates: bool) -> Engine:
         """An engine of another program over the same ranks and tensors; all must call it."""
+        ...
+
+    def release(self) -> None:
+        """Let go of a program that ran beside another, and is not run again."""
+        ...
+
+    def agree(self, form: str, when: str, *, alone: bool = False) -> None:
+        """Raise ShardcError (SC542), on all ranks, where one was given a batch of another form. All must call it; but
+        `alone`, where the others may know the form and go on without a word."""
         ...
 
     def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
@@ -126,8 +135,14 @@ class Simulation:
         assert tensor is not None
         return tensor
 
-    def beside(self, program: StagedProgram) -> Engine:
+    def beside(self, program: StagedProgram, evaluates: bool) -> Engine:
         return Simulation(program)
+
+    def release(self) -> None:
+        pass
+
+    def agree(self, form: str, when: str, *, alone: bool = False) -> None:
+        pass
 
     def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
         sums = simulate(probe(self.program.body), state, fed=fed)

@@ -13,59 +13,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from shardc.ir.caller import warn
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph, Port, type_of
-from shardc.ir.program import CONSTANT, PlanRecord
+from shardc.ir.graph import Port
 from shardc.ir.types import TensorType
-from shardc.partition.staged_program import StagedProgram
-from shardc.runtime.execute.batch import describe_sample, leaves_of
-from shardc.runtime.execute.data_parts import Parts, data_parts_of
-from shardc.runtime.execute.index_check import IndexCheck
-from shardc.runtime.execute.microbatches import Feed
+from shardc.runtime.execute.batch import leaves_of
+from shardc.runtime.execute.data_parts import Parts
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.metrics import Evaluated, count_items
-from shardc.runtime.train.rank_part import RankPart
+from shardc.runtime.train.programs import Compiled, Prepared, Programs, form_of, prepare, typed
 from shardc.runtime.train.replicas import FIRST
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 
 PROGRAMS = 4  # of single forms of batches, that are kept
 
 
-class EvaluationProgram(Protocol):
-    """What of a program for evaluation is run."""
-
-    @property
-    def staged(self) -> StagedProgram: ...
-    @property
-    def reference(self) -> Graph: ...
-    @property
-    def constants(self) -> Mapping[str, torch.Tensor]: ...
-    @property
-    def plan(self) -> PlanRecord: ...
-    def refuse_changed_model(self) -> None: ...
-
-
-Evaluation = Callable[[Any, Kept], EvaluationProgram]
+Evaluation = Callable[[Any, Kept], Compiled]
 Held = Mapping[str, tuple[Port, TensorType]]
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """A compiled evaluation, and what runs it. `borrowed` are the tensors that no rank of a stage holds in training."""
+class _Ready(Prepared):
+    """A compiled evaluation, and what runs it. It takes `held` of the trainer's tensors; `borrowed` are those that no
+    rank of a stage holds in training."""
 
-    program: EvaluationProgram
-    engine: Engine
-    feeding: Feeding
-    constants: Tensors
     held: tuple[str, ...]
     borrowed: tuple[str, ...]
 
@@ -94,8 +72,8 @@ class Evaluator:
     ) -> None:
         self.engine, self._compile, self._inputs, self._check_every = engine, compile, inputs, check_every
         self._training = training
-        self._ready: dict[tuple[Kept, Hashable], _Ready] = {}
-        self._said: set[str] = set()
+        what = "an evaluation is compiled for each form of batch (shapes, dtypes, Python values)"
+        self._programs = Programs[_Ready](engine, PROGRAMS, what, lambda ready: ready.engine.release())
         self._taken = 0
 
     def mean(self, batches: Iterable[Any], steps: int | None, state: Tensors, seed: int, step: int) -> Evaluated:
@@ -108,7 +86,7 @@ class Evaluator:
         batches, own = (self._given(batch) for batch in islice(batches, steps)), self._training.own
         parts = 1 if own is None else own.parts.count
         for batch in batches if own is None else own.together(batches):
-            ready = self._of(batch, "scalars")
+            ready = self._of(batch, "scalars", step)
             result = self._run(ready, batch, state, seed, step)
             rows = torch.tensor(parts * _rows(batch))
             if result.own_loss is not None:
@@ -128,26 +106,25 @@ class Evaluator:
         batch, own = self._given(batch), self._training.own
         if own is not None:
             own.agree(batch)
-        return self._run(self._of(batch, kept), batch, state, seed, step)
+        return self._run(self._of(batch, kept, step), batch, state, seed, step)
 
     def _run(self, ready: _Ready, batch: Any, state: Tensors, seed: int, step: int) -> StepResult:
         feeding, engine = ready.feeding, ready.engine
         ready.program.refuse_changed_model()
         fed = feeding.feeds(batch, seed, step)
-        self._compare(ready, fed, step)
+        if self._due and ready.engine.peers is not None:  # as the batches of training are
+            ready.engine.peers.check(feeding.items(fed), _when(step))
+        self._taken += 1
         tensors = {name: state[name] for name in ready.held if name in state} | ready.constants
         for name in ready.borrowed:
             whole = self.engine.fetch(name, state.get(name), self._inputs[name][1])
             tensors[name] = engine.shards.hold(whole, self._inputs[name][1])
-        by_row = ready.program.plan.get("by_row", ())
-        return StepResult.of(feeding.body, engine.run(tensors, fed, step), engine.output, by_row)
+        return StepResult.of(feeding.body, engine.run(tensors, fed, step), engine.output, ready.by_row)
 
-    def _compare(self, ready: _Ready, fed: list[Feed], step: int) -> None:
-        """The first batches, and then one in so many, are compared over ranks, as those of training are."""
-        due = self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0)
-        self._taken += 1
-        if due and ready.engine.peers is not None:
-            ready.engine.peers.check(ready.feeding.items(fed), f"in an evaluation after step {step}")
+    @property
+    def _due(self) -> bool:
+        """The first batches, and then one in so many, are compared over ranks."""
+        return bool(self._check_every) and (self._taken < FIRST or self._taken % self._check_every == 0)
 
     def _weight(self, ready: _Ready, batch: Any, rows: torch.Tensor) -> torch.Tensor:
         """What the loss of a batch counts by: its tokens where the plan's does, else its rows."""
@@ -167,68 +144,27 @@ class Evaluator:
         return parts.joined(batch, math.gcd(_rows(batch[0]), parts.microbatches))
 
     # ------------------------------------------------------------------ programs by the form of a batch
-    def _of(self, batch: Any, kept: Kept) -> _Ready:
-        form = (kept, _form(batch))
-        if form not in self._ready:
-            if self._compile is None:
-                hint = "launch a program that compile made of a model"
-                raise error("SC546", "the trainer has no model, so no evaluation can be compiled", hint=hint)
-            own = self._training.own
-            ready = self._prepared(self._compile(batch if own is None else own.parts.sample(batch), kept))
-            alike = [known for known in self._ready if known[0] == kept]
-            if alike:
-                message = "an evaluation is compiled for each form of batch (shapes, dtypes, Python values)"
-                self._say(f"{message}; here is another, and the {PROGRAMS} used last are kept")
-            if len(alike) == PROGRAMS:
-                del self._ready[alike[0]]
-                self._say(f"batches have more than {PROGRAMS} forms: what is used least recently is compiled again")
-            self._ready[form] = ready
-        ready = self._ready[form] = self._ready.pop(form)  # the last of those in use
-        return ready
+    def _of(self, batch: Any, kept: Kept, step: int) -> _Ready:
+        form = form_of(batch)
+        self._programs.agree(batch, (kept, form), _when(step), self._due)
+        return self._programs.of(kept, form, lambda: self._prepared(batch, kept))
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            warn(message)
-
-    def _prepared(self, program: EvaluationProgram) -> _Ready:
-        body = program.staged.body
-        engine, check = self.engine.beside(program.staged), IndexCheck(program.reference)
-        own = self._own_part(engine, program)
-        feeding = Feeding(body, program.plan.get("batch"), check, program.plan.get("split", ()), own=own)
-        types = {p.name: v for p, v in _typed(body)}
-        # What the trainer holds of the model is as it is now; a program's own tensors are those of that program.
-        own_tensors = {n: t for n, t in program.constants.items() if n.startswith(CONSTANT) or n not in self._inputs}
-        constants = {name: engine.shards.hold(t, types[name]) for name, t in own_tensors.items()}
-        kept = [p.name for p, _ in _typed(body) if p.role in ("param", "buffer") and p.name not in constants]
-        homes, trained = engine.homes, self.engine.homes
-        borrowed = tuple(name for name in kept if not {*homes.get(name, ())} <= {*trained.get(name, ())})
-        return _Ready(program, engine, feeding, constants, tuple(kept), borrowed)
-
-    def _own_part(self, engine: Engine, program: EvaluationProgram) -> RankPart | None:
-        """The part of a batch that this rank brings, if not all of it: the same as in training."""
-        training = self._training.own
-        if training is None:
-            return None
-        parts = data_parts_of(program.plan, program.staged.body)
-        own = None if parts is None else engine.brings(parts)
-        if own is None or own.coordinates != training.coordinates:
-            message = "the rows of this batch would lie over the ranks in another way than those of training"
-            hint = f"evaluate batches with a multiple of {training.parts.count} rows, placed as the sample batch is"
-            raise error("SC226", message, hint=hint)
-        return own
+    def _prepared(self, batch: Any, kept: Kept) -> _Ready:
+        if self._compile is None:
+            hint = "launch a program that compile made of a model"
+            raise error("SC546", "the trainer has no model, so no evaluation can be compiled", hint=hint)
+        own = self._training.own
+        program = self._compile(batch if own is None else own.parts.sample(batch), kept)
+        ready = prepare(program, self.engine, self._inputs, evaluates=True, own=own)
+        roles = ("param", "buffer")
+        held = [p.name for p, _ in typed(ready.feeding.body) if p.role in roles and p.name not in ready.constants]
+        homes, trained = ready.engine.homes, self.engine.homes
+        borrowed = tuple(name for name in held if not {*homes.get(name, ())} <= {*trained.get(name, ())})
+        return _Ready(ready.program, ready.engine, ready.feeding, ready.constants, tuple(held), borrowed)
 
 
-def _typed(body: Graph) -> list[tuple[Port, TensorType]]:
-    return [(port, type_of(node)) for port, node in zip(body.inputs, body.placeholders, strict=True)]
-
-
-def _form(batch: Any) -> Hashable:
-    """What of a batch a program is compiled for."""
-    leaves = leaves_of(batch)
-    described = describe_sample(batch, [path for path, _ in leaves])
-    tensors = [(tuple(leaf.shape), leaf.dtype) for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return described["by_name"], tuple(map(tuple, described["leaves"])), tuple(tensors)
+def _when(step: int) -> str:
+    return f"in an evaluation after step {step}"
 
 
 def _rows(batch: Any) -> int:

@@ -13,7 +13,7 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.ops.streams import step_key
 from shardc.ir.types import TensorType
-from shardc.runtime.execute.batch import Sample, batch_inputs
+from shardc.runtime.execute.batch import Inputs, Sample, batch_inputs
 from shardc.runtime.execute.data_parts import DataParts, Parts
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import supplied
@@ -39,30 +39,36 @@ class Feeding:
         pairs = zip(self.body.inputs, self.body.placeholders, strict=True)
         return {port.name: (port, type_of(node)) for port, node in pairs if port.role in ("input", "seed")}
 
-    def given(self, batch: Any) -> Any:
-        """The batch that this rank has: of `Parts` its own, or in simulation all of them as one batch."""
+    def given(self, batch: Any, microbatches: int | None = None) -> Any:
+        """The batch that this rank has: of `Parts` its own, or in simulation all of them as one batch, for a program of
+        so many microbatches, by default this one's."""
         if not isinstance(batch, Parts):
             return batch
         if self.parts is None:
             message = "the batch is given in parts, and the program's ranks are given whole batches"
             raise error("SC501", message, hint="compile with a plan that says data: per_rank, or give one batch")
         self.parts.check_count(batch)
-        return self.parts.joined(batch, self.body.microbatches) if self.own is None else batch[self.own.index]
+        return self._joined(batch, microbatches) if self.own is None else batch[self.own.index]
 
-    def tensors(self, batch: Any) -> dict[str, torch.Tensor]:
+    def _joined(self, batch: Parts, microbatches: int | None) -> Any:
+        assert self.parts is not None
+        return self.parts.joined(batch, microbatches or self.body.microbatches)
+
+    def tensors(self, batch: Any) -> Inputs:
         """The batch's tensors by input."""
         names = [name for name, (port, _) in self.placed.items() if port.role == "input"]
         return batch_inputs(batch, names, self.sample)
 
     def feeds(self, batch: Any, seed: int, step: int) -> list[Feed]:
         """The batch's tensors by microbatch, each with a key of its own for random numbers."""
-        host = inputs = self.tensors(self.given(batch.host if isinstance(batch, Copied) else batch))
+        host = self.tensors(self.given(batch.host if isinstance(batch, Copied) else batch))
+        inputs: dict[str, torch.Tensor] = {**host}
         own = self.own
         types = {} if own is None else own.parts.types
         if own is not None:
             own.parts.check(host)
         if isinstance(batch, Copied):
-            inputs = self.tensors(batch.arrived())
+            inputs = {**self.tensors(batch.arrived())}
         for port, type in self.placed.values():
             if port.role == "seed":
                 inputs[port.name] = torch.full(type.shape, step_key(seed, step), dtype=type.dtype)

@@ -17,6 +17,7 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
 from shardc.partition.program_counter import ListCounterNames, graphs_of
+from shardc.partition.same_state import homes
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.execute.data_parts import DataParts
@@ -33,11 +34,9 @@ from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.rank_session import Member, Shards
-from shardc.runtime.train.replicas import Peers
+from shardc.runtime.train.replicas import HINTS, Peers
 from shardc.schedule.instructions import Optimizer, RunBody
 from shardc.schedule.prove import prove
-
-KEPT = ("param", "buffer", "state")
 
 
 class Job:
@@ -53,9 +52,10 @@ class Job:
         store = member.store(self.body.name)
         self.monitor = Monitor(store, self.rank, member.world, ListCounterNames(program), fatal=member.on_gpu)
         self.number = 0  # of the program, to the monitor
+        self._topics = 0  # that ranks exchanged the forms of their batches on
         self._attend()
 
-    def beside(self, program: StagedProgram) -> Job:
+    def beside(self, program: StagedProgram, evaluates: bool) -> Job:
         """This rank with another program of the job, over the same connections; all ranks must call it.
 
         Raises ShardcError (SC541) where it is not the same program on all ranks.
@@ -64,21 +64,45 @@ class Job:
         other = object.__new__(Job)
         other.member, other.rank, other.device, other.monitor = self.member, self.rank, self.device, self.monitor
         texts = [program.text(c, comments=False) for c in program.coordinate_range]
-        digest = hashlib.sha256("\n".join(texts).encode()).digest()[:8]
-        own = torch.tensor(int.from_bytes(digest, signed=True), device=self.device)
-        others = [int(row) for row in self.member.gather(own, self.monitor.blame)]
-        if len(set(others)) > 1:
-            differing = sorted(rank for ranks in sides(others)[1].values() for rank in ranks)
-            message = f"{ranks_text(differing)} have another program than the other ranks"
-            raise error(
-                "SC541",
-                message,
-                hint="give every rank the same batches (all of each, of the same shapes), model and optimizers",
+        if differing := self._differing("\n".join(texts)):
+            does = "evaluate" if evaluates else "run"
+            message = (
+                f"{ranks_text(differing)} {does}{'s' * (len(differing) == 1)} another program than the other ranks"
             )
+            hint = "give every rank the same batches (all of each, of the same shapes), model and optimizers"
+            raise error("SC541", message, hint=hint)
         other._connect(program, self.comm.groups)
-        other.number = self.monitor.add(ListCounterNames(program))
+        other.number = self.monitor.add(ListCounterNames(program), evaluates)
         other._attend()
         return other
+
+    def release(self) -> None:
+        self.monitor.remove(self.number)
+
+    def agree(self, form: str, when: str, *, alone: bool = False) -> None:
+        if not alone and not self._differing(form):
+            return
+        topic, self._topics = f"form/{self.monitor.begun}/{self._topics}", self._topics + 1
+        forms = self.monitor.exchange(topic, form, self.member.limit.total_seconds())
+        majority, others = sides([f for f in forms if f is not None])
+        if ahead := [rank for rank, other in enumerate(forms) if other is None]:
+            message = f"{when}: rank {self.rank} was given a batch of another form than {ranks_text(ahead)}"
+            raise error("SC542", message, cause=f"rank {self.rank}: {form}", hint=HINTS["form"])
+        if others:
+            ranks = sorted(rank for of in others.values() for rank in of)
+            message = (
+                f"{when}: {ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} given a batch of another form"
+            )
+            shown = [majority, *(of[0] for of in others.values())]
+            cause = "\n".join(f"rank {rank}: {forms[rank]}" for rank in shown)
+            raise error("SC542", f"{message} than the other ranks", cause=cause, hint=HINTS["form"])
+
+    def _differing(self, text: str) -> list[int]:
+        """The ranks whose text is not that of most; all must call it."""
+        digest = hashlib.sha256(text.encode()).digest()[:8]
+        own = torch.tensor(int.from_bytes(digest, signed=True), device=self.device)
+        others = [int(row) for row in self.member.gather(own, self.monitor.blame)]
+        return sorted(rank for ranks in sides(others)[1].values() for rank in ranks)
 
     def _connect(self, program: StagedProgram, known: Mapping[tuple[int, ...], Any]) -> None:
         """The groups and connections of a program, and what runs it; all ranks must call it."""
@@ -211,8 +235,4 @@ def _all_graphs(program: StagedProgram) -> list[Graph]:
 
 def _homes(program: StagedProgram) -> dict[str, list[int]]:
     """By parameter, buffer and state: the coordinates that hold it, where it is read. What is not read is kept too."""
-    homes: dict[str, list[int]] = {port.name: [] for port in program.body.inputs if port.role in KEPT}
-    for c in range(len(program.lists.ranks)):
-        for name in {port.name for graph in _graphs_of(program, c) for port in graph.inputs if port.role in KEPT}:
-            homes[name].append(c)
-    return {name: coordinates or [0] for name, coordinates in homes.items()}
+    return {name: coordinates or [0] for name, coordinates in homes(program).items()}

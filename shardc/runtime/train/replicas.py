@@ -42,6 +42,7 @@ HINTS = {
     "input": "give every rank the same whole batch, of which it takes its part: with the same sampler, order and seed",
     "part": "ranks of one data coordinate bring the same part of the batch: give their samplers the same rank, as in "
     "DistributedSampler(dataset, trainer.data_ranks, trainer.data_rank), and the same seed",
+    "form": "give every rank batches of one shape, also the last one",
     "hyper": "step the same schedule on every rank",
     "seed": "take the same steps on every rank, from the same checkpoint",
     "launch": "make the model alike on every rank: call torch.manual_seed before, or launch(state=path)",

@@ -29,6 +29,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.program import PlanRecord
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
+from shardc.plan.schema import Plan
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
 from shardc.runtime.checkpoint.hugging_face import export_hf, sources_of
@@ -43,7 +44,7 @@ from shardc.runtime.generate.result import Generated
 from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
-from shardc.runtime.train.device_copy import Copier
+from shardc.runtime.train.device_copy import Copied, Copier
 from shardc.runtime.train.ema import EMA, KEY
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluation, Evaluator
@@ -54,10 +55,13 @@ from shardc.runtime.train.lr_schedule import Schedulers
 from shardc.runtime.train.metrics import Evaluated, Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
+from shardc.runtime.train.padding import Padding
+from shardc.runtime.train.programs import Compiled
 from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.recompile import HandedOn, hand_on
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
-from shardc.runtime.train.result import StepResult, Tensors
+from shardc.runtime.train.result import Kept, StepResult, Tensors
+from shardc.runtime.train.shapes import Step, Steps
 from shardc.runtime.train.starting_values import StartingValues, init_of
 
 STATE_ROLES = ("param", "buffer", "state")
@@ -97,11 +101,13 @@ class Trainer:
         generation: Compile | None = None,
         again: Callable[[], Launchable] | None = None,
         handed_on: HandedOn | None = None,
+        shapes: Callable[[Any, bool], Compiled] | None = None,
+        batch: Any = None,
+        padding: Padding | None = None,
     ) -> None:
         self._again = again  # compiles the program for the model as it is now
         self.ema: EMA | None = None
         self.aside = handed_on.aside if handed_on is not None else {}
-        self._by_row = by_row
         own = None if parts is None or parts.count == 1 else engine.brings(parts)
         self._model, self._accept_values = model, accept_values
         self.optimizers = tuple(optimizers)  # the program's own: their learning rates are those of each step
@@ -110,9 +116,12 @@ class Trainer:
         self.rates = rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
-        self._outputs = {(p.role, p.name): type_of(n) for p, n in zip(body.outputs, body.output_values, strict=True)}
         kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
         self._kept = {port.name: (port, type) for port, type in kept}
+        evaluated = lambda batch: self._evaluate(batch, "scalars").own_loss  # noqa: E731
+        now = lambda: self.state  # noqa: E731
+        self._programs = Steps(engine, self._feeding, by_row, shapes, batch, self._inputs, padding, now, evaluated)
+        self._last: Step = self._programs.first
         self._model_state = ModelState.of(recorded, self._kept, constants)
         known = handed_on.tensors if handed_on is not None else {}
         start.check([port for port, _ in kept if port.name not in known], self._model_state.unsaved)
@@ -147,19 +156,21 @@ class Trainer:
         self._refuse_swapped("step")
         self._unchanged()
         self._grads = None  # let the last step's go before this one's are made
-        compared = self._check_every and (self._taken < FIRST or self._taken % self._check_every == 0)
-        if compared and self._feeding.own is not None:
-            self._feeding.own.agree(self._feeding.given(batch))
+        due = bool(self._check_every) and (self._taken < FIRST or self._taken % self._check_every == 0)
+        if due and self._feeding.own is not None:
+            self._feeding.own.agree(self._feeding.given(batch.host if isinstance(batch, Copied) else batch))
         rates = {name: self.engine.shards.hold(rate, self._inputs[name][1]) for name, rate in self.rates().items()}
-        state, fed = self.state | rates, self._feeding.feeds(batch, self.seed, self.steps)
-        if compared:
-            self._compare(state, fed)
+        run, inputs = self._programs.of(batch, f"before step {self.steps}", due)
+        state, fed = self.state | rates | run.constants, run.feeding.feeds(inputs, self.seed, self.steps)
+        if due:
+            self._compare(state, run.feeding.items(fed), fed)
         self._taken += 1
         self.intact = False
-        result = StepResult.of(self.body, self.engine.run(state, fed, self.steps), self.engine.output, self._by_row)
+        result = StepResult.of(run.body, run.engine.run(state, fed, self.steps), run.engine.output, run.by_row)
+        self._last = run
         if self._raises and result.finite is not None and not result.finite:
             self.intact = True
-            raise nonfinite(self.steps, float(result.loss), self.engine.nonfinite(state, fed))
+            raise nonfinite(self.steps, float(result.loss), run.engine.nonfinite(state, fed))
         self._grads = result.grads
         self._finite = result.finite
         for name, value in result.buffers.items():
@@ -251,7 +262,10 @@ class Trainer:
     def predict(self, batch: Any) -> StepResult:
         """What the model returns for a batch, evaluated as in `evaluate`: all `outputs`, and the loss if it makes one.
         Labels for a loss function are not needed. Every rank must call it."""
-        return self._evaluator.run(batch, "all", self.state, self.seed, self.steps)
+        return self._evaluate(batch, "all")
+
+    def _evaluate(self, batch: Any, kept: Kept) -> StepResult:
+        return self._evaluator.run(batch, kept, self.state, self.seed, self.steps)
 
     @on_cpu
     def generate(
@@ -307,7 +321,8 @@ class Trainer:
         """Make a step with a clock on every instruction of a pipeline: its measured `schedule.timeline.Timeline`, of
         all ranks, on every rank. All must call it. Raises ShardcError (SC510) where there is none: in simulation, and
         without a pipeline."""
-        return self.engine.timed(lambda: self.step(batch))
+        run, _ = self._programs.of(batch, f"before step {self.steps}", due=False)
+        return run.engine.timed(lambda: self.step(batch))
 
     @property
     def leads(self) -> bool:
@@ -388,7 +403,7 @@ class Trainer:
             raise error("SC546", message, hint=hint)
         self._refuse_swapped("recompile")
         program = self._again()
-        engine = self.engine.beside(program.staged)
+        engine = self.engine.beside(program.staged, False)
         handed = hand_on(self, program.staged.body, engine)
         after = _trainer(program, engine, self.seed, self._check_every, start_of(program), handed)
         if self._checkpoints is not None:
@@ -408,7 +423,7 @@ class Trainer:
     @property
     def returned(self) -> Collection[tuple[str, str]]:
         """(role, name) of what a step returns."""
-        return self._outputs.keys()
+        return self._last.outputs.keys()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -418,7 +433,7 @@ class Trainer:
     @property
     def updates(self) -> bool:
         """Does a step end in an optimizer's update?"""
-        roles = {role for role, _ in self._outputs}
+        roles = {port.role for port in self.body.outputs}
         return "param" in roles and "grad" not in roles
 
     @on_cpu
@@ -429,7 +444,7 @@ class Trainer:
         optimizer: its gradients end in the update.
         """
         self._refuse_forward_only("gather_grads")
-        types = {name: type for (role, name), type in self._outputs.items() if role == "grad"}
+        types = {name: type for (role, name), type in self._last.outputs.items() if role == "grad"}
         if self.updates:
             message = "the program has an optimizer, so its gradients end in the update and are not returned"
             hint = (
@@ -439,7 +454,8 @@ class Trainer:
         if self._grads is None:
             return {}
         self.gradients_used = True
-        return {name: self.engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
+        engine = self._last.engine
+        return {name: engine.fetch(name, self._grads.get(name), type) for name, type in types.items()}
 
     @on_cpu
     def state_dict(self, roles: Sequence[str] = ("param", "buffer")) -> Tensors:
@@ -567,21 +583,21 @@ class Trainer:
         for name, (port, type) in self._kept.items():
             role = port.role
             if name in self._model_state.unsaved:
-                if ("buffer", name) not in self._outputs:
+                if ("buffer", name) not in self._programs.first.outputs:
                     continue
                 role = "state"
             if not roles or role in roles:
                 held[name] = Held(self.state.get(name), type, role, tuple(port.aliases))
         return held
 
-    def _compare(self, state: Tensors, fed: Sequence[Feed]) -> None:
+    def _compare(self, state: Tensors, given: Sequence[Item], fed: Sequence[Feed]) -> None:
         """Compare state and batch with the other ranks', where they share them."""
         if self.engine.peers is None:
             return
         ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
         items = [Item(port.name, port.role, type, state.get(port.name)) for port, type in ports]
         items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
-        items += self._feeding.items(fed)
+        items += given
         self.engine.peers.check(items, f"before step {self.steps}")
         if self._feeding.own is not None and not self._taken:
             self._feeding.own.warn_of_equal(fed)
@@ -604,10 +620,11 @@ class Trainer:
 
     def _as_input(self, role: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """A gradient or buffer in the layout of the input that it belongs to."""
-        output_type, input_type = self._outputs[role, name], self._inputs[name][1]
+        output_type, input_type = self._last.outputs[role, name], self._last.inputs[name]
         if output_type.dims == input_type.dims and not output_type.partial:
             return value
-        return self.engine.shards.hold(self.engine.shards.whole(value, output_type), input_type)
+        shards = self._last.engine.shards
+        return shards.hold(shards.whole(value, output_type), input_type)
 
     def _loaded(self, port: Port, type: TensorType, start: StartingValues) -> torch.Tensor:
         read = start.read(port, type)
@@ -682,5 +699,16 @@ def _trainer(
         constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
         getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
         data_parts_of(plan, program.staged.body), getattr(program, "generation", None), getattr(program, "again", None),
-        handed_on,
+        handed_on, getattr(program, "training", None), getattr(getattr(program, "request", None), "batch", None),
+        _padding(plan, reference),
     )  # fmt: skip
+
+
+def _padding(plan: PlanRecord, reference: Graph | None) -> Padding | None:
+    """What a program's plan says of smaller batches."""
+    pad = Plan.parse(plan.get("text", "")).pad
+    if not pad or reference is None or reference.tokens is None:
+        return None
+    mask = pad if isinstance(pad, str) else "attention_mask"
+    inputs = {port.name for port in reference.inputs if port.role == "input"}
+    return Padding(reference.tokens, mask if mask in inputs else None)
