@@ -211,13 +211,14 @@ class Checkpoints:
             return True
         with suppress(Exception):  # a save in the background uses the same group; what ends training is reported
             self.settle()
+        extremes = torch.tensor([step, -step])
         try:
-            dist.monitored_barrier(self.group, timedelta(seconds=seconds))
-            steps: list[int] = [step] * dist.get_world_size(self.group)
-            dist.all_gather_object(steps, step, group=self.group)
+            # Not monitored_barrier: all ranks but the first wait in it for the group's own limit.
+            work: Any = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=seconds))
         except RuntimeError:
             return False
-        return steps == [step] * len(steps)
+        return extremes.tolist() == [step, -step]
 
     def _entry_held(self, entry: Held) -> Held:
         """The entry with the layout that this process holds: without a group, every tensor is whole."""

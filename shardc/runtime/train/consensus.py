@@ -29,6 +29,7 @@ class Consensus:
 
     def __init__(self, group: Any = None, rank: int = 0, monitor: Monitor | None = None) -> None:
         self._group, self._rank, self._monitor = group, rank, monitor
+        self.lost = False  # the others did not come to hear of a failure
 
     @property
     def alone(self) -> bool:
@@ -69,7 +70,7 @@ class Consensus:
             self._largest([0, 0, self._rank + 1], PATIENCE)
             self._reasons(f"{type(failure).__name__}: {failure}")
         except Exception:  # what this rank failed of is there to say
-            return
+            self.lost = True
 
     def _largest(self, values: list[int], limit: timedelta | None) -> list[int]:
         largest = torch.tensor(values)
