@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -204,21 +203,6 @@ class Checkpoints:
             for lock in self._locks.values():
                 lock.release()
             self._locks.clear()
-
-    def together(self, step: int, seconds: float = 10.0) -> bool:
-        """Whether all ranks of the job have made the same number of steps and call this within the given seconds."""
-        if self.group is None:
-            return True
-        with suppress(Exception):  # a save in the background uses the same group; what ends training is reported
-            self.settle()
-        extremes = torch.tensor([step, -step])
-        try:
-            # Not monitored_barrier: all ranks but the first wait in it for the group's own limit.
-            work: Any = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group, async_op=True)
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            return False
-        return extremes.tolist() == [step, -step]
 
     def _entry_held(self, entry: Held) -> Held:
         """The entry with the layout that this process holds: without a group, every tensor is whole."""

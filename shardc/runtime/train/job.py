@@ -165,7 +165,8 @@ class Job:
         )
 
     def consensus(self) -> Consensus:
-        return Consensus(self.member.group(self.monitor.blame), self.rank, self.monitor)
+        member = self.member
+        return Consensus(member.group(self.monitor.blame), self.rank, self.monitor, member.store("ends"))
 
     def timed(self, act: Callable[[], object]) -> Any:
         if not self.program.axis:

@@ -148,7 +148,7 @@ def train(
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
                 complete = trainer.intact and not trainer.consensus.lost
-                if folder is not None and complete and trainer.checkpoints.together(trainer.steps):
+                if folder is not None and complete and trainer.consensus.together(trainer.steps):
                     save(asynchronous=False)
             raise
         save(asynchronous=False)
