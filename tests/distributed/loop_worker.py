@@ -25,13 +25,13 @@ def run(case: str, folder: Path) -> dict[str, Any]:
     def ends(metrics: Metrics, _: Any) -> Any:
         if RANK != 1 or metrics.step != END:
             return None
-        if case == "error":
+        if "error" in case:
             raise LookupError("nothing there")
         if case.startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[case.split(maxsplit=1)[0]])
         return case == "stop"
 
-    trainer, optimizer = started(timeout=30.0)
+    trainer, optimizer = started(timeout=120.0)
     losses: list[float] = []
     rates: list[float] = []
     began, end = time.monotonic(), ""
@@ -53,7 +53,11 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    results = {case: [run(case, FOLDER / case), run("", FOLDER / case)] for case in CASES}
+    results: dict[str, list[dict[str, Any]]] = {}
+    for case in CASES:
+        results[case] = [run(case, FOLDER / case)]
+        if case != "error in the caller's loop":
+            results[case].append(run("", FOLDER / case))
     (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
 
 

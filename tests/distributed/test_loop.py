@@ -48,3 +48,17 @@ def test_what_one_rank_ends_for_ends_all_after_the_same_step_and_is_resumed(tmp_
                 ("rates", [m.learning_rates[0] for m in whole]),
             ):
                 assert first[key] + rest[key] == pytest.approx([expected[i] for i in made], rel=1e-5), (case, key)
+
+
+@pytest.mark.long
+def test_an_error_of_one_rank_s_own_code_ends_the_others_soon(tmp_path: Path) -> None:
+    """Nobody can ask the others to stop: they are at the next step. The job's limit is 120 seconds."""
+    case = "error in the caller's loop"
+    for rank, end in zip(
+        start(case, 2, tmp_path, worker=WORKER), ("rank 1 died, of an error of its own", ""), strict=True
+    ):
+        assert rank is not None
+        (first,) = rank[case]
+        assert "LookupError: nothing there" in first["end"]
+        assert end in first["end"]
+        assert first["seconds"] < 60

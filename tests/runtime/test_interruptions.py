@@ -75,6 +75,7 @@ def test_a_monitor_s_handler_is_taken_over_and_still_told() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_process_dies_of_a_signal_and_its_parent_does_not_hear_of_it() -> None:
     bell = SignalWakeup()
     runs, says = os.pipe()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -220,20 +219,6 @@ class Checkpoints:
         other.settle()
         self._locks, other._locks = other._locks, {}
         other.close()
-
-    def together(self, step: int, seconds: float = 10.0) -> bool:
-        """Whether all ranks of the job have made the same number of steps and call this within the given seconds."""
-        if self.group is None:
-            return True
-        with suppress(Exception):  # a save in the background uses the same group; what ends training is reported
-            self.settle()
-        try:
-            dist.monitored_barrier(self.group, timedelta(seconds=seconds))
-            steps: list[int] = [step] * dist.get_world_size(self.group)
-            dist.all_gather_object(steps, step, group=self.group)
-        except RuntimeError:
-            return False
-        return steps == [step] * len(steps)
 
     def _entry_held(self, entry: Held) -> Held:
         """The entry with the layout that this process holds: without a group, every tensor is whole."""

@@ -11,6 +11,7 @@ group of its own: a rank that fails may do so while the others are in any other 
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +28,10 @@ GRACE = 300.0  # seconds between SIGTERM and the end of the process: launchers t
 class Consensus:
     """The decisions of one rank with the others; without a group it is alone."""
 
-    def __init__(self, group: Any = None, rank: int = 0, monitor: Monitor | None = None) -> None:
-        self._group, self._rank, self._monitor = group, rank, monitor
+    def __init__(self, group: Any = None, rank: int = 0, monitor: Monitor | None = None, store: Any = None) -> None:
+        self._group, self._rank, self._monitor, self._store = group, rank, monitor, store
+        self._ends = 0  # that were announced
+        self.lost = False  # the others did not come to hear of a failure
 
     @property
     def alone(self) -> bool:
@@ -52,6 +55,27 @@ class Consensus:
             raise failure
         return stop, signal
 
+    def together(self, step: int) -> bool:
+        """Whether all ranks end after this step, and call this within the patience.
+
+        Through the store: a collective that the others do not come to would keep this process from its end.
+        """
+        if self._group is None:
+            return True
+        self._ends += 1
+        ranks = range(dist.get_world_size(self._group))
+        keys = [f"{self._ends}/{rank}" for rank in ranks]
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        try:
+            self._store.set(keys[self._rank], str(step))
+            while not self._store.check(keys):  # its `wait` prints a warning where it fails
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.05)
+            return {self._store.get(key) for key in keys} == {str(step).encode()}
+        except (RuntimeError, dist.DistError):
+            return False
+
     def _agreed(self, stop: bool, signal: int) -> tuple[bool, int]:
         try:
             any_stop, any_signal, failed = self._largest([stop, signal, 0], None)
@@ -69,7 +93,7 @@ class Consensus:
             self._largest([0, 0, self._rank + 1], PATIENCE)
             self._reasons(f"{type(failure).__name__}: {failure}")
         except Exception:  # what this rank failed of is there to say
-            return
+            self.lost = True
 
     def _largest(self, values: list[int], limit: timedelta | None) -> list[int]:
         largest = torch.tensor(values)

@@ -200,7 +200,8 @@ class Job:
         )
 
     def consensus(self) -> Consensus:
-        return Consensus(self.member.group(self.monitor.blame), self.rank, self.monitor)
+        member = self.member
+        return Consensus(member.group(self.monitor.blame), self.rank, self.monitor, member.store("ends"))
 
     def _home(self, name: str) -> int:
         """The coordinate that answers for a tensor; of an average, which is `<parameter>:average`, the parameter's."""

@@ -176,7 +176,8 @@ def train(
                     break
         except BaseException:
             with suppress(Exception), interruptions.later():  # what ended the loop is what there is to say
-                if folder is not None and trainer.intact and trainer.checkpoints.together(trainer.steps):
+                complete = trainer.intact and not trainer.consensus.lost
+                if folder is not None and complete and trainer.consensus.together(trainer.steps):
                     save(asynchronous=False)
             raise
         save(asynchronous=False)
