@@ -188,6 +188,14 @@ def test_a_state_that_cannot_be_kept_is_refused_at_the_first_batch(program: shar
         assert len(trained(trainer, data, epochs=1)) == 1  # without a checkpoint nothing is kept
 
 
+def test_a_state_that_no_checkpoint_could_be_read_with_is_refused(program: shardc.Program, tmp_path: Path) -> None:
+    with program.launch() as trainer:
+        with pytest.raises(ShardcError, match=r"SC408.*`extra` is 70 MiB of text, a checkpoint has at most 64 MiB"):
+            trainer.save(tmp_path / "run", extra={"state": "x" * (70 << 20)})
+        assert not (tmp_path / "run").exists()
+        trainer.save(tmp_path / "run", extra={"state": "x" * (1 << 20)})
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -253,9 +253,9 @@ def test_a_state_comes_back_as_it_was(state: Any) -> None:
 
 
 def test_a_state_is_a_copy() -> None:
-    state = {"x": [1], "t": torch.zeros(2)}
+    state: dict[str, Any] = {"x": [1], "t": torch.zeros(2)}
     written = encode(state)
-    state["x"].append(2)  # type: ignore[union-attr]
+    state["x"].append(2)
     state["t"] += 1
     assert same(decode(written), {"x": [1], "t": torch.zeros(2)})
 

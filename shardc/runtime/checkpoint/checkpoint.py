@@ -25,13 +25,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error, suggest
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import CONSTANT
 from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.runtime.checkpoint.folder import discard, find, place_of, temporary
 from shardc.runtime.checkpoint.lock import FolderLock
-from shardc.runtime.checkpoint.manifest import Manifest, Piece, Stored
+from shardc.runtime.checkpoint.manifest import LARGEST, Manifest, Piece, Stored
 from shardc.runtime.checkpoint.planners import Held, LoadShards, Reader, SaveShards, Writer, names_of, writes
 from shardc.torch_compat import stored_at
 
@@ -285,10 +286,14 @@ def _tensors(tensors: Mapping[str, Held]) -> dict[str, torch.Tensor]:
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return json.loads(json.dumps(dict(extra)))
+        text = json.dumps(dict(extra))
     except (TypeError, ValueError) as failure:
         hint = "numbers, text, lists and mappings of them; turn tensors into lists"
         raise error("SC408", f"`extra` is not plain data: {failure}", hint=hint) from None
+    if len(text) > LARGEST // 4:  # a manifest beyond LARGEST would not be read
+        message = f"`extra` is {human_bytes(len(text))} of text, a checkpoint has at most {human_bytes(LARGEST // 4)}"
+        raise error("SC408", message, hint="it is for plain data that says where training stands, loaders' states too")
+    return json.loads(text)
 
 
 def _check_fit(
