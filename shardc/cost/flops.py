@@ -49,6 +49,8 @@ def _convolution_backward(a: Arguments) -> int:
 COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "mm": lambda a, y: 2 * math.prod(y) * a["self"][-1],
     "bmm": lambda a, y: 2 * math.prod(y) * a["self"][-1],
+    "addmm": lambda a, y: 2 * math.prod(y) * a["mat1"][-1],
+    "baddbmm": lambda a, y: 2 * math.prod(y) * a["batch1"][-1],
     "mv": lambda a, y: 2 * math.prod(a["self"]),
     "dot": lambda a, y: 2 * math.prod(a["self"]),
     "vdot": lambda a, y: 2 * math.prod(a["self"]),

@@ -35,7 +35,7 @@ def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     the step of one: a program's update has no such place."""
     if given is None:
         return ()
-    several = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    several: tuple[Any, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for optimizer in several:
         if not isinstance(optimizer, torch.optim.Optimizer):
             hint = "pass a torch.optim.Optimizer, or a list of several over different parameters"

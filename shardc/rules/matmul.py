@@ -13,15 +13,30 @@ aten = torch.ops.aten
 
 rule(aten.mm.default, "m k, k n -> m n", sum="k", linear="each")
 rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear="each")
-# Not split along k: the term would be added once for each shard. Others than an optimizer's are taken apart before.
-rule(aten.addmm.default, "m n, m k, k n -> m n", whole="k")
-rule(aten.baddbmm.default, "b m n, b m k, b k n -> b m n", whole="k")
 rule(aten.mv.default, "m k, k -> m", sum="k", linear="each")
 rule([aten.dot.default, aten.vdot.default], "k, k -> ()", sum="k", linear="each")
 
 rule(LINEAR, "... k, n k -> ... n", sum="k", linear="each")
 rule(LINEAR_DGRAD, "... n, n k -> ... k", sum="n", linear="each")
 rule(LINEAR_WGRAD, "... n, ... k -> n k", sum="...", linear="each")
+
+
+@rule(aten.addmm.default, examples=[((4, 6), (4, 3), (3, 6)), ((6,), (4, 3), (3, 6)), ((4, 1), (4, 3), (3, 6))])
+def addmm(self: Dims, mat1: Dims, mat2: Dims, beta: float, alpha: float) -> Notation:
+    return _added(self, "m k, k n", "m n", (mat1.shape[0], mat2.shape[1]))
+
+
+@rule(aten.baddbmm.default, examples=[((2, 4, 6), (2, 4, 3), (2, 3, 6)), ((4, 6), (2, 4, 3), (2, 3, 6))])
+def baddbmm(self: Dims, batch1: Dims, batch2: Dims, beta: float, alpha: float) -> Notation:
+    return _added(self, "b m k, b k n", "b m n", (*batch1.shape[:2], batch2.shape[2]))
+
+
+def _added(term: Dims, factors: str, product: str, shape: tuple[int, ...]) -> Notation:
+    """Not split along k: the term would be added once for each shard. Normalize leaves the optimizer's products so."""
+    names = product.split()[len(shape) - term.ndim :]
+    sizes = zip(names, term.shape, shape[len(shape) - term.ndim :], strict=True)
+    own = " ".join(name if size == full else "1" for name, size, full in sizes) or "()"
+    return Notation(f"{own}, {factors} -> {product}", whole="k")
 
 
 @rule(

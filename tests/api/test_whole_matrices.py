@@ -86,6 +86,9 @@ def test_a_rank_computes_its_share_of_the_matrices() -> None:
     products = [n for n in program.body.calls() if info(n).optimizer and "bmm" in str(n.target)]
     assert len(products) == 4 * 5 * 3
     assert {type_of(n).local_shape(program.body.mesh)[0] for n in products} == {1}
+    shapes = [(WIDTH, multiple * WIDTH) for multiple in (3, 1, 4, 4)]
+    newton_schulz = [5 * 2 * short**2 * (long + short + long) for short, long in shapes]
+    assert program.flops().of_phase("opt") == sum(newton_schulz)  # one of each shape, of four
 
 
 def test_state_is_stored_as_zero_says() -> None:

@@ -181,6 +181,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         shardc.EMA(trainer, DECAY)
     calls = {
         "step": lambda: trainer.step(batches()[0]),
+        "sgd": lambda: trainer.sgd(0.1),
         "save": lambda: trainer.save(tmp_path / "run"),
         "load": lambda: trainer.load(tmp_path / "run"),
         "recompile": trainer.recompile,

@@ -367,6 +367,7 @@ class Trainer:
         if not math.isfinite(lr):
             raise error("SC553", f"sgd is given the step size {lr}", hint="give a finite number")
         self._refuse_forward_only("sgd")
+        self._refuse_swapped("sgd")
         if self.updates:
             message = "the program has an optimizer, which updates in each step: sgd would do nothing"
             raise error("SC544", message, hint="leave sgd out, or compile without optimizer=")
