@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[Callable[[], Made], dict[str, str]]] = {
     "mixtral": (mixtral, ATTENTION | HEAD | {"**.experts.gate_up_proj": "-, 2*tp, -"}),
     "t5": (lambda: t5(batch=4, seq=8, vocab=96), T5),
 }
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5, "pad_token_id": 0}
 PROMPTS = [[17, 5, 60, 42, 9], [33, 2], [71, 8, 8, 25, 90, 3, 11], [50, 4, 19]]
 
 
