@@ -27,7 +27,7 @@ def alone() -> list[list[int]]:
 
 @pytest.mark.parametrize("case", ["dp2tp2", "pp2tp2", pytest.param("zero3", marks=pytest.mark.long)])
 def test_ranks_generate_what_the_library_does(case: str, tmp_path: Path) -> None:
-    results = [result for result in start(case, RANKS[case], tmp_path, worker=WORKER) if result is not None]
+    results = [result for result in start(case, RANKS[case], tmp_path, 180.0, WORKER) if result is not None]
     assert len(results) == RANKS[case]
     model, _ = gpt2(batch=4, seq=8, vocab=96, width=32)
     spread(model)
@@ -41,6 +41,6 @@ def test_ranks_generate_what_the_library_does(case: str, tmp_path: Path) -> None
 
 
 def test_ranks_that_are_given_different_prompts_are_named(tmp_path: Path) -> None:
-    first, second = start("differs", 2, tmp_path, worker=WORKER)
+    first, second = start("differs", 2, tmp_path, 180.0, WORKER)
     assert first == second
     assert first == {"prompts": ["SC542", "prompts"], "settings": ["SC542", "settings"]}
