@@ -140,6 +140,13 @@ class CachedModel(nn.Module):
     Root tables are the model's own, so names of parameters and buffers are, too; the model hangs below no name.
     """
 
+    # Kept past nn.Module, which would make the model a part of this one.
+    source: Any
+    causal: CausalModel
+    form: Form
+    decodes: bool
+    probes: bool
+
     def __init__(
         self,
         causal: CausalModel,

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 
@@ -99,7 +99,7 @@ ARGUMENTS: dict[str, str] = {
 class Settings:
     """The prepared config of one call. `width` is the length that the library counts as a prompt's."""
 
-    model: nn.Module
+    model: Any  # of transformers
     config: Any
     seed: int
     tokenizer: Any
@@ -111,7 +111,7 @@ class Settings:
         model: Any,
         given: Mapping[str, Any],
         generation_config: Any,
-        seed: int,
+        seed: object,
         tokenizer: Any,
         width: int,
     ) -> Settings:
