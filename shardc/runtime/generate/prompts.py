@@ -86,7 +86,9 @@ def _of_lists(prompts: Any) -> Rows:
         items = [items]  # one prompt
     rows: Rows = []
     for number, item in enumerate(items):
-        values: object = item.tolist() if isinstance(item, Tensor) and item.dim() == 1 else item
+        values: object = item
+        if isinstance(item, Tensor) and item.dim() == 1:
+            values = item.tolist()
         whole = isinstance(values, Sequence) and not isinstance(values, str | bytes)
         if not whole or any(isinstance(t, bool) or not isinstance(t, int) for t in cast("Sequence[Any]", values)):
             raise error("SC573", f"prompt {number} is no list of token ids", hint=FORMS)
