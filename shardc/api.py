@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import PLAN, check_module, read_plan
-from shardc.compiler.generation import StepRequests, held_cache
+from shardc.compiler.generation import StepRequests
 from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
@@ -475,8 +475,8 @@ class Program(data.Program):
             message = "the program came from a file, without its model, so nothing can be generated"
             raise error("SC571", message, hint="compile the model here")
         requests = StepRequests.of(self.request, form, self.staged)
-        decode = _program(requests.decode)
-        prefill = _program(requests.filling(held_cache(decode.staged.body)))
+        decode = _program(requests.decode())
+        prefill = _program(requests.prefill(decode.staged.body))
         return prefill, decode
 
     @property

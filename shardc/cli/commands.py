@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
+from torch import nn
 
 from shardc import api
 from shardc.api import Program
@@ -209,8 +210,10 @@ def tune(only: list[str] | None, seconds: float, output: Path | None, *, as_json
 
 
 # ---------------------------------------------------------------------- what the commands share
-def compiled(asked: Asked, *, meta: bool, printer: Printer | None = None) -> tuple[Program, Any]:
-    """The compiled target and its sample batch, which a saved program lacks."""
+def compiled(
+    asked: Asked, *, meta: bool, printer: Printer | None = None, prepare: Callable[[nn.Module], None] | None = None
+) -> tuple[Program, Any]:
+    """The compiled target and its sample batch, which a saved program lacks. `prepare` is given the model before."""
     with progress(f"loading {asked.target}"):
         target = load(asked.target, meta=meta)
     if isinstance(target, Program):
@@ -220,6 +223,8 @@ def compiled(asked: Asked, *, meta: bool, printer: Printer | None = None) -> tup
             message = f"{asked.target} is compiled already: {options} do not apply"
             raise error("SC105", message, hint="give the model that it was compiled from")
         return target, None
+    if prepare is not None:
+        prepare(target.model)
     return _compile(target, asked, printer), target.batch
 
 

@@ -9,12 +9,13 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
+from torch import nn
 
-from shardc.api import Program
 from shardc.cli.commands import Asked, compiled
 from shardc.cli.console import diagnose, progress, write_json
 from shardc.cli.host_memory import refuse_program
@@ -45,16 +46,15 @@ def generate(
     weights: Path | None,
     as_json: bool,
 ) -> None:
+    if asked.target.endswith(".json") and not asked.target.startswith("hf:"):
+        message = f"{asked.target} is a program without its model, so nothing can be generated"
+        raise error("SC571", message, hint="give the model that it was compiled from")
     reader = None if tokenizer is None else _tokenizer(tokenizer)
     given: Any = list(prompts) if reader is not None else [_tokens(text) for text in prompts]
-    program, _ = compiled(asked, meta=weights is not None)
-    if program.model is None:
-        hint = "give the model that it was compiled from"
-        raise error("SC571", f"{asked.target} is a program without its model, so nothing can be generated", hint=hint)
+    prepare = None if weights is None else partial(_read_generation_config, weights)
+    program, _ = compiled(asked, meta=weights is not None, prepare=prepare)
     diagnose(program.diagnostics)
     refuse_program(program)
-    if weights is not None:
-        _read_generation_config(program, weights)
     with (
         program.launch(state=weights if weights is not None else state_of(program)) as trainer,
         progress("generating"),
@@ -104,10 +104,10 @@ def _tokenizer(folder: Path) -> Any:
         raise error("SC573", message, cause=cause, hint=hint) from problem
 
 
-def _read_generation_config(program: Program, weights: Path) -> None:
+def _read_generation_config(weights: Path, model: nn.Module) -> None:
     """The generation config that lies beside the weights is the model's own, as it is to `from_pretrained`."""
-    folder, model = weights if weights.is_dir() else weights.parent, program.model
+    folder = weights if weights.is_dir() else weights.parent
     current: Any = getattr(model, "generation_config", None)
     if current is not None and (folder / "generation_config.json").is_file():
         with suppress(OSError):
-            model.generation_config = type(current).from_pretrained(str(folder))  # type: ignore[union-attr,assignment]
+            model.generation_config = type(current).from_pretrained(str(folder))

@@ -6,23 +6,25 @@ prefill    fills the cache as it lies there
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from shardc.compiler.binding import bind_precision, collect_plan
 from shardc.compiler.request import Request
 from shardc.compiler.step_plan import Held, step_plan
-from shardc.frontend.cached_model import CachedModel, CausalModel, Form, cache_tensors
+from shardc.frontend.cached_model import CachedModel, CacheTensors, CausalModel, Form, cache_tensors
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.microbatch import CACHE
 from shardc.partition.staged_program import StagedProgram
 
 
-class StepRequests(NamedTuple):
-    """What compiles the two programs; the prefill once it is told how the cache is held."""
+@dataclass(frozen=True)
+class StepRequests:
+    """What compiles the two programs, of which the decode program says how the prefill finds the cache."""
 
-    prefill: Request
-    decode: Request
+    request: Request  # but for its model and batch
+    causal: CausalModel
+    form: Form
+    tensors: CacheTensors
 
     @classmethod
     def of(cls, request: Request, form: Form, like: StagedProgram) -> StepRequests:
@@ -30,20 +32,18 @@ class StepRequests(NamedTuple):
         causal = CausalModel.of(request.model)
         plan = step_plan(collect_plan(request.model, request.plan))
         tensors = cache_tensors(causal, form, precision=bind_precision(plan)[0])
-        request = Request(request.model, None, request.mesh, plan, mode="eval", like=like, generates=True)
+        common = Request(request.model, None, request.mesh, plan, mode="eval", like=like, generates=True)
+        return cls(common, causal, form, tensors)
 
-        def step(decodes: bool) -> Request:
-            model = CachedModel(causal, form, decodes, tensors)
-            return replace(request, model=model, batch=model.sample())
+    def decode(self) -> Request:
+        return self._step(True, self.tensors, ())
 
-        return cls(step(False), step(True))
+    def prefill(self, decode: Graph) -> Request:
+        """The prefill fills what the decode program reads, as it lies there."""
+        pairs = zip(decode.inputs, decode.placeholders, strict=True)
+        held = tuple((port.name, type_of(n)) for port, n in pairs if port.name.startswith(CACHE) and n.users)
+        return self._step(False, {name: self.tensors[name] for name, _ in held}, held)
 
-    def filling(self, cache: Held) -> Request:
-        """The prefill, with a cache that is held so."""
-        return replace(self.prefill, cache=cache)
-
-
-def held_cache(body: Graph) -> Held:
-    """How a program takes the tensors of the cache."""
-    pairs = zip(body.inputs, body.placeholders, strict=True)
-    return tuple((port.name, type_of(node)) for port, node in pairs if port.name.startswith(CACHE))
+    def _step(self, decodes: bool, tensors: CacheTensors, held: Held) -> Request:
+        model = CachedModel(self.causal, self.form, decodes, tensors)
+        return replace(self.request, model=model, batch=model.sample(), cache=held)

@@ -29,11 +29,11 @@ def step_plan(plan: Plan) -> Plan:
     """A plan for a step of generation, of the model's own."""
     found, _ = matches(plan.annotations("inputs"), OF_ROWS, "inputs")
     rows = next((found[name] for name in OF_ROWS if name in found), None)
-    inputs = {}
+    inputs: dict[str, Annotation] = {}
     if rows is not None and rows.placement.dims:
         placement = Placement(rows.placement.dims[:1])
         inputs = {name: Annotation(name, placement, rows.origin) for name in ROWS}
-    changed = {"inputs": inputs, "outputs": {}, "strict": False, "budget": {}, "accumulate": 1}
+    changed: dict[str, object] = {"inputs": inputs, "outputs": {}, "strict": False, "budget": {}, "accumulate": 1}
     if plan.pipeline is not None:
         changed["pipeline"] = plan.pipeline.model_copy(update={"microbatches": 1})
     return plan.model_copy(update=changed)

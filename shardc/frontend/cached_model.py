@@ -15,6 +15,7 @@ in `_cache.0.cross_keys`, and the decode program has no encoder.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from shardc.ir.microbatch import CACHE
 from shardc.ir.ops.gathered import whole_dim
 
 Chosen = Literal["token", "logits"]
+CacheTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype, by name
 ATTENTION = {"full_attention", "sliding_attention"}  # layers whose state is keys and values, token by token
 ENCODED = "encoded"
 # What a model of the library may do by itself, and no step here does.
@@ -126,7 +128,7 @@ def _refuse_layers(name: str, config: Any) -> None:
 class _Layer(nn.Module):
     """The cache of one layer: buffers, by name, with no memory of their own."""
 
-    def __init__(self, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(self, tensors: CacheTensors) -> None:
         super().__init__()
         for name, (shape, dtype) in tensors.items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
@@ -138,12 +140,19 @@ class CachedModel(nn.Module):
     Root tables are the model's own, so names of parameters and buffers are, too; the model hangs below no name.
     """
 
+    # Kept past nn.Module, which would make the model a part of this one.
+    source: Any
+    causal: CausalModel
+    form: Form
+    decodes: bool
+    probes: bool
+
     def __init__(
         self,
         causal: CausalModel,
         form: Form,
         decodes: bool,
-        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] | None,
+        tensors: CacheTensors | None,
     ) -> None:
         super().__init__()
         source = causal.model
@@ -202,7 +211,11 @@ class CachedModel(nn.Module):
         output = self.source.forward(**keywords, return_dict=True)
         if self.probes:
             return self._tensors(cache, output)
-        if causal.encoder_decoder and not self.decodes:
+        if (
+            causal.encoder_decoder
+            and not self.decodes
+            and ENCODED in dict(self._own_cache.named_buffers(recurse=False))
+        ):
             self._own_cache.encoded.copy_(output.encoder_last_hidden_state)
         logits = output.logits[:, -1].float()  # as the library chooses
         if self.form.chosen == "logits":
@@ -287,7 +300,7 @@ def _first_largest(logits: Tensor) -> Tensor:
     return torch.where(largest, places, size).amin(-1)
 
 
-def cache_tensors(causal: CausalModel, form: Form, **traced: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def cache_tensors(causal: CausalModel, form: Form, **traced: Any) -> CacheTensors:
     """The shape and dtype of each tensor of the cache, by name: what the model hands to a cache that takes anything."""
     probe = CachedModel(causal, replace(form, chosen="token"), False, None)
     with evaluating(probe):

@@ -74,7 +74,8 @@ def _encoded(texts: list[str], tokenizer: Any) -> Rows:
     if not callable(tokenizer):
         message = "the prompts are text, and there is no tokenizer"
         raise error("SC573", message, hint="pass tokenizer=, or the token ids")
-    return [list(map(int, tokenizer(text)["input_ids"])) for text in texts]
+    read: Any = tokenizer
+    return [list(map(int, read(text)["input_ids"])) for text in texts]
 
 
 def _of_lists(prompts: Any) -> Rows:
@@ -85,7 +86,9 @@ def _of_lists(prompts: Any) -> Rows:
         items = [items]  # one prompt
     rows: Rows = []
     for number, item in enumerate(items):
-        values = item.tolist() if isinstance(item, Tensor) and item.dim() == 1 else item
+        values: object = item
+        if isinstance(item, Tensor) and item.dim() == 1:
+            values = item.tolist()
         whole = isinstance(values, Sequence) and not isinstance(values, str | bytes)
         if not whole or any(isinstance(t, bool) or not isinstance(t, int) for t in cast("Sequence[Any]", values)):
             raise error("SC573", f"prompt {number} is no list of token ids", hint=FORMS)

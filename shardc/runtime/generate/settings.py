@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error
 
@@ -98,7 +99,7 @@ ARGUMENTS: dict[str, str] = {
 class Settings:
     """The prepared config of one call. `width` is the length that the library counts as a prompt's."""
 
-    model: nn.Module
+    model: Any  # of transformers
     config: Any
     seed: int
     tokenizer: Any
@@ -110,7 +111,7 @@ class Settings:
         model: Any,
         given: Mapping[str, Any],
         generation_config: Any,
-        seed: int,
+        seed: object,
         tokenizer: Any,
         width: int,
     ) -> Settings:
@@ -163,8 +164,10 @@ class Settings:
         if self.new_tokens < 1:
             message = f"the prompts are {self.width} tokens long, and max_length is {config.max_length}"
             raise error("SC572", message, hint="pass max_new_tokens, which counts new tokens alone")
-        if config.stop_strings is not None and self.tokenizer is None:
-            raise error("SC572", "stop_strings need a tokenizer", hint="pass tokenizer=, or eos_token_id")
+        top_p = config.top_p
+        if top_p is not None and not 0 <= top_p <= 1:
+            raise error("SC572", f"top_p={top_p:g} is no probability", hint="give a number from 0 to 1")
+        _ = self.stop
         if self.copies > 1 and not config.do_sample:
             message = f"num_return_sequences={self.copies} of a greedy search are one sequence, {self.copies} times"
             raise error("SC572", message, hint="pass do_sample=True, or leave it out")
@@ -220,12 +223,24 @@ class Settings:
         done = torch.zeros(len(tokens), dtype=torch.bool)
         if self.eos is not None:
             done |= torch.isin(tokens, self.eos.cpu())
-        if self.config.stop_strings is not None:
-            from transformers.generation.stopping_criteria import StopStringCriteria
-
-            stop: Any = StopStringCriteria(stop_strings=self.config.stop_strings, tokenizer=self.tokenizer)
-            done |= stop(sequences, None)
+        if self.stop is not None:
+            done |= self.stop(sequences, None)
         return done
+
+    @cached_property
+    def stop(self) -> Any:
+        """What finds strings that end a row; None where there are none."""
+        if self.config.stop_strings is None:
+            return None
+        if self.tokenizer is None:
+            raise error("SC572", "stop_strings need a tokenizer", hint="pass tokenizer=, or eos_token_id")
+        from transformers.generation.stopping_criteria import StopStringCriteria
+
+        try:
+            return StopStringCriteria(stop_strings=self.config.stop_strings, tokenizer=self.tokenizer)
+        except Exception as problem:
+            message = f"transformers finds no stop_strings with this tokenizer: {type(problem).__name__}: {problem}"
+            raise error("SC572", message, hint="pass the model's own tokenizer, or eos_token_id") from problem
 
     def digest(self) -> Tensor:
         """A number that differs where settings do: ranks must have the same."""
