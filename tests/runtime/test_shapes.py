@@ -183,7 +183,7 @@ def test_other_programs_hold_the_state_as_the_first_does(name: str) -> None:
 def test_state_that_would_lie_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were storage not forced to be the first program's, it would be an error, and no wrong number."""
     program = compiled("zero 3")
-    monkeypatch.setattr(Store, "like", lambda self, body: Store())
+    monkeypatch.setattr(Store, "like", lambda self, body, more=(): Store())
     with pytest.raises(ShardcError, match=r"SC547(.|\n)*for this batch '.+' would be held as f64"):
         program.training(batch(5, 6))
 
@@ -209,9 +209,9 @@ def test_programs_are_compiled_once_and_the_last_used_are_kept(monkeypatch: pyte
     inner = trainer._programs._compile
     assert inner is not None
 
-    def counting(given: Tensor) -> Any:
+    def counting(given: Tensor, updates: bool) -> Any:
         seen.append(len(given))
-        return inner(given)
+        return inner(given, updates)
 
     trainer._programs._compile = counting
     with warnings.catch_warnings(record=True) as said:

@@ -201,6 +201,10 @@ class Steps:
         count, shapes = self.first.body.microbatches, dict[str, tuple[int, ...]]()
         for name, (port, type) in self.first.feeding.placed.items():
             if port.role == "input":
-                split = count > 1 and name in tensors and tuple(tensors[name].shape) != type.shape and type.ndim
+                known = self.first.feeding.split
+                other = (
+                    name in tensors and tuple(tensors[name].shape) != type.shape
+                )  # records before that said not which
+                split = count > 1 and type.ndim and (name in known if known else other)
                 shapes[name] = (count * type.shape[0], *type.shape[1:]) if split else type.shape
         return self._brought(shapes)
