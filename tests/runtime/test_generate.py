@@ -330,12 +330,23 @@ def code_of(act: Any) -> ShardcError:
 
 
 def test_models_that_do_not_generate() -> None:
-    from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        BloomConfig,
+        BloomForCausalLM,
+        GPTNeoConfig,
+        GPTNeoForCausalLM,
+        MambaConfig,
+        MambaForCausalLM,
+    )
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
     bert = BertForMaskedLM(BertConfig(**small, num_attention_heads=2, intermediate_size=16))
     mamba = MambaForCausalLM(MambaConfig(**small, state_size=4))
     bloom = BloomForCausalLM(BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=32))
+    local = {"attention_types": [[["local"], 1]], "window_size": 4}
+    neo = GPTNeoForCausalLM(GPTNeoConfig(hidden_size=16, num_heads=2, num_layers=1, vocab_size=32, **local))
     hooked, _ = gpt2(layers=1, batch=4, seq=8, vocab=32, width=16)
     hooked.register_forward_hook(lambda *_: None)
     tokens = torch.randint(32, (2, 4))
@@ -343,6 +354,7 @@ def test_models_that_do_not_generate() -> None:
         (bert, "has no head for the next token"),
         (mamba, "of its own"),
         (bloom, "of its own"),
+        (neo, "is not made for a static cache"),
         (hooked, "has hooks"),
         (nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)), "its forward takes no cache"),
     ):
