@@ -91,6 +91,10 @@ class CausalModel:
             if getattr(type(model), method, None) is not getattr(GenerationMixin, method, None):
                 message = f"{name} prepares its steps by a {method} of its own, which no program runs"
                 raise error("SC571", message, hint=HINT)
+        if not getattr(model, "_can_compile_fullgraph", False):  # some take its length for that of what was read
+            message = f"{name} is not made for a static cache, whose length is that of the cache"
+            hint = "if its forward is: write _can_compile_fullgraph = True in its class, as transformers' models do"
+            raise error("SC571", message, hint=hint)
         hooks = [kind for kind in ("_forward_hooks", "_forward_pre_hooks") if vars(model).get(kind)]
         if hooks:
             message = f"{name} has hooks of its own, which would see other arguments than in training"

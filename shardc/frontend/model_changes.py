@@ -27,6 +27,7 @@ from shardc.ir.diagnostic import ShardcError, error
 from shardc.torch_compat import gradient_hooks, version_of
 
 HINT = "put it back as it was; or trainer.recompile(), which goes on with the model as it is now and keeps all state"
+GENERATION = "generation_config"  # of a model of transformers: no step reads how it generates
 _PLAIN = (bool, int, float, complex, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -112,8 +113,9 @@ class CompiledModel:
         """The same, and every other attribute of the model that has changed. It walks the whole model."""
         if changes := self.changes():
             return changes
+        names = (c.attribute for c in self._snapshot.changes())
         changed_names = dict.fromkeys(
-            c.attribute for c in self._snapshot.changes() if c.attribute not in self._changed_attributes
+            name for name in names if name not in self._changed_attributes and GENERATION not in name.split(".")
         )
         pairs = zip(self._names, self._params, self._hooks, strict=True)
         hooked = [name for name, p, hooks in pairs if gradient_hooks(p) != hooks]

@@ -68,6 +68,7 @@ HONOURS: list[dict[str, Any]] = [
     {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 4},
     {"remove_invalid_values": True, "renormalize_logits": True},
     {"eos_token_id": 11, "pad_token_id": 30},
+    {"eos_token_id": list(range(VOCABULARY))},
     {"use_cache": False, "length_penalty": 2.0, "early_stopping": True},
     {"return_dict_in_generate": False, "num_beams": 1, "guidance_scale": 1.0, "cache_implementation": "static"},
 ]
@@ -125,6 +126,16 @@ def test_the_models_own_config_counts_and_the_callers_counts_more(ready: Any) ->
             setattr(config, name, value)
         for name in ("repetition_penalty", "max_new_tokens", "num_beams"):
             setattr(config, name, before.get(name))
+
+
+def test_a_generation_config_is_no_part_of_a_program(recwarn: pytest.WarningsRecorder) -> None:
+    model, batch = gpt2(layers=1, batch=4, seq=8, vocab=VOCABULARY, width=16)
+    program = shardc.compile(model, batch, mesh="dp=1", plan={}, mode="eval")
+    model.generation_config.max_new_tokens = 2  # type: ignore[union-attr]
+    assert program.generate(PROMPTS, eos_token_id=[]).sequences.shape[1] == 6
+    model.generation_config = type(model.generation_config)(max_new_tokens=3)
+    assert program.generate(PROMPTS, eos_token_id=[]).sequences.shape[1] == 7
+    assert not [w for w in recwarn if "compiled again" in str(w.message)]
 
 
 WRONG: dict[str, Any] = {

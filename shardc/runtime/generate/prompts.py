@@ -86,7 +86,7 @@ def _of_lists(prompts: Any) -> Rows:
         items = [items]  # one prompt
     rows: Rows = []
     for number, item in enumerate(items):
-        values: object = item
+        values: Any = item
         if isinstance(item, Tensor) and item.dim() == 1:
             values = item.tolist()
         whole = isinstance(values, Sequence) and not isinstance(values, str | bytes)
