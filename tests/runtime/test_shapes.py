@@ -209,9 +209,9 @@ def test_programs_are_compiled_once_and_the_last_used_are_kept(monkeypatch: pyte
     inner = trainer._programs._compile
     assert inner is not None
 
-    def counting(given: Tensor) -> Any:
+    def counting(given: Tensor, updates: bool) -> Any:
         seen.append(len(given))
-        return inner(given)
+        return inner(given, updates)
 
     trainer._programs._compile = counting
     with warnings.catch_warnings(record=True) as said:
