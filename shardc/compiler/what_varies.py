@@ -43,9 +43,7 @@ def header(program: Program) -> list[str]:
 
 
 def _others(program: Program) -> str:
-    if program.reference.is_forward_only:
-        return "no other sizes"
-    pads = Plan.parse(program.plan.get("text", "")).pad
+    pads = not program.reference.is_forward_only and Plan.parse(program.plan.get("text", "")).pad
     return "smaller ones are padded, larger have a program each" if pads else "other sizes have a program each"
 
 

@@ -53,7 +53,7 @@ def test_a_rank_trains_as_the_simulation_does(optimizer: str, plan: dict[str, An
     kept = [port for port in body.outputs if port.role in ("param", "state")]
     assert len(over) >= len([p for p in kept if p.role == "param"])
     for step in range(3):
-        fed = trainer._feeding.feeds(program.sample, trainer.seed, trainer.steps)  # pyright: ignore[reportPrivateUsage]
+        fed = trainer._programs.first.feeding.feeds(program.sample, trainer.seed, trainer.steps)  # pyright: ignore[reportPrivateUsage]
         rates = trainer.rates()
         result = trainer.step(program.sample)
         found = executor.run(held | rates, fed)

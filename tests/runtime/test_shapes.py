@@ -288,3 +288,14 @@ def test_an_evaluation_of_fewer_rows_than_ranks_splits_their_axis(name: str) -> 
     given = batch(2, 6)
     with torch.no_grad():
         assert trainer.evaluate([given]).loss == pytest.approx(float(Causal()(**given)), rel=1e-12)
+
+
+def test_a_program_for_evaluation_takes_other_shapes_and_says_so() -> None:
+    model = Causal()
+    plan = {"inputs": DP, "accumulate": 2}
+    program = shardc.compile(model, batch(8, 6), mesh="dp=2", plan=plan, mode="eval")
+    head = "# batch: ids i64[8, 6], labels i64[8, 6] in 2 microbatches; other sizes have a program each"
+    assert program.text().splitlines()[0] == head
+    with torch.no_grad():
+        expected = float(model(**batch(5, 4)))
+    assert quietly(program.launch(), batch(5, 4)) == pytest.approx(expected, rel=1e-12)
