@@ -39,8 +39,8 @@ _GIVES: dict[object, int] = {
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 # A batch that is indexed is not to be left unsharded.
 INDEXED = (
-    "x[i] reads any row: where sample n reads its own, write x[torch.arange(len(x)), i], x.gather or take_along_dim; "
-    "for whole rows x.index_select(0, i), whose shards read what they own"
+    "x[i] may read any row: where each sample reads its own, write x[torch.arange(len(x)), i], x.gather or "
+    "x.take_along_dim; otherwise shard a dim that is not indexed"
 )
 NEAR = 64  # values behind a slice that are looked at for its annotation
 _MOVES = (*_GIVES, collectives.all_reduce, collectives.reduce_scatter, collectives.permute_ranks, local.shard_slice)
