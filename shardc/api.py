@@ -137,7 +137,8 @@ def compile(
 
     model      an nn.Module, which stays as it is; on the CPU, a GPU, or the meta device (then nothing is allocated)
     batch      a sample of the whole global batch: a tensor, a tuple of positional arguments, or a dict of keyword
-               arguments of the model's forward; real, or on the meta device
+               arguments of the model's forward; real, or on the meta device. With `loss` also tensors that forward
+               does not take, such as labels: `loss` alone has them. A tuple's are named "batch.1", by their position
     mesh       a Mesh, its text "dp=2, tp=2", a dict {"dp": 2, "tp": 2}, or torch's DeviceMesh; None: the plan's
     plan       a Plan, a dict of its keys, the path of a YAML file, or the name of a plan of ours, "shardc:gpt2"; it is
                merged over what `annotate` and `shard` gave the model. None: only what those gave

@@ -189,6 +189,7 @@ def verification(report: Report) -> dict[str, Any]:
         "max_rel_error": _finite(report.max_rel_error),
         "eager_error": _finite(report.eager_error),
         "first_mismatch": None if wrong is None else diagnostics([wrong.diagnostic()])[0],
+        "diagnostics": diagnostics(report.diagnostics),
         "rows": [
             {"role": r.role, "name": r.name, "error": _finite(r.error), "ok": report.within(r)} for r in report.rows
         ],

@@ -128,7 +128,7 @@ def compiled(request: Request) -> Compiled:
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
     placed = tensor_mesh(plan, mesh)
     micro = split(request.batch, plan.microbatches)[0]
-    call = Call(model, request.batch)
+    call = Call(model, request.batch, request.loss)
     tokens = bind_tokens(plan.loss, call) if trains or plan.loss.tokens in call.names else None
     precision, check_finite = bind_precision(plan)
     with evaluating(model, on=not trains):
@@ -142,6 +142,8 @@ def compiled(request: Request) -> Compiled:
             precision=precision,
             forward_only=not trains,
         )
+    read = {i.name for i in traced.inputs if i.role == "input" and i.node.users}
+    call.refuse_unread({*read, *([] if plan.loss.tokens is None else [plan.loss.tokens])})
     if not any(output.role == "loss" for output in traced.outputs):
         tokens = None  # of an evaluation without a loss
     elif tokens is None:
@@ -176,9 +178,9 @@ def compiled(request: Request) -> Compiled:
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
     on = placed if request.like is None else request.like.body.mesh  # with its sub-axes
     task = Task(traced, plan, mesh, on, bound, updates, tokens, notes, request.like)
-    record = _record(request, plan, traced, options, updates)
+    record = _record(request, call, plan, traced, options, updates)
     if plan.microbatches > 1 and any(_output_shapes(traced).values()):
-        record["by_row"] = _by_row(request, traced, plan.microbatches)
+        record["by_row"] = _by_row(request, call, traced, plan.microbatches)
     if plan.microbatches > 1:
         record["split"] = split_inputs(call)
     graphs = compile_step(task, options)
@@ -193,6 +195,7 @@ def compiled(request: Request) -> Compiled:
 
 def _record(
     request: Request,
+    call: Call,
     plan: Plan,
     traced: Traced,
     options: Options,
@@ -201,7 +204,7 @@ def _record(
     record: PlanRecord = {
         "text": plan.self_contained().dump(),
         "seed": plan.seed,
-        "batch": describe_sample(request.batch, Call(request.model, request.batch).paths, traced.written),
+        "batch": describe_sample(request.batch, call.paths, traced.written),
         "hardware": options.hardware.quantities(),
     }
     if not request.trains:
@@ -259,18 +262,20 @@ def _output_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
     return {o.name: tuple(o.node.meta["val"].shape) for o in traced.outputs if o.role == "output"}
 
 
-def _by_row(request: Request, traced: Traced, microbatches: int) -> list[str]:
+def _by_row(request: Request, call: Call, traced: Traced, microbatches: int) -> list[str]:
     """The outputs whose dim 0 is the rows of a microbatch, and for the whole batch the rows of the batch.
 
     Of a size alone it cannot be told: a microbatch of 4 rows may give a table of 4 experts, and an output of twice as
     many rows may have them in any order. A model that takes no more rows than a microbatch's is judged by it.
     """
-    rows = next((t.shape[0] for t in Call(request.model, request.batch).tensors if t.dim()), 0)
+    rows = next((t.shape[0] for t in call.tensors if t.dim()), 0)
     part = rows // microbatches
     shapes = {name: shape for name, shape in _output_shapes(traced).items() if shape[:1] == (part,)}
     try:
         with evaluating(request.model, on=not request.trains):
-            whole = _output_shapes(trace(request.model, request.batch, with_outputs=True, forward_only=True))
+            whole = _output_shapes(
+                trace(request.model, request.batch, request.loss, with_outputs=True, forward_only=True)
+            )
     except ShardcError:
         return list(shapes)
     return [name for name, shape in shapes.items() if whole.get(name) == (rows, *shape[1:])]

@@ -1,8 +1,8 @@
 """Changes of the plan, each really tried: does the collective go away, and what does a rank's step cost then?
 
 Each is compiled from the same reference graph, without tracing again. What it costs is measured on the result: bytes
-sent, parameters held, and *work*, the multiplications that a rank does in matmuls, convolutions and attention (points
-of their iteration space), by which a change that merely gives up parallelism is told from one that communicates less.
+sent, parameters held, and *work*, the operations that a rank does in matmuls, convolutions and attention, by which a
+change that merely gives up parallelism is told from one that communicates less.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import fx
 
 from shardc.compiler.driver import distribute
 from shardc.compiler.pass_pipeline import Options
+from shardc.cost.flops import COUNTS, node_flops
 from shardc.ir.collectives import Collective, collectives, human_bytes
 from shardc.ir.diagnostic import ShardcError
-from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.passes.base import split_of
 from shardc.passes.communication.combine import Combine
 from shardc.passes.sharding.seed import Bound
@@ -107,7 +108,12 @@ def measure(graph: Graph) -> Cost:
 
 
 def _work(graph: Graph, node: fx.Node) -> float:
-    """A rank's points of a call that contracts two tensors; pointwise ops cost next to nothing beside them."""
+    """A rank's operations of a call that contracts two tensors; pointwise ops cost next to nothing beside them.
+
+    Of an op that `cost.flops` does not know they are two for each point of its iteration space.
+    """
+    if op_name(node.target) in COUNTS:
+        return node_flops(graph, node)
     rule = find_rule(node.target)
     if rule is None or info(node).constant:
         return 0.0
@@ -122,7 +128,7 @@ def _work(graph: Graph, node: fx.Node) -> float:
         return 0.0
     split = split_of(node, projection)
     used = {p for side in (*projection.operands, *projection.results) for p in side}
-    return math.prod(projection.sizes[p] / graph.mesh.size(split.get(p, ())) for p in used)
+    return 2 * math.prod(projection.sizes[p] / graph.mesh.size(split.get(p, ())) for p in used)
 
 
 @dataclass(frozen=True)

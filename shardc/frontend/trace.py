@@ -59,14 +59,15 @@ def trace(
 ) -> Traced:
     """The joint graph of one training step of `model` in its present mode (train or eval).
 
-    `batch` is what forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments; its
-    tensors may be real, meta or fake. `loss(output, batch)` returns the scalar to differentiate; without it, the
-    model must (alone, first, or as `loss`). Of a step of several `microbatches` the batch is one, and the loss its
-    term of their mean; `weighted`, it is multiplied by an input, the microbatch's share. Without `precision` every
-    tensor has the dtype that the model gives it. `forward_only`, as under `no_grad`: there are no gradients, and a loss
-    only where there is one. `with_outputs` keeps the tensors that the model returns, or their scalars.
+    `batch` is what forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments; what
+    forward does not take is for `loss` alone. Its tensors may be real, meta or fake. `loss(output, batch)` returns the
+    scalar to differentiate; without it, the model must (alone, first, or as `loss`). Of a step of several
+    `microbatches` the batch is one, and the loss its term of their mean; `weighted`, it is multiplied by an input, the
+    microbatch's share. Without `precision` every tensor has the dtype that the model gives it. `forward_only`, as under
+    `no_grad`: there are no gradients, and a loss only where there is one. `with_outputs` keeps the tensors that the
+    model returns, or their scalars.
     """
-    call = Call(model, batch)
+    call = Call(model, batch, loss)
     refuse_unfit(model, dict(zip(call.names, call.tensors, strict=True)))
     generators = Generators(model)
     step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only)

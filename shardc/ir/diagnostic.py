@@ -70,6 +70,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC222": Code("token-weights", "the tokens that a plan's loss counts cannot be counted in the input that it names"),
     "SC223": Code("pipeline-axis", "a placement names the axis of the pipeline, along which no tensor is sharded"),
     "SC224": Code("stage-costs", "costs are given that are not those of a pipeline's stages"),
+    "SC225": Code("split-loss", "the mean of the microbatches' losses is not the loss of the whole batch"),
     "SC226": Code("data-parts", "ranks are to bring parts of a batch that has none, or not equal ones"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC303": Code("rule-misfit", "the sharding rule of an op does not fit a call of the op"),

@@ -137,11 +137,9 @@ def losing(loss: Any) -> shardc.Program:
     return shardc.compile(Net(), batch(), mesh=MESH, plan={"inputs": {"x": "dp"}}, loss=loss)
 
 
-def labelled() -> shardc.Program:
-    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.mse_loss(output, batch["labels"])
-
-    return shardc.compile(Net(), {"x": batch(), "labels": torch.ones(())}, mesh=MESH, loss=loss)
+def misnamed() -> shardc.Program:
+    batch_with_labels = {"x": batch(), "label": torch.ones(())}
+    return shardc.compile(Net(), batch_with_labels, mesh=MESH, loss=lambda output, _: output.mean())
 
 
 def program() -> shardc.Program:
@@ -184,7 +182,8 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "loss_takes_one_argument": ("SC102", lambda: losing(lambda output: output)),
     "model_returns_a_float": ("SC101", lambda: yaml("", Prints)),
     "model_returns_no_tensor": ("SC102", lambda: yaml("", Number)),
-    "labels_that_only_the_loss_needs": ("SC103", labelled),
+    "labels_without_a_loss": ("SC103", lambda: shardc.compile(Net(), {"x": batch(), "labels": batch()}, mesh=MESH)),
+    "input_that_nobody_reads": ("SC103", misnamed),
     "batch_is_none": ("SC103", lambda: shardc.compile(Net(), None, mesh=MESH)),
     "batch_is_numpy": ("SC103", lambda: shardc.compile(Net(), {"x": batch().numpy()}, mesh=MESH)),
     "model_is_a_function": ("SC110", lambda: shardc.compile(lambda x: x, batch(), mesh=MESH)),  # type: ignore[arg-type]

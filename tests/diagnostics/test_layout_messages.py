@@ -58,6 +58,16 @@ class Conv(nn.Module):
         return torch.relu(self.conv(x)).square().mean()
 
 
+class Picks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, 0].argsort()
+        return self.up(x)[rows].cumsum(0).square().mean()
+
+
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +92,7 @@ CASES: dict[str, tuple[nn.Module, Tensor, dict[str, Any]]] = {
     "cumsum_of_columns": (Gates(), torch.randn(4, 8), {"params": {"gates.*.up.*": "tp"}}),
     "sections_of_columns": (Fused(), torch.randn(4, 8), {"params": {"qk.*": "tp"}}),
     "conv_output": (Conv(), torch.randn(2, 3, 8, 8), {"activations": {"conv": "-, -, -, tp"}}),
+    "rows_that_are_indexed": (Picks(), torch.randn(4, 8), {"activations": {"up": "tp, -"}}),
     "norm_output": (Norm(), torch.randn(4, 8), {"activations": {"norm": "-, tp"}}),
 }
 

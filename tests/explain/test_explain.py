@@ -117,6 +117,32 @@ def test_a_gradient_reduction_is_inherent(megatron: shardc.Program) -> None:
         assert change.work == pytest.approx(1, abs=0.05)  # twice as much
 
 
+class Pictures(nn.Module):
+    """A convolution, of which an output reads few of the input's places, and a layer beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.words = nn.Conv2d(3, 8, 4, stride=4), nn.Linear(32, 64)
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        return self.conv(images).square().mean() + self.words(words).square().mean()
+
+
+def test_work_is_what_a_rank_computes() -> None:
+    """A convolution's work is not the product of all places of its input and of its output: beside that, giving up the
+    batch of anything else would look like no work."""
+    batch = {"images": torch.randn(8, 3, 16, 16), "words": torch.randn(8, 32)}
+    plan = {"inputs": {"images": "dp", "words": "dp"}}
+    program = shardc.compile(Pictures(), batch, mesh=Mesh(dp=2), plan=plan)
+    cost = compiled(program.reference, bound_of(program), Options(), measure)
+    assert cost.work == program.flops().total
+    (gradient,) = [c.value for c in program.collectives() if "words.linear_wgrad" in c.value]
+    (change,) = [c for c in explain(program, gradient).changes if c.text == 'leave out words = "dp"']
+    fewer = shardc.compile(Pictures(), batch, mesh=Mesh(dp=2), plan={"inputs": {"images": "dp"}})
+    assert change.work == pytest.approx(fewer.flops().total / cost.work - 1)
+    assert change.gives_up
+
+
 def test_a_fused_weight_leaves_only_its_inherent_sum() -> None:
     """Blocks keep q, k and v aligned: no gather is left, and nothing better can be written."""
     model = Fused()

@@ -121,6 +121,58 @@ def test_the_gradient_of_a_grid() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ axes of one
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("position", [[0, 3, 2, 3], [-1, 1, -4, 0]])
+def test_a_position_of_each_sample_stays_with_its_sample(position: list[int], dtype: torch.dtype) -> None:
+    """`x[arange(n), last]` picks the last token of each sample: no rank needs another's samples."""
+
+    def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        last = torch.tensor(position, dtype=dtype) + (x[:, 0, 0] > 9).to(dtype)  # not known while compiling
+        picked = (x @ a)[torch.arange(x.shape[0]), last]  # [4, 8]
+        return (picked @ b).square().mean(-1).sum()
+
+    program = compiled(step, shape=(4, 5, 6))
+    counts = Counter(c.kind for c in program.collectives())
+    assert set(counts) == {"all_reduce"}, counts
+    names = ops(program)
+    assert names["gather"] == names["scatter_add"] == 1
+    assert not names["index.Tensor"] + names["index_put"]
+
+
+def test_a_position_of_each_sample_and_head() -> None:
+    def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = (x @ a).view(4, 5, 2, 4).transpose(1, 2)  # samples, heads, positions
+        best = y.detach().sum(-1).argmax(-1)  # of each sample and head
+        picked = y[torch.arange(4)[:, None], torch.arange(2), best]
+        return (picked.flatten(1) @ b).square().sum()
+
+    program = compiled(step, shape=(4, 5, 6))
+    assert all(c.kind == "all_reduce" for c in program.collectives())
+
+
+def test_other_positions_keep_their_indexing() -> None:
+    """Samples out of order, and one position for all."""
+
+    def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        last = (x[:, 0, 0] > 0).long()
+        y = x @ a
+        return (y[torch.tensor([1, 0, 3, 2]), last] @ b).square().sum() + y[torch.arange(4), last[:1]].sum()
+
+    assert not ops(compiled(step, shape=(4, 5, 6)))["gather"]
+
+
+def test_a_position_out_of_range_is_refused_where_its_dim_is_sharded() -> None:
+    def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        last = (x[:, 0, 0] > 0).long() * 9
+        return (x @ a)[torch.arange(4), last].sum() + b.sum()
+
+    plan = {"inputs": {"x": "dp, tp"}}
+    program = shardc.compile(Step(step), torch.full((4, 6, 6), -1.0), mesh="dp=2, tp=2", plan=plan)
+    assert program.verify().ok
+    with pytest.raises((shardc.ShardcError, IndexError), match=r"SC507|not in \[0, 6\)"):
+        program.launch().step(torch.ones(4, 6, 6))
+
+
 def test_an_axis_of_one_rank_communicates_nothing() -> None:
     def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return (x @ a @ b).tanh().sum()

@@ -132,6 +132,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.runtime.oracle": """
             __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
+            whole_batch
         """,
         "shardc.runtime.checkpoint": "__init__ checkpoint export folder hugging_face lock manifest planners weights",
         "shardc.runtime.generate": "__init__ generator prompts result sampling settings",

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from shardc.ir.collectives import collective, human_bytes
@@ -37,6 +38,12 @@ _GIVES: dict[object, int] = {
     collectives.all_gather: 3,
     collectives.all_to_all: 4,
 }  # the argument that is the atom given up
+_INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
+# A batch that is indexed is not to be left unsharded.
+INDEXED = (
+    "x[i] may read any row: where each sample reads its own, write x[torch.arange(len(x)), i], x.gather or "
+    "x.take_along_dim; otherwise shard a dim that is not indexed"
+)
 NEAR = 64  # values behind a slice that are looked at for its annotation
 _MOVES = (*_GIVES, collectives.all_reduce, collectives.reduce_scatter, collectives.permute_ranks, local.shard_slice)
 
@@ -195,6 +202,8 @@ def _hint(reader: fx.Node) -> str:
     sections = any(name.isdigit() for tensor in (*fitted.operands, *fitted.results) for dim in tensor for name in dim)
     if sections or "split" in op_name(reader.target) or (rule is not None and rule.kind == "view"):
         return "shard a factor that the view or split keeps apart, e.g. write '3*tp' for a fused q, k, v"
+    if reader.target in _INDEXING:
+        return INDEXED
     return "shard a dim that the op can split, or leave this one unsharded from the annotation on"
 
 

@@ -22,6 +22,7 @@ from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.optimizer_trace import explicit
 from shardc.frontend.program_optimizers import groups_of, stored_state
 from shardc.frontend.python_state import Snapshot
+from shardc.frontend.sample_call import forward_arguments
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.lifted import Lifted, copied, copied_batch
 from shardc.runtime.oracle.verify import CHANGED
@@ -161,9 +162,8 @@ class EagerTraining:
             parameter.grad = None
 
     def _output_of(self, part: Any) -> Any:
-        if isinstance(part, dict):
-            return self.model(**part)
-        return self.model(*part) if isinstance(part, (tuple, list)) else self.model(part)
+        args, kwargs = forward_arguments(self.model, part, has_loss=self.loss is not None)
+        return self.model(*args, **kwargs)
 
     def _loss_of(self, part: Any) -> Tensor:
         output = self._output_of(part)

@@ -77,6 +77,7 @@ class Report:
     first_mismatch: Mismatch | None = None
     absent: str = ""  # why eager PyTorch was not asked
     eager_tolerance: float = EAGER_TOLERANCE
+    diagnostics: tuple[Diagnostic, ...] = ()  # of the step itself, which is as the plan says
 
     @property
     def ok(self) -> bool:
@@ -137,7 +138,7 @@ class Report:
             lines.append(f"  eager PyTorch was not asked: {self.absent}")
         if self.first_mismatch is not None:
             lines += ["", self.first_mismatch.diagnostic().render()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(diagnostic.render() for diagnostic in self.diagnostics)])
 
     def _beyond(self) -> str:
         """Of a report that is equal: how much of the error beyond the tolerance rounding explains."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from shardc.frontend.precision import HALF
 from shardc.frontend.program_inputs import model_state
 from shardc.frontend.program_optimizers import Optimizers, optimizers_of
 from shardc.frontend.token_weights import counted
+from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
@@ -28,6 +30,7 @@ from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.oracle.eager_witness import EagerTraining, Witness
 from shardc.runtime.oracle.report import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, Report, worst_of
 from shardc.runtime.oracle.verify import beside_another, reference_step, verify
+from shardc.runtime.oracle.whole_batch import whole_batch_finding
 from shardc.torch_compat import flatten, unflatten
 
 LEFT = ("param", "state", "buffer")  # what a step leaves to the next
@@ -86,7 +89,23 @@ def verify_program(
             if not has_state and witness is not None and (second_witness := eager.step(part, gradients)) is not None:
                 reports[-1] = beside_another(reports[-1], reference, inputs, dtype, expected, second_witness)
             next_state = {port.name: value for port, value in expected.items() if port.role in LEFT}
-    return worst_of(reports)
+    report = worst_of(reports)
+    return replace(report, diagnostics=_of_the_whole_batch(program, batch, dtype)) if report.ok else report
+
+
+def _of_the_whole_batch(program: CompiledStep, batch: Any, dtype: torch.dtype) -> tuple[Diagnostic, ...]:
+    """Whether the loss of a step of several microbatches is that of its batch."""
+    microbatches, model = program.reference.microbatches, program.model
+    if microbatches == 1 or model is None or _lies_on_meta(batch):
+        return ()
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return ()
+    try:
+        found = whole_batch_finding(model, program.loss, batch, microbatches, _counting(program), (dtype, None))
+    finally:
+        if program.compiled is not None:
+            program.compiled.put_back()
+    return () if found is None else (found,)
 
 
 def other_rows(batch: Any) -> Any:

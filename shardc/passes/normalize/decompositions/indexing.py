@@ -2,8 +2,10 @@
 
     index(x, [arange(n)[:, None], arange(m)])            x: how attention masks are built, element by element
     index_put(zeros, [rows], values, accumulate=True)    embedding_dense_backward, whose shards add up
+    index(x, [arange(n), last])                          gather along dim 1: one position of each sample
+    index_put(zeros, [arange(n), last], values, True)    scatter_add, its gradient
 
-Left as they are, both would need their operand whole, and a batch sharded over ranks would be gathered for it.
+Left as they are, all would need their operand whole, and a batch sharded over ranks would be gathered for it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,15 @@ KNOWN_ELEMENTS = 2**20  # larger constants are not worth computing here
 
 @decompose(aten.index.Tensor, sometimes=True)
 def index(e: Emit, x: Node, indices: Sequence[Node | None]) -> Result:
-    grid = _grid(e, shape_of(x), indices)
-    return KEEP if grid is None else e.view(x, [*grid, *shape_of(x)[len(indices) :]])
+    shape = shape_of(x)
+    grid = _grid(e, shape, indices)
+    if grid is not None:
+        return e.view(x, [*grid, *shape[len(indices) :]])
+    picked = _picked(e, shape, indices)
+    if picked is None:
+        return KEEP
+    dim, rest = len(indices) - 1, shape[len(indices) :]
+    return e.view(e(aten.gather.default, x, dim, picked), [*shape[:dim], *rest])
 
 
 @decompose(aten.index_put.default, sometimes=True)
@@ -40,13 +49,33 @@ def index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, ac
         return KEEP  # values that are broadcast, or indices that stand apart
     if _grid(e, shape, indices) is not None:
         return e.view(values, shape)
-    if len(indices) != 1 or not dtype_of(x).is_floating_point:
+    if not dtype_of(x).is_floating_point:
+        return KEEP
+    each = _picked(e, shape, indices)
+    if each is not None:
+        return e(aten.scatter_add.default, x, len(indices) - 1, each, e.view(values, shape_of(each)))
+    if len(indices) != 1:
         return KEEP
     rows = _from_front(e, places[0], shape[0])
     if info(e.at).phase == "fwd":  # in backward they are those of the lookup, which has refused what is no row
         rows = e(check_index, rows, shape[0])
     flat = e.view(values, [*picked, math.prod(shape[1:])])
     return e.view(e(aten.embedding_dense_backward.default, flat, rows, shape[0], -1, False), shape)
+
+
+def _picked(e: Emit, shape: Sequence[int], indices: Sequence[Node | None]) -> Node | None:
+    """The index of a gather, where the indices name one position in the last dim indexed for each element of the dims
+    before it: all but the last count through these dims."""
+    *counting, position = indices
+    dim, rest = len(counting), shape[len(indices) :]
+    if not counting or position is None or dtype_of(position) not in (torch.int32, torch.int64):
+        return None
+    if shape_of(position) != tuple(shape[:dim]) or _grid(e, shape, counting) != tuple(shape[:dim]):
+        return None
+    position = _from_front(e, e.cast(position, torch.int64), shape[dim])
+    if info(e.at).phase == "fwd":
+        position = e(check_index, position, shape[dim])
+    return e.expand(e.view(position, [*shape[:dim], 1, *(1 for _ in rest)]), [*shape[:dim], 1, *rest])
 
 
 def _from_front(e: Emit, rows: Node, count: int) -> Node:
