@@ -70,6 +70,7 @@ class StepEngine(Protocol):
     def fetch(self, name: str, tensor: Tensor | None, type: TensorType) -> Tensor: ...
     def run(self, state: Mapping[str, Tensor], fed: Any, step: int) -> dict[Port, Tensor]: ...
     def output(self, port: Port, tensor: Tensor | None) -> Tensor: ...
+    def derived(self, port: Port, whole: Tensor | None, like: Tensor) -> Tensor: ...
     def beside(self, program: StagedProgram, evaluates: bool) -> StepEngine: ...
 
 
@@ -270,10 +271,12 @@ class _Search:
             if form.chosen == "token":
                 tokens = step.engine.output(port, held).cpu()
             else:
-                assert held is not None
-                type = step.outputs[port]
-                processors = self._processors(step.engine, type) if processors is None else processors
-                tokens = self._choose(step.engine, held, type, processors, number)
+                chosen = None
+                if held is not None:  # of a pipeline, other stages do not have it
+                    type = step.outputs[port]
+                    processors = self._processors(step.engine, type) if processors is None else processors
+                    chosen = self._choose(step.engine, held, type, processors, number)
+                tokens = step.engine.derived(port, chosen, self.lengths).cpu()
             if settings.pad is not None and settings.eos is not None:
                 tokens = torch.where(done, settings.pad, tokens)
             self.sequences = torch.cat([self.sequences, tokens[:, None]], 1)
@@ -316,7 +319,7 @@ class _Search:
             chosen = draw(scores, shards.hold(numbers, _rows_like(type, numbers)))
         else:
             chosen = scores.argmax(-1)
-        return shards.whole(chosen, _rows_like(type, torch.arange(len(self.rows)))).cpu()
+        return shards.whole(chosen, _rows_like(type, self.lengths))
 
     def _result(self, ended_at: Tensor) -> Generated:
         start = self.settings.width

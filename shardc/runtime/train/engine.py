@@ -65,6 +65,10 @@ class Engine(Protocol):
         """The whole of a model's output, of all microbatches, given what this rank has of it; all must call it."""
         ...
 
+    def derived(self, port: Port, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """What ranks that have a model's output made of it, a tensor like this one, on all ranks; all must call it."""
+        ...
+
     def beside(self, program: StagedProgram, evaluates: bool) -> Engine:
         """An engine of another program over the same ranks and tensors; all must call it."""
         ...
@@ -134,6 +138,10 @@ class Simulation:
     def output(self, port: Port, tensor: torch.Tensor | None) -> torch.Tensor:
         assert tensor is not None
         return tensor
+
+    def derived(self, port: Port, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        assert whole is not None
+        return whole
 
     def beside(self, program: StagedProgram, evaluates: bool) -> Engine:
         return Simulation(program)

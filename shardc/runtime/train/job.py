@@ -163,6 +163,12 @@ class Job:
             whole = torch.stack([self.shards.whole(one, type) for one in tensor])
         return self._everywhere(whole, source)
 
+    def derived(self, port: Port, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        source = makers_of(self.program, port)[0]
+        if self.c != source or whole is None:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        return self._everywhere(whole, source)
+
     def _everywhere(self, whole: torch.Tensor, source: int) -> torch.Tensor:
         """What the ranks of a coordinate have, on those of all."""
         if len(self.links.ranks) > 1:
