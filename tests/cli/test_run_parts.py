@@ -37,6 +37,7 @@ def test_processes_bring_their_parts(plan: Path) -> None:
     assert losses(TARGET, "--plan", str(plan)) == simulated
 
 
+@pytest.mark.long
 def test_a_program_from_a_file_is_given_a_whole_batch(plan: Path, tmp_path: Path) -> None:
     saved = str(tmp_path / "program.json")
     result = CliRunner().invoke(app, ["compile", TARGET, "--plan", str(plan), "-o", saved], prog_name="shardc")

@@ -59,7 +59,14 @@ def run(case: str, folder: Path, ranks: int = 4) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("case", ["dp2 tp2, sampler", "dp2 tp2, stateful", "pp2 dp2, sampler"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("dp2 tp2, sampler", marks=pytest.mark.long),
+        "dp2 tp2, stateful",
+        pytest.param("pp2 dp2, sampler", marks=pytest.mark.long),
+    ],
+)
 def test_three_epochs_of_parts_are_one_device_s_and_go_on_within_an_epoch(case: str, tmp_path: Path) -> None:
     if "stateful" in case:
         pytest.importorskip("torchdata")
@@ -72,6 +79,7 @@ def test_three_epochs_of_parts_are_one_device_s_and_go_on_within_an_epoch(case: 
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_data_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torchdata")
     for result in run("other mesh", tmp_path):
@@ -80,7 +88,7 @@ def test_a_run_goes_on_with_another_number_of_data_ranks(tmp_path: Path) -> None
         assert "the checkpoint's loaders brought 2 parts of a batch, these bring 4" in result["said"]
 
 
-@pytest.fixture(scope="module", params=["dp2 tp2", "pp2 dp2"])
+@pytest.fixture(scope="module", params=[pytest.param("dp2 tp2", marks=pytest.mark.long), "pp2 dp2"])
 def faults(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, list[dict[str, Any]]]:

@@ -25,7 +25,9 @@ def alone() -> list[list[int]]:
     return trainer.generate(PROMPTS, 12, **SAMPLED).sequences.tolist()
 
 
-@pytest.mark.parametrize("case", ["dp2tp2", "pp2tp2", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "case", ["dp2tp2", *(pytest.param(case, marks=pytest.mark.long) for case in ("pp2tp2", "zero3"))]
+)
 def test_ranks_generate_what_the_library_does(case: str, tmp_path: Path) -> None:
     results = [result for result in start(case, RANKS[case], tmp_path, 180.0, WORKER) if result is not None]
     assert len(results) == RANKS[case]
