@@ -140,8 +140,9 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.runtime.train": """
             __init__ after_step agreement callbacks consensus device_copy ema engine evaluate feeding interruptions
-            job loader_state loading loop loop_state lr_schedule metrics model_state nonfinite padding padding_trial
-            programs progress_line rank_part rank_session recompile replicas result shapes starting_values trainer
+            job launched loader_state loading loop loop_state lr_schedule metrics model_state nonfinite padding
+            padding_trial programs progress_line rank_part rank_session recompile replicas result shapes
+            starting_values trainer
         """,
     },
     {

@@ -15,31 +15,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.graph import Port, type_of
 from shardc.ir.microbatch import GIVEN
-from shardc.ir.program import PlanRecord
 from shardc.ir.types import TensorType
-from shardc.partition.staged_program import StagedProgram
-from shardc.plan.schema import Plan
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
-from shardc.runtime.checkpoint.hugging_face import export_hf, sources_of
+from shardc.runtime.checkpoint.hugging_face import export_hf
 from shardc.runtime.checkpoint.planners import Held
-from shardc.runtime.checkpoint.weights import Init, Weights, source_of
-from shardc.runtime.execute.batch import Sample
-from shardc.runtime.execute.data_parts import DataParts, data_parts_of
-from shardc.runtime.execute.index_check import IndexCheck
+from shardc.runtime.checkpoint.weights import Init, Weights
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.generate.generator import Compile, Generator
+from shardc.runtime.generate.generator import Generator
 from shardc.runtime.generate.result import Generated
 from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.callbacks import Callback
@@ -47,31 +41,23 @@ from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.device_copy import Copied, Copier
 from shardc.runtime.train.ema import EMA, KEY
 from shardc.runtime.train.engine import Engine, Engines
-from shardc.runtime.train.evaluate import Evaluation, Evaluator
+from shardc.runtime.train.evaluate import Evaluator
 from shardc.runtime.train.feeding import Feeding
+from shardc.runtime.train.launched import Launchable, Launched
 from shardc.runtime.train.loop import Run, train
 from shardc.runtime.train.loop_state import Stateful
 from shardc.runtime.train.lr_schedule import Schedulers
 from shardc.runtime.train.metrics import Evaluated, Metrics
 from shardc.runtime.train.model_state import ModelState, sync
 from shardc.runtime.train.nonfinite import nonfinite
-from shardc.runtime.train.padding import Padding
-from shardc.runtime.train.programs import Compiled
 from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.recompile import HandedOn, hand_on
 from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 from shardc.runtime.train.shapes import Step, Steps
-from shardc.runtime.train.starting_values import StartingValues, init_of
+from shardc.runtime.train.starting_values import StartingValues
 
 STATE_ROLES = ("param", "buffer", "state")
-
-
-class Launchable(Protocol):
-    """What of a program a trainer needs."""
-
-    @property
-    def staged(self) -> StagedProgram: ...
 
 
 class Trainer:
@@ -79,50 +65,34 @@ class Trainer:
 
     def __init__(
         self,
-        body: Graph,
+        program: Launched,
         engine: Engine,
         start: StartingValues,
         seed: int,
-        rates: Callable[[], Tensors] = dict,
-        sample: Sample | None = None,
-        check: Callable[[Feed], None] | None = None,
-        raises: bool = False,
-        unchanged: Callable[[], None] = lambda: None,
         check_every: int = EVERY,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        constants: Collection[str] = (),
-        recorded: Sequence[Sequence[str]] | None = None,
-        model: nn.Module | None = None,
-        accept_values: Callable[[], None] = lambda: None,
-        evaluation: Evaluation | None = None,
-        by_row: Collection[str] = (),
-        split: Collection[str] = (),
-        parts: DataParts | None = None,
-        generation: Compile | None = None,
-        again: Callable[[], Launchable] | None = None,
         handed_on: HandedOn | None = None,
-        shapes: Callable[[Any, bool], Compiled] | None = None,
-        batch: Any = None,
-        padding: Padding | None = None,
     ) -> None:
-        self._again = again  # compiles the program for the model as it is now
+        body, plan = program.body, program.plan
+        self._program, self.optimizers = program, tuple(program.optimizers)
         self.ema: EMA | None = None
         self.aside = handed_on.aside if handed_on is not None else {}
+        parts = program.parts
         own = None if parts is None or parts.count == 1 else engine.brings(parts)
-        self._model, self._accept_values = model, accept_values
-        self.optimizers = tuple(optimizers)  # the program's own: their learning rates are those of each step
-        self._unchanged = unchanged  # raises where the model is not what was compiled
-        self._feeding, self._raises = Feeding(body, sample, check, split, parts, own), raises
-        self.rates = rates
+        self._feeding = Feeding(body, plan.get("batch"), program.check, plan.get("split", ()), parts, own)
+        self._raises = plan.get("nonfinite") == "raise"
+        self.rates = program.rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
         kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
         self._kept = {port.name: (port, type) for port, type in kept}
         evaluated = lambda batch: self._evaluate(batch, "scalars").own_loss  # noqa: E731
         now = lambda: self.state  # noqa: E731
-        self._programs = Steps(engine, self._feeding, by_row, shapes, batch, self._inputs, padding, now, evaluated)
+        self._programs = Steps(
+            engine, self._feeding, plan.get("by_row", ()), program.training, program.batch, self._inputs,
+            program.padding, now, evaluated,
+        )  # fmt: skip
         self._last: Step = self._programs.first
-        self._model_state = ModelState.of(recorded, self._kept, constants)
+        self._model_state = ModelState.of(plan.get("state"), self._kept, program.constants)
         known = handed_on.tensors if handed_on is not None else {}
         start.check([port for port, _ in kept if port.name not in known], self._model_state.unsaved)
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
@@ -132,8 +102,8 @@ class Trainer:
             if engine.holds(n)
         }
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
-        self._evaluator = Evaluator(engine, evaluation, self._inputs, check_every, self._feeding)
-        self._generator = Generator(engine, generation, model, self._inputs, self._compare_given)
+        self._evaluator = Evaluator(engine, program.evaluation, self._inputs, check_every, self._feeding)
+        self._generator = Generator(engine, program.generation, program.model, self._inputs, self._compare_given)
         if handed_on is None:
             self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
@@ -154,7 +124,7 @@ class Trainer:
         """Loss and gradients of a global batch; every rank is given the whole of it and takes its part, or, where the
         plan says `data: per_rank`, brings its part."""
         self._refuse_swapped("step")
-        self._unchanged()
+        self._program.refuse_changed_model()
         self._grads = None  # let the last step's go before this one's are made
         due = bool(self._check_every) and (self._taken < FIRST or self._taken % self._check_every == 0)
         if due and self._feeding.own is not None:
@@ -398,15 +368,16 @@ class Trainer:
             model.backbone.requires_grad_(True)
             trainer.recompile()
         """
-        if self._again is None:
+        if self._program.again is None:
             message = "the program came from a file, without its model, so it cannot be compiled again"
             hint = "compile the model here; trainer.save and load hand the training state on"
             raise error("SC546", message, hint=hint)
         self._refuse_swapped("recompile")
-        program = self._again()
+        program = self._program.again()
         engine = self.engine.beside(program.staged, False)
         handed = hand_on(self, program.staged.body, engine)
-        after = _trainer(program, engine, self.seed, self._check_every, start_of(program), handed)
+        launched = Launched.of(program)
+        after = Trainer(launched, engine, launched.start(), self.seed, self._check_every, handed)
         if self._checkpoints is not None:
             after.checkpoints.take_over(self._checkpoints)
         if self.ema is not None:
@@ -467,7 +438,7 @@ class Trainer:
         if isinstance(roles, str) or not set(roles) <= set(STATE_ROLES):
             message = f"state_dict knows the roles {', '.join(STATE_ROLES)}, not {roles!r}"
             raise error("SC553", message, hint='write roles=("param", "buffer", "state")')
-        tensors: Tensors = self._model_state.state_dict(self._kept, roles, self._fetch, self._model)
+        tensors: Tensors = self._model_state.state_dict(self._kept, roles, self._fetch, self._program.model)
         if "state" in roles:
             tensors |= {name: self._fetch(name) for name, held in self._held("state").items() if held.role == "state"}
         return tensors
@@ -487,7 +458,7 @@ class Trainer:
         writes nothing, where names or shapes are not the program's.
         """
         sync(model, self._model_state, self._kept, self._fetch, self.checkpoints.agreed)
-        self._accept_values()
+        self._program.accept_values()
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -549,7 +520,7 @@ class Trainer:
         one is whole; files in it that are not written anew stay. Weights are in the model's dtypes, or in `dtype`.
         """
         tensors, dtypes = self._exported(), self._model_state.dtypes()
-        export_hf(self.checkpoints, path, self._model, tensors, dtypes, dtype, tokenizer, max_shard_size)
+        export_hf(self.checkpoints, path, self._program.model, tensors, dtypes, dtype, tokenizer, max_shard_size)
 
     def _exported(self) -> dict[str, Held]:
         held = self._held("param", "buffer")
@@ -646,70 +617,14 @@ def launch(
     check_every: int = EVERY,
 ) -> Trainer:
     """The trainer of a program: `Program.launch`, which says what the arguments are, for any program."""
-    engines = Engines(program.staged)
-    plan: PlanRecord = getattr(program, "plan", PlanRecord())
-    seed = plan.get("seed", 0) if seed is None else seed
-    rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
-    values = start_of(program, state, init, seed)
+    engines, launched = Engines(program.staged), Launched.of(program)
+    seed = launched.plan.get("seed", 0) if seed is None else seed
+    start = launched.start(state, init, seed)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    facts = facts_of(plan, rates(), seed, check_every)
+    facts = facts_of(launched.plan, launched.rates(), seed, check_every)
     engine = engines.job(timeout, device, facts) if in_job else engines.simulation()
     try:
-        return _trainer(program, engine, seed, check_every, values)
+        return Trainer(launched, engine, start, seed, check_every)
     except BaseException as failure:
         engine.close(failure)
         raise
-
-
-def start_of(
-    program: Launchable,
-    state: Weights | Sequence[Weights] | None = None,
-    init: Init | str | None = None,
-    seed: int = 0,
-) -> StartingValues:
-    """Where the values that a program starts from come from."""
-    start: Callable[[], Tensors] = getattr(program, "optimizer_state", dict)
-    model: nn.Module | None = getattr(program, "model", None)
-    sources = sources_of(state, model)
-    if model is not None:
-        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        sources.append(source_of(dict(tensors)))
-    constants: Tensors = getattr(program, "constants", {})
-    sources += [source_of(constants), source_of(start())]
-    return StartingValues(sources, init_of(init, model, seed), model, getattr(program, "uncomputed", {}))
-
-
-def _trainer(
-    program: Launchable,
-    engine: Engine,
-    seed: int,
-    check_every: int,
-    values: StartingValues,
-    handed_on: HandedOn | None = None,
-) -> Trainer:
-    plan: PlanRecord = getattr(program, "plan", PlanRecord())
-    rates: Callable[[], Tensors] = getattr(program, "learning_rates", dict)
-    constants: Tensors = getattr(program, "constants", {})
-    model: nn.Module | None = getattr(program, "model", None)
-    reference: Graph | None = getattr(program, "reference", None)
-    check = None if reference is None else IndexCheck(reference)
-    unchanged: Callable[[], None] = getattr(program, "refuse_changed_model", lambda: None)
-    return Trainer(
-        program.staged.body, engine, values, seed, rates, plan.get("batch"), check,
-        plan.get("nonfinite") == "raise", unchanged, check_every, getattr(program, "optimizers", ()),
-        constants, plan.get("state"), model, getattr(program, "accept_values", lambda: None),
-        getattr(program, "evaluation", None), plan.get("by_row", ()), plan.get("split", ()),
-        data_parts_of(plan, program.staged.body), getattr(program, "generation", None), getattr(program, "again", None),
-        handed_on, getattr(program, "training", None), getattr(getattr(program, "request", None), "batch", None),
-        _padding(plan, reference),
-    )  # fmt: skip
-
-
-def _padding(plan: PlanRecord, reference: Graph | None) -> Padding | None:
-    """What a program's plan says of smaller batches."""
-    pad = Plan.parse(plan.get("text", "")).pad
-    if not pad or reference is None or reference.tokens is None:
-        return None
-    mask = pad if isinstance(pad, str) else "attention_mask"
-    inputs = {port.name for port in reference.inputs if port.role == "input"}
-    return Padding(reference.tokens, mask if mask in inputs else None)
