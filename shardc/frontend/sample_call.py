@@ -104,6 +104,14 @@ class Call:
         return [by_number[number] for number in range(len(self.leaves))], set(for_loss.values())
 
 
+def forward_part(model: nn.Module, batch: Any) -> Any:
+    """What forward takes of a batch, in the batch's own form: without tensors for the loss alone."""
+    args, kwargs = _taken(inspect.signature(model.forward), *_all_arguments(batch))
+    if isinstance(batch, Mapping):
+        return kwargs
+    return args if isinstance(batch, (tuple, list)) else batch
+
+
 def forward_arguments(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What forward takes of a batch: without a loss function, all of it."""
     args, kwargs = _all_arguments(batch)

@@ -119,3 +119,27 @@ def test_counted_labels_are_read_by_the_plan() -> None:
 def test_a_value_that_forward_does_not_take_is_refused() -> None:
     with pytest.raises(ShardcError, match=r"SC103(.|\n)*'use_mask' of the batch is no tensor"):
         shardc.compile(Words(), {**named(), "use_mask": True}, mesh="dp=2", loss=by_name)
+
+
+@pytest.mark.parametrize("plan", [{"mesh": "dp=2"}, {"mesh": "dp=2", "accumulate": 2}], ids=["plain", "accumulate"])
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_prediction_takes_what_a_step_takes(kind: str, plan: dict[str, Any]) -> None:
+    """And what forward takes of it: the loss of a function is not computed."""
+    torch.manual_seed(0)
+    model, whole = Logits(), named()
+    batch: Any = whole if kind == "dict" else (whole["tokens"], whole["labels"])
+    loss: Any = by_name if kind == "dict" else by_place
+    trainer = shardc.compile(model, batch, loss=loss, plan={**plan, "inputs": {"tokens": "dp"}}).launch()
+    exact = model(whole["tokens"]).detach()
+    for given in (batch, {"tokens": whole["tokens"]} if kind == "dict" else whole["tokens"]):
+        (output,) = trainer.predict(given).outputs.values()
+        torch.testing.assert_close(output.full(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    model, batch = Logits(), named()
+    trainer = shardc.compile(model, batch, loss=by_name, mesh="dp=2").launch()
+    empty = {name: value[:0] for name, value in batch.items()}
+    for act in (trainer.step, trainer.predict, lambda given: trainer.evaluate([given])):
+        with pytest.raises(ShardcError, match=r"SC501.*has no rows: 'tokens' has shape \[0, 6\]"):
+            act(empty)

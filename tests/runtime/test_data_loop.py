@@ -228,3 +228,29 @@ def test_the_plain_line_has_the_time_left(program: shardc.Program, capsys: pytes
     with program.launch() as trainer:
         list(trainer.train(OfRanks(), epochs=1))  # it has no length
     assert "left" not in capsys.readouterr().err
+
+
+def test_evaluations_leave_the_order_of_training_as_it_is(program: shardc.Program, tmp_path: Path) -> None:
+    """A loader without a generator of its own draws from torch's: so does one that is evaluated on."""
+    held_out = DataLoader(ROWS, 8, drop_last=True, collate_fn=ids)  # type: ignore[arg-type]
+
+    def losses(folder: str, stop: int = 0, **options: Any) -> list[float]:
+        torch.manual_seed(7)
+        data: Any = DataLoader(ROWS, 8, shuffle=True, drop_last=True, collate_fn=ids)  # type: ignore[arg-type]
+        with program.launch() as trainer:
+            return trained(trainer, data, stop, epochs=3, checkpoint=tmp_path / folder, **options)
+
+    plain = losses("plain")
+    options = {"evaluate": held_out, "evaluate_every": 1}
+    assert losses("evaluated", **options) == plain
+    assert losses("stopped", 2, **options) + losses("stopped", **options) == plain
+
+
+def test_a_call_that_a_checkpoint_is_beyond_says_so(program: shardc.Program, tmp_path: Path) -> None:
+    with program.launch() as trainer:
+        for _ in range(2):
+            trained(trainer, shuffled(), epochs=1, checkpoint=tmp_path / "run")
+    with program.launch() as trainer:
+        with pytest.warns(UserWarning, match=r"SC553.*number 1, makes no step.*of step 6, in call 2"):
+            assert trained(trainer, shuffled(), epochs=4, checkpoint=tmp_path / "run") == []
+        assert len(trained(trainer, shuffled(), epochs=4, checkpoint=tmp_path / "run")) == 9

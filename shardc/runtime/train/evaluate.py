@@ -28,7 +28,7 @@ from shardc.runtime.execute.data_parts import Parts
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.metrics import Evaluated, count_items
-from shardc.runtime.train.programs import Compiled, Prepared, Programs, form_of, prepare, typed
+from shardc.runtime.train.programs import Compiled, Prepared, Programs, form_of, prepare, refuse_empty, typed
 from shardc.runtime.train.replicas import FIRST
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 
@@ -68,8 +68,15 @@ class Evaluator:
     """The evaluations of a trainer, whose engine holds `inputs`."""
 
     def __init__(
-        self, engine: Engine, compile: Evaluation | None, inputs: Held, check_every: int, training: Feeding
+        self,
+        engine: Engine,
+        compile: Evaluation | None,
+        inputs: Held,
+        check_every: int,
+        training: Feeding,
+        forward_part: Callable[[Any], Any],
     ) -> None:
+        self._forward_part = forward_part  # of a batch, of which the loss function may take more
         self.engine, self._compile, self._inputs, self._check_every = engine, compile, inputs, check_every
         self._training = training
         what = "an evaluation is compiled for each form of batch (shapes, dtypes, Python values)"
@@ -77,9 +84,14 @@ class Evaluator:
         self._taken = 0
 
     def mean(self, batches: Iterable[Any], steps: int | None, state: Tensors, seed: int, step: int) -> Evaluated:
-        """The means over batches, of at most so many."""
+        """The means over batches, of at most so many. A loader's draws of torch's global generator, by which training's
+        loader may go on, are taken back."""
         _check(steps)
         check_batches(batches)
+        with torch.random.fork_rng(devices=[]):
+            return self._mean(batches, steps, state, seed, step)
+
+    def _mean(self, batches: Iterable[Any], steps: int | None, state: Tensors, seed: int, step: int) -> Evaluated:
         start, count, items = time.perf_counter(), 0, 0
         loss, scalars = _Mean(), dict[str, _Mean]()
         has_loss = False
@@ -104,6 +116,8 @@ class Evaluator:
     def run(self, batch: Any, kept: Kept, state: Tensors, seed: int, step: int) -> StepResult:
         """The evaluation of one batch."""
         batch, own = self._given(batch), self._training.own
+        if kept == "all":  # without the loss of a function
+            batch = self._forward_part(batch)
         if own is not None:
             own.agree(batch)
         return self._run(self._of(batch, kept, step), batch, state, seed, step)
@@ -146,6 +160,7 @@ class Evaluator:
     # ------------------------------------------------------------------ programs by the form of a batch
     def _of(self, batch: Any, kept: Kept, step: int) -> _Ready:
         form = form_of(batch)
+        refuse_empty(batch)
         self._programs.agree(batch, (kept, form), _when(step), self._due)
         return self._programs.of(kept, form, lambda: self._prepared(batch, kept))
 

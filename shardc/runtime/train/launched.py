@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from shardc.frontend.sample_call import forward_part
 from shardc.ir.graph import Graph
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
@@ -61,6 +63,7 @@ class Launched:
     generation: Compile | None  # for generation,
     training: Callable[[Any, bool], Compiled] | None  # for steps on another shape,
     again: Callable[[], Launchable] | None  # and for the model as it is now
+    forward_part: Callable[[Any], Any]  # what forward takes of a batch, of which the loss function may take more
     parts: DataParts | None  # of a batch, where ranks bring them
     padding: Padding | None
 
@@ -69,12 +72,12 @@ class Launched:
         """What there is of a program."""
         plan: PlanRecord = getattr(program, "plan", PlanRecord())
         reference: Graph | None = getattr(program, "reference", None)
-        body = program.staged.body
+        body, request = program.staged.body, getattr(program, "request", None)
         return cls(
             body=body,
             plan=plan,
             model=getattr(program, "model", None),
-            batch=getattr(getattr(program, "request", None), "batch", None),
+            batch=getattr(request, "batch", None),
             optimizers=tuple(getattr(program, "optimizers", ())),
             rates=getattr(program, "learning_rates", dict),
             state=getattr(program, "optimizer_state", dict),
@@ -87,6 +90,7 @@ class Launched:
             generation=getattr(program, "generation", None),
             training=getattr(program, "training", None),
             again=getattr(program, "again", None),
+            forward_part=_forward_part(request),
             parts=data_parts_of(plan, body),
             padding=_padding(plan, reference),
         )
@@ -102,6 +106,12 @@ class Launched:
             sources.append(source_of(dict(tensors)))
         sources += [source_of(self.constants), source_of(self.state())]
         return StartingValues(sources, init_of(init, self.model, seed), self.model, self.uncomputed)
+
+
+def _forward_part(request: Any) -> Callable[[Any], Any]:
+    if request is None or request.loss is None:
+        return lambda batch: batch
+    return partial(forward_part, request.model)
 
 
 def _padding(plan: PlanRecord, reference: Graph | None) -> Padding | None:

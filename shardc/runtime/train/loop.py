@@ -128,6 +128,8 @@ def train(
             run.take_up(trainer, folder, state)
     run.calls += 1
     later = run.begun is not None and run.call > run.calls if steps is None else trainer.steps > steps
+    if later and trainer.leads:
+        _note_of_later_call(trainer.steps, run)
     if later or after.stopped_before():  # it was saved in a later call, which will come
         return
     first_step = trainer.steps if run.begun is None else run.begun
@@ -185,6 +187,15 @@ def train(
             interruptions.end(interruptions.came)
     if trainer.leads and not stop and steps is not None and trainer.steps < steps:
         _warn_of_too_few(trainer.steps, steps)
+
+
+def _note_of_later_call(step: int, run: Run) -> None:
+    """Say (SC553) that a call makes no step, since the checkpoint was made in a later one."""
+    message = (
+        f"this call of train, number {run.calls}, makes no step: the checkpoint is of step {step}, in call {run.call}"
+    )
+    hint = "it goes on in that call; or call train with resume=False, or with another folder"
+    warn(str(Diagnostic("SC553", message, "note", hint=hint)))
 
 
 def _warn_of_too_few(made: int, steps: int) -> None:

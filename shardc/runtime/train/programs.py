@@ -102,6 +102,15 @@ def form_of(batch: Any) -> Hashable:
     return described["by_name"], tuple(map(tuple, described["leaves"])), tuple(tensors)
 
 
+def refuse_empty(batch: Any) -> None:
+    """Raise ShardcError (SC501) for a batch without rows."""
+    tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if tensors and not tensors[0][1].shape[0]:
+        path, first = tensors[0]
+        message = f"the batch has no rows: '{path}' has shape {list(first.shape)}"
+        raise error("SC501", message, tensor=path, hint="leave empty batches out, as drop_last=True does")
+
+
 def form_text(batch: Any) -> str:
     """The shapes of a batch, to be read: `input_ids [3, 128], labels [3, 128]`."""
     tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]

@@ -28,7 +28,7 @@ from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.padding import Padding, Shapes, rebuilt
 from shardc.runtime.train.padding_trial import BUFFER, GRADIENT, LOSS, Results, Trial
-from shardc.runtime.train.programs import Compiled, Programs, form_of, prepare
+from shardc.runtime.train.programs import Compiled, Programs, form_of, prepare, refuse_empty
 from shardc.runtime.train.result import StepResult, Tensors
 
 PROGRAMS = 8  # of other shapes than the first, that are kept
@@ -92,6 +92,7 @@ class Steps:
         with batches of several forms, SC547 for another shape where no program can be compiled.
         """
         host = self._host(batch)
+        refuse_empty(host)
         tensors = self.first.feeding.tensors(host)
         shapes = self._other_shapes(tensors)
         form = None if shapes is None else tuple(sorted(shapes.items()))

@@ -102,7 +102,9 @@ class Trainer:
             if engine.holds(n)
         }
         self._check_every, self._taken = check_every, 0  # steps since the state was loaded
-        self._evaluator = Evaluator(engine, program.evaluation, self._inputs, check_every, self._feeding)
+        self._evaluator = Evaluator(
+            engine, program.evaluation, self._inputs, check_every, self._feeding, program.forward_part
+        )
         self._generator = Generator(engine, program.generation, program.model, self._inputs, self._compare_given)
         if handed_on is None:
             self._compare_launched()
