@@ -129,7 +129,7 @@ def train(
     run.calls += 1
     later = run.begun is not None and run.call > run.calls if steps is None else trainer.steps > steps
     if later and trainer.leads:
-        _note_of_later_call(trainer.steps, run)
+        _note_of_later_call(trainer.steps, steps, run)
     if later or after.stopped_before():  # it was saved in a later call, which will come
         return
     first_step = trainer.steps if run.begun is None else run.begun
@@ -189,11 +189,11 @@ def train(
         _warn_of_too_few(trainer.steps, steps)
 
 
-def _note_of_later_call(step: int, run: Run) -> None:
+def _note_of_later_call(reached: int, steps: int | None, run: Run) -> None:
     """Say (SC553) that a call makes no step, since the checkpoint was made in a later one."""
-    message = (
-        f"this call of train, number {run.calls}, makes no step: the checkpoint is of step {step}, in call {run.call}"
-    )
+    what = f"up to step {steps}" if steps is not None else f"number {run.calls}"
+    call = "" if steps is not None else f", in call {run.call}"
+    message = f"this call of train, {what}, makes no step: the checkpoint is of step {reached}{call}"
     hint = "it goes on in that call; or call train with resume=False, or with another folder"
     warn(str(Diagnostic("SC553", message, "note", hint=hint)))
 
