@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
-    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -23,7 +20,7 @@ from pydantic import (
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.mesh import Mesh
-from shardc.plan.values import Source, Written, bytes_text, read_bytes, read_count, source_of
+from shardc.plan.values import FrozenValue, bytes_text, read_bytes, read_count, source_of
 from shardc.schedule import schedules
 
 
@@ -34,15 +31,13 @@ class Layout(NamedTuple):
     virtual: int
 
 
-class Pipelining(BaseModel):
+class Pipelining(FrozenValue):
     """A step of `microbatches` in `stages` along `axis`; `virtual` counts the stages of one rank.
 
     `split` names the modules that begin a stage, in the order of forward; without, stages are cut to equal cost.
     `memory` is the most bytes of activations that a rank may hold: `auto` and `greedy` look for a schedule within it,
     under any other it is checked.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     axis: str = "pp"
     schedule: str = "1f1b"
@@ -51,11 +46,6 @@ class Pipelining(BaseModel):
     virtual: int | None = None
     split: tuple[str, ...] = ()
     memory: int | None = None
-    _written: Written = PrivateAttr(default=Written())
-
-    def model_post_init(self, context: Any, /) -> None:
-        if isinstance(context, Source):
-            self._written = Written(context)
 
     @model_validator(mode="before")
     @classmethod

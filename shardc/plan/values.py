@@ -1,6 +1,7 @@
 """The values that a plan is made of: annotations with their lines, bytes, storage, recompute and precision.
 
 Each reads what a user writes in its short form or its long one, and refuses the rest with the line it stands on.
+Longer than 400 lines: every key of a plan that is no map has its value here, of a screen at most.
 """
 
 from __future__ import annotations
@@ -165,23 +166,28 @@ class Written:
     source: Source = field(default=Source(), compare=False)
 
 
-class LossOver(BaseModel):
+class FrozenValue(BaseModel):
+    """A value of a plan with keys of its own, that knows where it is written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    _written: Written = PrivateAttr(default=Written())
+
+    def model_post_init(self, context: Any, /) -> None:
+        if isinstance(context, Source):
+            self._written = Written(context)
+
+
+class LossOver(FrozenValue):
     """What the loss of a step is the mean over: its microbatches, or their `tokens`; see
     shardc/frontend/token_weights.py.
 
     Tokens are the elements of that input of the batch which are not `ignore`, without the first `shift` positions.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     tokens: str | None = None
     ignore: Label = -100
     shift: Shift = 0
-    _written: Written = PrivateAttr(default=Written())
-
-    def model_post_init(self, context: Any, /) -> None:
-        if isinstance(context, Source):
-            self._written = Written(context)
 
     @model_validator(mode="before")
     @classmethod
@@ -210,18 +216,11 @@ class LossOver(BaseModel):
         return self._written.source.locate(diagnostic, "loss")
 
 
-class Data(BaseModel):
+class Data(FrozenValue):
     """What a rank is given of a step's batch: the whole of it, or the part of its data coordinate; see
     shardc/runtime/execute/data_parts.py. In short: whole, or per_rank."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     per_rank: bool = False
-    _written: Written = PrivateAttr(default=Written())
-
-    def model_post_init(self, context: Any, /) -> None:
-        if isinstance(context, Source):
-            self._written = Written(context)
 
     @model_validator(mode="before")
     @classmethod
