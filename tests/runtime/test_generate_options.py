@@ -223,6 +223,38 @@ def test_forms_of_prompts(ready: Any) -> None:
     assert trainer.generate([7, 5, 3], 4, eos_token_id=[]).tokens == [exact[0, -4:].tolist()]
 
 
+LEFT = torch.tensor([[0, 0, 0, 5, 6], [7, 8, 9, 10, 11]])
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.parametrize("options", [
+    {"generation_config": {"pad_token_id": 0, "eos_token_id": 2}},
+    {"pad_token_id": torch.tensor(0), "eos_token_id": 2},
+    {"pad_token_id": 0, "eos_token_id": torch.tensor([2, 4])},
+    {"pad_token_id": 0, "eos_token_id": torch.tensor([0, 2])},  # which may end a row: no mask
+    {"pad_token_id": 0, "eos_token_id": 2},
+], ids=str)  # fmt: skip
+def test_a_mask_is_inferred_as_the_library_infers_it(ready: Any, options: dict[str, Any], mapping: bool) -> None:
+    model, trainer = ready
+    if "generation_config" in options:
+        options = {"generation_config": type(model.generation_config)(**options["generation_config"])}
+    exact = model.eval().generate(LEFT, max_new_tokens=6, **options)
+    assert torch.equal(trainer.generate({"input_ids": LEFT} if mapping else LEFT, 6, **options).sequences, exact)
+
+
+@pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 1}, {"repetition_penalty": 50.0}], ids=" ".join)
+@pytest.mark.parametrize("pad", [None, 30])
+def test_padding_of_ones_own_is_kept(ready: Any, options: dict[str, Any], pad: int | None) -> None:
+    model, trainer = ready
+    options = options | {"attention_mask": (LEFT != 0).long(), "eos_token_id": 2, "pad_token_id": pad}
+    exact = model.eval().generate(LEFT, max_new_tokens=6, **options)
+    result = trainer.generate(LEFT, 6, **options)
+    assert torch.equal(result.sequences, exact)
+    right = torch.tensor([[5, 6, 0, 0, 0], [7, 8, 9, 10, 11]])
+    options["attention_mask"] = (right != 0).long()
+    assert torch.equal(trainer.generate(right, 6, **options).sequences, exact), "as if it were on the left"
+
+
 class Words:
     """A tokenizer of words w0, w1, ..."""
 
