@@ -111,6 +111,13 @@ class CausalModel:
         embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         return int(embedding.weight.shape[0])
 
+    def positions(self, part: Literal["encoder", "decoder"]) -> int | None:
+        """How many positions the table of an encoder-decoder model's part has; None where it has no table."""
+        owner: Any = getattr(self.model, f"get_{part}")()
+        tables = [module for name, module in owner.named_modules() if name.endswith("embed_positions")]
+        counts = [t.num_embeddings - getattr(t, "offset", 0) for t in tables if isinstance(t, nn.Embedding)]
+        return min(counts, default=None)
+
 
 def _refuse_layers(name: str, config: Any) -> None:
     """Raise ShardcError (SC571) for layers that keep anything but keys and values."""

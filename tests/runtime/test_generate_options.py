@@ -192,6 +192,28 @@ def test_a_cache_that_is_too_short(ready: Any) -> None:
     assert "the longest prompt has 4 tokens, and 6 are to follow it" in str(wrong)
 
 
+@pytest.mark.parametrize("kind", ["Bart", "Pegasus"])
+def test_positions_of_an_encoder_and_a_decoder(kind: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=64, max_position_embeddings=50, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
+    tokens = torch.randint(3, 64, (2, 50))
+    trainer = shardc.compile(model, {"input_ids": tokens, "labels": tokens}, mesh="dp=1", plan={}, mode="eval").launch()
+    for prompts, new in ((tokens[:, :40].tolist(), 6), (tokens.tolist(), 2), ([[5, 6]], 50)):
+        exact = library(model, prompts, max_new_tokens=new, eos_token_id=[])
+        assert torch.equal(trainer.generate(prompts, new, eos_token_id=[]).sequences, exact)
+    for prompts, new, said in (([[5] * 51], 2, "the encoder 50 positions"), ([[5]], 51, "decoder has 50 positions")):
+        wrong = code_of(lambda prompts=prompts, new=new: trainer.generate(prompts, new, eos_token_id=[]))
+        assert wrong.code == "SC573"
+        assert said in str(wrong)
+
+
 def test_lengths_that_are_compiled() -> None:
     assert [series(n) for n in (1, 8, 9, 33, 64, 65, 128, 129)] == [8, 8, 16, 64, 64, 128, 128, 192]
 

@@ -230,7 +230,7 @@ class _Search:
         chosen = "logits" if settings.samples or len(settings.processors(self.read, mask)) else "token"
         longest = int(self.lengths.max())
         if causal.encoder_decoder:
-            prompt, source = 1, series(longest)
+            prompt, source = 1, self._source(longest)
         else:
             # Without positions of its own a row has those of its columns: as many as it is given.
             prompt, source = (series(longest) if causal.takes_positions and causal.takes_mask else width), 0
@@ -245,6 +245,17 @@ class _Search:
             prompt = min(prompt, limit - settings.new_tokens + 1)
             length = limit
         return Form(len(self.rows), prompt, length, source, chosen)
+
+    def _source(self, longest: int) -> int:
+        """The length of the encoder's inputs: no more than it has positions for."""
+        read, written = self.causal.positions("encoder"), self.causal.positions("decoder")
+        if read is not None and longest > read:
+            message = f"the longest prompt has {longest} tokens, and the encoder {read} positions"
+            raise error("SC573", message, hint="pass shorter prompts")
+        if written is not None and self.settings.new_tokens > written:
+            message = f"{self.settings.new_tokens} tokens are to follow, and the decoder has {written} positions"
+            raise error("SC573", message, hint="pass fewer max_new_tokens")
+        return series(longest) if read is None else min(series(longest), read)
 
     def check(self, ready: _Ready) -> None:
         """Raise ShardcError (SC573) where the last tokens have positions that the model has no embedding for."""
