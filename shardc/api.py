@@ -197,7 +197,7 @@ class Program(data.Program):
     sample: Any = field(default=None, compare=False, repr=False)
     loss: Callable[[Any, Any], Tensor] | None = field(default=None, compare=False, repr=False)
     optimizer: Optimizers = field(default=None, compare=False, repr=False)
-    baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's hyperparameters
+    baked: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)  # the optimizer's fingerprint
     uncomputed: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)  # buffers, and why
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     request: Request | None = field(default=None, compare=False, repr=False)  # the arguments that it was compiled with
@@ -380,7 +380,7 @@ class Program(data.Program):
         """Each parameter group's present learning rate; of a program from a file, those it was compiled with."""
         if self.optimizer is not None:
             if fingerprint(self.optimizer) != self.baked:
-                message = "the optimizer's hyperparameters changed since the program was compiled"
+                message = "the optimizer's hyperparameters or parameters changed since the program was compiled"
                 raise error(
                     "SC107", message, hint="only learning rates may change; trainer.recompile() goes on with others"
                 )

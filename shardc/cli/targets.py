@@ -251,6 +251,9 @@ def _config(transformers: Any, name: str, options: dict[str, Any], seq: int) -> 
             raise error("SC105", f"{name} is no model's configuration: {wrong}", location=name, hint=hint) from None
     types = list(transformers.CONFIG_MAPPING.keys())
     if name not in types:
+        if (folder := Path(name)).is_dir():
+            hint = f"write hf:{folder}/config.json, and for its weights, where a command reads some, --weights {folder}"
+            raise error("SC105", f"'{name}' is a folder, and no model type of transformers", hint=hint)
         raise error("SC105", f"transformers has no model type '{name}'", hint=did_you_mean(name, types, "model types"))
     default = transformers.AutoConfig.for_model(name)
     attribute_map: dict[str, str] = getattr(default, "attribute_map", {})

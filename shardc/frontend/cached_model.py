@@ -15,7 +15,8 @@ in `_cache.0.cross_keys`, and the decode program has no encoder.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -109,6 +110,13 @@ class CausalModel:
         """The number of tokens that the model can read."""
         embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         return int(embedding.weight.shape[0])
+
+    def positions(self, part: Literal["encoder", "decoder"]) -> int | None:
+        """How many positions the table of an encoder-decoder model's part has; None where it has no table."""
+        owner: Any = getattr(self.model, f"get_{part}")()
+        tables = [module for name, module in owner.named_modules() if name.endswith("embed_positions")]
+        counts = [t.num_embeddings - getattr(t, "offset", 0) for t in tables if isinstance(t, nn.Embedding)]
+        return min(counts, default=None)
 
 
 def _refuse_layers(name: str, config: Any) -> None:
@@ -212,7 +220,8 @@ class CachedModel(nn.Module):
             keywords |= {"input_ids": tokens}
             keywords |= {"attention_mask": mask} if causal.takes_mask else {}
             keywords |= {"position_ids": positions} if causal.takes_positions else {}
-        output = self.source.forward(**keywords, return_dict=True)
+        with _finite_masks(self.source):
+            output = self.source.forward(**keywords, return_dict=True)
         if self.probes:
             return self._tensors(cache, output)
         if (
@@ -287,6 +296,26 @@ class CachedModel(nn.Module):
         return batch | ({"positions": tokens(form.rows, width)} if causal.takes_positions else {})
 
 
+@contextmanager
+def _finite_masks(model: Any) -> Generator[None]:
+    """Masks of eager attention that a softmax in float32 can read: the least float64 is -inf to it. A row of padding,
+    which sees nothing, would be NaN, and make those behind it NaN."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+
+    if getattr(model, "dtype", None) != torch.float64 or ALL_MASK_ATTENTION_FUNCTIONS["eager"] is not eager_mask:
+        yield
+        return
+
+    def finite(*arguments: Any, **keywords: Any) -> Any:
+        return eager_mask(*arguments, **keywords | {"dtype": torch.float32})
+
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = finite
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+
 def _fill(layer: Any, keys: Tensor, values: Tensor, length: Tensor) -> None:
     """Let a layer of the library's static cache hold these tensors, filled so far."""
     layer.keys, layer.values, layer.cumulative_length = keys, values, length
@@ -297,11 +326,11 @@ def _fill(layer: Any, keys: Tensor, values: Tensor, length: Tensor) -> None:
 
 def _first_largest(logits: Tensor) -> Tensor:
     """`logits.argmax(-1)`, by two reductions that shards of the vocabulary combine: the largest, and the first place
-    that has it. A NaN is larger than all, as it is to argmax."""
+    that has it. Scores with a NaN choose no token: -1."""
     size = logits.shape[-1]
     places = torch.arange(size, device=logits.device)
-    largest = (logits == logits.amax(-1, keepdim=True)) | logits.isnan()
-    return torch.where(largest, places, size).amin(-1)
+    first = torch.where(logits == logits.amax(-1, keepdim=True), places, size)
+    return torch.where(logits.isnan(), -1, first).amin(-1)
 
 
 def cache_tensors(causal: CausalModel, form: Form, **traced: Any) -> CacheTensors:

@@ -70,7 +70,7 @@ def learning_rates(given: Optimizers) -> dict[str, Tensor]:
 
 def fingerprint(given: Optimizers) -> tuple[Hashable, ...]:
     """All that a program's update was traced with: when it changes, the program is no longer the optimizers'."""
-    return tuple((hyperparameters(group), len(group["params"])) for _, group in groups_of(given))
+    return tuple((hyperparameters(group), tuple(map(id, group["params"]))) for _, group in groups_of(given))
 
 
 def stored_state(given: Optimizers) -> dict[Tensor, Mapping[str, Any]]:

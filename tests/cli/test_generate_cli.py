@@ -60,6 +60,13 @@ def test_weights_of_a_folder_give_the_tokens_of_the_library(folder: tuple[Path, 
     assert ran(*common, "--prompt", "fgh", "--tokenizer", str(path)) == f"{text}\n"
 
 
+def test_a_folder_is_no_target(folder: tuple[Path, Any]) -> None:
+    path, _ = folder
+    found = " ".join(ran(f"hf:{path}", "--mesh", "dp=1", "--prompt", "5 6 7", code=2).split())
+    assert f"write hf:{path}/config.json" in found
+    assert f"--weights {path}" in found
+
+
 def test_sampling_is_by_its_seed(folder: tuple[Path, Any]) -> None:
     path, _ = folder
     common = [f"hf:{path}/config.json", "--weights", str(path), "--prompt", "5 6 7", "--sample", "--top-k", "20"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardc
 from examples.gpt2 import gpt2
 from examples.mlp import mlp
 from shardc.compiler.driver import single_device
@@ -366,6 +367,18 @@ def test_fingerprint() -> None:
     assert fingerprint(optimizer) == before
     optimizer.param_groups[0]["weight_decay"] = 7.0
     assert fingerprint(optimizer) != before
+
+
+def test_a_parameter_that_is_replaced_in_its_group_is_refused() -> None:
+    model, batch, loss = mlp(width=6, hidden=10)
+    optimizer = OPTIMIZERS["adamw"](model)
+    program = shardc.compile(model, batch, loss=loss, optimizer=optimizer, mesh="dp=1", plan={})
+    program.launch().step(batch)
+    parameters = optimizer.param_groups[0]["params"]
+    parameters[0] = nn.Parameter(parameters[0].detach().clone())
+    with pytest.raises(ShardcError, match="parameters changed") as caught:
+        program.launch()
+    assert caught.value.code == "SC107"
 
 
 def test_hooks_and_schedulers_see_no_steps() -> None:

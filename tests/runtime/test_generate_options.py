@@ -192,6 +192,28 @@ def test_a_cache_that_is_too_short(ready: Any) -> None:
     assert "the longest prompt has 4 tokens, and 6 are to follow it" in str(wrong)
 
 
+@pytest.mark.parametrize("kind", ["Bart", "Pegasus"])
+def test_positions_of_an_encoder_and_a_decoder(kind: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=64, max_position_embeddings=50, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
+    tokens = torch.randint(3, 64, (2, 50))
+    trainer = shardc.compile(model, {"input_ids": tokens, "labels": tokens}, mesh="dp=1", plan={}, mode="eval").launch()
+    for prompts, new in ((tokens[:, :40].tolist(), 6), (tokens.tolist(), 2), ([[5, 6]], 50)):
+        exact = library(model, prompts, max_new_tokens=new, eos_token_id=[])
+        assert torch.equal(trainer.generate(prompts, new, eos_token_id=[]).sequences, exact)
+    for prompts, new, said in (([[5] * 51], 2, "the encoder 50 positions"), ([[5]], 51, "decoder has 50 positions")):
+        wrong = code_of(lambda prompts=prompts, new=new: trainer.generate(prompts, new, eos_token_id=[]))
+        assert wrong.code == "SC573"
+        assert said in str(wrong)
+
+
 def test_lengths_that_are_compiled() -> None:
     assert [series(n) for n in (1, 8, 9, 33, 64, 65, 128, 129)] == [8, 8, 16, 64, 64, 128, 128, 192]
 
@@ -221,6 +243,38 @@ def test_forms_of_prompts(ready: Any) -> None:
     whole = model.eval().generate(left, attention_mask=torch.ones_like(left), max_new_tokens=4, pad_token_id=0)
     assert torch.equal(trainer.generate(left, 4).sequences, whole)
     assert trainer.generate([7, 5, 3], 4, eos_token_id=[]).tokens == [exact[0, -4:].tolist()]
+
+
+LEFT = torch.tensor([[0, 0, 0, 5, 6], [7, 8, 9, 10, 11]])
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.parametrize("options", [
+    {"generation_config": {"pad_token_id": 0, "eos_token_id": 2}},
+    {"pad_token_id": torch.tensor(0), "eos_token_id": 2},
+    {"pad_token_id": 0, "eos_token_id": torch.tensor([2, 4])},
+    {"pad_token_id": 0, "eos_token_id": torch.tensor([0, 2])},  # which may end a row: no mask
+    {"pad_token_id": 0, "eos_token_id": 2},
+], ids=str)  # fmt: skip
+def test_a_mask_is_inferred_as_the_library_infers_it(ready: Any, options: dict[str, Any], mapping: bool) -> None:
+    model, trainer = ready
+    if "generation_config" in options:
+        options = {"generation_config": type(model.generation_config)(**options["generation_config"])}
+    exact = model.eval().generate(LEFT, max_new_tokens=6, **options)
+    assert torch.equal(trainer.generate({"input_ids": LEFT} if mapping else LEFT, 6, **options).sequences, exact)
+
+
+@pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 1}, {"repetition_penalty": 50.0}], ids=" ".join)
+@pytest.mark.parametrize("pad", [None, 30])
+def test_padding_of_ones_own_is_kept(ready: Any, options: dict[str, Any], pad: int | None) -> None:
+    model, trainer = ready
+    options = options | {"attention_mask": (LEFT != 0).long(), "eos_token_id": 2, "pad_token_id": pad}
+    exact = model.eval().generate(LEFT, max_new_tokens=6, **options)
+    result = trainer.generate(LEFT, 6, **options)
+    assert torch.equal(result.sequences, exact)
+    right = torch.tensor([[5, 6, 0, 0, 0], [7, 8, 9, 10, 11]])
+    options["attention_mask"] = (right != 0).long()
+    assert torch.equal(trainer.generate(right, 6, **options).sequences, exact), "as if it were on the left"
 
 
 class Words:

@@ -32,7 +32,7 @@ from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.generate.prompts import Rows, padded, prompt_rows
+from shardc.runtime.generate.prompts import Rows, as_given, opened, padded, prompt_rows
 from shardc.runtime.generate.result import Generated
 from shardc.runtime.generate.sampling import draw, uniforms
 from shardc.runtime.generate.settings import Settings
@@ -164,18 +164,24 @@ class Generator:
             message = "the trainer has no model, so nothing can be generated"
             raise error("SC571", message, hint="launch a program that compile made of a model")
         causal = CausalModel.of(self._model)
-        if attention_mask is None and isinstance(prompts, Tensor) and not causal.encoder_decoder:
-            attention_mask = _inferred_mask(prompts, self._model, options)
+        prompts, attention_mask = opened(prompts, attention_mask)
         rows = prompt_rows(prompts, attention_mask, tokenizer, causal.vocabulary)
-        longest = max(map(len, rows))
-        width = _width(prompts, longest)
+        width = int(prompts.shape[-1]) if isinstance(prompts, Tensor) else max(map(len, rows))
         settings = Settings.of(
             self._model, options, generation_config, seed, tokenizer, 1 if causal.encoder_decoder else width
         )
+        if attention_mask is None and isinstance(prompts, Tensor) and not causal.encoder_decoder:
+            attention_mask = settings.inferred_mask(prompts)
+            rows = prompt_rows(prompts, attention_mask, tokenizer, causal.vocabulary)
+        left = not causal.encoder_decoder
+        read = padded(rows, width, _fill(causal, settings), left=left)
+        if attention_mask is not None:
+            read = as_given(prompts, attention_mask, causal.vocabulary, left=left)
         rows = [row for row in rows for _ in range(settings.copies)]
-        search = _Search(causal, settings, rows, width)
+        search = _Search(causal, settings, rows, *(t.repeat_interleave(settings.copies, 0) for t in read))
         form = search.form()
-        self._compare({"prompts": search.read, "settings": settings.digest()}, "before generation")
+        compared = {"prompts": search.read, "their mask": search.read_mask, "settings": settings.digest()}
+        self._compare(compared, "before generation")
         ready = self._of(form)
         search.check(ready)
         with torch.no_grad():
@@ -209,15 +215,13 @@ class Generator:
 class _Search:
     """The rows of one call, and how far they are."""
 
-    def __init__(self, causal: CausalModel, settings: Settings, rows: Rows, width: int) -> None:
+    def __init__(self, causal: CausalModel, settings: Settings, rows: Rows, read: Tensor, mask: Tensor) -> None:
         self.causal, self.settings, self.rows = causal, settings, rows
         self.lengths = torch.tensor([len(row) for row in rows])
-        encodes = causal.encoder_decoder
-        fill = _fill(causal, settings)
         # What the library would be given, and what it makes of its scores reads.
-        self.read, self.read_mask = padded(rows, width, fill, left=not encodes)
-        self.sequences = settings.first(len(rows)) if encodes else self.read
-        self.fill = fill
+        self.read, self.read_mask = read, mask
+        self.sequences = settings.first(len(rows)) if causal.encoder_decoder else read
+        self.fill = _fill(causal, settings)
 
     def form(self) -> Form:
         """What the programs are compiled for. Raises ShardcError (SC573) for prompts that the cache cannot hold."""
@@ -226,7 +230,7 @@ class _Search:
         chosen = "logits" if settings.samples or len(settings.processors(self.read, mask)) else "token"
         longest = int(self.lengths.max())
         if causal.encoder_decoder:
-            prompt, source = 1, series(longest)
+            prompt, source = 1, self._source(longest)
         else:
             # Without positions of its own a row has those of its columns: as many as it is given.
             prompt, source = (series(longest) if causal.takes_positions and causal.takes_mask else width), 0
@@ -241,6 +245,17 @@ class _Search:
             prompt = min(prompt, limit - settings.new_tokens + 1)
             length = limit
         return Form(len(self.rows), prompt, length, source, chosen)
+
+    def _source(self, longest: int) -> int:
+        """The length of the encoder's inputs: no more than it has positions for."""
+        read, written = self.causal.positions("encoder"), self.causal.positions("decoder")
+        if read is not None and longest > read:
+            message = f"the longest prompt has {longest} tokens, and the encoder {read} positions"
+            raise error("SC573", message, hint="pass shorter prompts")
+        if written is not None and self.settings.new_tokens > written:
+            message = f"{self.settings.new_tokens} tokens are to follow, and the decoder has {written} positions"
+            raise error("SC573", message, hint="pass fewer max_new_tokens")
+        return series(longest) if read is None else min(series(longest), read)
 
     def check(self, ready: _Ready) -> None:
         """Raise ShardcError (SC573) where the last tokens have positions that the model has no embedding for."""
@@ -277,6 +292,8 @@ class _Search:
                     processors = self._processors(step.engine, type) if processors is None else processors
                     chosen = self._choose(step.engine, held, type, processors, number)
                 tokens = step.engine.derived(port, chosen, self.lengths).cpu()
+            if bool((tokens[~done] < 0).any()):
+                raise _not_a_number(~done & (tokens < 0), number)
             if settings.pad is not None and settings.eos is not None:
                 tokens = torch.where(done, settings.pad, tokens)
             self.sequences = torch.cat([self.sequences, tokens[:, None]], 1)
@@ -319,6 +336,7 @@ class _Search:
             chosen = draw(scores, shards.hold(numbers, _rows_like(type, numbers)))
         else:
             chosen = scores.argmax(-1)
+        chosen = torch.where(scores.isnan().any(-1), -1, chosen)
         return shards.whole(chosen, _rows_like(type, self.lengths))
 
     def _result(self, ended_at: Tensor) -> Generated:
@@ -329,6 +347,12 @@ class _Search:
         if self.settings.tokenizer is not None:
             text = [self.settings.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
         return Generated(self.sequences, tokens, text)
+
+
+def _not_a_number(rows: Tensor, number: int) -> ShardcError:
+    message = f"the scores of new token {number} of prompt {int(rows.nonzero()[0])} are NaN, so none can be chosen"
+    hint = "look at the weights and at trainer.predict(batch); remove_invalid_values=True reads NaN as 0"
+    return error("SC509", message, hint=hint)
 
 
 def series(length: int) -> int:
@@ -348,23 +372,7 @@ def _zeros(type: TensorType) -> Callable[[tuple[slice, ...]], Tensor]:
     return lambda slices: torch.zeros([s.stop - s.start for s in slices], dtype=type.dtype)
 
 
-def _width(prompts: Any, longest: int) -> int:
-    """The columns that the prompts have: those of the user's tensor, padding included."""
-    tokens = prompts.get("input_ids") if isinstance(prompts, Mapping) else prompts
-    return int(tokens.shape[-1]) if isinstance(tokens, Tensor) else longest
-
-
 def _fill(causal: CausalModel, settings: Settings) -> int:
     """What padding is: any token, since nothing reads it."""
     fill = 0 if settings.pad is None else settings.pad
     return fill if 0 <= fill < causal.vocabulary else 0
-
-
-def _inferred_mask(prompts: Tensor, model: Any, options: Mapping[str, Any]) -> Tensor | None:
-    """The mask of prompts that are padded with the model's token for it, as the library infers it; None without one."""
-    known = {key: options.get(key, getattr(model.generation_config, key)) for key in ("pad_token_id", "eos_token_id")}
-    pad, eos = known["pad_token_id"], known["eos_token_id"]
-    ends = eos if isinstance(eos, list | tuple) else [eos]
-    if not isinstance(pad, int) or pad in ends or not bool((prompts == pad).any()):
-        return None
-    return prompts != pad

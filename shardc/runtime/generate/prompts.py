@@ -5,7 +5,7 @@
     ["Once upon", "A"], tokenizer    text
 
 A decoder reads rows padded on the left, so that the next token of each stands in one column; an encoder reads them
-padded on the right. What stood in the padding is not kept: masked tokens are no part of a prompt.
+padded on the right. What stands in the padding is read by no model; what the library makes of its scores does see it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ FORMS = (
 )
 
 
+def opened(prompts: Any, attention_mask: Any) -> tuple[Any, Any]:
+    """The prompts and their mask, of a mapping too, as a tokenizer returns one."""
+    if not isinstance(prompts, Mapping):
+        return prompts, attention_mask
+    encoded = cast("Mapping[str, Any]", prompts)
+    if "input_ids" not in encoded:
+        raise error("SC573", "the prompts are a mapping without 'input_ids'", hint=FORMS)
+    return encoded["input_ids"], encoded.get("attention_mask") if attention_mask is None else attention_mask
+
+
 def prompt_rows(prompts: Any, attention_mask: Any, tokenizer: Any, vocabulary: int) -> Rows:
     """The tokens of each prompt. Raises ShardcError (SC573) for what nothing can be generated from."""
-    if isinstance(prompts, Mapping):  # what a tokenizer returns
-        encoded = cast("Mapping[str, Any]", prompts)
-        if "input_ids" not in encoded:
-            raise error("SC573", "the prompts are a mapping without 'input_ids'", hint=FORMS)
-        attention_mask = encoded.get("attention_mask") if attention_mask is None else attention_mask
-        prompts = encoded["input_ids"]
     if isinstance(prompts, str) or _is_text(prompts):
         rows = _encoded([prompts] if isinstance(prompts, str) else list(prompts), tokenizer)
     elif isinstance(prompts, Tensor):
@@ -63,6 +67,17 @@ def padded(rows: Rows, width: int, fill: int, *, left: bool) -> tuple[Tensor, Te
         place = slice(width - len(row), width) if left else slice(0, len(row))
         tokens[number, place] = torch.tensor(row, dtype=torch.int64)
         mask[number, place] = 1
+    return tokens, mask
+
+
+def as_given(prompts: Tensor, attention_mask: Any, vocabulary: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """The user's own tensor and mask: what stands in the padding is kept, on the left of each row for a decoder."""
+    tokens, mask = prompts.detach().cpu().long(), (torch.as_tensor(attention_mask).cpu() != 0).long()
+    tokens, mask = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
+    tokens = torch.where((tokens >= 0) & (tokens < vocabulary), tokens, 0)  # as -100, which no model reads
+    if left:
+        order = mask.argsort(dim=1, stable=True)
+        tokens, mask = tokens.gather(1, order), mask.gather(1, order)
     return tokens, mask
 
 

@@ -196,6 +196,15 @@ class Settings:
         pad = self.config._pad_token_tensor
         return None if pad is None else int(pad)
 
+    def inferred_mask(self, prompts: Tensor) -> Tensor | None:
+        """The mask of prompts that are padded with the token for it, as the library infers it; None without one."""
+        pad, eos, tokens = self.config._pad_token_tensor, self.config._eos_token_tensor, prompts.cpu()
+        if pad is None or not bool(torch.isin(tokens, pad).any()):
+            return None
+        if eos is not None and bool(torch.isin(eos, pad).any()):
+            return None
+        return tokens != pad
+
     def first(self, rows: int) -> Tensor:
         """What the decoder of an encoder-decoder model begins each row with."""
         start: Tensor = self.config._decoder_start_token_tensor.cpu()
