@@ -380,7 +380,7 @@ class Program(data.Program):
         """Each parameter group's present learning rate; of a program from a file, those it was compiled with."""
         if self.optimizer is not None:
             if fingerprint(self.optimizer) != self.baked:
-                message = "the optimizer's hyperparameters or parameters changed since the program was compiled"
+                message = "the optimizer's parameters or hyperparameters changed since the program was compiled"
                 raise error(
                     "SC107", message, hint="only learning rates may change; trainer.recompile() goes on with others"
                 )
