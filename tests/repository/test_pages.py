@@ -32,6 +32,7 @@ STANDS_FOR = {
     " N": " 1",
     " X": " 0.1",
 }
+GENERATES = {"TARGET": "hf:gpt2?n_layer=1", "FILE": "shardc:gpt2"}  # an MLP does not
 IDS = [str(page.path.relative_to(ROOT)) for page in EXECUTED]
 
 
@@ -93,7 +94,7 @@ def synopsis() -> list[str]:
         said = re.split(r"\s{3,}", line.strip())[0]
         if not said.startswith("shardc"):
             said = f"shardc compile TARGET --plan FILE {said}"
-        said = re.sub(r"\s*\[(-o FILE|--nproc N)\]", "", said)
+        said = re.sub(r"\s*\[(-o FILE|--nproc N|--weights FOLDER)\]", "", said)
         ways = [said.replace(one, "") for one in re.findall(r"\[.*?\]", said)]
         commands += [re.sub(r"[\[\]]", "", way) for way in {said, *ways}]
     return sorted(commands)
@@ -102,7 +103,7 @@ def synopsis() -> list[str]:
 @pytest.mark.parametrize("command", synopsis())
 def test_the_synopsis_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for word, meant in STANDS_FOR.items():
+    for word, meant in (STANDS_FOR | (GENERATES if command.startswith("shardc generate") else {})).items():
         command = re.sub(rf"{re.escape(word)}(?!\w)", meant, command)
     forms = re.search(r"\w+(?:\|\w+)+", command)
     for form in forms[0].split("|") if forms else [""]:
