@@ -104,7 +104,8 @@ def form_of(batch: Any) -> Hashable:
 
 def refuse_empty(batch: Any) -> None:
     """Raise ShardcError (SC501) for a batch without rows."""
-    tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    leaves = ((path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+    tensors = [(path, leaf) for path, leaf in leaves if not leaf.is_nested and leaf.dim()]
     if tensors and not tensors[0][1].shape[0]:
         path, first = tensors[0]
         message = f"the batch has no rows: '{path}' has shape {list(first.shape)}"
