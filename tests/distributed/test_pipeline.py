@@ -140,9 +140,8 @@ def check_training(program: shardc.Program, folder: Path, name: str, found: list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedules", [("zb-v",), pytest.param(tuple(SCHEDULES), marks=pytest.mark.long)], ids=["one", "every"]
-)
+@pytest.mark.parametrize("schedules", [("zb-v",), tuple(SCHEDULES)], ids=["one", "every"])
+@pytest.mark.long  # in processes too, `test_data.py` and `test_evaluation.py` train pipelines
 def test_four_ranks_train_as_one_device(schedules: tuple[str, ...], tmp_path: Path) -> None:
     programs = {
         "pp4": prepare(tmp_path, "pp4", "pp=4", **pipeline("zb-h1")),

@@ -192,7 +192,7 @@ def test_a_cache_that_is_too_short(ready: Any) -> None:
     assert "the longest prompt has 4 tokens, and 6 are to follow it" in str(wrong)
 
 
-@pytest.mark.parametrize("kind", ["Bart", "Pegasus"])
+@pytest.mark.parametrize("kind", ["Bart", pytest.param("Pegasus", marks=pytest.mark.long)])
 def test_positions_of_an_encoder_and_a_decoder(kind: str) -> None:
     import transformers
 
@@ -248,6 +248,7 @@ def test_forms_of_prompts(ready: Any) -> None:
 LEFT = torch.tensor([[0, 0, 0, 5, 6], [7, 8, 9, 10, 11]])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mapping", [False, True])
 @pytest.mark.parametrize("options", [
     {"generation_config": {"pad_token_id": 0, "eos_token_id": 2}},
@@ -264,6 +265,7 @@ def test_a_mask_is_inferred_as_the_library_infers_it(ready: Any, options: dict[s
     assert torch.equal(trainer.generate({"input_ids": LEFT} if mapping else LEFT, 6, **options).sequences, exact)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 1}, {"repetition_penalty": 50.0}], ids=" ".join)
 @pytest.mark.parametrize("pad", [None, 30])
 def test_padding_of_ones_own_is_kept(ready: Any, options: dict[str, Any], pad: int | None) -> None:
