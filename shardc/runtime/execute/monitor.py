@@ -14,6 +14,7 @@ torchrun also notices a dead rank, and ends the others with SIGTERM. They then r
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -88,6 +89,8 @@ class Monitor:
         self._publish()
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
         self._thread.start()
+        # A thread that is in the store's code when the interpreter ends would abort the process.
+        atexit.register(self._stop_beating)
 
     def add(self, counter_names: CounterNames, evaluates: bool) -> int:
         """The number of one more program of the job; all ranks add the same ones, in one order."""
@@ -135,11 +138,16 @@ class Monitor:
         if self._reports_error:
             return  # SIGTERM stays ours: torchrun's would come before the error is printed
         if self._thread.is_alive():
-            self._bell.stop()
-            self._thread.join()
+            self._stop_beating()
             self._bell.close()
+        atexit.unregister(self._stop_beating)
         self._publish(closed=True)
         self._stay_until_others_know(closed=True)
+
+    def _stop_beating(self) -> None:
+        if self._thread.is_alive():  # it is not in a forked child, which has the parent's bell
+            self._bell.stop()
+            self._thread.join()
 
     def report_own_failure(self, why: str) -> None:
         """Publish that this rank fails for a reason of its own, for the other ranks to report."""

@@ -44,10 +44,10 @@ class RankPart:
         return Counted(self.total, first=self.index == 0)
 
     def total(self, counts: torch.Tensor) -> torch.Tensor:
-        """The sum over all parts of what each has; every rank must call it."""
+        """The sum over all parts of what each has, on its device; every rank must call it."""
         rows = self.peers.gather(counts.to(self.peers.device))
         firsts = [self.coordinates.index(c) for c in range(self.parts.count)]  # a rank of each data coordinate
-        return torch.stack([rows[rank] for rank in firsts]).sum(0)
+        return torch.stack([rows[rank] for rank in firsts]).sum(0).to(counts.device)
 
     def items(self, fed: Sequence[Feed], roles: Mapping[str, str]) -> list[Item]:
         """What is compared over ranks: of a part those that share its coordinate, all else by all."""
