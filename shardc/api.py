@@ -40,6 +40,7 @@ from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.files import write_text
+from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.streams import step_key
@@ -157,6 +158,7 @@ def compile(
     return _program(request)
 
 
+@gc_paused()
 def _program(request: Request) -> Program:
     made, model = compiled(request), request.model
     buffers = computed_buffers(model)

@@ -7,12 +7,10 @@ change that merely gives up parallelism is told from one that communicates less.
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,6 +21,7 @@ from shardc.compiler.pass_pipeline import Options
 from shardc.cost.flops import COUNTS, node_flops
 from shardc.ir.collectives import Collective, collectives, human_bytes
 from shardc.ir.diagnostic import ShardcError
+from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.passes.base import split_of
 from shardc.passes.communication.combine import Combine
@@ -79,23 +78,10 @@ class Change:
         return f"{self.text}\na rank then has {', '.join(effect)}{brings}"
 
 
+@gc_paused()
 def compiled(reference: Graph, bound: Sequence[Bound], options: Options, look: Callable[[Graph], Found]) -> Found:
     """Compile once more, and look at the graph as `combine` leaves it: collectives lowered, shapes still global."""
-    with _garbage_kept():
-        return look(distribute(reference, bound, replace(options, verify=False), Combine))
-
-
-@contextmanager
-def _garbage_kept() -> Generator[None]:
-    """Collect once, afterwards: a graph is a hundred thousand objects that all live until then."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect(0)  # the young are all that was made meanwhile
-        if was_on:
-            gc.enable()
+    return look(distribute(reference, bound, replace(options, verify=False), Combine))
 
 
 def measure(graph: Graph) -> Cost:

@@ -22,8 +22,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.ir": """
             __init__ account annotation arena buckets call_slots caller collectives default_device
-            derive_provenance diagnostic dot files fold graph hardware in_flight in_place index_operands layers liveness
-            mesh microbatch ops ops.accumulate
+            derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands
+            layers liveness mesh microbatch ops ops.accumulate
             ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax
             ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance python schema

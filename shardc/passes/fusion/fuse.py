@@ -22,14 +22,13 @@ Needs a localized body, or a part of one. Ensures the same values under the same
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kernels_triton.match.op import OPS
 from shardc.cost.memory import memory
 from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Graph
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.storages import layouts as layouts_of
@@ -75,19 +74,7 @@ class Fuse(Pass):
         return fuse(graph, self.exclude, self.templates, hardware=self.hardware) if self.enabled else graph
 
 
-@contextmanager
-def _gc_paused() -> Generator[None]:
-    """The pass makes millions of small objects without cycles; collecting garbage would take a third of its time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_gc_paused()
+@gc_paused()
 def fuse(
     graph: Graph,
     exclude: Collection[str] = (),

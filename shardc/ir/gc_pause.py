@@ -1,0 +1,23 @@
+"""Compiles without a cyclic garbage collector: a quarter of the time of a compile would be its own.
+
+A graph is a hundred thousand objects that all live until the compile ends, and hardly one of them is in a cycle that is
+left behind. The collector finds nothing, and looks at each of them again and again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+@contextmanager
+def gc_paused() -> Generator[None]:
+    """A context, or a decorator of a function; the collector then runs as it did before."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
