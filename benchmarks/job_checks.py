@@ -71,7 +71,9 @@ def run_rank(options: argparse.Namespace) -> dict[str, Any]:
         row |= steps(program, batch, options.steps, meet)
     else:
         trainer.close()
-    meet("done")  # rank 0 holds the store
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < RANKS:  # it holds the store
+        time.sleep(0.001)
     return row
 
 
