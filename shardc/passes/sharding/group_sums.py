@@ -4,10 +4,12 @@ Needs: assignments. Ensures: within a chain of additions, the terms that are pen
 they meet any other term.
 
     ((dx + dq) + dk) + dv  with dq, dk, dv pending over tp        dx + ((dq + dk) + dv)
+    ((y + b) + (z + c)) + x  with y, z pending, b, c biases       (((y + z) + x) + b) + c
 
 Autograd adds gradients in the order in which they arrive. Where the residual branch arrives first, as in a
 post-norm transformer, a sum that is pending would meet one that is not at every addition, and be all-reduced three
-times. Only additions whose result nothing else reads are moved, and values change by rounding alone.
+times; and where attention and an MLP are added up (GPT-NeoX, Phi), each of them has met its bias. Only additions whose
+result nothing else reads are moved, and values change by rounding alone.
 """
 
 from __future__ import annotations
@@ -31,29 +33,42 @@ class GroupSums(Pass):
     """Reassociate additions by what is pending."""
 
     def run(self, graph: Graph) -> Graph:
-        pinned = {*graph.seeds, *graph.activations.values(), *graph.output_values}
+        pinned = {*graph.seeds, *graph.output_values}
         chains = _Chains(pinned)
         for node in [n for n in graph.calls() if _plain(n)]:
             if not chains.inner(node):
                 _regroup(graph, chains, node)
         graph.erase_dead()
+        left = set(graph.fx.nodes)
+        graph.activations = {name: value for name, value in graph.activations.items() if value in left}
         return graph
 
 
 def _plain(node: fx.Node) -> bool:
-    """An addition of two tensors alike."""
+    """An addition of two tensors of one dtype, of the result's dims or, if nothing is pending of them, broadcast."""
     if node.target is not ADD or len(node.args) != 2 or node.kwargs:
         return False
     a, b = node.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or info(node).constant:
         return False
-    types = [type_of(n) for n in (a, b, node)]
-    return len({(t.dtype, t.dims and tuple(tuple(x.size for x in d) for d in t.dims)) for t in types}) == 1
+    full = [n for n in (a, b) if not _broadcast(n, node)]
+    return bool(full) and all(
+        type_of(n).dtype == type_of(node).dtype and (n in full or not type_of(n).partial) for n in (a, b)
+    )
+
+
+def _broadcast(term: fx.Node, result: fx.Node) -> bool:
+    """Whether an addition repeats the term, as it does a bias."""
+    sizes = [
+        type.dims and tuple(tuple(atom.size for atom in dim) for dim in type.dims)
+        for type in map(type_of, (term, result))
+    ]
+    return sizes[0] != sizes[1]
 
 
 @dataclass
 class _Chains:
-    kept: set[fx.Node]  # values that someone knows by name
+    kept: set[fx.Node]  # values that are annotated or returned
     memo: dict[fx.Node, bool] = field(default_factory=dict[fx.Node, bool])
 
     def inner(self, node: fx.Node) -> bool:
@@ -61,7 +76,8 @@ class _Chains:
         if node not in self.memo:
             users = list(node.users)
             alone = len(users) == 1 and node not in self.kept and _plain(node) and users[0].op == "call_function"
-            self.memo[node] = alone and _plain(users[0]) and info(users[0]).phase == info(node).phase
+            alone = alone and _plain(users[0]) and not _broadcast(node, users[0])
+            self.memo[node] = alone and info(users[0]).phase == info(node).phase
         return self.memo[node]
 
     def terms(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -86,8 +102,12 @@ def _regroup(graph: Graph, chains: _Chains, root: fx.Node) -> None:
     if len(runs) == len(set(runs)):
         return
     groups: dict[Partial, list[fx.Node]] = {}
+    repeated: list[fx.Node] = []  # last, to what has the dims of the result
     for term in chains.terms(root):
-        groups.setdefault(type_of(term).partial, []).append(term)
+        if _broadcast(term, root):
+            repeated.append(term)
+        else:
+            groups.setdefault(type_of(term).partial, []).append(term)
     # The sums pending over most axes first: one that is resolved over tp:1 joins those that still wait for tp:0.
     ordered = sorted(groups.items(), key=lambda item: -len(item[0]))
     total: fx.Node | None = None
@@ -97,6 +117,9 @@ def _regroup(graph: Graph, chains: _Chains, root: fx.Node) -> None:
             pending = tuple(p for p in partial if p in pending)
             group_sum = reduce(lambda a, b: _add(graph, root, a, b, partial), terms)
             total = group_sum if total is None else _add(graph, root, total, group_sum, pending)
+        for term in repeated:
+            assert total is not None
+            total = _add(graph, root, total, term, ())
     # The last addition is the root, which keeps its name and its readers.
     assert total is not None
     root.args = total.args
