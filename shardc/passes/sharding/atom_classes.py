@@ -34,7 +34,7 @@ class Classes:
         selectors: list[Place] = []
         rivals: list[tuple[Place, Place]] = []
         for node in graph.calls():
-            if find_rule(node.target) is None:
+            if find_rule(node.target) is None or info(node).constant:  # every rank can cut a constant as it likes
                 continue
             projection = project(node)
             first: dict[int, Place] = {}
