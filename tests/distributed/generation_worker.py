@@ -44,7 +44,7 @@ def run() -> dict[str, Any]:
     program = shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer)
     with program.launch(timeout=60.0) as trainer:
         before = trainer.generate(PROMPTS, 12, eos_token_id=[], pad_token_id=0)
-        ready = next(iter(trainer._generator._ready.values()))
+        ready = next(iter(trainer._generator.programs._pairs.values()))
         cache = ready.cache()
         kept = {name: tensor.data_ptr() for name, tensor in cache.items()}
         ready.decode.run(ready.decode.state(trainer.engine, trainer._inputs, trainer.state), cache, _token(), 0)

@@ -145,7 +145,7 @@ def test_dtypes_of_the_model(dtype: torch.dtype) -> None:
         assert torch.equal(result.sequences, exact)
     else:  # attention is another kernel, and rounds otherwise: the first tokens are the same
         assert torch.equal(result.sequences[:, :8], exact[:, :8])
-    body = trainer._generator._ready[next(iter(trainer._generator._ready))].decode.inputs
+    body = trainer._generator.programs._pairs[next(iter(trainer._generator.programs._pairs))].decode.inputs
     assert {type.dtype for name, (_, type) in body.items() if name.startswith(CACHE)} == {dtype}
 
 
@@ -319,7 +319,7 @@ def test_forms_are_bounded_and_said_once() -> None:
     said = [str(one.message) for one in caught if "generat" in str(one.message) or "forms" in str(one.message)]
     assert len(said) == 2
     assert "here is another, and the 4 used last are kept" in said[0]
-    assert len(trainer._generator._ready) == 4
+    assert len(trainer._generator.programs._pairs) == 4
 
 
 # ---------------------------------------------------------------------- what does not generate
