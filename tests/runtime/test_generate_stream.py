@@ -3,7 +3,7 @@
 import random
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,10 @@ from examples.llama import llama
 from shardc.frontend.cached_model import Form
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.train.trainer import Trainer
-from tests.runtime.generating import ATTENTION, DP, GPT2, HEAD, MLP, launched, library, made, spread
+from tests.runtime.generating import ATTENTION, DP, GPT2, HEAD, LIMITS, MLP, alone, launched, made, spread
+from tests.runtime.generating import MORE as PROMPTS
 
-LENGTHS = [5, 2, 11, 3, 9, 1, 4, 7]
-LIMITS = [6, 13, 3, 9, 1, 12, 2, 8]
-PROMPTS = [[(7 * i + 5 * j * j + 3) % 96 for j in range(n)] for i, n in enumerate(LENGTHS)]
+LENGTHS = [len(prompt) for prompt in PROMPTS]
 
 
 @cache
@@ -34,12 +33,6 @@ def programs() -> Any:
     """Trainers are shared by the tests of the module."""
     yield
     ready.cache_clear()
-
-
-def alone(model: nn.Module, prompt: Sequence[int], limit: int, **options: Any) -> list[int]:
-    """The new tokens of one prompt, by the library."""
-    row = library(model, [prompt], max_new_tokens=limit, **options)
-    return row[0, len(prompt) :].tolist()
 
 
 def tokens_of(stream: Iterator[Any]) -> dict[int, list[int]]:
@@ -101,7 +94,7 @@ def test_what_changes_scores_reads_a_sequence_alone() -> None:
     ):
         prompts = [prompt for prompt in PROMPTS if len(prompt) < 12]
         limit = None if "max_length" in options else 9
-        exact = [alone(model, prompt, limit, **options) for prompt in prompts]  # type: ignore[arg-type]
+        exact = [alone(model, prompt, limit, **options) for prompt in prompts]
         result = trainer.generate(prompts, limit, rows=3, pad_token_id=0, **options)
         assert [list(row) for row in result.tokens] == exact, options
 

@@ -66,7 +66,8 @@ def one_prompt(prompt: Any, number: int, tokenizer: Any, vocabulary: int) -> lis
     try:
         if isinstance(tokens, int):
             raise error("SC573", "prompt 0 is no list of token ids", hint=FORMS)
-        rows = prompt_rows(tokens, mask, tokenizer, vocabulary)
+        is_empty = isinstance(tokens, list | tuple) and not tokens  # to a list of prompts, there would be none
+        rows = prompt_rows([[]] if is_empty else tokens, mask, tokenizer, vocabulary)
         if len(rows) != 1:
             raise error("SC573", f"prompt 0 is {len(rows)} prompts", hint="give one at a time, or all as a list")
     except ShardcError as wrong:

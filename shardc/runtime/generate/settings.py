@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         "leave it out: shardc keeps a static cache on the ranks; max_cache_len says how long it is",
     ),
     "cache_config": ((None,), "leave it out: the cache holds keys and values as the model computes them"),
-    "continuous_batching_config": ((None,), "leave it out: a batch is generated from its first to its last token"),
+    "continuous_batching_config": ((None,), "leave it out: rows= generates so many prompts at a time"),
 }
 # Arguments of the library's `generate` that are no fields of its config.
 ARGUMENTS: dict[str, str] = {

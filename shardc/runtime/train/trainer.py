@@ -106,9 +106,8 @@ class Trainer:
             engine, program.evaluation, self._inputs, check_every, self._feeding, program.forward_part
         )
         self._generator = Generator(
-            engine, program.generation, program.model, self._inputs, lambda: (self.steps, self.state),
-            self._compare_given,
-        )  # fmt: skip
+            engine, program.generation, program.model, self._inputs, self._weights, self._compare_given
+        )
         if handed_on is None:
             self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
@@ -312,6 +311,10 @@ class Trainer:
     ) -> Choosing:
         given = {name: value for name, value in options.items() if value is not None}
         return Choosing(given, self.seed if seed is None else seed, tokenizer, generation_config)
+
+    def _weights(self) -> tuple[int, Tensors]:
+        """The updates so far, and what they have made."""
+        return self.steps if self.updates else 0, self.state
 
     def _refuse_forward_only(self, what: str) -> None:
         if self.body.is_forward_only:
