@@ -80,14 +80,15 @@ class CausalModel:
         arguments = set(inspect.signature(model.forward).parameters)
         cache = next((key for key in ("cache", "past_key_values") if key in arguments), None)
         can = getattr(model, "can_generate", None)
-        is_of_library = config is not None and callable(can)
-        if is_of_library and cache is None and (state := next((key for key in STATES if key in arguments), None)):
-            message = f"{name} keeps more than keys and values: its forward takes '{state}'"
-            raise error("SC571", message, hint=OF_ATTENTION)
-        if is_of_library and not can():
-            message = f"transformers does not generate with {name}: its can_generate() is False"
-            raise error("SC571", message, hint=HINT)
-        if not is_of_library or cache is None:
+        state = next((key for key in STATES if key in arguments), None)
+        if config is not None and callable(can):
+            if cache is None and state is not None:
+                message = f"{name} keeps more than keys and values: its forward takes '{state}'"
+                raise error("SC571", message, hint=OF_ATTENTION)
+            if not can():
+                message = f"transformers does not generate with {name}: its can_generate() is False"
+                raise error("SC571", message, hint=HINT)
+        if config is None or cache is None or not callable(can):
             message = f"{name} does not generate: its forward takes no cache of keys and values"
             raise error("SC571", message, hint=HINT)
         if getattr(model, "main_input_name", "input_ids") != "input_ids":
