@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardc.plan.schema import Plan
     from shardc.rules.registry import rule
     from shardc.runtime.execute.data_parts import Parts
-    from shardc.runtime.generate.result import Generated
+    from shardc.runtime.generate.result import Finished, Generated
     from shardc.runtime.oracle.report import Report
     from shardc.runtime.train.callbacks import EarlyStopping
     from shardc.runtime.train.ema import EMA
@@ -43,6 +43,7 @@ __all__ = [
     "Collective",
     "Diagnostic",
     "EarlyStopping",
+    "Finished",
     "Generated",
     "Mesh",
     "Metrics",
@@ -78,7 +79,7 @@ _HOMES = {
     "shardc.plan.schema": "Plan",
     "shardc.rules.registry": "rule",
     "shardc.runtime.execute.data_parts": "Parts",
-    "shardc.runtime.generate.result": "Generated",
+    "shardc.runtime.generate.result": "Finished Generated",
     "shardc.runtime.oracle.report": "Report",
     "shardc.runtime.train.callbacks": "EarlyStopping",
     "shardc.runtime.train.metrics": "Metrics",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import webbrowser
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import PLAN, check_module, read_plan
-from shardc.compiler.generation import StepRequests
+from shardc.compiler.generation import decode_request, prefill_request
 from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
@@ -431,7 +431,7 @@ class Program(data.Program):
     def generate(
         self,
         prompts: Any,
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | Iterable[int] | None = None,
         *,
         state: Weights | Sequence[Weights] | None = None,
         init: Init | str | None = None,
@@ -474,13 +474,19 @@ class Program(data.Program):
         """The programs that generate with its model, on parameters and buffers as this one holds them: one that fills a
         cache of keys and values from prompts, and one that reads a token. Raises ShardcError (SC571) where there is no
         model, or one that does not generate."""
+        decode = self.generation_step(form)
+        prefill = self.generation_step(form, decode)
+        return prefill, decode
+
+    def generation_step(self, form: Form, decode: Program | None = None, /) -> Program:
+        """One of these: the program that reads a token; or, given it, the one that fills its cache. That may be of
+        another number of rows, which then take the places of others. Raises ShardcError (SC571)."""
         if self.request is None:
             message = "the program came from a file, without its model, so nothing can be generated"
             raise error("SC571", message, hint="compile the model here")
-        requests = StepRequests.of(self.request, form, self.staged)
-        decode = _program(requests.decode())
-        prefill = _program(requests.prefill(decode.staged.body))
-        return prefill, decode
+        if decode is None:
+            return _program(decode_request(self.request, form, self.staged))
+        return _program(prefill_request(self.request, form, self.staged, decode.staged.body))
 
     @property
     def again(self) -> Callable[[], Program] | None:

@@ -1,27 +1,36 @@
 """What `shardc generate` does: a target's model, weights of a folder, prompts from the command line, tokens to stdout.
 
-Without torchrun all ranks are simulated here; under it each process is a rank, and the first one prints.
+shardc generate ...              all ranks are simulated here
+shardc generate --nproc N ...    N processes are started here; the first leaves what it has, and this one prints
+torchrun -m shardc generate ...  each process is a rank, and the first one prints
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from torch import nn
 
+from shardc.api import Program
 from shardc.cli.commands import Asked, compiled
 from shardc.cli.console import diagnose, progress, write_json
 from shardc.cli.host_memory import refuse_program
-from shardc.cli.local_launch import state_of
+from shardc.cli.local_launch import STATE, leave, ranks_of, state_of
 from shardc.ir.diagnostic import error
-from shardc.runtime.generate.result import Generated
+from shardc.runtime.train.trainer import Trainer
+
+ROWS = "rows.json"  # what rank 0 leaves
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,48 +44,90 @@ class Choosing:
     top_p: float | None
     eos_token_id: int | None
     seed: int
+    rows: int | None  # that are generated at a time; None for all
 
 
-def generate(
-    asked: Asked,
-    prompts: Sequence[str],
-    choosing: Choosing,
-    *,
-    tokenizer: Path | None,
-    weights: Path | None,
-    as_json: bool,
-) -> None:
-    if asked.target.endswith(".json") and not asked.target.startswith("hf:"):
-        message = f"{asked.target} is a program without its model, so nothing can be generated"
+@dataclass(frozen=True)
+class Given:
+    """What each rank needs to know."""
+
+    asked: Asked
+    prompts: Sequence[str]
+    choosing: Choosing
+    tokenizer: Path | None
+    weights: Path | None
+
+
+def generate(given: Given, *, nproc: int | None, as_json: bool) -> None:
+    target = given.asked.target
+    if target.endswith(".json") and not target.startswith("hf:"):
+        message = f"{target} is a program without its model, so nothing can be generated"
         raise error("SC571", message, hint="give the model that it was compiled from")
-    reader = None if tokenizer is None else _tokenizer(tokenizer)
-    given: Any = list(prompts) if reader is not None else [_tokens(text) for text in prompts]
-    prepare = None if weights is None else partial(_read_generation_config, weights)
-    program, _ = compiled(asked, meta=weights is not None, prepare=prepare)
+    tokens = _tokens_of(given)  # what is wrong with them is said before anything is compiled
+    program = _compiled(given, meta=given.weights is not None)
     diagnose(program.diagnostics)
     refuse_program(program)
-    with (
-        program.launch(state=weights if weights is not None else state_of(program)) as trainer,
-        progress("generating"),
-    ):
-        result = trainer.generate(given, tokenizer=reader, **vars(choosing))
-    if trainer.leads:
-        _print(given, result, as_json)
+    if nproc is not None:
+        rows = _by_processes(given, program, nproc)
+    else:
+        with (
+            program.launch(state=state_of(program) if given.weights is None else given.weights) as trainer,
+            progress("generating"),
+        ):
+            rows = _rows(given, tokens, trainer)
+        if not trainer.leads:
+            return
+    if as_json:
+        write_json({"rows": rows})
+        return
+    for row in rows:
+        typer.echo(row.get("text") if "text" in row else " ".join(map(str, row["tokens"])))
 
 
-def _print(prompts: list[Any], result: Generated, as_json: bool) -> None:
+def _by_processes(given: Given, program: Program, nproc: int) -> Rows:
+    """What rank 0 of a job on this machine leaves."""
+    with ranks_of(program, nproc) as ranks:
+        if given.weights is None:
+            torch.save(state_of(program), ranks.folder / STATE)
+        ranks.run(_generate, (given,))
+        return json.loads((ranks.folder / ROWS).read_text(encoding="utf-8"))
+
+
+def _generate(folder: Path, rank: int, given: Given) -> None:
+    """In a rank, which compiles for itself: a saved program has no model to generate with."""
+    with ExitStack() as stack:
+        if rank:
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(redirect_stderr(nowhere))  # progress and warnings are those of rank 0
+        program = _compiled(given, meta=True)
+        state: Any = torch.load(folder / STATE, mmap=True) if given.weights is None else given.weights
+        with program.launch(state=state) as trainer:
+            rows = _rows(given, _tokens_of(given), trainer)
+    if rank == 0:
+        leave(folder / ROWS, json.dumps(rows))
+
+
+def _compiled(given: Given, *, meta: bool) -> Program:
+    prepare = None if given.weights is None else partial(_read_generation_config, given.weights)
+    program, _ = compiled(given.asked, meta=meta, prepare=prepare)
+    return program
+
+
+def _tokens_of(given: Given) -> Sequence[Any]:
+    """Prompts of token ids; of text what was given, where a tokenizer is there to read it."""
+    return given.prompts if given.tokenizer is not None else [_tokens(text) for text in given.prompts]
+
+
+def _rows(given: Given, prompts: Sequence[Any], trainer: Trainer) -> Rows:
+    """A record of each row, as --json prints it."""
+    reader = None if given.tokenizer is None else _tokenizer(given.tokenizer)
+    result = trainer.generate(list(prompts), tokenizer=reader, **vars(given.choosing))
     copies = len(result.tokens) // len(prompts)
     texts = result.text or [None] * len(result.tokens)
-    if as_json:
-        rows = zip(result.tokens, texts, strict=True)
-        found = [
-            {"prompt": prompts[number // copies], "tokens": tokens} | ({} if text is None else {"text": text})
-            for number, (tokens, text) in enumerate(rows)
-        ]
-        write_json({"rows": found})
-        return
-    for tokens, text in zip(result.tokens, texts, strict=True):
-        typer.echo(" ".join(map(str, tokens)) if text is None else text)
+    return [
+        {"prompt": prompts[number // copies], "tokens": list(tokens)} | ({} if text is None else {"text": text})
+        for number, (tokens, text) in enumerate(zip(result.tokens, texts, strict=True))
+    ]
 
 
 def _tokens(text: str) -> list[int]:

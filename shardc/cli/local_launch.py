@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +29,59 @@ from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.torch_compat import hosted_store
 
 POLL = 0.2  # seconds
+STATE = "state.pt"  # the parameters and buffers that ranks begin with
 Report = Callable[[int, float], None]  # a step and its loss
+Act = Callable[..., None]  # of a folder, a rank, and what more it is given; a function of a module
 
 
 def run_processes(program: Program, batch: Any, *, nproc: int, steps: int, lr: float, report: Report) -> None:
     """Train for some steps on one batch in `nproc` processes; `report` is called in this one, after each step."""
+    with ranks_of(program, nproc) as ranks:
+        program.save(ranks.folder / "program.json")
+        torch.save(dict(step_inputs(program, batch)), ranks.folder / "batch.pt")
+        torch.save(state_of(program), ranks.folder / STATE)
+        reported = 0
+
+        def pass_on() -> None:
+            nonlocal reported
+            reported = _report(ranks.folder, reported, report)
+
+        ranks.run(_train, (steps, lr), pass_on)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """As many processes of this machine as a program has ranks, and the folder that they share."""
+
+    folder: Path
+    count: int
+    variables: dict[str, str]  # where they meet, as torchrun would say
+
+    def run(self, act: Act, arguments: tuple[Any, ...], watch: Callable[[], None] = lambda: None) -> None:
+        """Call `act(folder, rank, *arguments)` in each, and `watch` here from time to time, also at the end.
+
+        Raises ShardcError: the diagnostic of the first rank that failed; SC502 for one that died.
+        """
+        job = mp.spawn(_rank, (self, act, arguments), self.count, join=False)
+        assert job is not None
+        try:
+            while not job.join(timeout=POLL):
+                watch()
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as failure:
+            raise _why(self.folder, failure) from None
+        watch()
+
+
+@contextmanager
+def ranks_of(program: Program, nproc: int) -> Generator[Ranks]:
+    """The ranks of a program. Raises ShardcError (SC506) where it has another number of them."""
     if nproc != program.mesh.world_size:
         message = (
             f"{nproc} processes were asked for, the program's mesh ({program.mesh}) has {program.mesh.world_size} ranks"
         )
         raise error("SC506", message, hint=f"write --nproc {program.mesh.world_size}, or another --mesh")
     with tempfile.TemporaryDirectory(prefix="shardc-") as name, hosted_store() as variables:
-        folder = Path(name)
-        program.save(folder / "program.json")
-        torch.save(dict(step_inputs(program, batch)), folder / "batch.pt")
-        torch.save(state_of(program), folder / "state.pt")
-        job = mp.spawn(_rank, (nproc, name, variables, steps, lr), nproc, join=False)
-        assert job is not None
-        reported = 0
-        try:
-            while not job.join(timeout=POLL):
-                reported = _report(folder, reported, report)
-        except (mp.ProcessExitedException, mp.ProcessRaisedException) as failure:
-            raise _why(folder, failure) from None
-        _report(folder, reported, report)
+        yield Ranks(Path(name), nproc, variables)
 
 
 def step_inputs(program: Program, batch: Any) -> Inputs:
@@ -85,31 +115,40 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, scale: float, generator:
     return torch.randint(2, shape, generator=generator).to(dtype)
 
 
-def _rank(rank: int, world: int, name: str, variables: dict[str, str], steps: int, lr: float) -> None:
+def _rank(rank: int, ranks: Ranks, act: Act, arguments: tuple[Any, ...]) -> None:
     """One process, with what torchrun would set."""
-    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    torch.set_num_threads(max(1, torch.get_num_threads() // world))
-    folder = Path(name)
+    os.environ.update(ranks.variables, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks.count))
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks.count))
     try:
-        program = Program.load(folder / "program.json")
-        batch = Inputs(torch.load(folder / "batch.pt"))
-        state: dict[str, Tensor] = torch.load(folder / "state.pt", mmap=True)
-        parts = data_parts_of(program.plan, program.body)
-        with program.launch(state=state) as trainer:
-            if parts is not None:
-                batch = Inputs(parts.part(batch, trainer.data_rank))
-            for _ in range(steps):
-                loss = float(trainer.step(batch).loss)
-                if not trainer.updates:
-                    trainer.sgd(lr)
-                if rank == 0:
-                    with (folder / "losses").open("a", encoding="utf-8") as file:
-                        file.write(f"{loss!r}\n")
+        act(ranks.folder, rank, *arguments)
     except ShardcError as problem:
-        draft = folder / f"draft.{rank}"
-        draft.write_text(json.dumps([asdict(d) for d in problem.diagnostics]), encoding="utf-8")
-        draft.rename(folder / f"error.{rank}")  # whole or not there
+        text = json.dumps([asdict(d) for d in problem.diagnostics])
+        leave(ranks.folder / f"error.{rank}", text)
         sys.exit(1)
+
+
+def _train(folder: Path, rank: int, steps: int, lr: float) -> None:
+    program = Program.load(folder / "program.json")
+    batch = Inputs(torch.load(folder / "batch.pt"))
+    state: dict[str, Tensor] = torch.load(folder / STATE, mmap=True)
+    parts = data_parts_of(program.plan, program.body)
+    with program.launch(state=state) as trainer:
+        if parts is not None:
+            batch = Inputs(parts.part(batch, trainer.data_rank))
+        for _ in range(steps):
+            loss = float(trainer.step(batch).loss)
+            if not trainer.updates:
+                trainer.sgd(lr)
+            if rank == 0:
+                with (folder / "losses").open("a", encoding="utf-8") as file:
+                    file.write(f"{loss!r}\n")
+
+
+def leave(path: Path, text: str) -> None:
+    """Write a file that is whole or not there."""
+    draft = path.with_name(f"draft.{path.name}")
+    draft.write_text(text, encoding="utf-8")
+    draft.rename(path)
 
 
 def _report(folder: Path, reported: int, report: Report) -> int:

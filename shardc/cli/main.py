@@ -312,21 +312,23 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Sample from the best tokens of this probability.")] = None,
     eos: Annotated[int | None, typer.Option(metavar="TOKEN", help="The token that ends a row.")] = None,
     seed: Annotated[int, typer.Option(help="Of random numbers: the same tokens on every mesh.")] = 0,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many prompts at a time: where one ends, the next takes its row; without, all."),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Start this many real processes; without, ranks are simulated.")
+    ] = None,
     strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate tokens from prompts: all ranks simulated here, or each as a process under torchrun."""
+    """Generate tokens from prompts: all ranks simulated here, or each a process, by --nproc or under torchrun."""
     from shardc.cli import generation
 
-    choosing = generation.Choosing(max_new_tokens, sample, temperature, top_k, top_p, eos, seed)
-    generation.generate(
-        _asked(target, plan, mesh, strict, mode="eval"),
-        prompt or [],
-        choosing,
-        tokenizer=tokenizer,
-        weights=weights,
-        as_json=as_json,
-    )
+    choosing = generation.Choosing(max_new_tokens, sample, temperature, top_k, top_p, eos, seed, rows)
+    asked = _asked(target, plan, mesh, strict, mode="eval")
+    given = generation.Given(asked, prompt or [], choosing, tokenizer, weights)
+    generation.generate(given, nproc=nproc, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

@@ -41,6 +41,8 @@ OVERRIDDEN = (
     "_prepare_position_ids_for_generation",
     "create_masks_for_generate",
 )
+STATES = ("cache_params", "state", "mems", "past_buckets_states")  # of forwards that keep no keys and values
+OF_ATTENTION = "shardc generates with models of full or sliding-window attention"
 HINT = "shardc generates with causal language models of transformers, and with its encoder-decoder models of text"
 
 
@@ -78,16 +80,23 @@ class CausalModel:
         arguments = set(inspect.signature(model.forward).parameters)
         cache = next((key for key in ("cache", "past_key_values") if key in arguments), None)
         can = getattr(model, "can_generate", None)
-        if config is None or cache is None or not callable(can) or not can():
+        state = next((key for key in STATES if key in arguments), None)
+        if config is not None and callable(can):
+            if cache is None and state is not None:
+                message = f"{name} keeps more than keys and values: its forward takes '{state}'"
+                raise error("SC571", message, hint=OF_ATTENTION)
+            if not can():
+                message = f"transformers does not generate with {name}: its can_generate() is False"
+                raise error("SC571", message, hint=HINT)
+        if config is None or cache is None or not callable(can):
             message = f"{name} does not generate: its forward takes no cache of keys and values"
-            if config is not None and callable(can):
-                message = f"{name} has no head for the next token"
             raise error("SC571", message, hint=HINT)
         if getattr(model, "main_input_name", "input_ids") != "input_ids":
             message = f"{name} reads '{model.main_input_name}', and generation is of prompts of tokens"
             raise error("SC571", message, hint=HINT)
         from transformers import GenerationMixin
 
+        _refuse_layers(name, config)
         for method in OVERRIDDEN:
             if getattr(type(model), method, None) is not getattr(GenerationMixin, method, None):
                 message = f"{name} prepares its steps by a {method} of its own, which no program runs"
@@ -100,7 +109,6 @@ class CausalModel:
         if hooks:
             message = f"{name} has hooks of its own, which would see other arguments than in training"
             raise error("SC571", message, hint="remove them before generate, or put them on a module inside of it")
-        _refuse_layers(name, config)
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         optional = ("position_ids", "attention_mask", "logits_to_keep", "decoder_attention_mask")
         return cls(model, cache, encodes, *(argument in arguments for argument in optional))
@@ -134,7 +142,7 @@ def _refuse_layers(name: str, config: Any) -> None:
     )
     if others:
         message = f"{name} has layers that keep more than keys and values: {', '.join(others)}"
-        raise error("SC571", message, hint="shardc generates with models of full or sliding-window attention")
+        raise error("SC571", message, hint=OF_ATTENTION)
 
 
 class _Layer(nn.Module):

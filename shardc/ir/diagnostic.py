@@ -115,6 +115,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC571": Code("not-generated", "a model, or a program, cannot generate"),
     "SC572": Code("generation-option", "an option of generation that is not supported, or out of range"),
     "SC573": Code("bad-prompt", "prompts that nothing can be generated from"),
+    "SC574": Code("changed-weights", "weights that changed while sequences were being generated"),
     "SC541": Code("ranks-differ", "ranks of a job run different versions, plans, programs or settings"),
     "SC542": Code("replicas-differ", "ranks hold or are given different values of what should be the same"),
     "SC543": Code("absent-rank", "a rank did not come to the launch of a job within the time limit"),

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from examples.llama import llama
 from shardc.cli import main
-from tests.runtime.generating import library, spread
+from tests.runtime.generating import alone, library, spread
 
 ROOT = Path(__file__).parent.parent.parent
 TARGET = ["hf:llama?vocab_size=32&hidden_size=32&num_hidden_layers=1&batch=2&seq=4"]
@@ -87,6 +87,42 @@ def test_what_is_refused(args: list[str], said: str) -> None:
     found = ran(*args, "--mesh", "dp=1", code=2)
     assert said in found
     assert "hint:" in found
+
+
+def test_processes_print_what_a_simulation_does() -> None:
+    command = [*TARGET, *PLAN, *PROMPTS, "--prompt", "3 9", "--max-new-tokens", "4", "--rows", "2"]
+    simulated = ran(*command)
+    assert len(simulated.splitlines()) == 3
+    assert ran(*command, "--nproc", "2") == simulated
+
+
+@pytest.mark.long
+def test_processes_read_weights_of_a_folder_and_print_json(folder: tuple[Path, Any]) -> None:
+    path, _ = folder
+    command = [f"hf:{path}/config.json", *PLAN, "--weights", str(path), "--tokenizer", str(path), "--prompt", "fgh"]
+    rows = ran(*command, "--json", "--max-new-tokens", "4", "--sample")
+    assert json.loads(rows)["rows"][0]["text"]
+    assert ran(*command, "--json", "--max-new-tokens", "4", "--sample", "--nproc", "2") == rows
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    pytest.param(["--prompt", "99", "--nproc", "2"], "SC573", marks=pytest.mark.long),
+    (["--prompt", "9", "--nproc", "4"], "SC506"),
+    (["--prompt", "five", "--nproc", "2"], "SC573"),
+])  # fmt: skip
+def test_what_ranks_refuse(args: list[str], said: str) -> None:
+    found = ran(*TARGET, *PLAN, *args, code=2)
+    assert found.count("error[") == 1
+    assert said in found
+
+
+def test_rows_are_generated_so_many_at_a_time(folder: tuple[Path, Any]) -> None:
+    """Each is that of the library for its prompt alone, with the folder's penalty of repeated tokens."""
+    path, model = folder
+    exact = [alone(model, prompt, 4) for prompt in ([5, 6, 7], [8], [1, 2])]
+    command = [f"hf:{path}/config.json", *PLAN, "--weights", str(path), *PROMPTS, "--prompt", "1 2"]
+    printed = ran(*command, "--max-new-tokens", "4", "--rows", "2")
+    assert [list(map(int, line.split())) for line in printed.splitlines()] == exact
 
 
 def test_a_saved_program_has_no_model(tmp_path: Path) -> None:

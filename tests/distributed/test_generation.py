@@ -9,7 +9,8 @@ import torch
 import shardc
 from examples.gpt2 import gpt2
 from tests.distributed.ranks import start
-from tests.runtime.generating import PROMPTS, SAMPLED, library, spread
+from tests.runtime.generating import LIMITS, MORE, PROMPTS, SAMPLED, library, spread
+from tests.runtime.generating import alone as of_library
 
 WORKER = Path(__file__).parent / "generation_worker.py"
 WHOLE = 2 * 2 * 4 * 32 * 32  # keys and values of two layers, four rows, 32 tokens, 32 wide
@@ -46,3 +47,19 @@ def test_ranks_that_are_given_different_prompts_are_named(tmp_path: Path) -> Non
     first, second = start("differs", 2, tmp_path, 180.0, WORKER)
     assert first == second
     assert first == {"prompts": ["SC542", "prompts"], "settings": ["SC542", "settings"]}
+
+
+def test_prompts_join_where_their_row_is_held(tmp_path: Path) -> None:
+    results = [result for result in start("streams", 4, tmp_path, 240.0, WORKER) if result is not None]
+    model, batch = gpt2(batch=4, seq=8, vocab=96, width=32)
+    spread(model)
+    exact = [of_library(model, p, n, eos_token_id=[]) for p, n in zip(MORE, LIMITS, strict=True)]
+    sampled = shardc.compile(model, batch, mesh="dp=1", plan={}, mode="eval").launch().generate(MORE, 9, **SAMPLED)
+    for result in results:
+        assert result["tokens"] == exact
+        assert result["sampled"] == [list(row) for row in sampled.tokens]
+        assert result["communicated"] == [], "keys and values lie where they were made"
+        assert result["said"][0] == "SC542"
+        assert "rank 1 was given another batch" in result["said"][1]
+        whole = [2 * 2 * -(-rows // 2) * 2 * length * 32 for rows, length in result["forms"]]
+        assert result["held"] == [size // 4 for size in whole]

@@ -135,7 +135,9 @@ FLOORS: list[dict[str, str]] = [
             whole_batch
         """,
         "shardc.runtime.checkpoint": "__init__ checkpoint export folder hugging_face lock manifest planners weights",
-        "shardc.runtime.generate": "__init__ generator prompts result sampling settings",
+        "shardc.runtime.generate": """
+            __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
+        """,
     },
     {
         "shardc.runtime.train": """

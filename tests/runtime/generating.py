@@ -43,6 +43,9 @@ MODELS: dict[str, tuple[Callable[[], Made], dict[str, str]]] = {
     "t5": (lambda: t5(batch=4, seq=8, vocab=96), T5),
 }
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5, "pad_token_id": 0}
+# More prompts than rows, and the most tokens that are to follow each.
+MORE = [[(7 * i + 5 * j * j + 3) % 96 for j in range(n)] for i, n in enumerate([5, 2, 11, 3, 9, 1, 4, 7])]
+LIMITS = [6, 13, 3, 9, 1, 12, 2, 8]
 PROMPTS = [[17, 5, 60, 42, 9], [33, 2], [71, 8, 8, 25, 90, 3, 11], [50, 4, 19]]
 
 
@@ -85,3 +88,9 @@ def library(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS, pad: int = 0
         return model.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **options)
     finally:
         model.train(training)
+
+
+def alone(model: nn.Module, prompt: Sequence[int], limit: int | None, **options: Any) -> list[int]:
+    """The new tokens of one prompt, by the library."""
+    row = library(model, [prompt], max_new_tokens=limit, **options)
+    return row[0, len(prompt) :].tolist()

@@ -1,5 +1,6 @@
 """`trainer.generate`: the tokens of the library's own `generate`, under every plan, and none of it in the training."""
 
+import re
 import warnings
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import shardc
 from examples.gpt2 import gpt2
 from examples.llama import llama
-from shardc.frontend.cached_model import Form
+from shardc.frontend.cached_model import CausalModel, Form
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info, type_of
 from shardc.ir.in_place import writes
@@ -144,7 +145,7 @@ def test_dtypes_of_the_model(dtype: torch.dtype) -> None:
         assert torch.equal(result.sequences, exact)
     else:  # attention is another kernel, and rounds otherwise: the first tokens are the same
         assert torch.equal(result.sequences[:, :8], exact[:, :8])
-    body = trainer._generator._ready[next(iter(trainer._generator._ready))].decode.inputs
+    body = trainer._generator.programs._pairs[next(iter(trainer._generator.programs._pairs))].decode.inputs
     assert {type.dtype for name, (_, type) in body.items() if name.startswith(CACHE)} == {dtype}
 
 
@@ -318,7 +319,7 @@ def test_forms_are_bounded_and_said_once() -> None:
     said = [str(one.message) for one in caught if "generat" in str(one.message) or "forms" in str(one.message)]
     assert len(said) == 2
     assert "here is another, and the 4 used last are kept" in said[0]
-    assert len(trainer._generator._ready) == 4
+    assert len(trainer._generator.programs._pairs) == 4
 
 
 # ---------------------------------------------------------------------- what does not generate
@@ -351,8 +352,8 @@ def test_models_that_do_not_generate() -> None:
     hooked.register_forward_hook(lambda *_: None)
     tokens = torch.randint(32, (2, 4))
     for model, said in (
-        (bert, "has no head for the next token"),
-        (mamba, "of its own"),
+        (bert, r"its can_generate\(\) is False"),
+        (mamba, "keeps? more than keys and values"),
         (bloom, "of its own"),
         (neo, "is not made for a static cache"),
         (hooked, "has hooks"),
@@ -362,7 +363,26 @@ def test_models_that_do_not_generate() -> None:
         trainer = shardc.compile(model, batch, mesh="dp=1", plan={}, mode="eval").launch()
         wrong = code_of(lambda trainer=trainer: trainer.generate([[1]], 2))
         assert wrong.code == "SC571"
-        assert said in str(wrong)
+        assert re.search(said, str(wrong))
+
+
+def test_models_whose_state_is_an_argument_of_its_own() -> None:
+    """As Mamba's was called in earlier versions of the library, whether or not it says that it generates."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    class Earlier(MambaForCausalLM):
+        def forward(self, input_ids: Any = None, cache_params: Any = None) -> None: ...
+
+    class Silent(Earlier):
+        @classmethod
+        def can_generate(cls) -> bool:
+            return False
+
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32, state_size=4)
+    for kind in (Earlier, Silent):
+        wrong = code_of(lambda kind=kind: CausalModel.of(kind(config)))
+        assert wrong.code == "SC571"
+        assert "keeps more than keys and values: its forward takes 'cache_params'" in str(wrong)
 
 
 def test_a_program_from_a_file_has_no_model() -> None:

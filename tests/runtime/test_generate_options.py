@@ -9,7 +9,7 @@ from torch import nn
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.diagnostic import ShardcError
-from shardc.runtime.generate.generator import series
+from shardc.runtime.generate.programs import series
 from shardc.runtime.generate.settings import ARGUMENTS, HONOURED, REFUSED, WITHOUT_EFFECT
 from shardc.runtime.train.trainer import Trainer
 from tests.runtime.generating import library, spread

@@ -1,4 +1,4 @@
-"""Generation: prompts in, tokens out, by a prefill and a decode program that share a cache of keys and values.
+"""Generation: prompts in, tokens out, by prefill and decode programs that share a cache of keys and values.
 
 May import `runtime.execute` and what is below. Newcomers start at `generator.py`.
 """

@@ -11,6 +11,7 @@ padded on the right. What stands in the padding is read by no model; what the li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -57,6 +58,23 @@ def prompt_rows(prompts: Any, attention_mask: Any, tokenizer: Any, vocabulary: i
             message = f"prompt {number} has the token {wrong}; the model's are 0 to {vocabulary - 1}"
             raise error("SC573", message, hint="was it made by the tokenizer of another model?")
     return rows
+
+
+def one_prompt(prompt: Any, number: int, tokenizer: Any, vocabulary: int) -> list[int]:
+    """The tokens of one prompt of several that come one by one. Raises ShardcError (SC573), which says its number."""
+    tokens, mask = opened(prompt, None)
+    try:
+        if isinstance(tokens, int):
+            raise error("SC573", "prompt 0 is no list of token ids", hint=FORMS)
+        is_empty = isinstance(tokens, list | tuple) and not tokens  # to a list of prompts, there would be none
+        rows = prompt_rows([[]] if is_empty else tokens, mask, tokenizer, vocabulary)
+        if len(rows) != 1:
+            raise error("SC573", f"prompt 0 is {len(rows)} prompts", hint="give one at a time, or all as a list")
+    except ShardcError as wrong:
+        first, *rest = wrong.diagnostics
+        message = first.message.replace("prompt 0", f"prompt {number}")
+        raise ShardcError(replace(first, message=message), *rest) from None
+    return rows[0]
 
 
 def padded(rows: Rows, width: int, fill: int, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -23,3 +23,22 @@ class Generated:
 
     def __repr__(self) -> str:
         return f"Generated({len(self.tokens)} rows, {sum(map(len, self.tokens))} new tokens)"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A sequence that `generate_stream` has ended, on every rank.
+
+    `prompt` is the number of its prompt, in the order in which they were given. `tokens` are its new tokens, with the
+    one that ended it; `sequence` is the prompt and the new tokens. `text` is there where a tokenizer was given. Of
+    several sequences of one prompt (`num_return_sequences`), `copy` is its number.
+    """
+
+    prompt: int
+    tokens: Sequence[int]
+    sequence: Tensor
+    text: str | None = None
+    copy: int = 0
+
+    def __repr__(self) -> str:
+        return f"Finished(prompt {self.prompt}, {len(self.tokens)} new tokens)"

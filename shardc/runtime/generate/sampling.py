@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.random import philox
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.ops.streams import token_key
 
 _LOW = 0xFFFFFFFF
@@ -30,3 +31,10 @@ def draw(scores: Tensor, numbers: Tensor) -> Tensor:
     picked = (bounds <= (numbers.to(scores.device) * bounds[:, -1])[:, None]).sum(-1)
     last = (bounds < bounds[:, -1:]).sum(-1)  # the last token that has a probability
     return torch.minimum(picked, last)
+
+
+def not_a_number(prompt: int, number: int) -> ShardcError:
+    """The error where the scores of a prompt's new token choose none."""
+    message = f"the scores of new token {number} of prompt {prompt} are NaN, so none can be chosen"
+    hint = "look at the weights and at trainer.predict(batch); remove_invalid_values=True reads NaN as 0"
+    return error("SC509", message, hint=hint)

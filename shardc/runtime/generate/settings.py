@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         "leave it out: shardc keeps a static cache on the ranks; max_cache_len says how long it is",
     ),
     "cache_config": ((None,), "leave it out: the cache holds keys and values as the model computes them"),
-    "continuous_batching_config": ((None,), "leave it out: a batch is generated from its first to its last token"),
+    "continuous_batching_config": ((None,), "leave it out: rows= generates so many prompts at a time"),
 }
 # Arguments of the library's `generate` that are no fields of its config.
 ARGUMENTS: dict[str, str] = {
@@ -186,6 +186,12 @@ class Settings:
     def samples(self) -> bool:
         return bool(self.config.do_sample)
 
+    @cached_property
+    def changes_scores(self) -> bool:
+        """Whether a token is chosen by more than the model's own scores."""
+        tokens = torch.zeros(1, 1, dtype=torch.int64)
+        return self.samples or len(self.processors(tokens, torch.ones_like(tokens))) > 0
+
     @property
     def eos(self) -> Tensor | None:
         return self.config._eos_token_tensor
@@ -254,8 +260,12 @@ class Settings:
     def digest(self) -> Tensor:
         """A number that differs where settings do: ranks must have the same."""
         fields = sorted((name, repr(getattr(self.config, name))) for name in _fields(self.config))
-        data = repr((fields, self.seed, self.width)).encode()
-        return torch.tensor(int.from_bytes(hashlib.sha256(data).digest()[:8], signed=True))
+        return digest((fields, self.seed, self.width))
+
+
+def digest(value: object) -> Tensor:
+    """A number by which ranks find out whether they have the same."""
+    return torch.tensor(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True))
 
 
 def _is_empty(value: object) -> bool:

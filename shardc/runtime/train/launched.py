@@ -24,7 +24,7 @@ from shardc.runtime.checkpoint.weights import Init, Weights, source_of
 from shardc.runtime.execute.data_parts import DataParts, data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.generate.generator import Compile
+from shardc.runtime.generate.steps import Compile
 from shardc.runtime.train.evaluate import Evaluation
 from shardc.runtime.train.padding import Padding
 from shardc.runtime.train.programs import Compiled
@@ -87,7 +87,7 @@ class Launched:
             refuse_changed_model=getattr(program, "refuse_changed_model", _nothing),
             accept_values=getattr(program, "accept_values", _nothing),
             evaluation=getattr(program, "evaluation", None),
-            generation=getattr(program, "generation", None),
+            generation=getattr(program, "generation_step", None),
             training=getattr(program, "training", None),
             again=getattr(program, "again", None),
             forward_part=_forward_part(request),

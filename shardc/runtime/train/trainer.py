@@ -33,8 +33,8 @@ from shardc.runtime.checkpoint.hugging_face import export_hf
 from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.checkpoint.weights import Init, Weights
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.generate.generator import Generator
-from shardc.runtime.generate.result import Generated
+from shardc.runtime.generate.generator import Choosing, Generator
+from shardc.runtime.generate.result import Finished, Generated
 from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
@@ -105,7 +105,9 @@ class Trainer:
         self._evaluator = Evaluator(
             engine, program.evaluation, self._inputs, check_every, self._feeding, program.forward_part
         )
-        self._generator = Generator(engine, program.generation, program.model, self._inputs, self._compare_given)
+        self._generator = Generator(
+            engine, program.generation, program.model, self._inputs, self._weights, self._compare_given
+        )
         if handed_on is None:
             self._compare_launched()
         self._grads: Tensors | None = None  # of the last step, if one was made
@@ -243,8 +245,9 @@ class Trainer:
     def generate(
         self,
         prompts: Any,
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | Iterable[int] | None = None,
         *,
+        rows: int | None = None,
         attention_mask: Any = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
@@ -266,21 +269,52 @@ class Trainer:
 
             trainer.generate([[5, 6, 7], [8]], max_new_tokens=20).tokens
 
+        With `rows`, so many sequences are generated at a time, and where one ends the next prompt takes its row; then
+        `max_new_tokens` may be one number for each prompt. Each sequence is that of its prompt alone.
+
         The model is used as `model.eval()` makes it; nothing of the training changes. Raises ShardcError: SC571 for a
         model that does not generate, SC572 for an option that is not supported, SC573 for prompts.
         """
-        named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_k": top_k}
-        named |= {"top_p": top_p, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        given = {name: value for name, value in {**named, **options}.items() if value is not None}
-        return self._generator.generate(
-            prompts,
-            self.state,
-            self.seed if seed is None else seed,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            tokenizer=tokenizer,
-            options=given,
-        )
+        named = {"do_sample": do_sample, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        named |= {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        choosing = self._choosing(named | options, seed, tokenizer, generation_config)
+        return self._generator.generate(prompts, attention_mask, max_new_tokens, choosing, rows)
+
+    def generate_stream(
+        self,
+        prompts: Any,
+        max_new_tokens: int | Iterable[int] | None = None,
+        *,
+        rows: int = 8,
+        attention_mask: Any = None,
+        seed: int | None = None,
+        tokenizer: Any = None,
+        generation_config: Any = None,
+        **options: Any,
+    ) -> Iterator[Finished]:
+        """Each sequence when it ends, of which `rows` are generated at a time: where one ends, the next prompt takes
+        its row. Every rank must take all of them, with the same prompts.
+
+        `prompts` are those of `generate`, or an iterator of them, which is asked for the next one when a row is free;
+        `max_new_tokens` is one number, or one for each prompt. All else is as in `generate`.
+
+            for finished in trainer.generate_stream(prompts, max_new_tokens=200, rows=8):
+                print(finished.prompt, finished.tokens)
+
+        Raises ShardcError: those of `generate`, and SC574 where the weights change before the last sequence has ended.
+        """
+        choosing = self._choosing(options, seed, tokenizer, generation_config)
+        return on_cpu(self._generator.stream)(prompts, attention_mask, max_new_tokens, choosing, rows)
+
+    def _choosing(
+        self, options: Mapping[str, Any], seed: int | None, tokenizer: Any, generation_config: Any
+    ) -> Choosing:
+        given = {name: value for name, value in options.items() if value is not None}
+        return Choosing(given, self.seed if seed is None else seed, tokenizer, generation_config)
+
+    def _weights(self) -> tuple[int, Tensors]:
+        """The updates so far, and what they have made."""
+        return self.steps if self.updates else 0, self.state
 
     def _refuse_forward_only(self, what: str) -> None:
         if self.body.is_forward_only:
