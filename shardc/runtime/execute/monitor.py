@@ -14,6 +14,7 @@ torchrun also notices a dead rank, and ends the others with SIGTERM. They then r
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -88,6 +89,7 @@ class Monitor:
         self._publish()
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
         self._thread.start()
+        atexit.register(self._end_thread)
 
     def add(self, counter_names: CounterNames, evaluates: bool) -> int:
         """The number of one more program of the job; all ranks add the same ones, in one order."""
@@ -135,11 +137,18 @@ class Monitor:
         if self._reports_error:
             return  # SIGTERM stays ours: torchrun's would come before the error is printed
         if self._thread.is_alive():
-            self._bell.stop()
-            self._thread.join()
+            self._end_thread()
             self._bell.close()
+        atexit.unregister(self._end_thread)
         self._publish(closed=True)
         self._stay_until_others_know(closed=True)
+
+    def _end_thread(self) -> None:
+        """Also at exit, after a failure: Python ends a daemon thread where it next asks for the interpreter. In a call of
+        the store that is a destructor in C++, and `std::terminate` would abort the process."""
+        if self._thread.is_alive():  # in a forked child it is not
+            self._bell.stop()
+            self._thread.join()
 
     def report_own_failure(self, why: str) -> None:
         """Publish that this rank fails for a reason of its own, for the other ranks to report."""
