@@ -144,8 +144,8 @@ class Monitor:
         self._stay_until_others_know(closed=True)
 
     def _end_thread(self) -> None:
-        """Also at exit, after a failure: Python ends a daemon thread where it next asks for the interpreter. In a call of
-        the store that is a destructor in C++, and `std::terminate` would abort the process."""
+        """Also at exit, after a failure: Python ends a daemon thread where it next asks for the interpreter. In a call
+        of the store that is a destructor in C++, and `std::terminate` would abort the process."""
         if self._thread.is_alive():  # in a forked child it is not
             self._bell.stop()
             self._thread.join()

@@ -162,7 +162,7 @@ class Evaluator:
         form = form_of(batch)
         refuse_empty(batch)
         self._programs.agree(batch, (kept, form), _when(step), self._due)
-        return self._programs.of(kept, form, lambda: self._prepared(batch, kept))
+        return self._programs.of(kept, form, batch, lambda: self._prepared(batch, kept))
 
     def _prepared(self, batch: Any, kept: Kept) -> _Ready:
         if self._compile is None:

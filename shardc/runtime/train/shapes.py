@@ -80,9 +80,11 @@ class Steps:
         self._inputs = [name for name, (port, _) in feeding.placed.items() if port.role == "input"]
         self._shapes = None if batch is None else self._brought(self._of(batch_inputs(batch, self._inputs)))
         what = "a step is compiled for each shape of batch"
+        known = {} if self._shapes is None else self._shapes
+        pinned = ", ".join(f"{name} {list(shape)}" for name, shape in known.items()) or "the program's own"
         self._padding, self._state, self._evaluated = padding, state, evaluated
         self._tried: set[Hashable] = set()  # what was padded, of which program
-        self._programs = Programs[Step](engine, PROGRAMS, what, lambda step: step.engine.release(), pinned=True)
+        self._programs = Programs[Step](engine, PROGRAMS, what, lambda step: step.engine.release(), pinned)
 
     def of(self, batch: Any, when: str, due: bool) -> tuple[Step, Any]:
         """The program for a batch, compiled if it is not there yet, and what it is fed; all ranks must
@@ -106,7 +108,7 @@ class Steps:
                 form = None if into == self._shapes else tuple(sorted(into.items()))
         else:
             self._programs.agree(host, None if form is None else ("step", form), when, due)
-        step = self.first if form is None else self._programs.of("step", form, lambda: self._prepared(host))
+        step = self.first if form is None else self._programs.of("step", form, host, lambda: self._prepared(host))
         return step, batch if isinstance(batch, Copied) else tensors
 
     def _host(self, batch: Any) -> Any:
