@@ -2,7 +2,7 @@
 
 nox --session tests                                            all of them, in each environment
 nox --session "tests-3.12(torch='2.11.0')" -- tests/api        what is given
-nox --session sample                                           in each a few minutes of what torch's versions differ in
+nox --session sample                                           a few minutes of it in each: SAMPLE below
 """
 
 import nox

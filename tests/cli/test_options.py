@@ -100,7 +100,12 @@ def test_the_state_of_muon_and_adafactor_is_counted() -> None:
     muon = data("cost", MODEL, *PLAN, "--memory", "--optimizer", "muon")
     state = muon["memory"]["categories"]["optimizer state"]["stored_bytes"]
     assert state == 4 * weights + 2 * 4 * biases + 2 * 4 * 2  # one momentum; AdamW's two, and its counts
-    assert {c["kind"] for c in muon["collectives"] if "muon" in c["value"]} == {"all_to_all"}
+    added = [
+        (c["value"], c["kind"], c["axes"], c["bytes_per_rank"]) for c in muon["collectives"] if c["phase"] == "opt"
+    ]
+    gathered = ["tp"], 2 * 64 * 16 // 2  # a shard in bfloat16; no two are of one shape, which would be dealt to ranks
+    names = ("opt.up.weight._to_copy.all_gather", "opt.down.weight._to_copy.all_gather")
+    assert added == [(name, "all_gather", *gathered) for name in names]
     rows_and_columns = 4 * ((64 // 2 + 16) + (16 + 64 // 2))
     adafactor = data("cost", MODEL, *PLAN, "--memory", "--optimizer", "adafactor")
     state = adafactor["memory"]["categories"]["optimizer state"]["stored_bytes"]

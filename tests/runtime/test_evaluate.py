@@ -241,7 +241,7 @@ def test_a_batch_without_what_the_loss_reads(by_name: bool) -> None:
     model = nn.Linear(6, 2)
     trainer = shardc.compile(model, given, mesh="dp=2", loss=squares).launch()
     compile = {
-        "train": lambda: shardc.compile(model, short, loss=squares),
+        "train": lambda: shardc.compile(model, short, mesh="dp=2", loss=squares),
         "evaluate": lambda: trainer.evaluate([short]),
     }
     for name, act in compile.items():
@@ -256,15 +256,15 @@ def test_a_batch_without_what_the_loss_reads(by_name: bool) -> None:
         assert wrong.location is not None
         assert Path(wrong.location.partition(":")[0]).name == "test_evaluate.py"
         assert wrong.source_text == "return (y - batch[key]).square().mean()"
-    torch.testing.assert_close(trainer.predict(short).outputs[""].full(), model(x).detach())
+    torch.testing.assert_close(trainer.predict(short).outputs["output"].full(), model(x).detach())
 
 
 def test_a_loss_that_fails_of_something_else_says_that() -> None:
     def broken(y: Tensor, batch: Any) -> Tensor:
-        return y.sum() * {"input": 1.0}["weight"] * batch["input"].sum()
+        return y.sum() * {"a": 1.0}["input"] * batch["input"].sum()
 
-    with pytest.raises(ShardcError, match="KeyError: 'weight'") as raised:
-        shardc.compile(nn.Linear(6, 2), {"input": torch.randn(4, 6), "weight": torch.ones(4)}, loss=broken)
+    with pytest.raises(ShardcError, match="KeyError: 'input'") as raised:
+        shardc.compile(nn.Linear(6, 2), {"input": torch.randn(4, 6)}, mesh="dp=2", loss=broken)
     assert raised.value.code == "SC104"
 
 
@@ -286,7 +286,7 @@ def test_batches_of_other_shapes_compile_once_each_and_few_are_kept() -> None:
         assert compiled == [8, 4, 6, 2]
         shown = [str(w.message) for w in said if "each form of batch" in str(w.message)]
         assert len(shown) == 3  # once a form
-        assert "here is x [4, 12], t [4, 4] after x [8, 12], t [8, 4]; the 4 used last are kept" in shown[0]
+        assert "here is x [4, 6] after x [8, 6]; the 4 used last are kept" in shown[0]
         trainer.evaluate([batch(10)])  # the fifth: that of 4 rows is the one used least recently
         trainer.evaluate([batch(8), batch(10)])
         assert compiled == [8, 4, 6, 2, 10]

@@ -114,8 +114,11 @@ def refuse_empty(batch: Any) -> None:
 
 def form_text(batch: Any) -> str:
     """The shapes of a batch, to be read: `input_ids [3, 128], labels [3, 128]`."""
-    tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
-    return ", ".join(f"{path} {list(t.shape)}".strip() for path, t in tensors)
+    return shapes_text({path: tuple(t.shape) for path, t in leaves_of(batch) if isinstance(t, torch.Tensor)})
+
+
+def shapes_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}".strip() for name, shape in shapes.items())
 
 
 T = TypeVar("T")
@@ -147,13 +150,13 @@ class Programs(Generic[T]):
         elif key is not None and key not in self._ready:
             self._engine.agree(form_text(batch), when, alone=True)
 
-    def of(self, group: Hashable, form: Hashable, batch: Any, make: Callable[[], T]) -> T:
-        """The program of a batch's form, which is made when it is first asked for."""
+    def of(self, group: Hashable, form: Hashable, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        """The program of a batch's form, which is made when it is first asked for; its inputs' shapes as `text`."""
         key = (group, form)
         if key not in self._ready:
             ready = make()
             alike = [known for known in self._ready if known[0] == group]
-            self._texts[key] = form_text(batch)
+            self._texts[key] = text(ready)
             if alike or self._pinned is not None:
                 self._say_another(key, alike)
             if len(alike) == self._most:
