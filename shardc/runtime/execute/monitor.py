@@ -89,7 +89,7 @@ class Monitor:
         self._publish()
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
         self._thread.start()
-        atexit.register(self._end_thread)
+        atexit.register(self._end_thread, SILENCE)
 
     def add(self, counter_names: CounterNames, evaluates: bool) -> int:
         """The number of one more program of the job; all ranks add the same ones, in one order."""
@@ -143,12 +143,13 @@ class Monitor:
         self._publish(closed=True)
         self._stay_until_others_know(closed=True)
 
-    def _end_thread(self) -> None:
+    def _end_thread(self, limit: float | None = None) -> None:
         """Also at exit, after a failure: Python ends a daemon thread where it next asks for the interpreter. In a call
-        of the store that is a destructor in C++, and `std::terminate` would abort the process."""
+        of the store that is a destructor in C++, and `std::terminate` would abort the process. A store that does not
+        answer within the `limit` is not waited for."""
         if self._thread.is_alive():  # in a forked child it is not
             self._bell.stop()
-            self._thread.join()
+            self._thread.join(limit)
 
     def report_own_failure(self, why: str) -> None:
         """Publish that this rank fails for a reason of its own, for the other ranks to report."""
