@@ -22,7 +22,7 @@ from shardc.cli.kernel_list import kernel_list
 from shardc.cli.kernel_sources import emit_triton
 from shardc.cli.left_out import left_out
 from shardc.cli.local_launch import run_processes, state_of, step_inputs
-from shardc.cli.optimizers import make_optimizer, step_size
+from shardc.cli.optimizers import check_name, make_optimizer, step_size
 from shardc.cli.pipeline_summary import communication_list, graphs, pipeline_summary, rank_text
 from shardc.cli.summary import rank_view, summary, uncounted
 from shardc.cli.targets import Target, load
@@ -57,7 +57,7 @@ class Asked:
     plan: str | None
     mesh: str | None
     strict: bool
-    optimizer: str | None = None  # main.OptimizerName
+    optimizer: str | None = None  # of optimizers.OPTIMIZERS
     lr: float | None = None  # of the optimizer; None for a default
     mode: str = "train"
 
@@ -214,6 +214,7 @@ def compiled(
     asked: Asked, *, meta: bool, printer: Printer | None = None, prepare: Callable[[nn.Module], None] | None = None
 ) -> tuple[Program, Any]:
     """The compiled target and its sample batch, which a saved program lacks. `prepare` is given the model before."""
+    check_name(asked.optimizer)
     with progress(f"loading {asked.target}"):
         target = load(asked.target, meta=meta)
     if isinstance(target, Program):

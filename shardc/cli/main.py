@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
+from shardc.cli.optimizers import OPTIMIZERS
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.version import VERSION
 
@@ -99,17 +100,6 @@ class Emit(StrEnum):
     html = "html"
 
 
-class OptimizerName(StrEnum):
-    """Optimizers of torch.optim that a command can compile with, at their defaults."""
-
-    adamw = "adamw"
-    adam = "adam"
-    sgd = "sgd"
-    momentum = "momentum"
-    rmsprop = "rmsprop"
-    adagrad = "adagrad"
-
-
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")
 ]
@@ -120,8 +110,12 @@ MeshText = Annotated[str | None, typer.Option("--mesh", metavar="dp=2,tp=2", hel
 ModeText = Annotated[str, typer.Option("--mode", metavar="train|eval", help="A training step, or an evaluation.")]
 Strict = Annotated[bool, typer.Option("--strict", help="What cannot be honoured is an error, not a warning.")]
 Optimizer = Annotated[
-    OptimizerName | None,
-    typer.Option("--optimizer", help="Make this optimizer's update and state part of the step."),
+    str | None,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help=f"Make this optimizer's update and state part of the step: {', '.join(OPTIMIZERS)}.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Fold = Annotated[
@@ -137,12 +131,12 @@ def _asked(
     plan: str | None,
     mesh: str | None,
     strict: bool,
-    optimizer: OptimizerName | None = None,
+    optimizer: str | None = None,
     mode: str = "train",
 ) -> Asked:
     from shardc.cli.commands import Asked
 
-    return Asked(target, plan, mesh, strict, None if optimizer is None else optimizer.value, mode=mode)
+    return Asked(target, plan, mesh, strict, optimizer, mode=mode)
 
 
 @app.command("compile", epilog=EPILOG)
@@ -240,12 +234,13 @@ def timeline(
     ] = None,
     width: Annotated[int, typer.Option(min=20, help="Columns for the longest row.")] = 120,
     strict: Strict = False,
+    optimizer: Optimizer = None,
     as_json: AsJson = False,
 ) -> None:
     """Say when each rank of a pipeline would do what, where it idles, and how many microbatches it holds."""
     from shardc.cli import commands
 
-    commands.timeline(_asked(target, plan, mesh, strict), svg=svg, trace=trace, width=width, as_json=as_json)
+    commands.timeline(_asked(target, plan, mesh, strict, optimizer), svg=svg, trace=trace, width=width, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

@@ -49,6 +49,7 @@ from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.sharding.seed import Bound
+from shardc.plan.clipping import Clipping
 from shardc.plan.schema import Plan
 from shardc.runtime.execute.batch import describe_sample, leaves_of
 from shardc.runtime.execute.data_parts import DataParts
@@ -125,6 +126,8 @@ def compiled(request: Request) -> Compiled:
         plan = plan.model_copy(update={"clip_grad_norm": None, "nonfinite": None})
     if request.like is not None:
         plan = _in_parts(plan, request)
+    if plan.clip_grad_norm is not None and trains and request.optimizer is None:
+        _refuse_clipped(plan.clip_grad_norm)
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
     placed = tensor_mesh(plan, mesh)
     micro = split(request.batch, plan.microbatches)[0]
@@ -169,7 +172,7 @@ def compiled(request: Request) -> Compiled:
         updates = AppendUpdates(
             model,
             optimizer,
-            plan.clip_grad_norm,
+            None if plan.clip_grad_norm is None else plan.clip_grad_norm.norm,
             precision,
             check_finite,
             together=0 if plan.pipeline is None else 1,  # the cut keeps apart what different stages hold
@@ -216,12 +219,23 @@ def _record(
     if plan.precision is not None and (precision := bind_precision(plan)[0]) is not None:
         record["precision"] = str(precision.compute)
     if updates is not None:
-        record |= {"fills": updates.fills, "nonfinite": plan.nonfinite, "clip_grad_norm": plan.clip_grad_norm}
+        record |= {"fills": updates.fills, "nonfinite": plan.nonfinite, "clip_grad_norm": updates.clip_grad_norm}
     if request.optimizer is not None:
         rates = {name: float(rate) for name, rate in learning_rates(request.optimizer).items()}
         names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers_of(request.optimizer))
         record |= {"optimizer": ", ".join(names), "rates": rates}
     return record
+
+
+def _refuse_clipped(clipping: Clipping) -> None:
+    """Raise ShardcError (SC228), at the plan's line, where gradients that are returned would be clipped unasked."""
+    if not clipping.returned:
+        message = f"the plan clips gradients to the norm {clipping.norm:g}, and there is no optimizer that takes them"
+        hint = (
+            f"pass optimizer= to compile, or --optimizer; clip_grad_norm: {{norm: {clipping.norm:g}, returned: true}} "
+            "clips the gradients that a step returns"
+        )
+        raise ShardcError(clipping.located(Diagnostic("SC228", message, hint=hint)))
 
 
 def _in_parts(plan: Plan, request: Request) -> Plan:

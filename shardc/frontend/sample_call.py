@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from shardc import torch_compat
-from shardc.ir.diagnostic import did_you_mean, error
+from shardc.ir.diagnostic import ShardcError, did_you_mean, error, suggest
 from shardc.ir.trees import flatten
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -63,6 +64,28 @@ class Call:
                 message = f"neither forward nor the loss reads '{name}' of the batch"
                 hint = f"leave it out; {did_you_mean(name, self._parameters(), 'arguments of forward')}"
                 raise error("SC103", message, tensor=name, hint=hint)
+
+    def lacking(self, problem: BaseException, otherwise: ShardcError, *, trained: bool) -> ShardcError:
+        """The error (SC103) for a loss function that looked for what the batch does not have; `otherwise` for another
+        problem of its."""
+        batch = self.batch(tuple(self.tensors))
+        if isinstance(problem, KeyError) and isinstance(batch, Mapping) and problem.args[:1]:
+            key: object = problem.args[0]
+            missing = None if key in batch else f"'{key}'"
+        else:
+            beyond = isinstance(problem, IndexError) and isinstance(batch, tuple | list) and "range" in str(problem)
+            missing = f"entry {len(self.leaves)} or a later one" if beyond else None
+            key = None
+        if missing is None:
+            return otherwise
+        hint = f"the batch has {', '.join(self.names)}"
+        if isinstance(key, str) and (near := suggest(key, self.names)) is not None:
+            hint += f" (did you mean '{near}'?)"
+        hint += ": give what the loss reads"
+        if not trained:
+            hint += "; trainer.predict(batch), and mode='eval' without loss=, return the outputs without it"
+        diagnostic = replace(otherwise.diagnostics[0], code="SC103", hint=hint, cause=None, fqn=None)
+        return ShardcError(replace(diagnostic, message=f"the loss reads {missing} of the batch, which is not there"))
 
     def _parameters(self) -> list[str]:
         return [name for name, p in self.signature.parameters.items() if p.kind not in VARIADIC]

@@ -8,8 +8,9 @@ and what ATen sees of it, autograd's backward included, is the graph. If anythin
 once more without mutation; changed buffers are outputs then. Tied parameters are one input and one gradient.
 Beside it, `substitution` puts the graph's inputs in the place of the model's own tensors, `op_overrides` says which ops
 are substituted, `loss_gradients` how gradients and hooks become part of the graph, `buffers` what forward makes of
-buffers, `provenance` how nodes know their module and source line, `python_state`, `state_holders` and `carried_state`
-what becomes of Python values that a step leaves behind, `python_random` that Python's random numbers are in no graph.
+buffers, `traced_graph` what nodes and calls of modules are called, `provenance` how nodes know their module and source
+line, `python_state`, `state_holders` and `carried_state` what becomes of Python values that a step leaves behind,
+`python_random` that Python's random numbers are in no graph.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shardc.frontend.python_state import Snapshot, left_tensors, refuse_kept
 from shardc.frontend.sample_call import Call
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
+from shardc.frontend.traced_graph import calls_of, copied, rewrite_meta
 from shardc.frontend.unsupported import is_loss, refuse_no_scalar, refuse_unfit, untrained
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.microbatch import SCALE, SHARE
@@ -117,6 +119,7 @@ class _Step:
         self.buffers = dict(model.named_buffers())
         self.trainable = [name for name, p in self.params.items() if p.requires_grad]
         self.results: list[tuple[Literal["loss", "grad", "buffer", "output"], str]] = []  # of joint, in order
+        self.in_loss = False  # the loss function is being called
         self.unused: tuple[str, ...] = ()
         self.written: tuple[str, ...] = ()  # inputs that forward changes in place
         self.written_buffers: list[str] = []
@@ -169,7 +172,10 @@ class _Step:
             except ShardcError as refusal:
                 raise origins.placed(refusal) from refusal.__cause__
             except BaseException as problem:  # also what asks to leave: sys.exit in forward
-                raise origins.diagnosed(problem, self.precision is not None) from problem
+                diagnosed = origins.diagnosed(problem, self.precision is not None)
+                if self.in_loss:
+                    diagnosed = self.call.lacking(problem, diagnosed, trained=not self.forward_only)
+                raise diagnosed from problem
         return gm, inputs, origins
 
     def joint(self, tensors: tuple[Tensor, ...], origins: Origins) -> list[Tensor]:
@@ -250,7 +256,9 @@ class _Step:
     def _scalar(self, output: Any, batch: Any) -> Tensor | None:
         """What the loss function, or else the model, returns as the loss; None where an evaluation has none."""
         if self.loss is not None:
+            self.in_loss = True
             loss: Any = self.loss(output if self.casts is None else self.casts.wide(output), batch)
+            self.in_loss = False
         elif isinstance(output, Tensor):
             loss = output
         elif isinstance(output, Mapping) and "loss" in output:
@@ -318,45 +326,18 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     results = [TracedOutput(role, name, node) for (role, name), node in zip(step.results, output.args[0], strict=True)]
     buffer_nodes = {i.name: i.node for i in inputs if i.role == "buffer"}
     outputs = tuple(
-        _copied(graph, r) for r in results if not (r.role == "buffer" and r.node is buffer_nodes.get(r.name))
+        copied(graph, r) for r in results if not (r.role == "buffer" and r.node is buffer_nodes.get(r.name))
     )
     if step.forward_only and not outputs:
         raise error("SC127", "the model returns no tensor, so there is nothing to evaluate", hint=NOTHING)
     output.args = (tuple(r.node for r in outputs),)
     place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
-    _rewrite_meta(graph, inputs, origins)
+    rewrite_meta(graph, inputs, origins)
     refuse_mixed(graph, step.casts is not None)
     graph.lint()
 
-    modules = _calls(graph, origins, replaced)
+    modules = calls_of(graph, origins, replaced)
     return Traced(graph, tuple(inputs), outputs, modules, constants, step.unused, written=step.written)
-
-
-def _copied(graph: fx.Graph, result: TracedOutput) -> TracedOutput:
-    """A buffer that becomes what an input was is a copy of it, and so is an output that is one: the input may be
-    changed before the step ends, or after it."""
-    if result.role not in ("buffer", "output") or result.node.op != "placeholder":
-        return result
-    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        copy_of = graph.call_function(aten.clone.default, (result.node,))
-    copy_of.meta["val"] = result.node.meta["val"]
-    return replace(result, node=copy_of)
-
-
-def _calls(graph: fx.Graph, origins: Origins, replaced: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
-    """What each call of a module returned: "h" of the first, "h#2" of the second."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    returned: dict[str, set[fx.Node]] = {}
-    for name, node in origins.module_outputs:
-        while node in replaced:
-            node = replaced[node]
-        if node in order:
-            returned.setdefault(name, set()).add(node)
-    return {
-        name if i == 1 else f"{name}#{i}": node
-        for name, nodes in returned.items()
-        for i, node in enumerate(sorted(nodes, key=lambda n: order[n]), 1)
-    }
 
 
 def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]:
@@ -376,26 +357,3 @@ def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]
     inputs += [TracedInput("state", SCALE, (), False, next(nodes))] if step.scaled else []
     inputs += [TracedInput("share", SHARE, (), False, next(nodes))] if step.weighted else []
     return [*inputs, TracedInput("seed", "seed", (), False, next(nodes))]
-
-
-def _rewrite_meta(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> None:
-    owner = {i.node: i.name.rpartition(".")[0] for i in inputs if i.role in ("param", "buffer")}
-    first: dict[int, str] = {}
-    for node in graph.nodes:
-        origin = origins.of.get(node, Origin())
-        fqn, fwd_node = origin.fqn, None
-        if node.op in ("placeholder", "output"):
-            origin = Origin(phase="bwd" if node.op == "output" else "fwd")
-            fqn = owner.get(node, "")
-        elif origin.number is not None and origin.phase == "fwd":
-            first.setdefault(origin.number, node.name)
-        elif origin.number is not None:
-            fwd_node = first.get(origin.number)
-        node.meta = {
-            "val": node.meta.get("val"),
-            "fqn": fqn,
-            "source": origin.source,
-            "source_text": origin.source_text,
-            "phase": origin.phase,
-            "fwd_node": fwd_node,
-        }

@@ -24,6 +24,7 @@ from shardc.ir.caller import caller
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
+from shardc.plan.clipping import Clipping
 from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
 from shardc.plan.packaged import PREFIX, plan_path
@@ -34,7 +35,6 @@ from shardc.plan.values import (
     Data,
     Dtypes,
     Flag,
-    Length,
     LossOver,
     Nonfinite,
     Padded,
@@ -94,7 +94,7 @@ class Plan(BaseModel):
     pipeline: Pipelining | None = None
     loss: LossOver = LossOver()
     pad: Padded = False
-    clip_grad_norm: Length | None = None
+    clip_grad_norm: Clipping | None = None
     strict: Flag = False
     budget: dict[str, int] = {}
     seed: Seed = 0
@@ -121,7 +121,7 @@ class Plan(BaseModel):
         pipeline: Mapping[str, object] | None = None,
         loss: str | Mapping[str, object] | None = None,
         pad: bool | str | None = None,
-        clip_grad_norm: float | None = None,
+        clip_grad_norm: float | Mapping[str, object] | None = None,
         strict: bool | None = None,
         budget: Mapping[str, int | str] | None = None,
         seed: int | None = None,
@@ -285,7 +285,7 @@ class Plan(BaseModel):
         if self.pad:
             data["pad"] = self.pad
         if self.clip_grad_norm is not None:
-            data["clip_grad_norm"] = self.clip_grad_norm
+            data["clip_grad_norm"] = self.clip_grad_norm.dumped()
         if self.strict:
             data["strict"] = True
         if self.budget:
@@ -344,13 +344,15 @@ def _budget_axis(axis: str, mesh: Mesh) -> Diagnostic | None:
 def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     """An error of pydantic as diagnostics: with the key's line, and the nearest key for a typo."""
     path: tuple[str, ...] = tuple(str(part) for part in problem["loc"])
+    if path == ("clip_grad_norm", "norm") and path not in source.lines:
+        path = path[:1]  # written in short
     ours = problem.get("ctx", {}).get("error")
     if isinstance(ours, ShardcError):
         return tuple(d if d.location else source.locate(d, *path[:1]) for d in ours.diagnostics)
     if problem["type"] == "extra_forbidden":
         section = path[0] if len(path) > 1 else None
         parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
-        parts |= {"fuse": Fusing, "pipeline": Pipelining}
+        parts |= {"fuse": Fusing, "pipeline": Pipelining, "clip_grad_norm": Clipping}
         known = parts.get(section or "", Plan).model_fields
         key = problem["loc"][-1]
         hint = did_you_mean(str(key), known, f"keys of {section or 'a plan'}")

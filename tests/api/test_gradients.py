@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 import shardc
-from shardc import ShardcError
+from shardc import Plan, ShardcError
 
 
 class Model(nn.Module):
@@ -30,12 +32,15 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+RETURNED = {"norm": 0.5, "returned": True}
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_gradients_are_clipped_without_an_optimizer(name: str) -> None:
     torch.manual_seed(0)
     model, x = Model(), torch.randn(8, 8)
     mesh, plan = PLANS[name]
-    program = shardc.compile(model, x, mesh=mesh, plan={"clip_grad_norm": 0.5, **plan})
+    program = shardc.compile(model, x, mesh=mesh, plan={"clip_grad_norm": RETURNED, **plan})
     report = program.verify()
     assert report.ok, str(report)
     trainer = program.launch()
@@ -47,6 +52,34 @@ def test_gradients_are_clipped_without_an_optimizer(name: str) -> None:
     torch.testing.assert_close(result.grad_norm, norm)
     for key, gradient in trainer.gather_grads().items():
         torch.testing.assert_close(gradient, model.get_parameter(key).grad)
+
+
+@pytest.mark.parametrize("clip", [0.5, {"norm": 0.5}, {"norm": 0.5, "returned": False}], ids=str)
+def test_returned_gradients_are_clipped_only_where_the_plan_says_so(clip: object, tmp_path: Path) -> None:
+    """The caller may take them for the loss's own, or clip them once more."""
+    model, x = Model(), torch.randn(8, 8)
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"mesh": "dp=2", "clip_grad_norm": clip}, sort_keys=False))
+    with pytest.raises(ShardcError) as raised:
+        shardc.compile(model, x, plan=str(path))
+    (wrong,) = raised.value.diagnostics
+    assert wrong.code == "SC228"
+    assert wrong.location == f"{path}:2"
+    assert wrong.hint is not None
+    assert "clip_grad_norm: {norm: 0.5, returned: true}" in wrong.hint
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    assert shardc.compile(model, x, plan=str(path), optimizer=sgd).verify().ok
+    evaluation = shardc.compile(model, x, plan=str(path), mode="eval")
+    assert any("'clip_grad_norm' of the plan is without effect" in d.message for d in evaluation.diagnostics)
+
+
+def test_a_clipping_is_written_as_it_was_read() -> None:
+    for text in ("clip_grad_norm: 0.5\n", "clip_grad_norm:\n  norm: 0.5\n  returned: true\n"):
+        assert Plan.parse(text).dump() == text
+    assert (
+        Plan.of(clip_grad_norm=RETURNED).clip_grad_norm
+        == Plan.parse("clip_grad_norm: {norm: 0.5, returned: true}").clip_grad_norm
+    )
 
 
 def test_gradients_of_a_program_with_an_optimizer_are_refused() -> None:
@@ -70,7 +103,7 @@ def test_large_gradients_are_finite_and_clipped_right(name: str, size: float) ->
     torch.manual_seed(0)
     model, x = Model(), torch.randn(8, 8)
     mesh, plan = LARGE[name]
-    plan = {"nonfinite": "skip", "clip_grad_norm": 0.5, **plan}
+    plan = {"nonfinite": "skip", "clip_grad_norm": RETURNED, **plan}
     program = shardc.compile(model, x, mesh=mesh, plan=plan, loss=lambda y, _: y * size)
     trainer = program.launch()
     result = trainer.step(x)

@@ -315,7 +315,7 @@ def test_lists_are_plain() -> None:
 
 def test_clipping_sums_no_further_gradient_over_stages() -> None:
     """Without an optimizer a step returns clipped gradients, each of which depends on all, by their norm."""
-    plain, clipped = net(), net(clip_grad_norm=0.1)
+    plain, clipped = net(), net(clip_grad_norm={"norm": 0.1, "returned": True})
     sums = [[i for i in program.rank(0).instructions if isinstance(i, ReduceGrads)] for program in (plain, clipped)]
     assert sums[0] == sums[1]
     assert clipped.verify().ok

@@ -61,6 +61,8 @@ def compiled(
     model, batch, *loss = SMALL[name]()
     plan = Plan.load(PLANS / f"{name}{'_sp' * sp}.yaml")
     storage = {"zero": zero, "axes": ["dp"]} if zero else None
+    if not train and more.get("clip_grad_norm") is not None:
+        more["clip_grad_norm"] = {"norm": more["clip_grad_norm"], "returned": True}
     if precision == KEPT:
         precision = {**KEPT, "keep": KEPT["keep"][:1] if name == "gpt2" else KEPT["keep"][1:]}
     plan = plan.merge(Plan.of(mesh=mesh, precision=precision, storage=storage, **more))

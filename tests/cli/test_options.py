@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import shardc
 from shardc.cli import doctor, host_memory, main
-from shardc.cli.optimizers import OPTIMIZERS
+from shardc.cli.optimizers import OPTIMIZERS, make_optimizer
 from shardc.plan import packaged
 from tests.cli.test_cli import MODEL, PLAN, ROOT, Golden, shardc_cli
 
@@ -84,12 +84,72 @@ def test_the_optimizer_is_counted(golden: Golden) -> None:
     golden("cost_adamw.txt", ran.out)
 
 
-@pytest.mark.parametrize("name", list(main.OptimizerName))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_compiled_and_verified(name: str) -> None:
-    assert set(OPTIMIZERS) == set(main.OptimizerName)
     ran = shardc_cli("verify", MODEL, *PLAN, "--optimizer", name)
     assert ran.code == 0, ran.out + ran.err
     assert "4 parameters" in ran.out
+
+
+def test_the_state_of_muon_and_adafactor_is_counted() -> None:
+    """Of two matrices, 64 x 16 and 16 x 64, over tp, and two vectors."""
+    plain = data("cost", MODEL, *PLAN, "--memory")
+    weights, biases = 2 * 64 * 16 // 2, 64 // 2 + 16  # elements a rank
+    assert plain["memory"]["categories"]["parameters"]["stored_bytes"] == 4 * (weights + biases)
+    muon = data("cost", MODEL, *PLAN, "--memory", "--optimizer", "muon")
+    state = muon["memory"]["categories"]["optimizer state"]["stored_bytes"]
+    assert state == 4 * weights + 2 * 4 * biases + 2 * 4 * 2  # one momentum; AdamW's two, and its counts
+    added = [
+        (c["value"], c["kind"], c["axes"], c["bytes_per_rank"]) for c in muon["collectives"] if c["phase"] == "opt"
+    ]
+    gathered = ["tp"], 2 * 64 * 16 // 2  # a shard in bfloat16; no two are of one shape, which would be dealt to ranks
+    names = ("opt.up.weight._to_copy.all_gather", "opt.down.weight._to_copy.all_gather")
+    assert added == [(name, "all_gather", *gathered) for name in names]
+    rows_and_columns = 4 * ((64 // 2 + 16) + (16 + 64 // 2))
+    adafactor = data("cost", MODEL, *PLAN, "--memory", "--optimizer", "adafactor")
+    state = adafactor["memory"]["categories"]["optimizer state"]["stored_bytes"]
+    assert state == rows_and_columns + 4 * biases + 4 * 8
+    assert len(adafactor["collectives"]) > len(plain["collectives"])  # its means and norms are summed over tp
+
+
+def test_muon_takes_the_matrices_of_hidden_layers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.hidden, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    model = Model()
+    optimizers = make_optimizer("muon", model, None)
+    assert optimizers is not None
+    names = {p: name for name, p in model.named_parameters()}
+    of = [[names[p] for group in o.param_groups for p in group["params"]] for o in optimizers]
+    assert [type(o).__name__ for o in optimizers] == ["Muon", "AdamW"]
+    assert of == [["hidden.weight"], ["embed.weight", "hidden.bias", "head.weight"]]
+    (only,) = make_optimizer("muon", nn.Linear(4, 4, bias=False), 0.5) or []
+    assert (type(only).__name__, only.param_groups[0]["lr"]) == ("Muon", 0.5)
+
+
+@pytest.mark.parametrize("command", ["cost", "compile", "verify", "run", "explain", "timeline"])
+def test_an_unknown_optimizer_lists_the_names(command: str) -> None:
+    ran = shardc_cli(command, MODEL, *PLAN, "--optimizer", "lion")
+    assert ran.code == main.BAD_INPUT
+    assert "error[SC105 bad-target]: there is no --optimizer lion" in ran.err
+    assert all(name in ran.err for name in OPTIMIZERS)
+
+
+def test_a_plan_that_clips_wants_an_optimizer(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text((ROOT / PLAN[1]).read_text() + "clip_grad_norm: 1.0\n")
+    ran = shardc_cli("compile", MODEL, "--plan", str(plan))
+    assert ran.code == main.BAD_INPUT
+    assert "SC228" in ran.err
+    assert "--optimizer" in ran.err
+    assert shardc_cli("compile", MODEL, "--plan", str(plan), "--optimizer", "adamw").code == 0
 
 
 def test_run_trains_by_the_optimizer() -> None:

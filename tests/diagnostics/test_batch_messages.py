@@ -36,6 +36,22 @@ def program() -> shardc.Program:
     return shardc.compile(Language(), SAMPLE, mesh=Mesh(dp=2, tp=2), plan=plan)
 
 
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wpe = nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        ids = torch.arange(x.shape[1]).expand(x.shape) if position_ids is None else position_ids
+        return (self.wpe(ids) * x.unsqueeze(2)).square().mean()
+
+
+def too_long(given: bool) -> object:
+    """A sequence of 10, of a table of 8 positions."""
+    batch = {"x": torch.ones(4, 10)} | ({"position_ids": torch.arange(10).expand(4, 10).clone()} if given else {})
+    return shardc.compile(Positions(), batch, mesh=Mesh(dp=2), plan={"inputs": {"x": "dp, -"}}).launch().step(batch)
+
+
 def step(**changed: Any) -> object:
     return program().launch().step({**SAMPLE, **changed})
 
@@ -57,6 +73,8 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "tokens_and_labels": ("SC507", lambda: step(tokens=IDS - 3, labels=IDS + 8)),
     "computed_token": ("SC507", lambda: step(tokens=IDS + 11)),
     "token_in_the_step": ("SC507", unchecked),
+    "positions": ("SC507", lambda: too_long(False)),
+    "position_ids": ("SC507", lambda: too_long(True)),
     "no_samples": ("SC103", empty),
     "nothing_supplied": ("SC504", lambda: simulate(program().body, {})),
 }

@@ -1,7 +1,5 @@
 """What a running job says when it cannot go on, word for word. (Batches of the wrong shape: `test_bad_input.py`.)"""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -189,23 +187,3 @@ def test_rank_0_does_not_take_its_reason_along(monkeypatch: pytest.MonkeyPatch) 
         one._reports_error = False
         one._store = dist.HashStore()
         one.close()
-
-
-ENDS = """
-import atexit
-import threading
-from torch.distributed import HashStore
-from shardc.runtime.execute.monitor import Monitor
-
-alive = lambda: [thread.name for thread in threading.enumerate() if thread.name == "shardc-monitor"]
-atexit.register(lambda: print(alive()))  # called after those that are registered later
-failed, left = (Monitor(HashStore(), rank, 2, None) for rank in range(2))
-failed.close(ValueError("caught by the script, which goes on"))
-print(alive())
-"""
-
-
-def test_no_thread_is_in_a_store_when_the_interpreter_ends() -> None:
-    """It would abort the process: torch's code does not expect that its thread is ended there."""
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == ["['shardc-monitor', 'shardc-monitor']", "[]"]

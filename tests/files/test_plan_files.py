@@ -38,7 +38,7 @@ seed: 3
 mesh: pp=2,dp=2
 inputs: {x: dp}
 pipeline: {axis: pp, schedule: 1f1b, microbatches: 4, split: [blocks.1], memory: 1 GiB}
-clip_grad_norm: 1.0
+clip_grad_norm: {norm: 1.0, returned: true}
 storage: {zero: 1, axes: [dp]}
 """,
     """

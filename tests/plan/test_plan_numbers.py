@@ -24,6 +24,7 @@ WHOLE = {
 }
 REAL = {
     "clip_grad_norm": lambda v: {"clip_grad_norm": v},
+    "norm": lambda v: {"clip_grad_norm": {"norm": v}},
     "loss_scale": lambda v: {"precision": {"compute": "fp16", "loss_scale": v}},
 }
 BYTES = {
@@ -34,6 +35,7 @@ BYTES = {
 FLAGS = {
     "strict": lambda v: {"strict": v},
     "align": lambda v: {"align": v},
+    "returned": lambda v: {"clip_grad_norm": {"norm": 1.0, "returned": v}},
     "collectives": lambda v: {"recompute": {"mode": "full", "collectives": v}},
     "regather": lambda v: {"storage": {"zero": 3, "axes": ["dp"], "regather": v}},
 }
@@ -76,8 +78,10 @@ def test_flags(key: str, value: object) -> None:
 
 
 def test_what_is_a_number() -> None:
-    assert Plan.parse("clip_grad_norm: 1e-3").clip_grad_norm == 1e-3
-    assert Plan.parse("clip_grad_norm: 1").clip_grad_norm == 1.0
+    for text, norm in (("1e-3", 1e-3), ("1", 1.0), ("{norm: 1e-3}", 1e-3)):
+        clipping = Plan.parse(f"clip_grad_norm: {text}").clip_grad_norm
+        assert clipping is not None
+        assert clipping.norm == norm
     assert Plan.from_dict({"seed": -3}).seed == -3
     assert Plan.from_dict({"pipeline": {"microbatches": 8, "memory": "2 GiB"}}).pipeline is not None
 

@@ -78,7 +78,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": "__init__ fuse hardware hugging_face packaged pipeline schema values",
+        "shardc.plan": "__init__ clipping fuse hardware hugging_face packaged pipeline schema values",
     },
     {
         "shardc.passes": """
@@ -119,7 +119,7 @@ FLOORS: list[dict[str, str]] = [
             gradients ingest lifted_casts loss_gradients made_anew model_changes model_outputs
             op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
             provenance python_random python_state sample_call saved_state state_holders substitution
-            token_weights trace traced traced_scalar unsupported whole_matrices
+            token_weights trace traced traced_graph traced_scalar unsupported whole_matrices
         """,
     },
     {

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from shardc.plan.clipping import Clipping
 from shardc.plan.fuse import Fusing
 from shardc.plan.hardware import HardwareChoice
 from shardc.plan.pipeline import Pipelining
@@ -26,6 +27,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "precision": Dtypes,
     "pipeline": Pipelining,
     "loss": LossOver,
+    "clip_grad_norm": Clipping,
 }
 DERIVED = {"changes", "value"}  # of the hardware: what is beside `like`, and the result
 

@@ -1,4 +1,4 @@
-"""A small model, its batches and a trainer: what the tests of the training loop run."""
+"""Small models, batches and a trainer: what the tests of the training loop run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ class Line(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         error = self.a(x).squeeze(-1) - x.sum(-1)
         return {"loss": error.square().mean(), "near": (error.abs() < 1).float().mean()}
+
+
+class TokenModel(nn.Module):
+    """Predicts each of its tokens, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(16, 8), nn.Dropout(0.2), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.drop(self.embed(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 def batch(seed: int) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -21,24 +21,15 @@ import shardc
 from shardc import Parts
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.train.trainer import Trainer
+from tests.runtime.looped import TokenModel
 
 ROWS = TensorDataset(torch.randint(16, (28, 4), generator=torch.Generator().manual_seed(2)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.drop, self.head = nn.Embedding(16, 8), nn.Dropout(0.2), nn.Linear(8, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.drop(self.embed(ids)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 @pytest.fixture(scope="module")
 def program() -> shardc.Program:
     torch.manual_seed(0)
-    model = Model()
+    model = TokenModel()
     plan = {"inputs": {"ids": "dp, -"}, "data": "per_rank"}
     return shardc.compile(
         model, {"ids": ROWS[:8][0]}, mesh="dp=2", plan=plan, optimizer=torch.optim.SGD(model.parameters(), 0.1)

@@ -64,6 +64,17 @@ def eager(steps: int = 4) -> tuple[Net, AveragedModel]:
     return model, averaged
 
 
+def adam_after(steps: int) -> dict[str, Any]:
+    """The state of eager's optimizer."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    for batch in batches()[:steps]:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+    return optimizer.state_dict()
+
+
 def close(found: dict[str, Tensor], expected: nn.Module) -> None:
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
@@ -108,11 +119,45 @@ def test_a_checkpoint_has_it_on_another_mesh(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match=r"SC406(.|\n)*moving averages(.|\n)*before load"):
         launched("zero1").load(tmp_path / "run")
     launched("zero1").load(tmp_path / "run", strict=False)
-    plain, late = launched("zero1"), launched("zero1")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_averages_that_a_checkpoint_lacks_start_from_its_parameters(layout: str, strict: bool, tmp_path: Path) -> None:
+    """As those of an AveragedModel that is made then."""
+    plain, late = launched("zero1"), launched(layout)
+    for batch in batches()[:2]:
+        plain.step(batch)
     plain.save(tmp_path / "plain")
-    shardc.EMA(late, DECAY)
-    with pytest.raises(ShardcError, match=r"SC406(.|\n)*without moving averages(.|\n)*after load"):
-        late.load(tmp_path / "plain")
+    ema = shardc.EMA(late, DECAY)
+    late.step(batches()[3])
+    with pytest.warns(UserWarning, match=r"warning\[SC406(.|\n)*no moving averages"):
+        late.load(tmp_path / "plain", strict=strict)
+    assert ema.updates == 0
+    trained = {name: value for name, value in plain.state_dict().items() if name in ema.averages}
+    assert all(torch.equal(ema.state_dict()[name], value) for name, value in trained.items())
+    model, _ = eager(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    optimizer.load_state_dict(adam_after(2))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for batch in batches()[2:]:
+        late.step(batch)
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    close(ema.state_dict(), averaged.module)
+
+
+def test_a_run_that_resumes_may_have_averages_from_now_on(tmp_path: Path) -> None:
+    first, second = launched("zero1"), launched("zero3")
+    for _ in first.train(batches(), 2, checkpoint=tmp_path / "run", progress=False):
+        pass
+    ema = shardc.EMA(second, DECAY)
+    with pytest.warns(UserWarning, match=r"warning\[SC406(.|\n)*no moving averages"):
+        for _ in second.train(batches(), 4, checkpoint=tmp_path / "run", progress=False):
+            pass
+    assert (second.steps, ema.updates) == (4, 2)
 
 
 def test_a_skipped_step_is_no_update() -> None:

@@ -228,6 +228,46 @@ def test_what_a_plan_says_of_what_needs_labels_is_left_out_without_them() -> Non
     torch.testing.assert_close(outputs["y"].full(), model(given["x"])["y"].detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_batch_without_what_the_loss_reads(by_name: bool) -> None:
+    key: Any = "labels" if by_name else 1
+
+    def squares(y: Tensor, batch: Any) -> Tensor:
+        return (y - batch[key]).square().mean()
+
+    x, labels = torch.randn(4, 6), torch.randn(4, 2)
+    given: Any = {"input": x, "labels": labels} if by_name else (x, labels)
+    short: Any = {"input": x} if by_name else (x,)
+    model = nn.Linear(6, 2)
+    trainer = shardc.compile(model, given, mesh="dp=2", loss=squares).launch()
+    compile = {
+        "train": lambda: shardc.compile(model, short, mesh="dp=2", loss=squares),
+        "evaluate": lambda: trainer.evaluate([short]),
+    }
+    for name, act in compile.items():
+        with pytest.raises(ShardcError) as raised:
+            act()
+        (wrong,) = raised.value.diagnostics
+        what = "'labels'" if by_name else "entry 1 or a later one"
+        assert (wrong.code, wrong.message) == ("SC103", f"the loss reads {what} of the batch, which is not there")
+        assert wrong.hint is not None
+        assert wrong.hint.startswith("the batch has input: give what the loss reads")
+        assert ("trainer.predict(batch)" in wrong.hint) == (name == "evaluate")
+        assert wrong.location is not None
+        assert Path(wrong.location.partition(":")[0]).name == "test_evaluate.py"
+        assert wrong.source_text == "return (y - batch[key]).square().mean()"
+    torch.testing.assert_close(trainer.predict(short).outputs["output"].full(), model(x).detach())
+
+
+def test_a_loss_that_fails_of_something_else_says_that() -> None:
+    def broken(y: Tensor, batch: Any) -> Tensor:
+        return y.sum() * {"a": 1.0}["input"] * batch["input"].sum()
+
+    with pytest.raises(ShardcError, match="KeyError: 'input'") as raised:
+        shardc.compile(nn.Linear(6, 2), {"input": torch.randn(4, 6)}, mesh="dp=2", loss=broken)
+    assert raised.value.code == "SC104"
+
+
 def test_batches_of_other_shapes_compile_once_each_and_few_are_kept() -> None:
     _, trainer = trainer_of("dp2 tp2")
     compiled: list[int] = []
@@ -244,7 +284,9 @@ def test_batches_of_other_shapes_compile_once_each_and_few_are_kept() -> None:
         for rows in (8, 4, 8, 4, 6, 2, 8):
             trainer.evaluate([batch(rows)])
         assert compiled == [8, 4, 6, 2]
-        assert len([w for w in said if "each form of batch" in str(w.message)]) == 1
+        shown = [str(w.message) for w in said if "each form of batch" in str(w.message)]
+        assert len(shown) == 3  # once a form
+        assert "here is x [4, 6] after x [8, 6]; the 4 used last are kept" in shown[0]
         trainer.evaluate([batch(10)])  # the fifth: that of 4 rows is the one used least recently
         trainer.evaluate([batch(8), batch(10)])
         assert compiled == [8, 4, 6, 2, 10]

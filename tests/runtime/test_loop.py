@@ -14,21 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.train.metrics import Metrics, count_items
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.drop, self.head = nn.Embedding(16, 8), nn.Dropout(0.2), nn.Linear(8, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.drop(self.embed(ids)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+from tests.runtime.looped import TokenModel
 
 
 def batches() -> Iterator[dict[str, Tensor]]:
@@ -39,7 +30,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
 
 def started(seed: int = 3) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = Model()
+    model = TokenModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
     plan = {"inputs": {"ids": "dp, -"}, "accumulate": 2, "clip_grad_norm": 1.0, "seed": seed}

@@ -219,7 +219,10 @@ def test_programs_are_compiled_once_and_the_last_used_are_kept(monkeypatch: pyte
         for rows in (8, 4, 8, 4, 2, 4, 8):
             trainer.step(torch.ones(rows, 4))
         assert seen == [4, 2]
-        assert len([w for w in said if "for each shape of batch" in str(w.message)]) == 1
+        shown = [str(w.message) for w in said if "for each shape of batch" in str(w.message)]
+        assert len(shown) == 2  # once a shape
+        assert "here is input [4, 4] after input [8, 4]; the 2 used last are kept" in shown[0]
+        assert "here is input [2, 4] after input [8, 4]; input [4, 4]; the 2" in shown[1]
         assert not [w for w in said if "more than 2" in str(w.message)]
         trainer.step(torch.ones(3, 4))  # that of 2 rows is used least recently
         trainer.step(torch.ones(4, 4))

@@ -140,15 +140,19 @@ class Checkpoints:
     ) -> Position:
         """Read a checkpoint into tensors that are there; they change only if all of it is in order on all ranks.
 
-        `unsaved` may be in it, and are not read: checkpoints of shardc 0.1 held buffers that are not persistent.
+        `unsaved` may be in it, and are not read: checkpoints of shardc 0.1 held buffers that are not persistent. From
+        a checkpoint without averages none are read.
         """
         self.settle()
         folder_path = place_of(path)
-        tensors = {name: self._entry_held(entry) for name, entry in tensors.items()}
+        held = {name: self._entry_held(entry) for name, entry in tensors.items()}
 
-        def opened() -> tuple[Path, Manifest, LoadShards, Reader]:
+        def opened() -> tuple[Path, Manifest, LoadShards, Reader, dict[str, torch.Tensor]]:
             folder = find(folder_path)
             manifest = Manifest.read(folder)
+            tensors = held
+            if all(record.role != "average" for record in manifest.tensors.values()):
+                tensors = {name: entry for name, entry in held.items() if entry.role != "average"}
             metadata = manifest.index(folder)
             reader = Reader(folder, metadata)
             named = names_of(list(metadata.state_dict_metadata), tensors)
@@ -161,10 +165,9 @@ class Checkpoints:
                 (item.storage_index.fqn, stored_at(places[item.storage_index])) for item in planner.items(metadata)
             ]
             manifest.verify(folder, [Piece(*spot, f"'{fqn}'") for fqn, spot in spots])
-            return folder, manifest, planner, reader
+            return folder, manifest, planner, reader, _tensors(tensors)
 
-        folder, manifest, planner, reader = self.agreed(opened)
-        state_dict = _tensors(tensors)
+        folder, manifest, planner, reader, state_dict = self.agreed(opened)
         with _explained(f"the checkpoint {folder} could not be read", self._blame), _quietly():
             dcp.load(
                 state_dict, storage_reader=reader, planner=planner, process_group=self.group, no_dist=self.group is None
@@ -333,8 +336,6 @@ def _check_fit(
         if unused and all(manifest.tensors[name].role == "state" for name in unused):
             hint = "it was saved with an optimizer, or with another: load(strict=False) leaves that one's state out"
         averages = "moving averages (shardc.EMA): "
-        if missing and all(tensors[name].role == "average" for name in missing):
-            missing_hint = f"it was saved without {averages}make the EMA after load"
         if unused and all(manifest.tensors[name].role == "average" for name in unused):
             hint = f"it was saved with {averages}make the EMA before load; load(strict=False) leaves them out"
         reasons += [("no values in it", lines, missing_hint), ("no place in the program", unused, hint)]

@@ -10,7 +10,7 @@ from torch import fx
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import info, op_name, operands
 from shardc.ir.index_operands import declared_shape, positions
-from shardc.runtime.execute.index_check import index_diagnostic
+from shardc.runtime.execute.index_check import counts_on, index_diagnostic
 from shardc.runtime.execute.instructions import CallInstruction
 
 # What torch's ops raise for operands that they do not take. Their subclasses say something else: no memory, a singular
@@ -35,9 +35,8 @@ def out_of_range(
         first_bad = p.first_outside(value)
         if first_bad is not None:
             name = f"%{info(p.value).name}"
-            return ShardcError(
-                index_diagnostic(instruction.node, p, f"{name} holds {first_bad[0]} on rank {rank}", name)
-            )
+            what, counts = f"{name} holds {first_bad[0]} on rank {rank}", counts_on(value, p, first_bad[1])
+            return ShardcError(index_diagnostic(instruction.node, p, what, name, counts=counts))
     return None
 
 

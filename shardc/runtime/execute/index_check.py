@@ -21,6 +21,7 @@ from shardc.ir.ops.check_index import check_index
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 
 HINT = "was the data made for another vocabulary or table?"
+TOO_LONG = "the sequence is longer than the model's table of {} positions: cut it, or make the model for longer ones"
 
 
 class IndexCheck:
@@ -77,9 +78,9 @@ class IndexCheck:
             value = env[slot]
             first_bad = None if value is None else p.first_outside(value)
             if first_bad is not None and (slot, p.size) not in diagnostics:
-                diagnostics[slot, p.size] = index_diagnostic(
-                    instruction.node, p, *self._describe_value(env, slot, p.value, first_bad, names)
-                )
+                what, name = self._describe_value(env, slot, p.value, first_bad, names)
+                counts = counts_on(value, p, first_bad[1]) and (slot not in self._inputs or "position" in name)
+                diagnostics[slot, p.size] = index_diagnostic(instruction.node, p, what, name, counts=counts)
         if diagnostics:
             raise ShardcError(*diagnostics.values())
 
@@ -98,7 +99,17 @@ class IndexCheck:
         return f"{name}, computed from {' and '.join(sorted(names))}, holds {bad} at {position}", name
 
 
-def index_diagnostic(node: fx.Node, p: Positions, what: str, name: str) -> Diagnostic:
+def counts_on(indices: torch.Tensor, p: Positions, position: Sequence[int]) -> bool:
+    """Whether the first index outside is the one behind the table's last, in a row that counts up to it: positions of a
+    sequence, and not tokens."""
+    if len(position) == 0 or position[-1] < 1 or int(indices[tuple(position)]) != p.size:
+        return False
+    steps = indices[tuple(position[:-1])].diff()
+    return bool(((steps == 1) | (steps == 0)).all())  # 0: of padding, all of which has one position
+
+
+def index_diagnostic(node: fx.Node, p: Positions, what: str, name: str, *, counts: bool = False) -> Diagnostic:
+    """`counts`: the indices are positions of a sequence."""
     node_info = info(node)
     loss = node.target is check_index and p.ignored is not None
     return Diagnostic(
@@ -109,7 +120,7 @@ def index_diagnostic(node: fx.Node, p: Positions, what: str, name: str) -> Diagn
         fqn=node_info.fqn or None,
         tensor=name,
         op="cross entropy" if loss else op_name(node.target) if node.target is not check_index else None,
-        hint=HINT,
+        hint=TOO_LONG.format(p.size) if counts and not loss else HINT,
     )
 
 

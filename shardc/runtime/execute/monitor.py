@@ -89,8 +89,7 @@ class Monitor:
         self._publish()
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
         self._thread.start()
-        # A thread that is in the store's code when the interpreter ends would abort the process.
-        atexit.register(self._stop_beating)
+        atexit.register(self._end_thread, SILENCE)
 
     def add(self, counter_names: CounterNames, evaluates: bool) -> int:
         """The number of one more program of the job; all ranks add the same ones, in one order."""
@@ -138,16 +137,19 @@ class Monitor:
         if self._reports_error:
             return  # SIGTERM stays ours: torchrun's would come before the error is printed
         if self._thread.is_alive():
-            self._stop_beating()
+            self._end_thread()
             self._bell.close()
-        atexit.unregister(self._stop_beating)
+        atexit.unregister(self._end_thread)
         self._publish(closed=True)
         self._stay_until_others_know(closed=True)
 
-    def _stop_beating(self) -> None:
-        if self._thread.is_alive():  # it is not in a forked child, which has the parent's bell
+    def _end_thread(self, limit: float | None = None) -> None:
+        """Also at exit, after a failure: Python ends a daemon thread where it next asks for the interpreter. In a call
+        of the store that is a destructor in C++, and `std::terminate` would abort the process. A store that does not
+        answer within the `limit` is not waited for."""
+        if self._thread.is_alive():  # in a forked child it is not
             self._bell.stop()
-            self._thread.join()
+            self._thread.join(limit)
 
     def report_own_failure(self, why: str) -> None:
         """Publish that this rank fails for a reason of its own, for the other ranks to report."""

@@ -11,7 +11,8 @@ The same as torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn: the f
 are, and each later one average = decay * average + (1 - decay) * parameter. A step that was skipped updates nothing.
 Buffers are not averaged. Each rank averages its own shards, in place and in float32 at least: nothing is sent. What is
 not trained is not averaged, as its average is itself. A checkpoint has the averages beside the parameters, of role
-"average" and named `<parameter>:average`; make the EMA before it is loaded.
+"average" and named `<parameter>:average`; make the EMA before it is loaded. Averages of a checkpoint that has none
+start from its parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shardc.ir.diagnostic import error
+from shardc.ir.caller import warn
+from shardc.ir.diagnostic import Diagnostic, error
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.train.engine import Engine
@@ -39,6 +41,8 @@ class Averaged(Holder, Protocol):
 
     ema: EMA | None
 
+    @property
+    def leads(self) -> bool: ...
     def state_dict(self) -> dict[str, torch.Tensor]: ...
 
 
@@ -115,9 +119,19 @@ class EMA:
         """What of it a checkpoint says beside the tensors."""
         return {KEY: {"decay": self.decay, "updates": self.updates}}
 
+    @torch.no_grad()
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose tensors were read."""
+        """Go on from a checkpoint whose tensors were read. One without averages has no `position` of them: they start
+        from its parameters, with a warning (SC406)."""
         self.updates = int(position.get("updates", 0))
+        if position:
+            return
+        for name, average in self.averages.items():
+            average.copy_(self.trainer.state[name])
+        if self.trainer.leads:
+            message = "the checkpoint has no moving averages: they start from its parameters"
+            hint = "right where it was saved without shardc.EMA, and the EMA is new"
+            warn(str(Diagnostic("SC406", message, "warning", hint=hint)))
 
     def follow(self, after: Averaged, old: Engine) -> None:
         """Go on with a trainer that was compiled again; all ranks must call it."""

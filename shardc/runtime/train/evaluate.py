@@ -28,7 +28,16 @@ from shardc.runtime.execute.data_parts import Parts
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.metrics import Evaluated, count_items
-from shardc.runtime.train.programs import Compiled, Prepared, Programs, form_of, prepare, refuse_empty, typed
+from shardc.runtime.train.programs import (
+    Compiled,
+    Prepared,
+    Programs,
+    form_of,
+    prepare,
+    refuse_empty,
+    shapes_text,
+    typed,
+)
 from shardc.runtime.train.replicas import FIRST
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 
@@ -162,7 +171,11 @@ class Evaluator:
         form = form_of(batch)
         refuse_empty(batch)
         self._programs.agree(batch, (kept, form), _when(step), self._due)
-        return self._programs.of(kept, form, lambda: self._prepared(batch, kept))
+
+        def text(ready: _Ready) -> str:
+            return shapes_text({name: tuple(t.shape) for name, t in ready.feeding.tensors(batch).items()})
+
+        return self._programs.of(kept, form, lambda: self._prepared(batch, kept), text)
 
     def _prepared(self, batch: Any, kept: Kept) -> _Ready:
         if self._compile is None:

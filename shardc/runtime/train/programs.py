@@ -114,23 +114,29 @@ def refuse_empty(batch: Any) -> None:
 
 def form_text(batch: Any) -> str:
     """The shapes of a batch, to be read: `input_ids [3, 128], labels [3, 128]`."""
-    tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
-    return ", ".join(f"{path} {list(t.shape)}".strip() for path, t in tensors)
+    return shapes_text({path: tuple(t.shape) for path, t in leaves_of(batch) if isinstance(t, torch.Tensor)})
+
+
+def shapes_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}".strip() for name, shape in shapes.items())
 
 
 T = TypeVar("T")
+SHOWN = 3  # forms, in a warning
 
 
 class Programs(Generic[T]):
-    """Those used last, `most` of each group, by the form of their batch. `what` says of what kind they are."""
+    """Those used last, `most` of each group, by the form of their batch. `what` says of what kind they are. `pinned` is
+    the form, as text, of one more that is kept elsewhere: the trainer's own."""
 
     def __init__(
-        self, engine: Engine, most: int, what: str, release: Callable[[T], None], pinned: bool = False
+        self, engine: Engine, most: int, what: str, release: Callable[[T], None], pinned: str | None = None
     ) -> None:
         self._engine, self._most, self._what, self._release = engine, most, what, release
-        self._pinned = pinned  # one more, which is kept elsewhere: the trainer's own
+        self._pinned = pinned
         self._ready: dict[tuple[Hashable, Hashable], T] = {}
-        self._said: set[str] = set()
+        self._texts: dict[tuple[Hashable, Hashable], str] = {}  # of the forms, also of those that are gone
+        self._said: set[Hashable] = set()
 
     def forms(self) -> list[Any]:
         """Those of the programs, the least recently used first."""
@@ -139,27 +145,37 @@ class Programs(Generic[T]):
     def agree(self, batch: Any, key: Hashable | None, when: str, due: bool) -> None:
         """Raise ShardcError (SC542) where ranks were given batches of several forms. With one program they are compared
         when that is `due`, or when a batch comes that it is not for; with several, each time."""
-        if due or len(self._ready) + self._pinned > 1:
+        if due or len(self._ready) + (self._pinned is not None) > 1:
             self._engine.agree(form_text(batch), when)
         elif key is not None and key not in self._ready:
             self._engine.agree(form_text(batch), when, alone=True)
 
-    def of(self, group: Hashable, form: Hashable, make: Callable[[], T]) -> T:
-        """The program of a form, which is made when it is first asked for."""
+    def of(self, group: Hashable, form: Hashable, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        """The program of a batch's form, which is made when it is first asked for; its inputs' shapes as `text`."""
         key = (group, form)
         if key not in self._ready:
             ready = make()
             alike = [known for known in self._ready if known[0] == group]
-            if alike or self._pinned:
-                self._say(f"{self._what}; here is another, and the {self._most} used last are kept")
+            self._texts[key] = text(ready)
+            if alike or self._pinned is not None:
+                self._say_another(key, alike)
             if len(alike) == self._most:
                 self._release(self._ready.pop(alike[0]))
-                self._say(f"batches have more than {self._most} forms: what is used least recently is compiled again")
+                self._say(
+                    group, f"batches have more than {self._most} forms: what is used least recently is compiled again"
+                )
             self._ready[key] = ready
         ready = self._ready[key] = self._ready.pop(key)  # the last of those in use
         return ready
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _say_another(self, key: tuple[Hashable, Hashable], alike: Collection[tuple[Hashable, Hashable]]) -> None:
+        """Once a form."""
+        texts = [*([] if self._pinned is None else [self._pinned]), *(self._texts[known] for known in alike)]
+        earlier = "; ".join(texts[-SHOWN:]) + (f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
+        another = f"here is {self._texts[key]} after {earlier}"
+        self._say(key, f"{self._what}: {another}; the {self._most} used last are kept")
+
+    def _say(self, about: Hashable, message: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
             warn(message)

@@ -28,7 +28,7 @@ from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.padding import Padding, Shapes, rebuilt
 from shardc.runtime.train.padding_trial import BUFFER, GRADIENT, LOSS, Results, Trial
-from shardc.runtime.train.programs import Compiled, Programs, form_of, prepare, refuse_empty
+from shardc.runtime.train.programs import Compiled, Programs, form_of, prepare, refuse_empty, shapes_text
 from shardc.runtime.train.result import StepResult, Tensors
 
 PROGRAMS = 8  # of other shapes than the first, that are kept
@@ -80,9 +80,10 @@ class Steps:
         self._inputs = [name for name, (port, _) in feeding.placed.items() if port.role == "input"]
         self._shapes = None if batch is None else self._brought(self._of(batch_inputs(batch, self._inputs)))
         what = "a step is compiled for each shape of batch"
+        pinned = "the program's own" if self._shapes is None else shapes_text(self._shapes)
         self._padding, self._state, self._evaluated = padding, state, evaluated
         self._tried: set[Hashable] = set()  # what was padded, of which program
-        self._programs = Programs[Step](engine, PROGRAMS, what, lambda step: step.engine.release(), pinned=True)
+        self._programs = Programs[Step](engine, PROGRAMS, what, lambda step: step.engine.release(), pinned)
 
     def of(self, batch: Any, when: str, due: bool) -> tuple[Step, Any]:
         """The program for a batch, compiled if it is not there yet, and what it is fed; all ranks must
@@ -106,8 +107,11 @@ class Steps:
                 form = None if into == self._shapes else tuple(sorted(into.items()))
         else:
             self._programs.agree(host, None if form is None else ("step", form), when, due)
-        step = self.first if form is None else self._programs.of("step", form, lambda: self._prepared(host))
+        step = self.first if form is None else self._made(form, host, tensors)
         return step, batch if isinstance(batch, Copied) else tensors
+
+    def _made(self, form: Hashable, host: Any, tensors: Inputs) -> Step:
+        return self._programs.of("step", form, lambda: self._prepared(host), lambda _: shapes_text(self._of(tensors)))
 
     def _host(self, batch: Any) -> Any:
         """The batch that this rank has, on the host; parts that a simulation is given are joined."""
