@@ -31,6 +31,7 @@ PRELOADED = [
     "examples.gpt2",
     "tests.handmade",
     "tests.ir.test_ops",
+    "tests.distributed.warm",
 ]
 
 
