@@ -102,7 +102,7 @@ def test_fewer_collectives_of_the_same_bytes(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_what_is_in_flight_has_a_bound(case: str) -> None:
     """Passes bound the peak in the program's order; a rank holds at most so many collectives' values beside that."""
     plan, *_ = CASES[case]
