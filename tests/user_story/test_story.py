@@ -1,5 +1,5 @@
-"""The whole story of a job, in four processes over gloo, as torchrun starts them or forked: compile, train, evaluate, save, die, go on on
-another mesh, export, load into what the model came from, and get the same tokens."""
+"""The whole story of a job, in four processes over gloo, as torchrun starts them or forked: compile, train, evaluate,
+save, die, go on on another mesh, export, load into what the model came from, and get the same tokens."""
 
 import json
 import os
