@@ -227,6 +227,7 @@ def test_reductions_stand_where_backward_makes_gradients() -> None:
     assert all(order[n] < first for n in late)
 
 
+@pytest.mark.long  # `tests/runtime/test_lr_schedule.py` trains with schedulers
 def test_learning_rate_is_an_input() -> None:
     """A scheduler changes the step without compiling again."""
     (built, batch), *_ = traced("llama")

@@ -44,7 +44,7 @@ def test_plans(program: tuple[str, str, int]) -> None:
     check(Case(*program, 3, "1f1b"), seed=3)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str) -> None:
     check(Case("gpt2", "zero1", 8, 4, schedule), seed=1)

@@ -228,6 +228,7 @@ def test_layouts(name: str, plan: dict[str, Any]) -> None:
     assert graph_to_plain(graph_from_plain(graph_to_plain(body))) == graph_to_plain(body)
 
 
+@pytest.mark.long  # `tests/passes/test_fuse.py` fuses those of a pipeline
 def test_a_pipelines_parts() -> None:
     model, batch, _ = make("gpt2")
     plan = {"mesh": "pp=2", "pipeline": {"axis": "pp", "microbatches": 2}, "fuse": {"templates": ["add_layer_norm"]}}
