@@ -15,7 +15,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.verify import violations
-from shardc.passes.base import Pass
+from shardc.passes.base import Check, Pass
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -91,39 +91,44 @@ def part_passes(options: Options) -> list[Pass]:
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
     """Run passes in turn, checking after each what it ensures."""
     verified: list[object] = []
+    held: set[Check] = set()
     for pass_ in todo:
         start = time.perf_counter()
         after = pass_.run(graph)
         seconds = time.perf_counter() - start
         contents = _contents(after)
-        changed = len(contents) != len(verified) or not all(map(operator.is_, contents, verified))
-        inspect(pass_, graph, after, seconds, options, changed=changed)
+        if len(contents) != len(verified) or not all(map(operator.is_, contents, verified)):
+            held.clear()
+        inspect(pass_, graph, after, seconds, options, held)
         graph, verified = after, contents
     return graph
 
 
 def _contents(graph: Graph) -> list[object]:
-    """All that `violations` reads of a graph. None of it is changed in place: another value is another object."""
+    """All that checks read of a graph. None of it is changed in place: another value is another object."""
     contents: list[object] = [*graph.inputs, *graph.outputs, *graph.mesh.axes, graph.microbatches]
+    contents += (*graph.seeds, *graph.seeds.values())
     for node in graph.fx.nodes:
         contents += (node, node.target, node.args, node.kwargs, node.meta.get("shardc"))
     return contents
 
 
 def inspect(
-    pass_: Pass, before: Graph, after: Graph, seconds: float, options: Options, *, changed: bool = True
+    pass_: Pass, before: Graph, after: Graph, seconds: float, options: Options, held: set[Check] | None = None
 ) -> None:
     """Verify what a pass left, and show it. A pass that edits in place gives the same graph twice.
 
-    Where nothing has `changed` since the pass before it, what holds of every graph holds still.
+    Checks that are known to have `held` of the graph as it is now are not made again; those made here are added.
     Raises AssertionError with every violation: a graph that a pass broke is our fault, not the user's.
     """
     if options.verify:
-        broken = violations(after) if changed else []
-        broken += [line for check in ENSURES.get(pass_.name, ()) for line in check(after)]
+        held = set() if held is None else held
+        checks = [check for check in (violations, *ENSURES.get(pass_.name, ())) if check not in held]
+        broken = [line for check in checks for line in check(after)]
         if after is not before:
             broken += [line for check in PRESERVES.get(pass_.name, ()) for line in check(before, after)]
         assert not broken, f"{pass_.name} broke the graph '{after.name}':\n" + "\n".join(broken[:20])
+        held.update(checks)
     if options.watch is not None:
         options.watch(pass_, after, seconds)
 

@@ -24,6 +24,7 @@ from shardc.ir.types import TensorType
 INPUT_ROLES = {"param", "buffer", "input", "seed", "share", "state", "hyper", "value", "sum"}
 OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state", "value", "sum"}
 REDUCTIONS = {"sum", "max", "min"}
+TENSORS = (fx.Node, int, float, complex)  # torch wraps numbers
 
 
 def violations(graph: Graph) -> list[str]:
@@ -98,6 +99,13 @@ def arguments_fit(graph: Graph) -> list[str]:
     """Every call gives its op's schema what it asks for, tensors where it says Tensor and there alone."""
     faults: list[str] = []
     for node in graph.calls():
+        kinds = _positional(node.target)
+        if (
+            not node.kwargs
+            and len(kinds[0]) <= len(node.args) <= len(kinds[1])
+            and all(map(_fits, node.args, kinds[1]))
+        ):
+            continue  # most calls: nothing by name, nothing left out
         names = [name for name, _, _ in _arguments(node.target)]
         bound = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
@@ -193,16 +201,25 @@ def _arguments(op: OpOverload) -> tuple[tuple[str, str, bool], ...]:
     return tuple((a.name, str(a.type), not a.has_default_value()) for a in schema_of(op).arguments)
 
 
+@lru_cache(maxsize=4096)
+def _positional(op: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The types of a schema's arguments up to the last that a call must give, and of all."""
+    arguments = _arguments(op)
+    required = max((i + 1 for i, (_, _, required) in enumerate(arguments) if required), default=0)
+    kinds = tuple(kind for _, kind, _ in arguments)
+    return kinds[:required], kinds
+
+
 def _fits(value: Any, kind: str) -> bool:
     """Is a value of the schema's type? Types that graphs hold little of (generators, storages) are not looked at."""
+    if kind == "Tensor":
+        return isinstance(value, TENSORS)
     if kind.startswith("Optional["):
         return value is None or _fits(value, kind.removeprefix("Optional[").removesuffix("]"))
     if kind.startswith("List["):
         inner = kind.removeprefix("List[").removesuffix("]")
         # `int[2] stride` takes one int for both, and so on.
         return all(_fits(v, inner) for v in value) if isinstance(value, list | tuple) else _fits(value, inner)
-    if kind == "Tensor":  # torch wraps numbers
-        return isinstance(value, fx.Node | int | float | complex)
     if isinstance(value, fx.Node):
         return False
     match kind:

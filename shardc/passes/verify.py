@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 from torch import fx
 
@@ -19,6 +20,7 @@ from shardc.ir.ops import collectives
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of
 from shardc.ir.schema import given
+from shardc.ir.types import TensorType
 from shardc.passes.base import Check, split_of
 from shardc.passes.fusion.clustering.memory_budget import allowed_peak
 from shardc.passes.normalize.normalize import only_core_ops
@@ -32,13 +34,15 @@ Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and
 
 def no_axis_twice(graph: Graph) -> list[str]:
     """V1: in one value an axis of the mesh shards at most one atom, once, and is not pending as well."""
-    faults: list[str] = []
-    for value in graph.values():
-        type = type_of(value)
-        axes = [a for atom in type.atoms for a in atom.axes] + [a for a, _ in type.partial]
-        if len(axes) != len(set(axes)) or not set(axes) <= set(graph.mesh.names):
-            faults.append(f"V1 {info(value).name}: {type}")
-    return faults
+    axes = frozenset(graph.mesh.names)
+    return [f"V1 {info(value).name}: {type_of(value)}" for value in graph.values() if _misused(type_of(value), axes)]
+
+
+@lru_cache(maxsize=65536)
+def _misused(type: TensorType, axes: frozenset[str]) -> bool:
+    """Few types fill a graph of thousands of values, so each is looked at once."""
+    used = [a for atom in type.atoms for a in atom.axes] + [a for a, _ in type.partial]
+    return len(used) != len(set(used)) or not axes.issuperset(used)
 
 
 def atoms_nest(graph: Graph) -> list[str]:

@@ -124,7 +124,7 @@ def test_text_and_file_round_trip(name: str, tmp_path: Path) -> None:
     assert {phase for phase, _, _ in read.flops().counts} == {"fwd"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "auto", "greedy"])
 def test_a_pipeline_runs_forwards_alone(schedule: str) -> None:
     model, batch = gpt2(layers=4, width=16, vocab=32, seq=4)
@@ -138,6 +138,7 @@ def test_a_pipeline_runs_forwards_alone(schedule: str) -> None:
     assert program.timeline().peak_live <= (1.0, 1.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("make", "mesh", "plan"), [
     (gpt2, "dp=2, tp=2", "configs/plans/gpt2.yaml"),
     (llama, "dp=2, tp=2", "configs/plans/llama.yaml"),

@@ -107,13 +107,19 @@ def pairs() -> list[tuple[str, str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("model", "layout", "zero"), pairs())
-@pytest.mark.sampled(20)
+SHORT = ("gpt2", "dp2tp2", 3)  # the others are long
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "zero"),
+    [pytest.param(*pair, marks=() if pair == SHORT else pytest.mark.long) for pair in pairs()],
+)
 def test_five_steps_equal_the_single_device(model: str, layout: str, zero: int) -> None:
     """Of four microbatches each; the first and the last, which start from the single device's state."""
     equal(distributed(model, layout, zero, 4), history(model, 4)[:: STEPS - 1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_without_accumulation(zero: int) -> None:
     equal(distributed("cnn", "dp2tp2", zero), history("cnn", 1)[:: STEPS - 1])
@@ -127,9 +133,14 @@ def equal(body: Graph, steps: list[tuple[dict[str, torch.Tensor], dict[Any, torc
             assert gap < 1e-11, f"{port.role} {port.name} differs by {gap:.1e}"
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("model", ["gpt2", "llama", "resnet"])
+@pytest.mark.parametrize(
+    ("model", "microbatches"),
+    [
+        pytest.param(model, count, marks=() if (model, count) == ("gpt2", 4) else pytest.mark.long)
+        for model in ("gpt2", "llama", "resnet")
+        for count in (1, 4)
+    ],
+)
 def test_the_single_device_is_eager_training(model: str, microbatches: int) -> None:
     """Five steps in a row, with torch's own accumulation, clipping and AdamW, in float64."""
     built, batch, optimizer = made(model)
@@ -153,15 +164,14 @@ def test_the_single_device_is_eager_training(model: str, microbatches: int) -> N
 
 def test_accumulation_reduces_once() -> None:
     """Four microbatches of a quarter move, over dp, what one of the whole batch moves."""
-    for layout, zero in (("dp2", 0), ("dp2tp2", 1)):
-        one, four = (collectives(distributed("llama", layout, zero, k)) for k in (1, 4))
-        # Of the scalars, labels that count are counted over dp in each.
-        over = [[c for c in found if c.axes == ("dp",) and c.payload_bytes > 8] for found in (one, four)]
-        moved = [Counter((c.kind, c.bytes_per_step) for c in found) for found in over]
-        assert moved[0] == moved[1]
-        assert all(c.times == 1 for c in over[1])
-        within = [sum(c.times for c in found if c.axes == ("tp",) and c.phase != "opt") for found in (one, four)]
-        assert within[1] == 4 * within[0]
+    one, four = (collectives(distributed("llama", "dp2tp2", 1, k)) for k in (1, 4))
+    # Of the scalars, labels that count are counted over dp in each.
+    over = [[c for c in found if c.axes == ("dp",) and c.payload_bytes > 8] for found in (one, four)]
+    moved = [Counter((c.kind, c.bytes_per_step) for c in found) for found in over]
+    assert moved[0] == moved[1]
+    assert all(c.times == 1 for c in over[1])
+    within = [sum(c.times for c in found if c.axes == ("tp",) and c.phase != "opt") for found in (one, four)]
+    assert within[1] == 4 * within[0]
 
 
 def test_bytes_of_zero() -> None:
@@ -217,6 +227,7 @@ def test_reductions_stand_where_backward_makes_gradients() -> None:
     assert all(order[n] < first for n in late)
 
 
+@pytest.mark.long  # `tests/runtime/test_lr_schedule.py` trains with schedulers
 def test_learning_rate_is_an_input() -> None:
     """A scheduler changes the step without compiling again."""
     (built, batch), *_ = traced("llama")

@@ -18,6 +18,7 @@ import shardc
 from shardc.cli import commands, main
 from shardc.ir.diagnostic import error
 from shardc.runtime.oracle.report import TOLERANCE
+from tests.distributed.ranks import fork_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "examples/mlp.py:mlp"
@@ -198,7 +199,10 @@ def test_run_simulates() -> None:
 
 
 @pytest.mark.slow
-def test_run_in_processes_agrees_with_the_simulation() -> None:
+@pytest.mark.parametrize("how", ["forked", pytest.param("anew", marks=pytest.mark.long)])
+def test_run_in_processes_agrees_with_the_simulation(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "forked":
+        fork_ranks(monkeypatch)
     command = ["run", MODEL, "--steps", "3", *PLAN, "--mesh", "dp=1,tp=2"]
     simulated = shardc_cli(*command)
     real = shardc_cli(*command, "--nproc", "2")

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardc.cli.main import app
+from tests.distributed.ranks import fork_ranks
 
 ROOT = Path(__file__).parents[2]
 TARGET = f"{ROOT / 'examples/mlp.py'}:mlp"
@@ -29,7 +30,8 @@ def plan(tmp_path: Path) -> Path:
     return path
 
 
-def test_processes_bring_their_parts(plan: Path) -> None:
+def test_processes_bring_their_parts(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
     simulated = losses(TARGET, "--plan", str(plan))
     assert losses(TARGET, "--plan", str(plan), "--nproc", "2") == pytest.approx(simulated, rel=1e-5)
     whole = plan.read_text().replace("data: per_rank\n", "")

@@ -95,7 +95,7 @@ REFUSED: Mapping[str, tuple[Callable[[Content], Any], str]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_instruction(name: str) -> None:
     change, said = REFUSED[name]

@@ -233,6 +233,7 @@ def test_results_that_nobody_reads_are_named(plan: str) -> None:
     assert str(report)
 
 
+@pytest.mark.long  # how time grows, not what is computed
 def test_linear_time() -> None:
     """A graph of 13k calls takes well under a second: so much a call, in CPU time, and no more for the later ones."""
     body = compiled("gpt2", layers=12).body

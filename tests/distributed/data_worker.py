@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,18 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "right": right}
 
 
-def launched(layout: str = "dp2 tp2") -> Trainer:
+@cache
+def compiled(layout: str) -> shardc.Program:
     mesh, plan = LAYOUTS[layout]
     model, texts = Model(), Texts()
     sample = {"ids": texts.ids[:BATCH], "labels": texts.labels[:BATCH]}
     plan = {"inputs": {"ids": "dp, -"}, "loss": {"tokens": "labels"}, "data": "per_rank", **plan}
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    return shardc.compile(model, sample, mesh=mesh, plan=plan, optimizer=optimizer).launch(timeout=60)
+    return shardc.compile(model, sample, mesh=mesh, plan=plan, optimizer=optimizer)
+
+
+def launched(layout: str = "dp2 tp2") -> Trainer:
+    return compiled(layout).launch(timeout=60)
 
 
 def loader(trainer: Trainer, stateful: bool = False, rank: int | None = None) -> Any:

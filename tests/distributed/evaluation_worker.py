@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2tp2": ("pp=2, tp=2", {"params": TP, "pipeline": {"microbatches": 4}}),
     "interleaved": ("pp=2", {"pipeline": {"microbatches": 4, "schedule": "interleaved"}}),
 }
+LAYERS = {"interleaved": 4}  # others have 2
 
 
 class Scored(nn.Module):
@@ -59,7 +60,7 @@ def differs() -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     mesh, plan = CASES[CASE]
-    inner, batch = gpt2(layers=4, batch=8, vocab=64, seq=8, width=32)
+    inner, batch = gpt2(layers=LAYERS.get(CASE, 2), batch=8, vocab=64, seq=8, width=32)
     model = Scored(inner)
     short = {name: tokens[:4].flip(1) for name, tokens in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)

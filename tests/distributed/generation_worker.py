@@ -82,7 +82,7 @@ def streams() -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     mesh, plan = CASES[CASE]
-    model, batch = gpt2(batch=4, seq=8, vocab=96, width=32)
+    model, batch = gpt2(layers=1 if CASE == "dp2tp2" else 2, batch=4, seq=8, vocab=96, width=32)
     spread(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
     program = shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer)

@@ -13,11 +13,13 @@ import runpy
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing import start_processes
 
 from tests.ports import free_port
 
@@ -31,13 +33,14 @@ PRELOADED = [
     "examples.gpt2",
     "tests.handmade",
     "tests.ir.test_ops",
+    "tests.distributed.warm",
 ]
 
 
 def start(
-    scenario: str, ranks: int, folder: Path, limit: float = 90.0, worker: Path = WORKER
+    scenario: str, ranks: int, folder: Path, limit: float = 90.0, worker: Path = WORKER, all_end: bool = True
 ) -> list[dict[str, Any] | None]:
-    """Run a scenario in `ranks` processes; what each wrote, None for one that died before."""
+    """Run a scenario in `ranks` processes; what each wrote, None for one that died before, if not `all_end` well."""
     port = free_port()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     serve()
@@ -67,8 +70,8 @@ def start(
     logs = "\n".join(path.read_text()[-3000:] for rank in range(ranks) if (path := folder / f"{rank}.log").exists())
     assert not late, f"ranks {late} still run after {limit} s\n{logs}"
     results = [folder / f"{rank}.json" for rank in range(ranks)]
-    assert any(path.exists() for path in results), logs
-    assert scenario in ("dead", "stuck", "own") or all(path.exists() for path in results), logs
+    assert not all_end or any(path.exists() for path in results), logs
+    assert scenario in ("dead", "stuck", "own") or not all_end or all(path.exists() for path in results), logs
     return [json.loads(path.read_text()) if path.exists() else None for path in results]
 
 
@@ -93,6 +96,12 @@ def serve() -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a test the processes of `shardc run --nproc` too are forked, which are started anew otherwise."""
+    serve()
+    monkeypatch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method=METHOD))
 
 
 def run(arguments: list[str], env: Mapping[str, str]) -> None:

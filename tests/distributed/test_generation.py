@@ -13,15 +13,16 @@ from tests.runtime.generating import LIMITS, MORE, PROMPTS, SAMPLED, library, sp
 from tests.runtime.generating import alone as of_library
 
 WORKER = Path(__file__).parent / "generation_worker.py"
-WHOLE = 2 * 2 * 4 * 32 * 32  # keys and values of two layers, four rows, 32 tokens, 32 wide
-HELD = {"dp2tp2": WHOLE // 4, "pp2tp2": WHOLE // 4, "zero3": WHOLE // 2}
+LAYER = 2 * 4 * 32 * 32  # keys and values of a layer: four rows, 32 tokens, 32 wide
+HELD = {"dp2tp2": LAYER // 4, "pp2tp2": 2 * LAYER // 4, "zero3": 2 * LAYER // 2}
+LAYERS = {"dp2tp2": 1, "pp2tp2": 2, "zero3": 2}
 RANKS = {"dp2tp2": 4, "pp2tp2": 4, "zero3": 2}
 
 
 @cache
-def alone() -> list[list[int]]:
+def alone(layers: int) -> list[list[int]]:
     """The tokens that one device samples."""
-    model, batch = gpt2(batch=4, seq=8, vocab=96, width=32)
+    model, batch = gpt2(layers=layers, batch=4, seq=8, vocab=96, width=32)
     trainer = shardc.compile(spread(model), batch, mesh="dp=1", plan={}, mode="eval").launch()
     return trainer.generate(PROMPTS, 12, **SAMPLED).sequences.tolist()
 
@@ -32,12 +33,12 @@ def alone() -> list[list[int]]:
 def test_ranks_generate_what_the_library_does(case: str, tmp_path: Path) -> None:
     results = [result for result in start(case, RANKS[case], tmp_path, 180.0, WORKER) if result is not None]
     assert len(results) == RANKS[case]
-    model, _ = gpt2(batch=4, seq=8, vocab=96, width=32)
+    model, _ = gpt2(layers=LAYERS[case], batch=4, seq=8, vocab=96, width=32)
     spread(model)
     assert {str(r["before"]) for r in results} == {str(library(model, max_new_tokens=12, eos_token_id=[]).tolist())}
     model.load_state_dict(torch.load(tmp_path / "weights.0.pt"))
     assert {str(r["after"]) for r in results} == {str(library(model, max_new_tokens=12, eos_token_id=[]).tolist())}
-    assert {str(r["sampled"]) for r in results} == {str(alone())}
+    assert {str(r["sampled"]) for r in results} == {str(alone(LAYERS[case]))}
     assert results[0]["before"] != results[0]["after"], "two steps of training lie between them"
     assert [r["held"] for r in results] == [HELD[case]] * RANKS[case]
     assert [r["moved"] for r in results] == [[]] * RANKS[case], "a decode step writes into the cache in place"

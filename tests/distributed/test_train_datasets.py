@@ -1,4 +1,4 @@
-"""The example over Hugging Face `datasets`: four processes that load parts make the steps of the parts together."""
+"""The example over Hugging Face `datasets`: data ranks that load parts make the steps of the parts together."""
 
 from pathlib import Path
 
@@ -30,6 +30,15 @@ def simulated(argv: str) -> list[float]:
     return losses
 
 
+def test_a_run_goes_on_with_its_data_set(tmp_path: Path) -> None:
+    argv = f"{SMALL} --documents 2 --checkpoint {tmp_path / 'run'}"
+    first = train_datasets.main(train_datasets.options(f"{argv} --epochs 1".split()))
+    rest = train_datasets.main(train_datasets.options(f"{argv} --epochs 2".split()))
+    assert len(first) == len(rest) >= 2
+    assert rest[-1] < first[0]
+
+
+@pytest.mark.long  # that processes bring parts and go on with them, `test_data.py` shows
 def test_four_processes_train_on_their_parts_of_a_data_set_and_go_on(tmp_path: Path) -> None:
     argv = f"{SMALL} --checkpoint {tmp_path / 'run'}"
     first = start(f"{argv} --epochs 1", 4, tmp_path, limit=240, worker=WORKER)

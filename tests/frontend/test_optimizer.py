@@ -152,7 +152,7 @@ def compare(model: nn.Module, batch: Any, loss: Any, make: Make, clip: float | N
             torch.testing.assert_close(got, torch.as_tensor(value, dtype=torch.float64), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_mlp_equals_eager(name: str) -> None:
     compare(*mlp(width=6, hidden=10), OPTIMIZERS[name])

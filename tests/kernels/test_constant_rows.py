@@ -88,6 +88,7 @@ def test_rows_of_a_sum(interpreted: Interpreter, schedule: Schedule | None) -> N
     assert torch.equal(mean, total[:, 0].float())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", GROUPS)
 def test_groups(interpreted: Interpreter, kind: str) -> None:
     dtype, channels, space, schedule = GROUPS[kind]
@@ -117,6 +118,7 @@ def generated(cols: int, dtype: torch.dtype, rows: int, summed: bool, mean: str)
     return k.kernel("fused_norm_tanh")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mean", ["div", "mul"])
 @pytest.mark.parametrize("summed", [False, True], ids=["x", "x + y"])
 @pytest.mark.parametrize(

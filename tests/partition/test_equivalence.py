@@ -26,7 +26,7 @@ PLANS = [
     *(("t5", "all", 3), ("resnet", "full", 3)),
 ]
 # A few that the tests above have compiled already; `make fuzz` orders all of them anew.
-ORDERED = PROGRAMS[2:] + PLANS if FUZZ else [("gpt2", "zero1", 8), ("gpt2", "tokens", 8), ("llama", "tp2", 1)]
+ORDERED = PROGRAMS[2:] + PLANS if FUZZ else [("gpt2", "zero1", 8), ("gpt2", "tokens", 8)]
 PLACES = [(ranks, schedule) for ranks in (2, 3, 4) for schedule in SCHEDULES]
 SAMPLE = [Case(*one, *place) for at, one in enumerate(PROGRAMS) for place in random.Random(at).sample(PLACES, 2)]
 
@@ -44,14 +44,14 @@ def test_plans(program: tuple[str, str, int]) -> None:
     check(Case(*program, 3, "1f1b"), seed=3)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str) -> None:
     check(Case("gpt2", "zero1", 8, 4, schedule), seed=1)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000 if FUZZ else 10)
+@settings(max_examples=2000 if FUZZ else 5)
 @given(
     st.sampled_from(ORDERED),
     st.sampled_from((2, 3, 4)),
@@ -64,7 +64,7 @@ def test_in_any_order(what: tuple[str, str, int], ranks: int, schedule: str, see
 
 
 def test_a_program_from_a_file_runs_the_same() -> None:
-    case = Case("t5", "tp2", 3, 2, "zb-v")
+    case = Case("gpt2", "zero1", 8, 2, "zb-v")  # which other tests compile too
     program = programmed(case)
     read = StagedProgram.from_plain(json.loads(json.dumps(program.to_plain())))
     assert [read.text(rank) for rank in range(2)] == [program.text(rank) for rank in range(2)]

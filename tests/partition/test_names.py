@@ -100,7 +100,7 @@ def shape(graph: Graph) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_only_names_differ(plan: str) -> None:
     hostile, plain = (graphs_by_name(compiled(plan, which).staged) for which in (True, False))
@@ -111,11 +111,13 @@ def test_only_names_differ(plan: str) -> None:
     assert [[type(i) for i in rank] for rank in lists[0].ranks] == [[type(i) for i in rank] for rank in lists[1].ranks]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["recompute", "pipeline-zero3"])
 def test_it_trains_as_eager_does(plan: str) -> None:
     assert compiled(plan, True).verify()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["zero3-bucket", "pipeline-zero3"])
 def test_a_gather_of_a_module_called_r_is_not_recomputed(plan: str) -> None:
     graphs = graphs_by_name(compiled(plan, True).staged).values()

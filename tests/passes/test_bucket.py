@@ -59,6 +59,7 @@ def compiled(plan: dict[str, Any], bucket: object = False, layers: int = 2, trai
     return shardc.compile(model, batch, plan=wanted, optimizer=mine)
 
 
+@pytest.mark.long  # `test_a_pipelines_parts_have_buckets_of_their_own` has storage in shards
 def test_storage_over_an_axis_of_one_rank() -> None:
     program = compiled({"mesh": "dp=2,tp=1", "storage": {"zero": 1, "axes": ["tp"]}}, True)
     assert any(node.target is PACK for node in program.body.calls())
@@ -102,7 +103,7 @@ def test_fewer_collectives_of_the_same_bytes(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 def test_what_is_in_flight_has_a_bound(case: str) -> None:
     """Passes bound the peak in the program's order; a rank holds at most so many collectives' values beside that."""
     plan, *_ = CASES[case]

@@ -58,7 +58,9 @@ def test_twice_the_blocks_are_twice_the_work() -> None:
     assert large["expand"] <= 2 * sum(1 for _ in graphs[1].calls())
 
 
-@pytest.mark.parametrize(("graph", "python", "c"), [(lambda n: chains(n), 175, 125), (traced, 320, 240)])
+@pytest.mark.parametrize(
+    ("graph", "python", "c"), [(lambda n: chains(n), 175, 125), pytest.param(traced, 320, 240, marks=pytest.mark.long)]
+)
 def test_the_functions_that_fusing_calls(graph: Callable[[int], Graph], python: int, c: int) -> None:
     """For each call of the graph; seconds vary, and this does not."""
     small, large = graph(600), graph(1200)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -230,6 +228,7 @@ def test_layouts(name: str, plan: dict[str, Any]) -> None:
     assert graph_to_plain(graph_from_plain(graph_to_plain(body))) == graph_to_plain(body)
 
 
+@pytest.mark.long  # `tests/passes/test_fuse.py` fuses those of a pipeline
 def test_a_pipelines_parts() -> None:
     model, batch, _ = make("gpt2")
     plan = {"mesh": "pp=2", "pipeline": {"axis": "pp", "microbatches": 2}, "fuse": {"templates": ["add_layer_norm"]}}
@@ -298,8 +297,3 @@ def test_the_sources_of_templates_are_printed() -> None:
     assert "def norm_forward(" in text
     assert "# norm.norm_backward: grid" in text
     assert "def fused_add_layer_norm(" in text, "and those of the generator"
-
-
-def test_the_ops_can_be_imported_before_the_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", "import kernels_triton.match.op"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -277,6 +277,7 @@ def test_the_hull_is_convex_and_nothing_lies_below_it(t: Tradeoff) -> None:
         assert all(byte * size + flop * work >= line for size, work in all_choices(t))
 
 
+@pytest.mark.long  # how time grows, not what is computed
 def test_time_is_linear_in_layers() -> None:
     def seconds(layers: int) -> float:
         graphs: list[Graph] = []

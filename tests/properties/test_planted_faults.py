@@ -140,7 +140,7 @@ TRACE: dict[str, Fault] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", TRACE)
 def test_in_the_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sound()
@@ -176,7 +176,7 @@ UPDATE: dict[str, Fault] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", UPDATE)
 def test_in_the_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sound()
@@ -236,7 +236,7 @@ BODY: dict[str, tuple[int, Fault]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", BODY)
 def test_in_the_body(name: str) -> None:
     zero, fault = BODY[name]

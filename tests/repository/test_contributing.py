@@ -11,9 +11,12 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.ranks import METHOD, serve
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -48,8 +51,21 @@ def _run(folder: Path, titles: list[str]) -> None:
     files = [folder / f"{title.replace(' ', '_')}.py" for title in titles]
     for file, title in zip(files, titles, strict=True):
         file.write_text(PROGRAMS[title], encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", RUNNER, *map(str, files)], env=environment, cwd=folder, timeout=300)
+    if titles == [KERNEL]:  # Triton is imported as the interpreter, or not
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-c", RUNNER, *map(str, files)], env=environment, cwd=folder, timeout=300)
+        return
+    serve()
+    process = get_context(METHOD).Process(target=_run_all, args=(folder, files), daemon=True)
+    process.start()
+    process.join(300)
+    process.kill()
+
+
+def _run_all(folder: Path, files: list[Path]) -> None:
+    os.chdir(folder)
+    sys.argv = ["", *map(str, files)]
+    exec(RUNNER, {})
 
 
 def _passed(folder: Path, title: str) -> None:

@@ -68,10 +68,8 @@ def test_an_index_takes_both(published: tuple[Path, Path]) -> None:
 
 def test_the_wheel_runs_away_from_the_repository(published: tuple[Path, Path], tmp_path: Path) -> None:
     site = tmp_path / "site"
-    options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(published[0])], check=True
-    )
+    with ZipFile(published[0]) as wheel:  # what `pip install` puts beside other packages
+        wheel.extractall(site)
     run = subprocess.run(
         [sys.executable, "-c", STORY, str(site)], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -51,7 +51,7 @@ def test_the_readme_runs(tmp_path: Path, request: pytest.FixtureRequest, monkeyp
     _run(page("README.md"), tmp_path, request, monkeypatch)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("page", [page for page in EXECUTED[1:] if _runs(page)], ids=lambda page: page.path.stem)
 def test_a_page_runs(
     page: Page, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -186,6 +186,7 @@ def test_settings_of_early_stopping_that_are_refused(what: str, settings: dict[s
 
 
 # ---------------------------------------------------------------------- what ends training
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["callback", "evaluation", "evaluation's batches"])
 @pytest.mark.parametrize("how", ["error", "signal"])

@@ -82,6 +82,7 @@ def trained(trainer: Trainer, loader: Any, stop: int = 0, **options: Any) -> lis
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_run_that_is_stopped_at_any_step_goes_on_within_its_epoch(
     program: shardc.Program, kind: str, tmp_path: Path

@@ -83,6 +83,7 @@ def in_parts(parts: DataParts, whole: Batch) -> Parts:
     return Parts(parts.part(whole, index) for index in range(parts.count))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_make_the_steps_that_their_rows_make_on_one_device(layout: str) -> None:
     """To the bit, dropout included: with a microbatch that has no tokens, a part that has none, and a whole batch."""
@@ -127,6 +128,7 @@ def ranks(parts: DataParts, wholes: list[Batch], compiled: shardc.Program) -> li
     return fed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pp2 dp2"])
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_each_rank_is_fed_from_its_part_what_it_is_fed_from_the_whole(layout: str, step: int) -> None:
@@ -287,6 +289,7 @@ def test_the_program_s_file_says_whose_the_parts_are() -> None:
         assert caught.value.code == "SC208"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("data", [None, "per_rank"])
 def test_as_many_rows_as_a_microbatch_are_trained_on_once(data: str | None) -> None:
     """Of a program from a file, which can make no other, they are refused: it would take them for each microbatch."""

@@ -80,6 +80,7 @@ def close(found: dict[str, Tensor], expected: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_torchs_average(layout: str, tmp_path: Path) -> None:
     model, averaged = eager()

@@ -89,7 +89,7 @@ def exact(model: nn.Module, trainer: Trainer, batches: list[dict[str, Tensor]]) 
     return float((losses * rows).sum() / rows.sum()), float((scalars * rows).sum() / rows.sum())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_means_are_those_of_the_eager_model_on_the_present_weights(name: str) -> None:
     model, trainer = trainer_of(name)
@@ -108,7 +108,7 @@ def test_means_are_those_of_the_eager_model_on_the_present_weights(name: str) ->
         trainer.step(batch(seed=10 + k))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_training_is_bitwise_what_it_is_without_evaluation(name: str) -> None:
     """Losses, parameters, buffers, moments; and torch's and our own random numbers."""
@@ -146,6 +146,7 @@ class Counts(Net):
         return outputs | {"y": outputs["y"] * self.calls}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["dp2 tp2", "accumulate", "pp2 tp2"])
 def test_what_forward_does_to_buffers_is_not_kept(name: str) -> None:
     _, trainer = trainer_of(name, Counts())
@@ -295,7 +296,7 @@ def test_batches_of_other_shapes_compile_once_each_and_few_are_kept() -> None:
         assert len([w for w in said if "more than 4 forms" in str(w.message)]) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["dp2 tp2", "zero 3", "accumulate", "pp2 tp2", "pp2 interleaved"])
 def test_a_last_batch_may_be_short_and_odd(name: str) -> None:
     """As many microbatches as divide it, and shards that are padded."""
@@ -308,7 +309,7 @@ def test_a_last_batch_may_be_short_and_odd(name: str) -> None:
     assert trainer.predict(given[1]).outputs["y"].full().shape == (5, 4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("storage", [{}, *({"storage": {"zero": z, "axes": ["dp"]}} for z in (1, 2, 3))])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_evaluates_with_the_copies_that_it_trains_with(precision: str, storage: Any) -> None:

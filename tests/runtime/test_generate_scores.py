@@ -28,7 +28,7 @@ def eager(kind: str, dtype: torch.dtype) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_padding_to_a_compiled_length_changes_no_token(kind: str, dtype: torch.dtype) -> None:
@@ -46,7 +46,7 @@ def test_padding_to_a_compiled_length_changes_no_token(kind: str, dtype: torch.d
         assert both[1] == library(model, [[33, 4]], max_new_tokens=5, eos_token_id=[])[0, 2:].tolist()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["dp=1", "tp=2"])
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}, {"do_sample": True}], ids=" ".join)
 def test_scores_that_are_nan_choose_no_token(mesh: str, options: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.layout import shard
 from shardc.runtime.oracle.simulate import run_reference, simulate
+from tests.distributed.ranks import fork_ranks
 from tests.handmade import Builder, aten
 
 VOCAB = 12
@@ -179,8 +180,9 @@ def test_a_rank_tells_the_others_which_index_it_failed_of() -> None:
         assert "%check (mlp.py:" in own.said[0]
 
 
-def test_every_process_raises_before_it_sends_anything() -> None:
+def test_every_process_raises_before_it_sends_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bad label lies in the shard of one rank; all are given the batch, all say the same, none waits."""
+    fork_ranks(monkeypatch)
     plan = {"inputs": {"tokens": "dp, -", "labels": "dp, -"}}
     language = shardc.compile(Language(), batch(), mesh="dp=2", plan=plan)
     given = batch()

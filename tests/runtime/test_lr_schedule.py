@@ -72,6 +72,7 @@ LOOPS: dict[str, Loop] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_run_that_was_stopped_has_the_rates_of_a_whole_one(tmp_path: Path, kind: str) -> None:
     loop = LOOPS[kind]

@@ -60,7 +60,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", AT_LAUNCH)
 def test_a_launch_is_of_the_model_as_it_is(name: str) -> None:
     model, twin = made(Net), made(Net)

@@ -201,7 +201,7 @@ def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- sync_to
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("target", [net, on_meta])
 def test_into_another_model(layout: str, target: Callable[[], Net]) -> None:

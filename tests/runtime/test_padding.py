@@ -143,6 +143,7 @@ def test_a_mask_of_another_name_is_named_by_the_plan() -> None:
         shardc.compile(model, named((8, 6)), mesh="dp=2", plan={**plan, "pad": "vallid"})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("flaw", "shape", "what"),
     [

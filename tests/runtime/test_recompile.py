@@ -68,7 +68,7 @@ def eager(plan: dict[str, Any]) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in training.model.state_dict().items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_go_on_as_eagers(layout: str) -> None:
     mesh, plan = LAYOUTS[layout]

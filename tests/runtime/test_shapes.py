@@ -126,7 +126,7 @@ def parts(*names: str) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in PLANS]
 
 
-@pytest.mark.parametrize("name", parts("dp2 tp2", "zero 3", "pp2 tp2", "accumulate"))
+@pytest.mark.parametrize("name", parts("zero 3", "pp2 tp2"))
 def test_steps_on_several_shapes_are_those_of_plain_training(name: str) -> None:
     trainer = compiled(name).launch()
     losses, model, optimizer = eager(PLANS[name][1].get("clip_grad_norm"))
@@ -164,7 +164,7 @@ def test_dropout_is_that_of_one_device(name: str) -> None:
     plan = {"accumulate": trainer.body.microbatches, "clip_grad_norm": PLANS[name][1].get("clip_grad_norm")}
     plan = {key: value for key, value in plan.items() if value is not None}
     alone = shardc.compile(model, batch(8, 6), mesh="dp=1", plan=plan, optimizer=adam(model)).launch()
-    for k, shape in enumerate(FEW[:3]):
+    for k, shape in enumerate(FEW[:2]):
         given = batch(*shape, seed=k)
         assert quietly(trainer, given) == pytest.approx(quietly(alone, given), rel=1e-12)
 
@@ -285,7 +285,7 @@ def test_gradients_descent_and_checkpoints_are_of_the_last_shape(tmp_path: Path)
     assert trainer.evaluate([given]).loss == pytest.approx(float(twin(**given).detach()), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["dp4", "zero 3 dp4"])
+@pytest.mark.parametrize("name", [pytest.param("dp4", marks=pytest.mark.long), "zero 3 dp4"])
 def test_an_evaluation_of_fewer_rows_than_ranks_splits_their_axis(name: str) -> None:
     trainer = compiled(name).launch()
     given = batch(2, 6)

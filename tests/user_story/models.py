@@ -62,7 +62,7 @@ def llama() -> nn.Module:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config)

@@ -1,4 +1,4 @@
-"""The script of the story: torchrun --nproc-per-node 4 story.py SUBJECT FOLDER ATTEMPT
+"""The script of the story: torchrun --nproc-per-node 4 story.py "SUBJECT ATTEMPT" FOLDER
 
 It compiles, trains with a loader, evaluates every ten steps and saves every five. In its first attempt rank 3 is killed
 in the middle; the second goes on from the folder, on another mesh, exports, and generates.
@@ -51,7 +51,10 @@ def main(name: str, folder: Path, attempt: int) -> None:
             generated = trainer.predict(batch).outputs["logits"].full().argmax(-1).tolist()
         if trainer.leads:
             (folder / "generated").write_text(json.dumps(generated))
+    (folder / f"{os.environ['RANK']}.json").write_text("{}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    torch.set_num_threads(1)
+    which, number = sys.argv[1].split()
+    main(which, Path(sys.argv[2]), int(number))
