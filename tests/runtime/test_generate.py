@@ -18,7 +18,7 @@ from shardc.ir.graph import info, type_of
 from shardc.ir.in_place import writes
 from shardc.ir.microbatch import CACHE
 from shardc.ir.ops.streams import step_key, token_key
-from shardc.runtime.generate import programs
+from shardc.runtime.generate import programs as generate_programs
 from shardc.runtime.generate.sampling import draw, uniforms
 from shardc.runtime.train.trainer import Trainer
 from tests.runtime.generating import ATTENTION, DP, GPT2, HEAD, MLP, MODELS, PROMPTS, launched, library, made, spread
@@ -319,7 +319,7 @@ def test_program_generate_launches_with_the_weights_of_a_folder(tmp_path: Any) -
 
 
 def test_forms_are_bounded_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "PROGRAMS", 2)
+    monkeypatch.setattr(generate_programs, "PROGRAMS", 2)
     model, batch = gpt2(layers=1, batch=4, seq=8, vocab=32, width=16)
     trainer = shardc.compile(model, batch, mesh="dp=1", plan={}, mode="eval").launch()
     with warnings.catch_warnings(record=True) as caught:
