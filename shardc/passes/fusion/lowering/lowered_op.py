@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,10 @@ from shardc.passes.fusion.analysis.iteration_space import (
     SpaceConstraint,
     StridedRuns,
     Value,
+    contiguous_runs,
+    interned,
     strided_runs,
+    structure,
 )
 from shardc.passes.fusion.analysis.view_analysis import StridedView, ViewAnalysis
 
@@ -60,14 +63,75 @@ class LoweredOp:
         object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "is_float64", _computes_in_float64(self.prims))
 
+    @cached_property
+    def structure(self) -> tuple[object, list[Value]]:
+        """An object that is the same for calls whose operations differ in the names of their values only, and the
+        values of the graph, what they read first."""
+        numbers: dict[Value, int] = {}
+        key = structure(self.prims, numbers)
+        values = [value for value in numbers if isinstance(value, fx.Node)]
+        values.sort(key=self.reads.__contains__, reverse=True)
+        return interned(key, tuple([numbers[value] for value in values])), values
+
+    @cached_property
+    def access(self) -> Access:
+        """How it reads its operands, and what it computes of them."""
+        return access_of(self.prims, self.constraint.size)
+
     def renamed(self, node: fx.Node, names: Mapping[Value, Value]) -> LoweredOp:
         """The same operations for another call. `names` has the new name of every value, temporaries included."""
         op = object.__new__(LoweredOp)
-        prims = tuple([prim.renamed(names) for prim in self.prims])
-        reads = frozenset([names[value] for value in self.reads])
-        fields = {"node": node, "prims": prims, "constraint": self.constraint, "reads": reads}
-        op.__dict__.update(fields, is_float64=self.is_float64)
+        key, values = self.structure
+        values = [names[value] for value in values]
+        op.__dict__.update(
+            node=node,
+            prims=tuple([prim.renamed(names) for prim in self.prims]),
+            constraint=self.constraint,
+            reads=frozenset(values[: len(self.reads)]),
+            is_float64=self.is_float64,
+            structure=(key, values),
+            access=self.access.renamed(names),
+        )
         return op
+
+
+class Access(NamedTuple):
+    """How a call reads its operands, and what it computes of them."""
+
+    strided_reads: frozenset[fx.Node]  # operands that it reads in part, out of order, or repeatedly
+    partial_results: frozenset[fx.Node]  # results without exactly one element for each element of the space
+    is_elementwise: bool  # every operation maps element i of its operands to element i of its result
+    reductions: frozenset[Over]  # what its operations reduce over
+
+    def renamed(self, names: Mapping[Value, Value]) -> Access:
+        """The same of another call."""
+        if not self.strided_reads and not self.partial_results:
+            return self
+        strided, partial = (frozenset([names[value] for value in values]) for values in self[:2])
+        return Access(strided, partial, *self[2:])  # type: ignore[arg-type]
+
+
+def access_of(prims: Sequence[Prim], size: int) -> Access:
+    """The access of a call with these operations, in a space of `size` elements."""
+    contiguous = contiguous_runs(size)
+    computed = {prim.out for prim in prims}
+    strided_reads: set[fx.Node] = set()
+    partial_results: set[fx.Node] = set()
+    is_elementwise = True
+    for prim in prims:
+        is_full = prim.over == "point" and prim.size == size and prim.op != "cat"
+        is_elementwise &= is_full and not prim.index
+        if not is_full and isinstance(prim.out, fx.Node):
+            partial_results.add(prim.out)
+        for read in prim.reads:
+            if prim.size == size and read.runs == contiguous and not read.offset:
+                continue
+            if read.value in computed:
+                is_elementwise = False
+            elif isinstance(read.value, fx.Node):
+                strided_reads.add(read.value)
+    reductions = frozenset([prim.over for prim in prims])
+    return Access(frozenset(strided_reads), frozenset(partial_results), is_elementwise, reductions)
 
 
 def _computes_in_float64(prims: Sequence[Prim]) -> bool:
@@ -81,7 +145,8 @@ def _is_float64(read: Read) -> bool:
     return isinstance(read.value, fx.Node) and type_of(read.value).dtype == torch.float64
 
 
-class Temporary(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Temporary:
     """A value inside a kernel, which the graph does not have: an intermediate result of a call, by its number."""
 
     node: fx.Node
