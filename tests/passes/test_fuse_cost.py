@@ -13,7 +13,7 @@ import shardc
 from benchmarks.compile_time import function_calls
 from benchmarks.fusion_census import CALLS_OF_BLOCK, traced
 from shardc.ir.graph import Graph
-from shardc.passes.fusion.analysis import iteration_space
+from shardc.passes.fusion.analysis import iteration_space, space_cache
 from shardc.passes.fusion.clustering import clustering, fusion_graph, rematerialize
 from shardc.passes.fusion.clustering.clustering import _Merger  # pyright: ignore[reportPrivateUsage]
 from shardc.passes.fusion.clustering.rematerialize import _Rematerializer  # pyright: ignore[reportPrivateUsage]
@@ -21,7 +21,7 @@ from shardc.passes.fusion.emit import kernel_builder
 from shardc.passes.fusion.fuse import fuse
 from tests.passes.fuse_graphs import chains
 
-MODULES = [iteration_space, rematerialize, clustering, kernel_builder, fusion_graph]
+MODULES = [iteration_space, space_cache, rematerialize, clustering, kernel_builder, fusion_graph]
 
 
 def counted(graph: Graph) -> Counter[str]:

@@ -20,7 +20,7 @@ by strided runs too, to which element of the result each element goes:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -286,34 +286,16 @@ def find_space(prims: Sequence[Prim], constraint: SpaceConstraint) -> IterationS
         elif prim.over != "point" or reads_reduced:
             reduced.add(prim.out)
         if over_rows:
-            kept = _row_dims(result_map)
-            if not kept <= _row_dims(call_map) or batch not in (None, kept):
+            kept_dims = _row_dims(result_map)
+            if not kept_dims <= _row_dims(call_map) or batch not in (None, kept_dims):
                 return None
             if _row_dims(call_map) != _row_dims(full_map):  # no kernel sums over only some of the row dims
                 return None
-            batch = kept
+            batch = kept_dims
         if prim.over in ("col", "all"):
             after_sums.add(prim.out)
         access_maps[prim.out], call_maps[prim.out] = result_map, call_map
     return _batch_first(IterationSpace(dims, access_maps, call_maps), sorted(batch or ()))
-
-
-class SpaceCache:
-    """Which operations have a space. Layers repeat: those that differ in names only are asked of once."""
-
-    def __init__(self) -> None:
-        self.answers: dict[Hashable, bool] = {}
-
-    def has_space(self, prims: Sequence[Prim], constraint: SpaceConstraint) -> bool:
-        """Does `find_space` find one?"""
-        return self.answer((constraint, structure(prims, {})), lambda: prims, constraint)
-
-    def answer(self, key: Hashable, prims: Callable[[], Sequence[Prim]], constraint: SpaceConstraint) -> bool:
-        """The same for operations that `key` identifies but for names."""
-        answer = self.answers.get(key)
-        if answer is None:
-            answer = self.answers[key] = find_space(prims(), constraint) is not None
-        return answer
 
 
 def _row_dims(strides: Strides) -> frozenset[int]:

@@ -25,12 +25,12 @@ from shardc.ir.storages import Operand
 from shardc.passes.fusion.analysis.iteration_space import (
     Prim,
     Read,
-    SpaceCache,
     SpaceConstraint,
     StridedRuns,
     Value,
     space_constraint,
 )
+from shardc.passes.fusion.analysis.space_cache import SpaceCache
 from shardc.passes.fusion.analysis.view_analysis import VIEWS, ViewAnalysis
 from shardc.passes.fusion.clustering.numeric_sensitivity import NumericSensitivity
 from shardc.passes.fusion.clustering.producer_inlining import inline_producers

@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from kernels_triton.ir.kernel import DTYPES
 from shardc.ir.graph import results, type_of
+from shardc.passes.fusion.analysis.access import Access, access_of
 from shardc.passes.fusion.analysis.constant_values import constant_value
 from shardc.passes.fusion.analysis.iteration_space import (
     Over,
@@ -30,7 +31,6 @@ from shardc.passes.fusion.analysis.iteration_space import (
     SpaceConstraint,
     StridedRuns,
     Value,
-    contiguous_runs,
     interned,
     strided_runs,
     structure,
@@ -69,7 +69,7 @@ class LoweredOp:
         values of the graph, what they read first."""
         numbers: dict[Value, int] = {}
         key = structure(self.prims, numbers)
-        values = [value for value in numbers if isinstance(value, fx.Node)]
+        values: list[Value] = [value for value in numbers if isinstance(value, fx.Node)]
         values.sort(key=self.reads.__contains__, reverse=True)
         return interned(key, tuple([numbers[value] for value in values])), values
 
@@ -93,45 +93,6 @@ class LoweredOp:
             access=self.access.renamed(names),
         )
         return op
-
-
-class Access(NamedTuple):
-    """How a call reads its operands, and what it computes of them."""
-
-    strided_reads: frozenset[fx.Node]  # operands that it reads in part, out of order, or repeatedly
-    partial_results: frozenset[fx.Node]  # results without exactly one element for each element of the space
-    is_elementwise: bool  # every operation maps element i of its operands to element i of its result
-    reductions: frozenset[Over]  # what its operations reduce over
-
-    def renamed(self, names: Mapping[Value, Value]) -> Access:
-        """The same of another call."""
-        if not self.strided_reads and not self.partial_results:
-            return self
-        strided, partial = (frozenset([names[value] for value in values]) for values in self[:2])
-        return Access(strided, partial, *self[2:])  # type: ignore[arg-type]
-
-
-def access_of(prims: Sequence[Prim], size: int) -> Access:
-    """The access of a call with these operations, in a space of `size` elements."""
-    contiguous = contiguous_runs(size)
-    computed = {prim.out for prim in prims}
-    strided_reads: set[fx.Node] = set()
-    partial_results: set[fx.Node] = set()
-    is_elementwise = True
-    for prim in prims:
-        is_full = prim.over == "point" and prim.size == size and prim.op != "cat"
-        is_elementwise &= is_full and not prim.index
-        if not is_full and isinstance(prim.out, fx.Node):
-            partial_results.add(prim.out)
-        for read in prim.reads:
-            if prim.size == size and read.runs == contiguous and not read.offset:
-                continue
-            if read.value in computed:
-                is_elementwise = False
-            elif isinstance(read.value, fx.Node):
-                strided_reads.add(read.value)
-    reductions = frozenset([prim.over for prim in prims])
-    return Access(frozenset(strided_reads), frozenset(partial_results), is_elementwise, reductions)
 
 
 def _computes_in_float64(prims: Sequence[Prim]) -> bool:
