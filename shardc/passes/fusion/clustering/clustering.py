@@ -165,18 +165,18 @@ class _Merger:
         merged = self.merged(a, b)
         if isinstance(merged, str):
             return
-        kept = self.dag.merge(a, b)
-        if kept is None:
+        root = self.dag.merge(a, b)
+        if root is None:
             return
-        cluster, held, first, last = merged
-        if held > 0:
-            self.budget.reserve(held, first, last)
+        cluster, extra, first, last = merged
+        if extra > 0:
+            self.budget.reserve(extra, first, last)
         clusters = self.clusters
         del clusters[a], clusters[b]
-        clusters[kept] = cluster
-        for neighbour in self._neighbours(cluster, kept):
+        clusters[root] = cluster
+        for neighbour in self._neighbours(cluster, root):
             if neighbour in clusters:
-                self._score(kept, neighbour)
+                self._score(root, neighbour)
 
     def merged(self, a: int, b: int) -> tuple[Cluster, int, int, int] | str:
         """The merged cluster, the bytes whose lifetime it extends, and the first and last epoch in which they are then
@@ -188,18 +188,18 @@ class _Merger:
         cluster = self._merged_cluster(x, y, epoch, constraint, agree)
         if isinstance(cluster, str):
             return cluster
-        held = self._bytes_held(x, y, cluster)
-        if isinstance(held, str):
-            return held
+        extra = self._bytes_held(x, y, cluster)
+        if isinstance(extra, str):
+            return extra
         epochs = (x.barrier_epoch, y.barrier_epoch, epoch)
         first, last = min(epochs), max(epochs)
         if self.has_critical and (self._delays_critical(x, y, epoch) or self._delays_critical(y, x, epoch)):
             return "a collective that the next product waits for would begin later"
-        if held > NEGLIGIBLE_BYTES and not self._may_hold(held, saved := bytes_saved(self.graph, x, y), first, last):
-            return f"{held} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
+        if extra > NEGLIGIBLE_BYTES and not self._may_hold(extra, saved := bytes_saved(self.graph, x, y), first, last):
+            return f"{extra} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
         if not agree and not self.graph.has_space(cluster.calls, cluster.constraint):
             return NO_COMMON_SPACE
-        return cluster, held, first, last
+        return cluster, extra, first, last
 
     def _delays_critical(self, feeder: Cluster, other: Cluster, epoch: int) -> bool:
         """Would a critical collective that reads results of `feeder` wait for `other`, which it does not need?"""
@@ -214,10 +214,10 @@ class _Merger:
         # A shorter delay costs no more than a kernel of its own would.
         return sum(self.graph.bytes[v] for v in read | written) > self.clustering.hardware.gap_bytes
 
-    def _may_hold(self, held: int, saved: int, first: int, last: int) -> bool:
-        if held * MIN_SAVING_RATIO <= saved:
+    def _may_hold(self, extra: int, saved: int, first: int, last: int) -> bool:
+        if extra * MIN_SAVING_RATIO <= saved:
             return True
-        return held <= MAX_HELD_RATIO * saved and self.budget.allows(held, first, last)
+        return extra <= MAX_HELD_RATIO * saved and self.budget.allows(extra, first, last)
 
     def _neighbours(self, cluster: Cluster, number: int) -> set[int]:
         """The clusters, and some calls, that a merge with this one could save something for."""
@@ -301,18 +301,18 @@ class _Merger:
         epoch = merged.barrier_epoch
         if a.barrier_epoch == b.barrier_epoch == epoch:
             return 0
-        graph, inside, held = self.graph, merged.calls, 0
+        graph, inside, extra = self.graph, merged.calls, 0
         if {"fwd", "bwd"} <= {graph.phases[i] for i in merged.calls}:
             return "one is forward's, the other backward's"
         for cluster, other in ((a, b), (b, a)):
             stored = {v for v in cluster.writes if not graph.readers.get(v, set()) <= inside}
-            held -= sum(graph.bytes[v] for v in cluster.writes & other.reads if v not in stored)
+            extra -= sum(graph.bytes[v] for v in cluster.writes & other.reads if v not in stored)
             if cluster.barrier_epoch > epoch:
-                held += sum(graph.bytes[v] for v in stored)
+                extra += sum(graph.bytes[v] for v in stored)
             elif cluster.barrier_epoch < epoch:
-                held += sum(graph.bytes[v] for v in cluster.reads - other.reads if self._is_dead_before(v, epoch))
-                held -= sum(graph.bytes[v] for v in stored)
-        return held
+                extra += sum(graph.bytes[v] for v in cluster.reads - other.reads if self._is_dead_before(v, epoch))
+                extra -= sum(graph.bytes[v] for v in stored)
+        return extra
 
     def _is_dead_before(self, value: fx.Node, epoch: int) -> bool:
         """Is the last reader of a value in an earlier epoch?"""

@@ -69,7 +69,7 @@ class _KernelWriter:
     inputs: dict[tuple[fx.Node, int, Strides], Input] = field(default_factory=dict)  # type: ignore[type-arg]
     numbers: dict[tuple[fx.Node, int, Strides], int] = field(default_factory=dict)  # type: ignore[type-arg]
     steps: list[_Step] = field(default_factory=list[_Step])
-    known: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    step_numbers: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     values: dict[Value, Argument] = field(default_factory=dict[Value, Argument])
     parts: dict[Value, list[tuple[Argument, AccessMap]]] = field(default_factory=dict)  # type: ignore[type-arg]
 
@@ -93,7 +93,7 @@ class _KernelWriter:
     ) -> Ref:
         # To Python 1 equals True, and 0.0 equals -0.0: literals are compared by their text.
         key = (op, tuple([each if type(each) is Ref else repr(each) for each in operands]), attributes, dtype)
-        number = self.known.setdefault(key, len(self.steps))
+        number = self.step_numbers.setdefault(key, len(self.steps))
         if number == len(self.steps):
             self.steps.append(_Step(op, operands, attributes, dtype))
         return Ref(number)
