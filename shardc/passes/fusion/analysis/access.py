@@ -1,4 +1,4 @@
-"""How a call reads and writes memory: what `clustering` asks when it merges calls without a look at their operations."""
+"""How a call reads and writes memory: what clustering asks when it merges calls without a look at their operations."""
 
 from __future__ import annotations
 
