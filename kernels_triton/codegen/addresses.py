@@ -91,7 +91,7 @@ def _product(name: str, stride: int, wide: bool) -> str:
 
 def derived_indices(kernel: Kernel) -> Iterator[IndexTerm]:
     """Every index that is derived from `b` or `r`, each once."""
-    seen: set[str] = set()
+    names_put: set[str] = set()
     strides_of_maps = [tensor.access_map.strides for tensor in kernel.inputs]
     strides_of_maps += [store.access_map.strides for output in kernel.outputs for store in output.stores]
     strides_of_maps += [step.attributes[1:] for step in kernel.steps if step.op == "uniform"]
@@ -101,6 +101,6 @@ def derived_indices(kernel: Kernel) -> Iterator[IndexTerm]:
             index = index_along(kernel.space, step.attributes[0], kernel.batch)
             wanted += [index] if index else []
     for term in wanted:
-        if term.name not in ("b", "r") and term.name not in seen:
-            seen.add(term.name)
+        if term.name not in ("b", "r") and term.name not in names_put:
+            names_put.add(term.name)
             yield term

@@ -97,7 +97,7 @@ def _put_mean(w: FunctionWriter, value: int) -> None:
 
 
 @contextmanager
-def put_pass(w: FunctionWriter, roots: set[int], before: list[str], kept: list[int]) -> Generator[list[int]]:
+def put_pass(w: FunctionWriter, roots: set[int], before: list[str], accumulated: list[int]) -> Generator[list[int]]:
     """A loop over the columns. Row values that it needs are computed before it. Yields the values to compute inside."""
     kernel, s = w.kernel, w.plan.schedule
     closure = w.pending_values(roots)
@@ -105,7 +105,7 @@ def put_pass(w: FunctionWriter, roots: set[int], before: list[str], kept: list[i
         if not kernel.varies[value][-1]:
             w.put_loads([value] if value < len(kernel.inputs) else [])
             w.put_step(value)
-    if not roots and not kept:
+    if not roots and not accumulated:
         yield []
         return
     for line in before:

@@ -140,24 +140,24 @@ def register_pressure(kernel: Kernel) -> float:
         for read in kernel.values_read(value):
             last[read] = value
     wide = [v for v in alive if kernel.varies[v][-1] and not kernel.in_epilogue[v]]
-    held = {v: kernel.inputs[v].dtype.itemsize / 4 for v in wide if v < len(kernel.inputs)}
-    most = now = sum(held.values())
+    registers_of = {v: kernel.inputs[v].dtype.itemsize / 4 for v in wide if v < len(kernel.inputs)}
+    most = now = sum(registers_of.values())
     for value in range(len(kernel.inputs), len(kernel.varies)):
         if value not in alive or kernel.in_epilogue[value]:
             continue
         for read in set(kernel.values_read(value)):
-            if read < len(kernel.inputs) and read in held and held[read] < 1.0:
-                now += 1.0 - held[read]
-                held[read] = 1.0
+            if read < len(kernel.inputs) and read in registers_of and registers_of[read] < 1.0:
+                now += 1.0 - registers_of[read]
+                registers_of[read] = 1.0
         if value in wide:
-            held[value] = 1.0
+            registers_of[value] = 1.0
             now += 1.0
         most = max(most, now)
         for read in set(kernel.values_read(value)):
             if last.get(read) == value:
-                now -= held.pop(read, 0.0)
+                now -= registers_of.pop(read, 0.0)
         if last.get(value) is None:
-            now -= held.pop(value, 0.0)
+            now -= registers_of.pop(value, 0.0)
     sums = sum(1 for v in column_sums(kernel) if kernel.varies[v][-1])
     return max(1.0, most) + sums
 

@@ -76,11 +76,11 @@ def _record_operands(line: str, computed: dict[str, set[str]]) -> None:
 
 def _pointers(address: str, computed: dict[str, set[str]], parameters: dict[str, str]) -> set[str]:
     operands: set[str] = set()
-    seen, todo = {address}, [address]
+    visited, todo = {address}, [address]
     while todo:
         register = todo.pop()
         if register in parameters:
             operands.add(parameters[register])
-        todo += (following := computed.get(register, set()) - seen)
-        seen |= following
+        todo += (following := computed.get(register, set()) - visited)
+        visited |= following
     return operands

@@ -111,12 +111,12 @@ def compile_jobs(arch: int, quick: bool = False) -> Iterator[CompileJob]:
 
 
 def _distinct_jobs(arch: int, quick: bool) -> Iterator[CompileJob]:
-    seen: set[CompileJob] = set()
+    distinct_jobs: set[CompileJob] = set()
     odd = (replace(job, odd=True) for job in _odd_jobs(arch, quick))
     for job in chain(_launched_jobs(arch, quick), odd):
         anonymous = replace(job, template="", cols=0)
-        if anonymous not in seen:
-            seen.add(anonymous)
+        if anonymous not in distinct_jobs:
+            distinct_jobs.add(anonymous)
             yield job
     plans: set[tuple[str, bool]] = set()
     for name, build in CORPUS.items():

@@ -79,7 +79,7 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
             for p, s in shared
         ]
     else:
-        kept = (
+        kept_tiles = (
             (4096, 16, 1, (8, 10, 11, 12, 13)),
             (4096, 16, 2, (2, 3, 4)),
             (2048, 8, 2, (6, 9, 11, 25)),
@@ -87,7 +87,7 @@ def candidates(name: str, guess: Schedule, cols: int) -> Iterator[Schedule]:
         )
         options = [
             {"block": b, "warps": w, "chunks": k, "waves": p, "stages": s, "registers": 65536 // (32 * w * p)}
-            for b, w, p, chunks in kept
+            for b, w, p, chunks in kept_tiles
             for k in chunks
             for s in ((1,) if k * b >= cols else (4, 6, 8))
         ]

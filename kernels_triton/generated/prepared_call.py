@@ -90,10 +90,10 @@ class PreparedKernelCall:
         places: Mapping[int, Place],
         device: torch.device,
         scratch: Scratch | None = None,
-        found: FindLaunches = generated_launches,
+        launch_finder: FindLaunches = generated_launches,
     ) -> None:
         self.run, self.operands, self.line, self.places = run, tuple(operands), line, dict(places)
-        self.scratch, self.find_launches = scratch, found
+        self.scratch, self.find_launches = scratch, launch_finder
         index = cast("int | None", device.index)
         self.index = torch.cuda.current_device() if index is None else index
         self.kernel = parse(line)

@@ -345,8 +345,8 @@ def _check_kernel(kernel: Kernel) -> None:
         for operand, letter in zip(step.operands, letters, strict=True):
             if letter in "bi":
                 got = kernel.classes[operand.index] if isinstance(operand, Ref) else literal_class(operand)
-                known = got == letter or (letter == "i" and got == "b")
-                expect(known, f"%{index}: {step.op} of a value of class {got}")
+                is_accepted = got == letter or (letter == "i" and got == "b")
+                expect(is_accepted, f"%{index}: {step.op} of a value of class {got}")
     for index, output in enumerate(kernel.outputs):
         expect(output.dtype in DTYPES, f"output {index} is {output.dtype}")
         covered = 0

@@ -84,15 +84,15 @@ def _run_step(
         strides = step.attributes[1:]
         sizes = [n if s else 1 for s, n in zip(strides, space, strict=True)]
         return UNIFORM(seed, step.attributes[0], sizes, list(strides), offset)
-    given: list[Class] = [kernel.classes[o.index] if isinstance(o, Ref) else literal_class(o) for o in step.operands]
+    classes: list[Class] = [kernel.classes[o.index] if isinstance(o, Ref) else literal_class(o) for o in step.operands]
     if step.op == "cast":
         assert step.dtype is not None
-        value = operand(step.operands[0], given[0])
+        value = operand(step.operands[0], classes[0])
         if not step.dtype.is_floating_point:
             return value.to(step.dtype)
         wide = torch.float64 if stand_in == torch.float64 or (stand_in is None and kernel.is_float64) else torch.float32
         return value.to(wide if stand_in is not None else step.dtype).to(wide)
-    common = common_class(op, given)
+    common = common_class(op, classes)
     letters: list[Class] = [common if letter in "na" else letter for letter in op.operands]  # type: ignore[misc]
     args = [operand(o, c) for o, c in zip(step.operands, letters, strict=True)]
     if not op.reduces:

@@ -62,15 +62,15 @@ def _tables_in(folder: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, Any]:
     hint = "`shardc tune -o FILE` writes one"
     try:
-        found: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as why:
         line = "" if why.problem_mark is None else f":{why.problem_mark.line + 1}"
         raise _error(f"'{path}{line}' is no YAML: {why.problem}", hint) from why
     except Exception as why:  # of the file, of UTF-8, of nesting, of values that YAML takes for dates
         raise _error(f"'{path}' cannot be read as a table of kernels' schedules: {why}", hint) from why
-    if not isinstance(found, dict) or not {"device", "schedules"} <= cast(dict[str, Any], found).keys():
+    if not isinstance(loaded, dict) or not {"device", "schedules"} <= cast(dict[str, Any], loaded).keys():
         raise _error(f"'{path}' is no table of kernels' schedules: it has no device or no schedules", hint)
-    table = cast(dict[str, Any], found)
+    table = cast(dict[str, Any], loaded)
     if (problem := _problem_of(table["device"], table["schedules"])) is not None:
         raise _error(f"'{path}' is no table of kernels' schedules: {problem}", hint)
     return table
@@ -101,10 +101,10 @@ def _is_entry(entry: Any) -> bool:
     if not isinstance(cols, list) or len(cast(list[Any], cols)) != 2 or not isinstance(schedule, dict):
         return False
     numbers = [*cast(list[Any], cols), entry["bytes"]]
-    given = cast(dict[str, Any], schedule)
+    fields = cast(dict[str, Any], schedule)
     return all(_is_count(n) for n in numbers) and all(
         key in RANGES and (type(n) is bool if key == "again" else _is_count(n) and _fits(n, *RANGES[key]))
-        for key, n in given.items()
+        for key, n in fields.items()
     )
 
 

@@ -163,8 +163,8 @@ def expect_floats(op: str, like: Tensor, **operands: Tensor | None) -> None:
     """Each operand has a floating-point dtype that kernels or references compute in, and is on the device of `like`."""
     for name, x in operands.items():
         if x is not None and x.dtype not in FLOATS:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-            expect(False, op, f"{name} is {x.dtype}, expected floating-point numbers", f"one of {known}")
+            float_names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            expect(False, op, f"{name} is {x.dtype}, expected floating-point numbers", f"one of {float_names}")
     expect_device(op, like, **operands)
 
 

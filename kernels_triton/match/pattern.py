@@ -80,7 +80,7 @@ ONE = ProductPattern(1.0, 0, ())
 
 def formulas(operands: Mapping[str, str], text: str) -> dict[str, Pattern]:
     """The named parts of a text."""
-    known: dict[str, Pattern] = {
+    patterns: dict[str, Pattern] = {
         name: NamePattern(name, kind.removesuffix("?"), kind.endswith("?"))  # type: ignore[arg-type]
         for name, kind in operands.items()
     }
@@ -88,24 +88,24 @@ def formulas(operands: Mapping[str, str], text: str) -> dict[str, Pattern]:
     for line in ast.parse(text.strip().replace("\n    ", "\n")).body:
         assert isinstance(line, ast.Assign)
         assert isinstance(line.targets[0], ast.Name)
-        parts[line.targets[0].id] = _parse_pattern(line.value, known | parts)
+        parts[line.targets[0].id] = _parse_pattern(line.value, patterns | parts)
     return parts
 
 
-def _parse_pattern(of: ast.expr, known: Mapping[str, Pattern]) -> Pattern:
+def _parse_pattern(of: ast.expr, patterns: Mapping[str, Pattern]) -> Pattern:
     match of:
         case ast.Name("column"):
             return ColumnPattern()
-        case ast.Name(name) if name in known:
-            return known[name]
+        case ast.Name(name) if name in patterns:
+            return patterns[name]
         case ast.Call(ast.Name(op), args):
-            return OpPattern(op, tuple(_parse_pattern(arg, known) for arg in args))
+            return OpPattern(op, tuple(_parse_pattern(arg, patterns) for arg in args))
         case ast.BinOp(left, ast.BitOr(), right):
             return EitherPattern(
-                (*_alternatives(_parse_pattern(left, known)), *_alternatives(_parse_pattern(right, known)))
+                (*_alternatives(_parse_pattern(left, patterns)), *_alternatives(_parse_pattern(right, patterns)))
             )
         case _:
-            return _unwrap_single_factor(SumPattern(_parse_terms(of, known)))
+            return _unwrap_single_factor(SumPattern(_parse_terms(of, patterns)))
 
 
 def _alternatives(of: Pattern) -> tuple[Pattern, ...]:
@@ -119,39 +119,39 @@ def _unwrap_single_factor(of: SumPattern) -> Pattern:
     return first.factors[0] if alone and not isinstance(first.factors[0], ReciprocalPattern) else of
 
 
-def _parse_terms(of: ast.expr, known: Mapping[str, Pattern]) -> tuple[ProductPattern, ...]:
+def _parse_terms(of: ast.expr, patterns: Mapping[str, Pattern]) -> tuple[ProductPattern, ...]:
     match of:
         case ast.BinOp(left, ast.Add(), right):
-            return (*_parse_terms(left, known), *_parse_terms(right, known))
+            return (*_parse_terms(left, patterns), *_parse_terms(right, patterns))
         case ast.BinOp(left, ast.Sub(), right):
-            negative = (ProductPattern(-p.coefficient, p.cols, p.factors) for p in _parse_terms(right, known))
-            return (*_parse_terms(left, known), *negative)
-        case ast.Name(name) if isinstance(known.get(name), SumPattern):
-            part = known[name]
+            negative = (ProductPattern(-p.coefficient, p.cols, p.factors) for p in _parse_terms(right, patterns))
+            return (*_parse_terms(left, patterns), *negative)
+        case ast.Name(name) if isinstance(patterns.get(name), SumPattern):
+            part = patterns[name]
             assert isinstance(part, SumPattern)
             return part.terms
         case _:
-            return (_parse_product(of, known),)
+            return (_parse_product(of, patterns),)
 
 
-def _parse_product(of: ast.expr, known: Mapping[str, Pattern]) -> ProductPattern:
+def _parse_product(of: ast.expr, patterns: Mapping[str, Pattern]) -> ProductPattern:
     match of:
         case ast.Constant(value):
             return ProductPattern(float(value), 0, ())  # type: ignore[arg-type]
         case ast.Name("cols"):
             return ProductPattern(1.0, 1, ())
         case ast.UnaryOp(ast.USub(), operand):
-            return _multiply(ProductPattern(-1.0, 0, ()), _parse_product(operand, known))
+            return _multiply(ProductPattern(-1.0, 0, ()), _parse_product(operand, patterns))
         case ast.BinOp(left, ast.Mult(), right):
-            return _multiply(_parse_product(left, known), _parse_product(right, known))
+            return _multiply(_parse_product(left, patterns), _parse_product(right, patterns))
         case ast.BinOp(left, ast.Div(), right):
-            divisor = _parse_product(right, known)
+            divisor = _parse_product(right, patterns)
             flipped = tuple(ReciprocalPattern(f) for f in divisor.factors)
             return _multiply(
-                _parse_product(left, known), ProductPattern(1 / divisor.coefficient, -divisor.cols, flipped)
+                _parse_product(left, patterns), ProductPattern(1 / divisor.coefficient, -divisor.cols, flipped)
             )
         case _:
-            node = _parse_pattern(of, known)
+            node = _parse_pattern(of, patterns)
             # A part that is a single product is replaced by its factors, as in the kernel.
             if isinstance(node, SumPattern) and len(node.terms) == 1:
                 return node.terms[0]

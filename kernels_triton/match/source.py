@@ -71,7 +71,7 @@ def _function(module: str, name: str) -> tuple[str, tuple[tuple[str, str], ...]]
     """A function's text, and the functions of these files that it calls."""
     text = (FILES / f"{module}.py").read_text(encoding="utf-8")
     body = ast.parse(text).body
-    known = {
+    origin_of = {
         statement.name: (module, statement.name) for statement in body if isinstance(statement, ast.FunctionDef)
     } | dict(_imported(body))
     for statement in body:
@@ -79,7 +79,7 @@ def _function(module: str, name: str) -> tuple[str, tuple[tuple[str, str], ...]]
             first = min([statement.lineno, *(mark.lineno for mark in statement.decorator_list)])
             lines = "\n".join(text.splitlines()[first - 1 : statement.end_lineno]) + "\n"
             used = [part.id for part in ast.walk(statement) if isinstance(part, ast.Name) and part.id != name]
-            return lines, tuple(known[used_name] for used_name in dict.fromkeys(used) if used_name in known)
+            return lines, tuple(origin_of[used_name] for used_name in dict.fromkeys(used) if used_name in origin_of)
     raise AssertionError(f"{module}.py has no {name}")
 
 

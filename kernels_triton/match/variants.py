@@ -103,15 +103,15 @@ def _norms() -> Iterator[LaunchVariant]:
             )
 
 
-def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+def _norm(op: str, has: frozenset[str], cols: int, dtype: torch.dtype, weights: torch.dtype) -> None:
     def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
         return _empty(there, *shape) if name in has else None
 
     full = (ROWS, cols)
     norm.forward_into(
         *(op, _empty(dtype, *full), _empty(dtype, *full) if "add" in op else None),
-        *(given("weight", own, cols), given("bias", own, cols), EPS, _empty(dtype, *full)),
-        *(given("sum", dtype, *full), _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), given("before", own, cols)),
+        *(given("weight", weights, cols), given("bias", weights, cols), EPS, _empty(dtype, *full)),
+        *(given("sum", dtype, *full), _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), given("before", weights, cols)),
     )
 
 
@@ -124,15 +124,15 @@ def _norm_gradients() -> Iterator[LaunchVariant]:
         yield LaunchVariant("layer_norm_backward", _describe(has), launch, shown, widths, owned, ODD * shown)
 
 
-def _norm_backward(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+def _norm_backward(has: frozenset[str], cols: int, dtype: torch.dtype, weights: torch.dtype) -> None:
     def given(name: str, there: torch.dtype, *shape: int) -> Tensor | None:
         return _empty(there, *shape) if name in has else None
 
     full = (ROWS, cols)
     norm.backward_into(
-        *("layer_norm_backward", _empty(dtype, *full), _empty(dtype, *full), given("weight", own, cols)),
+        *("layer_norm_backward", _empty(dtype, *full), _empty(dtype, *full), given("weight", weights, cols)),
         *(_empty(FLOAT, ROWS), _empty(FLOAT, ROWS), given("residual", dtype, *full), _empty(dtype, *full)),
-        *(given("dweight", own, cols), given("dbias", own, cols), given("dbefore", own, cols)),
+        *(given("dweight", weights, cols), given("dbias", weights, cols), given("dbefore", weights, cols)),
         given("more", dtype, *full),
     )
 
@@ -146,15 +146,15 @@ def _losses() -> Iterator[LaunchVariant]:
         )
 
 
-def _loss(has: frozenset[str], cols: int, dtype: torch.dtype, own: torch.dtype) -> None:
+def _loss(has: frozenset[str], cols: int, dtype: torch.dtype, weights: torch.dtype) -> None:
     """`padded`: the rows of the logits and of the gradient have padding from `align`."""
     wide = -(-cols // 8) * 8 if "padded" in has else cols
     logits, grad = (_empty(dtype, ROWS, wide)[:, :cols] for _ in range(2))
     cross_entropy_into(
-        *(logits, _empty(torch.int64, ROWS), _empty(own), -100, _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), grad),
+        *(logits, _empty(torch.int64, ROWS), _empty(weights), -100, _empty(FLOAT, ROWS), _empty(FLOAT, ROWS), grad),
         parts=True,
         inverse="inverse" in has,
-        bias=_empty(own, cols) if "bias" in has else None,
+        bias=_empty(weights, cols) if "bias" in has else None,
         padded="padded" in has,
     )
 

@@ -124,13 +124,13 @@ def _schedule(op: str, x: Tensor, groups: int) -> row_schedule.Schedule:
     across = 512 // size  # elements of a warp's loads of 16 bytes a thread; or the length of shorter channels
     parts = 0 if space * size % ALIGNED else _programs_per_group(op, of_group, wide * size, launch.device_of(x).sms)
     if parts:
-        held = row_schedule.power_of_two(-(-of_group // parts)) * wide * size
-        warps = max(1, min(WARPS, held // (32 * A_THREAD[op])))
-        channels = max(1, min(held // (wide * size), warps * across // min(wide, across)))
+        part_bytes = row_schedule.power_of_two(-(-of_group // parts)) * wide * size
+        warps = max(1, min(WARPS, part_bytes // (32 * A_THREAD[op])))
+        channels = max(1, min(part_bytes // (wide * size), warps * across // min(wide, across)))
         block, registers = min(wide, warps * across // channels), _registers(parts, of_group)
         guess = row_schedule.Schedule(block, parts, channels, warps, registers=registers)
     else:
-        held = high * wide * size <= HELD * 32 * WARPS
+        is_held = high * wide * size <= HELD * 32 * WARPS
         tile = TILE[op] // (
             2 if op.endswith("backward") and size > 2 else 1
         )  # with float32, dy and x fill the registers
@@ -138,9 +138,9 @@ def _schedule(op: str, x: Tensor, groups: int) -> row_schedule.Schedule:
         # With 16 bits, backward has two tiles in flight. The compiler for sm_80 then spills a scalar, but not with
         # larger tiles.
         older = launch.device_of(x).shared_bytes < row_schedule.SM90_SHARED and op.endswith("backward") and size == 2
-        block = min(wide, max(across, ((4096 if older else 2048) if held else tile) // channels))
-        warps = max(1, min(WARPS, channels * block // 256, high * wide // 1024 if held else WARPS))
-        guess = row_schedule.Schedule(block, int(held), channels, 1 << warps.bit_length() - 1)
+        block = min(wide, max(across, ((4096 if older else 2048) if is_held else tile) // channels))
+        warps = max(1, min(WARPS, channels * block // 256, high * wide // 1024 if is_held else WARPS))
+        guess = row_schedule.Schedule(block, int(is_held), channels, 1 << warps.bit_length() - 1)
     return row_schedule.table_schedule(op, x, of_group * space, guess)
 
 

@@ -198,8 +198,8 @@ def forward_into(
     if schedule.chunks:
         once, again = schedule.waves == 0, schedule.again and before is None and residual is None
         # With one wide row, registers for weight and bias would be missing elsewhere.
-        held = not again and (not once or schedule.chunks == 1 or cols <= HELD_COLS)
-        tile = {"COLS": cols, **schedule.persistent, "HOLD": held, "ONCE": once, "AGAIN": again}
+        is_held = not again and (not once or schedule.chunks == 1 or cols <= HELD_COLS)
+        tile = {"COLS": cols, **schedule.persistent, "HOLD": is_held, "ONCE": once, "AGAIN": again}
         # Without a limit the compiler for sm_80 spills two registers, so that another program fits.
         wide = schedule.chunks > 1 or (before is not None and x.element_size() == 4)
         older = wide and launch.device_of(x).shared_bytes < row_schedule.SM90_SHARED
@@ -263,8 +263,8 @@ def backward_into(
     wider = sum(tensor.element_size() for tensor in read) > 3 * x.element_size()  # than the schedules assume
     if more is not None or dbefore is not None or wider:
         schedule = _schedule_for_operands(schedule, x, read)
-    held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
-    if not held and weight is not None and weight.element_size() > x.element_size():
+    is_held = schedule.block * schedule.chunks <= HELD * 32 * schedule.warps
+    if not is_held and weight is not None and weight.element_size() > x.element_size():
         # It would be loaded through shared memory with every row, and there is not enough.
         schedule = row_schedule.looped_schedule(x, cols)
     programs = schedule.programs(count, x)
@@ -282,7 +282,7 @@ def backward_into(
         ),
     )
     if schedule.chunks:
-        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": held}
+        tile = {"COLS": cols, **schedule.persistent, "GROUP": schedule.group(x), "HOLD": is_held}
         launch.run("norm.norm_backward", (programs,), *args, **tile)
     else:
         tile = {"COLS": cols, "BLOCK": schedule.block, "ROWS": schedule.rows}

@@ -83,20 +83,20 @@ class TemplateOp:
         return (*self.variants, *({**self.variants[0], **overrides} for overrides in self.other_calls))
 
     def call(
-        self, given: Mapping[str, Any], sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device | str
+        self, options: Mapping[str, Any], sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Any]:
         """The arguments, by name, of one of `calls`."""
         parameters = list(inspect.signature(self.op).parameters)
         arguments = dict(zip(parameters, self.arguments(sizes, dtype, device), strict=False))
-        for name, value in given.items():
+        for name, value in options.items():
             if name in parameters:
                 parsed = _operands(f"{name}: {value}") if isinstance(value, str) and "[" in value else ()
                 arguments[name] = _random_operand(parsed[0], sizes, dtype, device) if parsed else value
         return arguments
 
-    def results_of_call(self, given: Mapping[str, Any]) -> tuple[Operand, ...]:
+    def results_of_call(self, options: Mapping[str, Any]) -> tuple[Operand, ...]:
         """As `results`, with the shapes and dtypes that one of `calls` overrides."""
-        texts = {name: text for name, text in given.items() if isinstance(text, str) and "[" in text}
+        texts = {name: text for name, text in options.items() if isinstance(text, str) and "[" in text}
         overridden = {name: _operands(f"{name}: {text}")[0] for name, text in texts.items()}
         return tuple(overridden.get(result.name, result) for result in self.results)
 

@@ -16,17 +16,17 @@ from kernels_triton.ir.kernel import Kernel, KernelStep, OutputStore, Ref
 
 def broadcast_stores(kernel: Kernel) -> Kernel:
     """The kernel in which every stored value varies along all dims of its output's access map."""
-    steps, known = list(kernel.steps), dict[KernelStep, Ref]()
+    steps, ref_of = list(kernel.steps), dict[KernelStep, Ref]()
 
     def stored(store: OutputStore) -> OutputStore:
         strides = store.access_map.strides
         if kernel.varies[store.value.index] == tuple(s != 0 for s in strides):
             return store
         step = KernelStep("spread", (store.value,), strides)
-        if step not in known:
-            known[step] = Ref(len(kernel.inputs) + len(steps))
+        if step not in ref_of:
+            ref_of[step] = Ref(len(kernel.inputs) + len(steps))
             steps.append(step)
-        return replace(store, value=known[step])
+        return replace(store, value=ref_of[step])
 
     outputs = tuple(replace(output, stores=tuple(map(stored, output.stores))) for output in kernel.outputs)
-    return replace(kernel, steps=tuple(steps), outputs=outputs) if known else kernel
+    return replace(kernel, steps=tuple(steps), outputs=outputs) if ref_of else kernel

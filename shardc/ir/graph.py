@@ -290,7 +290,7 @@ def update(node: fx.Node, **fields: Any) -> None:
 
 def type_of(node: fx.Node) -> TensorType:
     """The type of a value; asserts that the node is one."""
-    type = info(node).type
+    type = node.meta[KEY].type
     assert type is not None, f"{info(node).name} is a multi-result call, not a value"
     return type
 
@@ -339,7 +339,7 @@ def replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:
 
 def results(node: fx.Node) -> list[fx.Node | None]:
     """The tensors a call yields, in order; None where nothing uses one. Results that are no tensor are left out."""
-    if info(node).type is not None:
+    if node.meta[KEY].type is not None:
         return [node]
     by_index: dict[int, fx.Node] = {}
     for user in node.users:

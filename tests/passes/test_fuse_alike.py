@@ -15,9 +15,17 @@ from benchmarks.fusion_census import body_of, traced
 from shardc.ir.graph import Graph, info, results, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
-from shardc.passes.fusion.analysis.iteration_space import Prim, Read, contiguous_runs, find_space, space_constraint
+from shardc.passes.fusion.analysis.iteration_space import (
+    Prim,
+    Read,
+    contiguous_runs,
+    find_space,
+    space_constraint,
+    structure,
+)
 from shardc.passes.fusion.analysis.view_analysis import ViewAnalysis
-from shardc.passes.fusion.clustering import cluster, clustering
+from shardc.passes.fusion.clustering import clustering
+from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
 from shardc.passes.fusion.emit.kernel_builder import KernelCache, build_kernel
 from shardc.passes.fusion.fuse import fuse
 from shardc.passes.fusion.lowering.lower_op import lower_op
@@ -80,7 +88,7 @@ def test_cached_lowerings_equal_fresh_ones(graph: Graph) -> None:
     for node in graph.calls():
         assert repr(cache.lower(node)) == repr(lower_op(views, node)), info(node).name
     calls = sum(1 for node in graph.calls() if node.target in LOWERINGS)
-    assert len(cache.known) < calls, "the cache was never hit"
+    assert len(cache.entries) < calls, "the cache was never hit"
 
 
 def numbers() -> tuple[Graph, dict[str, fx.Node]]:
@@ -119,7 +127,7 @@ def test_different_calls_are_lowered_separately() -> None:
     cache = LoweringCache(views)
     for name, node in made.items():
         assert repr(cache.lower(node)) == repr(lower_op(views, node)), name
-    assert len(cache.known) == len(made)
+    assert len(cache.entries) == len(made)
 
 
 def test_a_call_of_which_less_is_used_is_another() -> None:
@@ -140,7 +148,7 @@ def test_a_call_of_which_less_is_used_is_another() -> None:
     assert [len(one.prims) if (one := cache.lower(node)) else 0 for node in nodes] == [
         len(one.prims) if (one := lower_op(views, node)) else 0 for node in nodes
     ]
-    assert len(cache.known) == 2
+    assert len(cache.entries) == 2
 
 
 @pytest.mark.sampled(3)
@@ -179,20 +187,24 @@ def test_clusters_whose_spaces_agree_have_a_common_space(graph: Graph, monkeypat
     assert agreed > 2
 
 
-def test_an_elementwise_call_has_a_space(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    elementwise, access_properties = 0, cluster.access_properties
+def test_an_elementwise_call_has_a_space(graph: Graph) -> None:
+    ops = build_fusion_graph(graph).lowered.values()
+    elementwise = [op for op in ops if op.access.is_elementwise and not op.access.strided_reads]
+    assert len(elementwise) > 2
+    assert all(find_space(op.prims, op.constraint) is not None for op in elementwise)
 
-    def checked(op: LoweredOp) -> Any:
-        nonlocal elementwise
-        properties = strided_reads, _, is_elementwise = access_properties(op)
-        if is_elementwise and not strided_reads:
-            elementwise += 1
-            assert clustering.find_space(op.prims, op.constraint) is not None
-        return properties
 
-    monkeypatch.setattr(cluster, "access_properties", checked)
-    fuse(graph)
-    assert elementwise > 2
+def test_the_facts_of_a_renamed_call_are_those_of_its_operations(graph: Graph) -> None:
+    """They are renamed with it, instead of being found anew."""
+    kinds: dict[object, object] = {}
+    for op in build_fusion_graph(graph).lowered.values():
+        fresh = LoweredOp(op.node, op.prims, op.constraint)
+        assert (op.access, op.reads, op.is_float64) == (fresh.access, fresh.reads, fresh.is_float64)
+        assert op.structure == fresh.structure
+        numbers: dict[Any, int] = {}
+        assert kinds.setdefault(op.structure[0], structure(op.prims, numbers)) == structure(op.prims, {})
+        assert set(op.structure[1]) == {value for value in numbers if isinstance(value, fx.Node)}
+    assert len(kinds) < len(graph.fx.nodes)
 
 
 def test_a_cluster_writes_what_others_read(graph: Graph) -> None:

@@ -84,8 +84,9 @@ FLOORS: list[dict[str, str]] = [
         "shardc.passes": """
             __init__ accumulate base communication communication.bucket communication.causes
             communication.combine communication.report_gathers fusion fusion.analysis
-            fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.traffic
-            fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms
+            fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
+            fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
+            fusion.clustering.batch_norms
             fusion.clustering.cluster fusion.clustering.cluster_dag fusion.clustering.clustering
             fusion.clustering.critical_collectives fusion.clustering.excluded fusion.clustering.fusion_graph
             fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity

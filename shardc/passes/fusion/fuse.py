@@ -115,10 +115,9 @@ def _within_bound(clustering: Clustering, emitter: Emitter, bound: int, watch: W
             watch(clustering, groups)
         fused, positions = emitter.emit(groups)
         restore_softmaxes(fused)
-        report = memory(fused)
-        if report.peak <= bound:
+        if memory(fused, listed=False).peak <= bound:
             return fused
-        if not kernels.repair(groups, positions, report, bound, round):
+        if not kernels.repair(groups, positions, memory(fused), bound, round):
             break
     return None
 

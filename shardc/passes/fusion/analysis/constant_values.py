@@ -16,7 +16,7 @@ from shardc.ir.graph import type_of
 
 aten = torch.ops.aten
 PASSING = (aten._to_copy.default, aten.view.default, aten.expand.default, aten.unsqueeze.default)
-CONSTANT = (*PASSING, aten.full.default, aten.scalar_tensor.default)
+CONSTANT = {*PASSING, aten.full.default, aten.scalar_tensor.default}
 
 
 def constant_value(node: fx.Node) -> float | int | bool | None:

@@ -75,20 +75,31 @@ class Prim:
         """The same object for operations that differ in their values only."""
         if self._kind is None:
             args = tuple([arg[1:] if type(arg) is Read else repr(arg) for arg in self.args])
-            self._kind = _kind(self.op, args, self.size, self.dtype, self.over, self.cols, self.seed, self.index)
+            self._kind = interned(self.op, args, self.size, self.dtype, self.over, self.cols, self.seed, self.index)
         return self._kind
 
     def renamed(self, names: Mapping[Value, Value]) -> Prim:
         """The operation on other values; those that `names` lacks stay."""
-        args = [(Read(names[a[0]], a[1], a[2]) if a[0] in names else a) if type(a) is Read else a for a in self.args]
-        out = names.get(self.out, self.out)
-        prim = Prim(out, self.op, tuple(args), self.size, self.dtype, self.over, self.cols, self.seed, self.index)
-        prim._kind = self.kind
+        prim = object.__new__(Prim)
+        reads = [_read(Read, (names.get(value, value), runs, offset)) for value, runs, offset in self.reads]
+        prim.reads = tuple(reads)
+        if len(reads) == len(self.args):
+            prim.args = prim.reads
+        else:
+            reads.reverse()
+            prim.args = tuple([reads.pop() if type(arg) is Read else arg for arg in self.args])
+        prim.out, prim.op, prim.size, prim.dtype = names.get(self.out, self.out), self.op, self.size, self.dtype
+        prim.over, prim.cols, prim.seed, prim.index = self.over, self.cols, self.seed, self.index
+        prim._kind = self._kind or self.kind
         return prim
 
 
+_read = tuple.__new__  # of `Read`, in half the time
+
+
 @lru_cache(maxsize=65536)
-def _kind(*_about: Hashable) -> object:
+def interned(*_about: Hashable) -> object:
+    """The same object for equal arguments."""
     return object()
 
 
@@ -97,11 +108,12 @@ def structure(prims: Iterable[Prim], numbers: dict[Value, int]) -> tuple[object,
     already numbered, and then all of them, in the order of their first use."""
     key: list[object] = []
     for prim in prims:
-        key.append(prim.kind)
-        for value in (prim.out, *[read[0] for read in prim.reads]):
+        values = [prim.out]
+        values += [read[0] for read in prim.reads]
+        for value in values:
             if value not in numbers:
                 numbers[value] = len(numbers)
-            key.append(numbers[value])
+        key += [prim._kind or prim.kind, *[numbers[value] for value in values]]  # pyright: ignore[reportPrivateUsage]
     return tuple(key)
 
 
@@ -274,31 +286,16 @@ def find_space(prims: Sequence[Prim], constraint: SpaceConstraint) -> IterationS
         elif prim.over != "point" or reads_reduced:
             reduced.add(prim.out)
         if over_rows:
-            kept = _row_dims(result_map)
-            if not kept <= _row_dims(call_map) or batch not in (None, kept):
+            kept_dims = _row_dims(result_map)
+            if not kept_dims <= _row_dims(call_map) or batch not in (None, kept_dims):
                 return None
             if _row_dims(call_map) != _row_dims(full_map):  # no kernel sums over only some of the row dims
                 return None
-            batch = kept
+            batch = kept_dims
         if prim.over in ("col", "all"):
             after_sums.add(prim.out)
         access_maps[prim.out], call_maps[prim.out] = result_map, call_map
     return _batch_first(IterationSpace(dims, access_maps, call_maps), sorted(batch or ()))
-
-
-class SpaceCache:
-    """Which operations have a space. Layers repeat: those that differ in names only are asked of once."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[object, ...], bool] = {}
-
-    def has_space(self, prims: Sequence[Prim], constraint: SpaceConstraint) -> bool:
-        """Does `find_space` find one?"""
-        key = (constraint, structure(prims, {}))
-        known = self.known.get(key)
-        if known is None:
-            known = self.known[key] = find_space(prims, constraint) is not None
-        return known
 
 
 def _row_dims(strides: Strides) -> frozenset[int]:

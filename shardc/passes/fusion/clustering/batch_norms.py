@@ -97,10 +97,10 @@ def _centred_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     x, centre = difference.args[0], difference.args[1]
     if not isinstance(x, fx.Node) or not isinstance(centre, fx.Node):
         return None
-    kept = type_of(node).dims
+    sum_dims = type_of(node).dims
     fits = (
         type_of(x).dims == type_of(difference).dims
-        and type_of(centre).dims == kept
+        and type_of(centre).dims == sum_dims
         and type_of(x).dtype == torch.float32
     )
     return (x, centre) if fits and type_of(centre).dtype == torch.float32 else None

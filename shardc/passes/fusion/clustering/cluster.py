@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import type_of
-from shardc.passes.fusion.analysis.iteration_space import Over, Prim, SpaceConstraint, Value, contiguous_runs
+from shardc.passes.fusion.analysis.iteration_space import Over, Prim, SpaceConstraint, Value
 from shardc.passes.fusion.clustering.fusion_graph import FusionGraph
-from shardc.passes.fusion.lowering.lowered_op import LoweredOp
 
 EXACT = {"same", "cast", "where", "sum", "rsum", "csum", "neg", "uniform"}  # of integers and bools, in float32
 LONG_ROW = 16384  # the most columns of a row that a kernel holds; it loops over longer rows
@@ -36,9 +35,9 @@ class Cluster:
     prim_count: int
     reductions: frozenset[Over]  # what its operations reduce over
     is_float64: bool
-    strided_reads: frozenset[fx.Node]  # operands that it reads in part, out of order, or repeatedly
-    partial_results: frozenset[fx.Node]  # results without exactly one element for each element of the space
-    is_elementwise: bool  # every operation maps element i of its operands to element i of its result
+    strided_reads: frozenset[fx.Node]  # as in `Access`
+    partial_results: frozenset[fx.Node]
+    is_elementwise: bool
     version: int = 0
     # Sums over long rows merge last: after the calls that reduce those rows, with which they may not merge.
     is_deferred: bool = field(init=False)
@@ -56,43 +55,24 @@ class Cluster:
 def cluster_of(graph: FusionGraph, i: int) -> Cluster:
     """The cluster of one call."""
     op, values = graph.lowered[i], graph.values[i]
-    writes = frozenset([value for value in values if graph.readers.get(value)])
-    reductions: frozenset[Over] = frozenset([prim.over for prim in op.prims])
-    about = (len(values), graph.barrier_epoch[i], len(op.prims), reductions, op.is_float64, *access_properties(op))
-    return Cluster(frozenset((i,)), i, op.constraint, op.reads, writes, *about)
-
-
-def access_properties(op: LoweredOp) -> tuple[frozenset[fx.Node], frozenset[fx.Node], bool]:
-    """`strided_reads`, `partial_results` and `is_elementwise` of one call."""
-    size = op.constraint.size
-    contiguous = contiguous_runs(size)
-    computed = {prim.out for prim in op.prims}
-    strided_reads: set[fx.Node] = set()
-    partial_results: set[fx.Node] = set()
-    is_elementwise = True
-    for prim in op.prims:
-        is_full = prim.over == "point" and prim.size == size and prim.op != "cat"
-        is_elementwise &= is_full and not prim.index
-        if not is_full and isinstance(prim.out, fx.Node):
-            partial_results.add(prim.out)
-        for read in prim.reads:
-            if prim.size == size and read.runs == contiguous and not read.offset:
-                continue
-            if read.value in computed:
-                is_elementwise = False
-            elif isinstance(read.value, fx.Node):
-                strided_reads.add(read.value)
-    return frozenset(strided_reads), frozenset(partial_results), is_elementwise
+    writes = frozenset([value for value in values if value in graph.readers])
+    strided_reads, partial_results, is_elementwise, reductions = op.access
+    about = (len(values), graph.barrier_epoch[i], len(op.prims), reductions, op.is_float64)
+    parts = (strided_reads, partial_results, is_elementwise)
+    return Cluster(frozenset((i,)), i, op.constraint, op.reads, writes, *about, *parts)
 
 
 def bytes_saved(graph: FusionGraph, a: Cluster, b: Cluster) -> int:
     """How many fewer bytes one kernel of both moves than a kernel of each."""
     total, bytes, readers = 0, graph.bytes, graph.readers
-    for written in (a.writes & b.reads, b.writes & a.reads):
-        for value in written:
-            total += bytes[value] if readers[value] - a.calls - b.calls else 2 * bytes[value]
-    for value in a.reads & b.reads:
-        total += bytes[value]
+    for writer, reader in ((a, b), (b, a)):
+        if not writer.writes.isdisjoint(reader.reads):
+            for value in writer.writes & reader.reads:
+                elsewhere = readers[value] - reader.calls
+                total += bytes[value] if elsewhere and not elsewhere <= writer.calls else 2 * bytes[value]
+    if not a.reads.isdisjoint(b.reads):
+        for value in a.reads & b.reads:
+            total += bytes[value]
     return total
 
 

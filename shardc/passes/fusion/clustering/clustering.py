@@ -83,7 +83,7 @@ def cluster_calls(graph: FusionGraph, budget: MemoryBudget | None = None, hardwa
     for i, op in graph.lowered.items():
         cluster = cluster_of(graph, i)
         has_trivial_space = cluster.is_elementwise and not cluster.strided_reads
-        if has_trivial_space or graph.spaces.has_space(op.prims, op.constraint):
+        if has_trivial_space or graph.has_space((i,), op.constraint):
             clustering.clusters[i] = cluster
     merger = _Merger(clustering)
     merger.run(_vertical_candidates(graph, clustering.clusters))
@@ -109,12 +109,19 @@ class _Merger:
     def __init__(self, clustering: Clustering) -> None:
         self.clustering, self.graph, self.dag = clustering, clustering.graph, clustering.dag
         self.clusters, self.budget = clustering.clusters, clustering.budget
-        # Pairs, as one number each: deferred ones last, those first that save most, then those of the first calls; and
-        # the versions of their clusters, as one number.
-        self.heap: list[tuple[int, int]] = []
+        # Deferred pairs last, those first that save most, then those of the first calls: rank, the pair as one number,
+        # and the versions of its clusters as one number.
+        self.heap: list[tuple[int, int, int]] = []
         self.base = max(1, self.graph.call_count)
-        self.latest: dict[int, int] = {}  # pair -> the versions at which it was scored last
+        self.scored: dict[int, int] = {}  # pair -> the versions at which it was scored last
+        self.earliest, self.latest = self.dag.earliest, self.dag.latest
         self.has_critical = bool(clustering.critical.by_operand)
+        count = self.graph.call_count
+        self.fellow_readers = {  # the calls that read a value, where they are few, but more than one: one of a cluster
+            value: {i for i in readers if i < count}
+            for value, readers in self.graph.readers.items()
+            if 1 < len(readers) <= MANY_READERS
+        }
 
     def run(self, pairs: Iterable[tuple[int, int]]) -> None:
         for a, b in pairs:
@@ -122,52 +129,54 @@ class _Merger:
         clusters = self.clusters
         heap, pop, base = self.heap, heapq.heappop, self.base
         while heap:
-            score, versions = pop(heap)
-            a, b = divmod(score % (base * base), base)
+            _, pair, versions = pop(heap)
+            a, b = divmod(pair, base)
             if a in clusters and b in clusters and versions == clusters[a].version * base + clusters[b].version:
                 self.merge(a, b)
             else:  # scored before one of them was merged
                 self.push(a, b)
 
     def push(self, a: int, b: int) -> None:
-        """Put a pair on the heap, unless a cheap test shows that its merge is illegal."""
-        parent = self.dag.parent
+        """Put the pair of two calls' clusters on the heap, unless a cheap test shows that their merge is illegal."""
+        parent, clusters = self.dag.parent, self.clusters
         a = a if parent[a] == a else self.dag.find(a)
         b = b if parent[b] == b else self.dag.find(b)
-        if a == b:
-            return
-        if a > b:
-            a, b = b, a
-        clusters = self.clusters
-        if a not in clusters or b not in clusters:
-            return
-        x, y = clusters[a], clusters[b]
-        earliest, latest, base = self.dag.earliest, self.dag.latest, self.base
+        if a != b and a in clusters and b in clusters:
+            self._score(a, b)
+
+    def _score(self, a: int, b: int) -> None:
+        """Put a pair of clusters on the heap, as in `push`."""
+        earliest, latest = self.earliest, self.latest
         begin = earliest[a] if earliest[a] > earliest[b] else earliest[b]
         if begin >= latest[a] or begin >= latest[b]:  # as in `ClusterDag.share_window`
             return
+        if a > b:
+            a, b = b, a
+        base, x, y = self.base, self.clusters[a], self.clusters[b]
         pair, versions = a * base + b, x.version * base + y.version
-        if pair in self.latest and self.latest[pair] == versions:
+        if self.scored.get(pair) == versions:
             return
+        self.scored[pair] = versions
         if x.constraint == y.constraint or merged_constraint(x.constraint, y.constraint) is not None:
-            self.latest[pair] = versions
             rank = (DEFERRED if x.is_deferred or y.is_deferred else 0) - bytes_saved(self.graph, x, y)
-            heapq.heappush(self.heap, (rank * base * base + pair, versions))
+            heapq.heappush(self.heap, (rank, pair, versions))
 
     def merge(self, a: int, b: int) -> None:
         merged = self.merged(a, b)
         if isinstance(merged, str):
             return
-        kept = self.dag.merge(a, b)
-        if kept is None:
+        root = self.dag.merge(a, b)
+        if root is None:
             return
-        cluster, held, first, last = merged
-        if held > 0:
-            self.budget.reserve(held, first, last)
-        del self.clusters[a], self.clusters[b]
-        self.clusters[kept] = cluster
-        for neighbour in self._neighbours(cluster, kept):
-            self.push(kept, neighbour)
+        cluster, extra, first, last = merged
+        if extra > 0:
+            self.budget.reserve(extra, first, last)
+        clusters = self.clusters
+        del clusters[a], clusters[b]
+        clusters[root] = cluster
+        for neighbour in self._neighbours(cluster, root):
+            if neighbour in clusters:
+                self._score(root, neighbour)
 
     def merged(self, a: int, b: int) -> tuple[Cluster, int, int, int] | str:
         """The merged cluster, the bytes whose lifetime it extends, and the first and last epoch in which they are then
@@ -179,20 +188,18 @@ class _Merger:
         cluster = self._merged_cluster(x, y, epoch, constraint, agree)
         if isinstance(cluster, str):
             return cluster
-        held = self._bytes_held(x, y, cluster)
-        if isinstance(held, str):
-            return held
+        extra = self._bytes_held(x, y, cluster)
+        if isinstance(extra, str):
+            return extra
         epochs = (x.barrier_epoch, y.barrier_epoch, epoch)
         first, last = min(epochs), max(epochs)
         if self.has_critical and (self._delays_critical(x, y, epoch) or self._delays_critical(y, x, epoch)):
             return "a collective that the next product waits for would begin later"
-        if held > NEGLIGIBLE_BYTES and not self._may_hold(held, saved := bytes_saved(self.graph, x, y), first, last):
-            return f"{held} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
-        if not agree:
-            prims = self.clustering.prims(cluster.calls)
-            if not self.graph.spaces.has_space(prims, cluster.constraint):
-                return NO_COMMON_SPACE
-        return cluster, held, first, last
+        if extra > NEGLIGIBLE_BYTES and not self._may_hold(extra, saved := bytes_saved(self.graph, x, y), first, last):
+            return f"{extra} bytes would be held for longer to save {saved}, and the peak of memory leaves no room"
+        if not agree and not self.graph.has_space(cluster.calls, cluster.constraint):
+            return NO_COMMON_SPACE
+        return cluster, extra, first, last
 
     def _delays_critical(self, feeder: Cluster, other: Cluster, epoch: int) -> bool:
         """Would a critical collective that reads results of `feeder` wait for `other`, which it does not need?"""
@@ -207,20 +214,21 @@ class _Merger:
         # A shorter delay costs no more than a kernel of its own would.
         return sum(self.graph.bytes[v] for v in read | written) > self.clustering.hardware.gap_bytes
 
-    def _may_hold(self, held: int, saved: int, first: int, last: int) -> bool:
-        if held * MIN_SAVING_RATIO <= saved:
+    def _may_hold(self, extra: int, saved: int, first: int, last: int) -> bool:
+        if extra * MIN_SAVING_RATIO <= saved:
             return True
-        return held <= MAX_HELD_RATIO * saved and self.budget.allows(held, first, last)
+        return extra <= MAX_HELD_RATIO * saved and self.budget.allows(extra, first, last)
 
     def _neighbours(self, cluster: Cluster, number: int) -> set[int]:
-        """The clusters that a merge with this one could save something for."""
-        dag, parent, clusters = self.dag, self.dag.parent, self.clusters
-        linked = (dag.predecessors[number] | dag.successors[number]) & clusters.keys()
-        count, readers_of = self.graph.call_count, self.graph.readers
+        """The clusters, and some calls, that a merge with this one could save something for."""
+        dag, parent = self.dag, self.dag.parent
+        linked = dag.predecessors[number] | dag.successors[number]
         for value in cluster.reads:
-            readers = readers_of[value]
-            if 1 < len(readers) <= MANY_READERS:
-                linked.update([i if parent[i] == i else dag.find(i) for i in readers if i < count])
+            if readers := self.fellow_readers.get(value):
+                roots = {i if parent[i] == i else dag.find(i) for i in readers}
+                if len(roots) < len(readers):
+                    self.fellow_readers[value] = roots
+                linked |= roots
         linked.discard(number)
         return linked
 
@@ -250,7 +258,7 @@ class _Merger:
             calls,
             min(a.first, b.first),
             constraint,
-            (a.reads | b.reads) - a.writes - b.writes,
+            (a.reads | b.reads) - read_inside if read_inside else a.reads | b.reads,
             writes,
             a.result_count + b.result_count,
             epoch,
@@ -266,11 +274,13 @@ class _Merger:
         factor = UPDATE_FACTOR if is_update else 1
         if cluster.prim_count > factor * MAX_PRIMS or len(cluster.reads) + len(writes) > factor * MAX_TENSORS:
             return "one kernel would have too many operations or tensors"
-        if constraint.cols:
+        if constraint.cols and len(cluster.reads) + len(writes) > MAX_ROW_TENSORS:
             full = len([v for v in (*cluster.reads, *writes) if graph.bytes[v] * 4 >= constraint.size])
             if full > MAX_ROW_TENSORS and full > max(len(each.reads) + each.result_count for each in (a, b)):
                 return "a kernel that holds rows would hold too many tensors"
-        if rounds_unnoticed(cluster.reads, lambda: self.clustering.prims(cluster.calls)):
+        if graph.narrow_floats.isdisjoint(cluster.reads) and rounds_unnoticed(
+            cluster.reads, lambda: self.clustering.prims(cluster.calls)
+        ):
             return "of integers or float64 alone it would make floats that are not exact"
         if cluster.sums_long_rows and not (a.sums_long_rows or b.sums_long_rows):
             return "rows this long cannot be held: sums over them are a kernel of their own"
@@ -291,18 +301,18 @@ class _Merger:
         epoch = merged.barrier_epoch
         if a.barrier_epoch == b.barrier_epoch == epoch:
             return 0
-        graph, inside, held = self.graph, merged.calls, 0
+        graph, inside, extra = self.graph, merged.calls, 0
         if {"fwd", "bwd"} <= {graph.phases[i] for i in merged.calls}:
             return "one is forward's, the other backward's"
         for cluster, other in ((a, b), (b, a)):
             stored = {v for v in cluster.writes if not graph.readers.get(v, set()) <= inside}
-            held -= sum(graph.bytes[v] for v in cluster.writes & other.reads if v not in stored)
+            extra -= sum(graph.bytes[v] for v in cluster.writes & other.reads if v not in stored)
             if cluster.barrier_epoch > epoch:
-                held += sum(graph.bytes[v] for v in stored)
+                extra += sum(graph.bytes[v] for v in stored)
             elif cluster.barrier_epoch < epoch:
-                held += sum(graph.bytes[v] for v in cluster.reads - other.reads if self._is_dead_before(v, epoch))
-                held -= sum(graph.bytes[v] for v in stored)
-        return held
+                extra += sum(graph.bytes[v] for v in cluster.reads - other.reads if self._is_dead_before(v, epoch))
+                extra -= sum(graph.bytes[v] for v in stored)
+        return extra
 
     def _is_dead_before(self, value: fx.Node, epoch: int) -> bool:
         """Is the last reader of a value in an earlier epoch?"""

@@ -33,24 +33,24 @@ def check_excluded(graph: Graph, annotations: Sequence[Annotation]) -> None:
     """Raise ShardcError (SC202) for a pattern that matches nothing in the graph."""
     if not annotations:
         return
-    known = dict.fromkeys(name for node in graph.calls() for name in _names(node))
-    known |= dict.fromkeys([*NAMES, *(f"shardc.{name}" for name in NAMES)])
+    names = dict.fromkeys(name for node in graph.calls() for name in _names(node))
+    names |= dict.fromkeys([*NAMES, *(f"shardc.{name}" for name in NAMES)])
     diagnostics: list[Diagnostic] = []
     for annotation in annotations:
-        if not any(annotation.matches(name) for name in known):
+        if not any(annotation.matches(name) for name in names):
             message = f"'{annotation.pattern}' of what is not fused matches no op, module or value"
-            hint = _hint(annotation.pattern, known)
+            hint = _hint(annotation.pattern, names)
             diagnostics.append(Diagnostic("SC202", message, location=annotation.origin, hint=hint))
     if diagnostics:
         raise ShardcError(*diagnostics)
 
 
-def _hint(pattern: str, known: Iterable[str]) -> str:
+def _hint(pattern: str, names: Iterable[str]) -> str:
     anywhere = Annotation(f"**.{pattern}", P())
-    deeper = next((name for name in known if anywhere.matches(name)), None)
+    deeper = next((name for name in names if anywhere.matches(name)), None)
     if deeper is not None:
         return f"write '{anywhere.pattern}': it matches {deeper}"
-    near = nearest(pattern, known)
+    near = nearest(pattern, names)
     if near:
         return "did you mean " + " or ".join(f"'{name}'" for name in near) + "?"
     return "name an op (tanh), a module (transformer.h.0.mlp.act), or a value that `shardc compile` prints"

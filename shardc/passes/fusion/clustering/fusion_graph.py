@@ -8,7 +8,7 @@ movable   views, constants, and small calls that no kernel can compute: they mov
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,15 @@ from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops import check_index, local
 from shardc.ir.ops.buckets import UNPACK
 from shardc.ir.storages import Operand
-from shardc.passes.fusion.analysis.iteration_space import Prim, Read, SpaceCache, StridedRuns, Value, space_constraint
+from shardc.passes.fusion.analysis.iteration_space import (
+    Prim,
+    Read,
+    SpaceConstraint,
+    StridedRuns,
+    Value,
+    space_constraint,
+)
+from shardc.passes.fusion.analysis.space_cache import SpaceCache
 from shardc.passes.fusion.analysis.view_analysis import VIEWS, ViewAnalysis
 from shardc.passes.fusion.clustering.numeric_sensitivity import NumericSensitivity
 from shardc.passes.fusion.clustering.producer_inlining import inline_producers
@@ -59,10 +67,24 @@ class FusionGraph:
     inlined: set[int]  # calls that compute producers of their operands
     unneeded: set[int]  # calls whose readers all compute the results themselves
     spaces: SpaceCache
+    narrow_floats: set[Value]  # values that are floats of less than 64 bits
     call_count: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.call_count = len(self.calls)
+
+    def has_space(self, calls: Iterable[int], constraint: SpaceConstraint) -> bool:
+        """Have the operations of some calls a space?"""
+        numbers: dict[Value, int] = {}
+        key: list[object] = [constraint]
+        ops = [self.lowered[i] for i in sorted(calls)]
+        for op in ops:
+            structure, values = op.structure
+            for value in values:
+                if value not in numbers:
+                    numbers[value] = len(numbers)
+            key += [structure, *[numbers[value] for value in values]]
+        return self.spaces.answer(tuple(key), lambda: [prim for op in ops for prim in op.prims], constraint)
 
     def keep_call(self, i: int) -> None:
         """Let no kernel compute a call: it reads its operands, and so do those calls that kernels computed for it."""
@@ -95,9 +117,13 @@ def build_fusion_graph(
         calls.sort(key=lambda node: node not in per_microbatch)
     values = [[value for value in results(node) if value is not None] for node in calls]
     views = ViewAnalysis(graph, LOWERINGS, layouts)
-    sizes: dict[Value, int] = {
-        value: math.prod(view.shape) * type_of(value).dtype.itemsize for value, view in views.of.items()
-    }
+    sizes: dict[Value, int] = {}
+    narrow_floats: set[Value] = set()
+    for value, view in views.of.items():
+        dtype = type_of(value).dtype
+        sizes[value] = math.prod(view.shape) * dtype.itemsize
+        if dtype.is_floating_point and dtype is not torch.float64:
+            narrow_floats.add(value)
     number = {value: i for i, written in enumerate(values) for value in written}
     lowered: dict[int, LoweredOp] = {}
     cheap: dict[fx.Node, LoweredOp] = {}
@@ -110,14 +136,20 @@ def build_fusion_graph(
             lowered[i] = op
     sensitivity = NumericSensitivity(views, calls, lowered)
     duplicates = sensitivity.computed_twice()
-    lowered = {
-        i: rounded
-        for i, op in lowered.items()
-        if i not in duplicates and (rounded := sensitivity.with_eager_rounding(op)) is not None
-    }
+    lowered = (
+        {
+            i: rounded
+            for i, op in lowered.items()
+            if i not in duplicates and (rounded := sensitivity.with_eager_rounding(op)) is not None
+        }
+        if sensitivity.required
+        else dict(lowered)
+    )
     for i, op in lowered.items():
-        lowered[i] = op_alone = _with_cheap_operands(op, cheap, spaces) if cheap else op
-        if sensitivity.repeatable(op.prims) and _is_cheap(sizes, op_alone):
+        op_alone = op
+        if cheap and not cheap.keys().isdisjoint(op.reads):
+            lowered[i] = op_alone = _with_cheap_operands(op, cheap, spaces)
+        if _is_cheap(sizes, op_alone) and sensitivity.repeatable(op.prims):
             cheap[op_alone.node] = op_alone
     inlined: set[int] = set()
     if inline:
@@ -157,7 +189,20 @@ def build_fusion_graph(
         barrier_epoch += [epoch] * (end - begin)
     inner = [node in per_microbatch for node in calls]
     phases: list[Phase] = [info(node).phase for node in calls]
-    about = (barriers, edges, readers, barrier_epoch, inner, views, sensitivity, sizes, inlined, unneeded, spaces)
+    about = (
+        barriers,
+        edges,
+        readers,
+        barrier_epoch,
+        inner,
+        views,
+        sensitivity,
+        sizes,
+        inlined,
+        unneeded,
+        spaces,
+        narrow_floats,
+    )
     return FusionGraph(graph, calls, values, phases, lowered, *about)
 
 
@@ -175,8 +220,6 @@ def _with_cheap_operands(user: LoweredOp, cheap: dict[fx.Node, LoweredOp], space
 
     It computes one of them once for each way in which it reads it: a position may be that of a row and of a column.
     """
-    if cheap.keys().isdisjoint(user.reads):
-        return user
     prims: list[Prim] = []
     recomputed: dict[tuple[Value, StridedRuns, int], Value] = {}
 
@@ -210,17 +253,15 @@ def _is_cheap(sizes: Mapping[Value, int], op: LoweredOp) -> bool:
     """Is it cheaper to recompute the result than to read it?"""
     if op.node not in sizes:  # it has several results
         return False
-    count = read = 0
+    reads = op.reads
+    if 2 * sum([sizes[value] for value in reads]) > sizes[op.node]:
+        if len(reads) > 1 or type_of(op.node).dtype != torch.bool:
+            return False
+        if any(type_of(value).dtype.is_floating_point for value in reads):
+            return False
+    count = 0
     for prim in op.prims:
         count += prim.op != "iota"
         if count > MAX_CHEAP_PRIMS or prim.over != "point":
             return False
-    for value in op.reads:
-        read += sizes[value]
-    if 2 * read <= sizes[op.node]:
-        return True
-    return (
-        len(op.reads) == 1
-        and type_of(op.node).dtype == torch.bool
-        and not any(type_of(value).dtype.is_floating_point for value in op.reads)
-    )
+    return True

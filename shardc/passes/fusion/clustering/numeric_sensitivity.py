@@ -144,7 +144,7 @@ class NumericSensitivity:
         if Reproducibility.BITWISE not in self.required.values():
             return set()
         sensitive = {i for i, op in self.lowered.items() if not self.repeatable(op.prims)}
-        if not sensitive:
+        if not sensitive or len({(node.target, *node.all_input_nodes) for node in self.calls}) == len(self.calls):
             return set()
         first: dict[fx.Node, fx.Node] = {}
 
@@ -180,8 +180,13 @@ class NumericSensitivity:
         for i, node in enumerate(self.calls):
             if i in self.lowered:
                 for prim in self.lowered[i].prims:
-                    if prim.op in EXTREMES or (selected and not selected.isdisjoint([r.value for r in prim.reads])):
+                    if prim.op in EXTREMES:
                         selected.add(prim.out)
+                    elif selected:
+                        for read in prim.reads:
+                            if read.value in selected:
+                                selected.add(prim.out)
+                                break
             elif _is_transparent(node):
                 bases = (self.views.of[value].base for value in operands(node))
                 if op_name(node.target).partition(".")[0] in SELECTIONS or any(base in selected for base in bases):

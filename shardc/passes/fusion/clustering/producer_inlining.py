@@ -57,6 +57,10 @@ def inline_producers(
         numbers = readers[value]
         if not numbers or not inlined.keys() >= numbers:
             continue
+        if value not in producer.access.partial_results and any(
+            _reads_in_order(inlined[j], value, producer.constraint.size) for j in numbers
+        ):  # as `_reads_contiguously`, without a look at the operations
+            continue
         users = {j: inlined[j] for j in numbers}
         if _reads_contiguously(producer, users.values()) or not _is_pointwise(producer):
             continue
@@ -144,6 +148,11 @@ def _readers(
 
 def _is_pointwise(producer: LoweredOp) -> bool:
     return all(prim.over == "point" and prim.op != "cat" for prim in producer.prims)
+
+
+def _reads_in_order(user: LoweredOp, value: fx.Node, size: int) -> bool:
+    """Does a call read every element of a value of `size` elements whenever it reads the value?"""
+    return user.constraint.size == size and value not in user.access.strided_reads
 
 
 def _reads_contiguously(producer: LoweredOp, users: Iterable[LoweredOp]) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -78,7 +79,8 @@ def _without_dead_values(graph: FusionGraph, groups: Sequence[FusionGroup]) -> l
                 prims.append(prim)
                 for operand in prim.reads:
                     needed.add(operand.value)
-        group = replace(_with_prims(graph, group, tuple(reversed(prims))), outputs=outputs)
+        if len(prims) < len(group.prims) or outputs != group.outputs:
+            group = replace(_with_prims(graph, group, tuple(reversed(prims))), outputs=outputs)
         read |= group.reads
         live.append(group)
     return live[::-1]
@@ -110,8 +112,7 @@ class _Rematerializer:
 
     def __init__(self, graph: FusionGraph, groups: list[FusionGroup]) -> None:
         self.graph = graph
-        self.recipes = self._recipes()
-        self.recipe_reads: dict[fx.Node, list[fx.Node]] = {}  # the operands of a recipe, sorted by name
+        self.recipes: dict[fx.Node, _Recipe | None] = {}  # of values that were asked for
         self.expansions = 0  # recipes that were visited
         fused = {i for group in groups for i in group.calls}
         self.read_outside = {value for value, calls in graph.readers.items() if not calls <= fused}
@@ -131,7 +132,7 @@ class _Rematerializer:
     def _improved(self, group: FusionGroup) -> FusionGroup:
         chains: dict[fx.Node, tuple[list[Prim], frozenset[fx.Node]]] = {}
         for value in sorted(group.reads, key=lambda v: v.name):
-            if value in self.recipes:
+            if self._recipe_of(value) is not None:
                 expansion = _Expansion()
                 is_short = self._expand(value, group.reads, expansion, self.graph.bytes[value] // FREE_LEAF_RATIO)
                 if is_short and not repeats_expensive(expansion.prims.values(), group.constraint.size):
@@ -170,36 +171,42 @@ class _Rematerializer:
         """Collect the operations that compute a value from what is `present`, from operands of up to `free` bytes, and
         from values without a recipe. False as soon as there are too many: chains are long, and join many times."""
         self.expansions += 1
-        recipe = self.recipes[value]
+        recipe = self._recipe_of(value)
+        assert recipe is not None
         expansion.visited.add(value)
-        expansion.outs.update(prim.out for prim in recipe)
+        expansion.outs.update(recipe.prims)
         if len(expansion.outs) > MAX_PRIMS_PER_VALUE:
             return False
-        if value not in self.recipe_reads:
-            self.recipe_reads[value] = sorted(_reads(recipe), key=lambda v: v.name)
-        for read in self.recipe_reads[value]:
+        for read in recipe.reads:
             if read in present or read in expansion.visited or self.graph.bytes[read] <= free:
                 continue
-            if read not in self.recipes:
+            if self._recipe_of(read) is None:
                 expansion.leaves.add(read)
             elif not self._expand(read, present, expansion, free):
                 return False
-        expansion.prims.update((prim.out, prim) for prim in recipe)
+        expansion.prims.update(recipe.prims)
         return True
 
-    def _recipes(self) -> dict[fx.Node, tuple[Prim, ...]]:
-        """The operations that recompute each value. A float64 value has no recipe: a kernel that also has other floats
+    def _recipe_of(self, value: fx.Node) -> _Recipe | None:
+        """The operations that recompute a value. A float64 value has no recipe: a kernel that also has other floats
         would round it to float32. Nor has a value whose recomputation a discontinuous operation would observe: chains
         start at it, as it was stored."""
-        recipes: dict[fx.Node, tuple[Prim, ...]] = {}
-        for i, op in self.graph.lowered.items():
-            if op.is_float64:
-                continue
-            for value in self.graph.values[i]:
-                recipe = _recipe(op, value)
-                if recipe is not None and self.graph.sensitivity.repeatable(recipe):
-                    recipes[value] = recipe
-        return recipes
+        if value not in self.recipes:
+            op = self.graph.lowered.get(self.graph.number.get(value, -1))
+            prims = None if op is None or op.is_float64 else _recipe(op, value)
+            if prims is None or not self.graph.sensitivity.repeatable(prims):
+                self.recipes[value] = None
+            else:
+                by_result = {prim.out: prim for prim in prims}
+                self.recipes[value] = _Recipe(by_result, sorted(_reads(prims), key=lambda v: v.name))
+        return self.recipes[value]
+
+
+class _Recipe(NamedTuple):
+    """The operations that compute a value, by their results, and the values that they read, by name."""
+
+    prims: dict[Value, Prim]
+    reads: list[fx.Node]
 
 
 def _recipe(op: LoweredOp, value: fx.Node) -> tuple[Prim, ...] | None:
@@ -226,14 +233,15 @@ def _topological(prims: tuple[Prim, ...]) -> list[Prim]:
     """Each operation after those whose results it reads."""
     by_result = {prim.out: prim for prim in prims}
     ordered: dict[Value, Prim] = {}
-
-    def visit(prim: Prim) -> None:
-        if prim.out not in ordered:
-            for read in prim.reads:
-                if read.value in by_result:
-                    visit(by_result[read.value])
-            ordered[prim.out] = prim
-
     for prim in prims:
-        visit(prim)
+        todo = [prim]
+        while todo:
+            last = todo[-1]
+            if last.out not in ordered:
+                before = [read.value for read in last.reads if read.value in by_result and read.value not in ordered]
+                if before:
+                    todo.append(by_result[before[0]])
+                    continue
+                ordered[last.out] = last
+            todo.pop()
     return list(ordered.values())

@@ -41,7 +41,7 @@ class _Edit(NamedTuple):
     group: FusionGroup
     moved: frozenset[int]  # calls that become a kernel of their own; empty: the kernel recomputes nothing any more
     saved: int
-    held: int
+    held_bytes: int
 
 
 @dataclass
@@ -85,9 +85,9 @@ class Kernels:
             for group, early in zip(groups, is_early, strict=True)
             for edit in self._edits(group, early, live if patient else None)
         ]
-        for edit in sorted(edits, key=lambda e: (e.saved / e.held, e.group.calls)):
+        for edit in sorted(edits, key=lambda e: (e.saved / e.held_bytes, e.group.calls)):
             self._apply(edit)
-            excess -= edit.held
+            excess -= edit.held_bytes
             if patient and excess <= 0:
                 break
         if edits:
@@ -102,13 +102,13 @@ class Kernels:
         """What may be undone in a kernel that holds some of the `live` values; None: whatever it holds."""
         graph, cluster = self.graph, self._cluster_of(group)
 
-        def held(values: Collection[fx.Node]) -> int:
+        def bytes_held(values: Collection[fx.Node]) -> int:
             values = [v for v in values if v.op != "placeholder" and (live is None or info(v).name in live)]
             return sum(graph.bytes[v] for v in values)
 
         edits: list[_Edit] = []
         saved = sum(graph.bytes[v] for v in cluster.reads - group.reads)  # they would be held instead
-        if (extended := held(group.reads - cluster.reads) - saved) > 0 and group.calls[0] not in self.read_only:
+        if (extended := bytes_held(group.reads - cluster.reads) - saved) > 0 and group.calls[0] not in self.read_only:
             edits.append(_Edit(group, frozenset(), saved, extended))
         epoch, kernel_epoch = graph.barrier_epoch, group.barrier_epoch
         later = frozenset(i for i in group.calls if epoch[i] > kernel_epoch)
@@ -117,7 +117,7 @@ class Kernels:
             if moved and len(moved) < len(group.calls):
                 rest = frozenset(group.calls) - moved
                 written, read = set(group.outputs) & self._written(moved), self._read(moved) - self._read(rest)
-                if extended := held(written if moved is later else read):
+                if extended := bytes_held(written if moved is later else read):
                     edits.append(_Edit(group, moved, self._bytes_between(moved, rest), extended))
         return edits
 

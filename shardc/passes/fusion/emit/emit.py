@@ -126,8 +126,9 @@ class Emitter:
             value: self._in_memory_order(graph, value) for value in dict.fromkeys(built.inputs)
         }
         first = info(nodes[0])
-        phase = PHASES[max(PHASES.index(info(node).phase) for node in nodes)]
-        about = info(max(nodes, key=lambda node: PHASES.index(info(node).phase)))
+        ranks = [PHASES.index(self.fusion_graph.phases[i]) for i in group.calls]
+        phase = PHASES[max(ranks)]
+        about = info(nodes[ranks.index(max(ranks))])
         prefix = f"d.{about.fqn}" if phase == "bwd" and about.fqn else "d" if phase == "bwd" else about.fqn
         prefix = ".".join(filter(None, ("opt", first.fqn))) if phase == "opt" else prefix
         name = graph.unique(".".join(filter(None, (prefix, built.kernel.name))))

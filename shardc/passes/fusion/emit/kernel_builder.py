@@ -69,7 +69,7 @@ class _KernelWriter:
     inputs: dict[tuple[fx.Node, int, Strides], Input] = field(default_factory=dict)  # type: ignore[type-arg]
     numbers: dict[tuple[fx.Node, int, Strides], int] = field(default_factory=dict)  # type: ignore[type-arg]
     steps: list[_Step] = field(default_factory=list[_Step])
-    known: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    step_numbers: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     values: dict[Value, Argument] = field(default_factory=dict[Value, Argument])
     parts: dict[Value, list[tuple[Argument, AccessMap]]] = field(default_factory=dict)  # type: ignore[type-arg]
 
@@ -93,7 +93,7 @@ class _KernelWriter:
     ) -> Ref:
         # To Python 1 equals True, and 0.0 equals -0.0: literals are compared by their text.
         key = (op, tuple([each if type(each) is Ref else repr(each) for each in operands]), attributes, dtype)
-        number = self.known.setdefault(key, len(self.steps))
+        number = self.step_numbers.setdefault(key, len(self.steps))
         if number == len(self.steps):
             self.steps.append(_Step(op, operands, attributes, dtype))
         return Ref(number)
@@ -206,29 +206,33 @@ class KernelCache:
 
     def __init__(self, graph: Graph, views: ViewAnalysis, templates: Collection[str]) -> None:
         self.graph, self.views, self.templates = graph, views, templates
-        self.known: dict[Hashable, tuple[BuiltKernel, list[int]]] = {}
-        self.value_kinds: dict[fx.Node, Hashable] = {}
+        self.kernels: dict[Hashable, tuple[BuiltKernel, list[int]]] = {}
+        self.value_kinds: dict[fx.Node, int] = {}
+        self.kind_numbers: dict[Hashable, int] = {}
 
     def build(self, prims: Sequence[Prim], constraint: SpaceConstraint, outputs: Sequence[fx.Node]) -> BuiltKernel:
         """The result of `build_kernel`, built once for groups that differ only in names."""
         numbers: dict[Value, int] = {}
         operations = structure(prims, numbers)
-        targets = tuple([producer(prim.out)[0].target for prim in prims if type(prim.out) is fx.Node])  # for the name
-        value_kinds = tuple([self._kind_of(value) if type(value) is fx.Node else None for value in numbers])
+        # Targets are for the name, and hashed by Python: their ids serve as well.
+        targets = tuple([id(producer(prim.out)[0].target) for prim in prims if type(prim.out) is fx.Node])
+        value_kinds = tuple([self._kind_of(value) if type(value) is fx.Node else -1 for value in numbers])
         key = (operations, targets, constraint, tuple([numbers[value] for value in outputs]), value_kinds)
-        if key not in self.known:
+        entry = self.kernels.get(key)
+        if entry is None:
             built = self._with_template_name(build_kernel(self.graph, self.views, prims, constraint, outputs))
-            self.known[key] = built, [numbers[value] for value in built.inputs]
-        built, input_numbers = self.known[key]
+            entry = self.kernels[key] = built, [numbers[value] for value in built.inputs]
+        built, input_numbers = entry
         values = list(numbers)
         inputs = tuple([cast("fx.Node", values[number]) for number in input_numbers])
         return replace(built, inputs=inputs, outputs=tuple(outputs))
 
-    def _kind_of(self, value: fx.Node) -> Hashable:
-        if value not in self.value_kinds:
+    def _kind_of(self, value: fx.Node) -> int:
+        number = self.value_kinds.get(value)
+        if number is None:
             kind = (type_of(value).dtype, self.views.of[value].shape, self.views.permuted.get(value))
-            self.value_kinds[value] = kind
-        return self.value_kinds[value]
+            self.value_kinds[value] = number = self.kind_numbers.setdefault(kind, len(self.kind_numbers))
+        return number
 
     def _with_template_name(self, built: BuiltKernel) -> BuiltKernel:
         match = matched(built.kernel)

@@ -242,11 +242,11 @@ def random_uniform(
 def _rows(m: LoweringBuilder, x: Operand, normalized: Sequence[int]) -> tuple[Shape, Shape, int]:
     """The shape of x, the shape of its statistics, and the number of columns."""
     shape = m.shape_of(x)
-    kept = len(shape) - len(normalized)
-    cols = math.prod(shape[kept:])
-    if cols == 1 or tuple(normalized) != shape[kept:]:
+    outer_dims = len(shape) - len(normalized)
+    cols = math.prod(shape[outer_dims:])
+    if cols == 1 or tuple(normalized) != shape[outer_dims:]:
         raise NotLowerable
-    return shape, (*shape[:kept], *[1] * len(normalized)), cols
+    return shape, (*shape[:outer_dims], *[1] * len(normalized)), cols
 
 
 @lower(aten.native_layer_norm.default)

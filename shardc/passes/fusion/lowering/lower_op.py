@@ -64,7 +64,7 @@ def _finish(node: fx.Node, builder: LoweringBuilder, results_of_lowering: Sequen
     if len(names) < len(temporaries):
         return None
     needed: set[Value] = set(names)
-    kept: list[Prim] = []
+    live_prims: list[Prim] = []
     for prim in reversed(builder.prims):
         if prim.out in needed:
             needed.update(read.value for read in prim.reads)
@@ -72,8 +72,8 @@ def _finish(node: fx.Node, builder: LoweringBuilder, results_of_lowering: Sequen
             out = names.get(prim.out, prim.out)
             dtype = type_of(out).dtype if isinstance(out, fx.Node) else prim.dtype
             about = (prim.over, prim.cols, prim.seed, prim.index)
-            kept.append(Prim(out, prim.op, args, prim.size, dtype, *about))
-    prims = tuple(reversed(kept))
+            live_prims.append(Prim(out, prim.op, args, prim.size, dtype, *about))
+    prims = tuple(reversed(live_prims))
     constraint = space_constraint(prims)
     op = LoweredOp(node, prims, constraint) if constraint is not None else None
     if op is not None and op.is_float64:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from typing import Any, NamedTuple
+from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import fx
 
 from kernels_triton.ir.kernel import DTYPES
 from shardc.ir.graph import results, type_of
+from shardc.passes.fusion.analysis.access import Access, access_of
 from shardc.passes.fusion.analysis.constant_values import constant_value
 from shardc.passes.fusion.analysis.iteration_space import (
     Over,
@@ -30,7 +31,9 @@ from shardc.passes.fusion.analysis.iteration_space import (
     SpaceConstraint,
     StridedRuns,
     Value,
+    interned,
     strided_runs,
+    structure,
 )
 from shardc.passes.fusion.analysis.view_analysis import StridedView, ViewAnalysis
 
@@ -60,13 +63,35 @@ class LoweredOp:
         object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "is_float64", _computes_in_float64(self.prims))
 
+    @cached_property
+    def structure(self) -> tuple[object, list[Value]]:
+        """An object that is the same for calls whose operations differ in the names of their values only, and the
+        values of the graph, what they read first."""
+        numbers: dict[Value, int] = {}
+        key = structure(self.prims, numbers)
+        values: list[Value] = [value for value in numbers if isinstance(value, fx.Node)]
+        values.sort(key=self.reads.__contains__, reverse=True)
+        return interned(key, tuple([numbers[value] for value in values])), values
+
+    @cached_property
+    def access(self) -> Access:
+        """How it reads its operands, and what it computes of them."""
+        return access_of(self.prims, self.constraint.size)
+
     def renamed(self, node: fx.Node, names: Mapping[Value, Value]) -> LoweredOp:
         """The same operations for another call. `names` has the new name of every value, temporaries included."""
         op = object.__new__(LoweredOp)
-        prims = tuple([prim.renamed(names) for prim in self.prims])
-        reads = frozenset([names[value] for value in self.reads])
-        fields = {"node": node, "prims": prims, "constraint": self.constraint, "reads": reads}
-        op.__dict__.update(fields, is_float64=self.is_float64)
+        key, values = self.structure
+        values = [names[value] for value in values]
+        op.__dict__.update(
+            node=node,
+            prims=tuple([prim.renamed(names) for prim in self.prims]),
+            constraint=self.constraint,
+            reads=frozenset(values[: len(self.reads)]),
+            is_float64=self.is_float64,
+            structure=(key, values),
+            access=self.access.renamed(names),
+        )
         return op
 
 
@@ -81,7 +106,8 @@ def _is_float64(read: Read) -> bool:
     return isinstance(read.value, fx.Node) and type_of(read.value).dtype == torch.float64
 
 
-class Temporary(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Temporary:
     """A value inside a kernel, which the graph does not have: an intermediate result of a call, by its number."""
 
     node: fx.Node

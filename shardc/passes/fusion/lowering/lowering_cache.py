@@ -31,7 +31,7 @@ class LoweringCache:
 
     def __init__(self, views: ViewAnalysis) -> None:
         self.views = views
-        self.known: dict[Hashable, tuple[LoweredOp | None, list[fx.Node], list[fx.Node | None]]] = {}
+        self.entries: dict[Hashable, tuple[LoweredOp | None, list[fx.Node], list[fx.Node | None]]] = {}
         self.kinds: dict[fx.Node, int] = {}  # of values: equal where lowerings find them equal, but for their memory
         self.numbers: dict[Hashable, int] = {}
 
@@ -49,12 +49,12 @@ class LoweringCache:
             tuple([self._argument_key(arg, bases) for arg in node.args]),
             tuple([(name, self._argument_key(arg, bases)) for name, arg in kwargs.items()]) if kwargs else (),
         )
-        known = self.known.get(key)
-        if known is None:
+        entry = self.entries.get(key)
+        if entry is None:
             first = lower_op(self.views, node)
-            self.known[key] = first, list(bases), results_of_call
+            self.entries[key] = first, list(bases), results_of_call
             return first
-        first, first_bases, first_results = known
+        first, first_bases, first_results = entry
         if first is None:
             return None
         names: dict[Value, Value] = dict(zip(first_bases, bases, strict=True))
@@ -65,14 +65,14 @@ class LoweringCache:
         return first.renamed(node, names)
 
     def _kind(self, value: fx.Node) -> int:
-        if (known := self.kinds.get(value)) is not None:
-            return known
-        base, *layout = self.views.of[value]
-        dtype, number = type_of(value).dtype, constant_value(value)
+        if (kind_number := self.kinds.get(value)) is not None:
+            return kind_number
+        view = self.views.of[value]
+        base, dtype, number = view.base, type_of(value).dtype, constant_value(value)
         base_dtype = dtype if base is value else type_of(base).dtype
-        kind = (*layout, base in self.views.irregular, dtype, base_dtype, None if number is None else repr(number))
-        self.kinds[value] = self.numbers.setdefault(kind, len(self.numbers))
-        return self.kinds[value]
+        kind = (view[1:], base in self.views.irregular, dtype, base_dtype, None if number is None else repr(number))
+        self.kinds[value] = kind_number = self.numbers.setdefault(kind, len(self.numbers))
+        return kind_number
 
     def _argument_key(self, arg: Any, bases: dict[fx.Node, int]) -> Hashable:
         if type(arg) is fx.Node:

@@ -35,7 +35,7 @@ def lower_padding(graph: Graph) -> None:
     """Rewrite masks as selects, in place, where possible. Later readers of x read the result, whose padding is
     zero, instead."""
     position = {node: i for i, node in enumerate(graph.fx.nodes)}
-    known: dict[object, fx.Node] = {}
+    shared_calls: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
         if node.target is not local.mask_pad or (dim := _masked_dim(node)) is None:
             continue
@@ -45,16 +45,16 @@ def lower_padding(graph: Graph) -> None:
             for user in [user for user in x.users if position[user] > position[node] and user.op == "call_function"]:
                 user.replace_input_with(x, node)
         with graph.fx.inserting_before(node):
-            _rewrite(graph, node, dim, known)
+            _rewrite(graph, node, dim, shared_calls)
     _pad_once(graph)
 
 
 def _pad_once(graph: Graph) -> None:
     """Merge equal pads: products that read one value with and without zeroed padding now read the same value."""
-    known: dict[object, fx.Node] = {}
+    first_pads: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
         if node.target is PAD:
-            first = known.setdefault((info(node).phase, node.args, str(node.kwargs)), node)
+            first = first_pads.setdefault((info(node).phase, node.args, str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.fx.erase_node(node)
@@ -73,7 +73,7 @@ def _masked_dim(node: fx.Node) -> int | None:
     return None
 
 
-def _rewrite(graph: Graph, node: fx.Node, dim: int, known: dict[object, fx.Node]) -> None:
+def _rewrite(graph: Graph, node: fx.Node, dim: int, shared_calls: dict[object, fx.Node]) -> None:
     x, atoms, pos, size, axes, fill = node.args
     extent: int = atoms[pos]  # type: ignore[index]
     type, scalar = type_of(node), TensorType(torch.int64, ())
@@ -83,9 +83,9 @@ def _rewrite(graph: Graph, node: fx.Node, dim: int, known: dict[object, fx.Node]
 
     def put(target: object, *args: object, type: TensorType, **kwargs: object) -> fx.Node:
         key = (info(node).phase, target, repr(args), type)  # not shared across phases, which would extend its lifetime
-        if key not in known:
-            known[key] = graph.call(target, args, kwargs, like=node, type=type)
-        return known[key]
+        if key not in shared_calls:
+            shared_calls[key] = graph.call(target, args, kwargs, like=node, type=type)
+        return shared_calls[key]
 
     first = put(local.axis_offset, axes, [extent], type=scalar)
     count = put(aten.rsub.Scalar, first, size, type=scalar)

@@ -76,7 +76,7 @@ def _extreme_by_pieces(m: LoweringBuilder, op: str, x: Operand, dim: Dims) -> Op
         or cols > MAX_PIECEWISE_COLUMNS
     ):
         raise NotLowerable
-    kept = tuple(1 if d in reduced_dims else n for d, n in enumerate(shape))
+    row_shape = tuple(1 if d in reduced_dims else n for d, n in enumerate(shape))
     float32, none = torch.float32, -1.0 if op == "max" else float(1 << 24)
     is_extreme, total = None, None
     for shift, mask in PIECES[dtype.itemsize]:
@@ -84,13 +84,13 @@ def _extreme_by_pieces(m: LoweringBuilder, op: str, x: Operand, dim: Dims) -> Op
         part = m("bitand", part, mask, shape=shape, dtype=dtype) if mask else part
         part = m("cast", part, shape=shape, dtype=float32)
         part = m("where", is_extreme, part, none, shape=shape, dtype=float32) if is_extreme is not None else part
-        best = m.reduce(f"r{op}", part, "row", kept, cols, dtype=float32)
+        best = m.reduce(f"r{op}", part, "row", row_shape, cols, dtype=float32)
         is_extreme = m("eq", part, best, shape=shape, dtype=torch.bool)
-        bits = m("cast", best, shape=kept, dtype=torch.int64)
-        bits = m("shl", bits, shift, shape=kept, dtype=torch.int64) if shift else bits
-        total = bits if total is None else m("bitor", total, bits, shape=kept, dtype=torch.int64)
+        bits = m("cast", best, shape=row_shape, dtype=torch.int64)
+        bits = m("shl", bits, shift, shape=row_shape, dtype=torch.int64) if shift else bits
+        total = bits if total is None else m("bitor", total, bits, shape=row_shape, dtype=torch.int64)
     assert total is not None
-    return m("cast", total, shape=kept, dtype=dtype) if dtype != torch.int64 else total
+    return m("cast", total, shape=row_shape, dtype=dtype) if dtype != torch.int64 else total
 
 
 @lower(aten.prod.dim_int, aten.prod.default)
@@ -136,7 +136,7 @@ def _reduce_dims(m: LoweringBuilder, op: str, x: Operand, dims: Dims) -> Operand
     reduced_dims = _reduced_dims(shape, dims)
     order = m.dim_order(x)
     nontrivial_dims = [d for d in order if shape[d] > 1]
-    over, kept = (
+    over, rest = (
         [d for d in nontrivial_dims if d in reduced_dims],
         [d for d in nontrivial_dims if d not in reduced_dims],
     )
@@ -145,11 +145,11 @@ def _reduce_dims(m: LoweringBuilder, op: str, x: Operand, dims: Dims) -> Operand
     size = math.prod(shape[d] for d in over)
     if over == nontrivial_dims:
         return m.reduce(op, x, "all", m.shape, order=order)
-    if over == nontrivial_dims[len(kept) :] and kept == sorted(kept) and (kept or len(nontrivial_dims) == 1):
+    if over == nontrivial_dims[len(rest) :] and rest == sorted(rest) and (rest or len(nontrivial_dims) == 1):
         return m.reduce(f"r{op}", x, "row", m.shape, size, order)
-    if over == nontrivial_dims[: len(over)] and kept == sorted(kept):
+    if over == nontrivial_dims[: len(over)] and rest == sorted(rest):
         return m.reduce(f"c{op}", x, "col", m.shape, math.prod(shape) // size, order)
-    places = {d: math.prod(shape[e] for e in kept if e > d) for d in kept}
+    places = {d: math.prod(shape[e] for e in rest if e > d) for d in rest}
     index = strided_runs(tuple(shape[d] for d in order), tuple(places.get(d, 0) for d in order))
     return m.reduce(op, x, "all", m.shape, order=order, index=index)
 
@@ -174,16 +174,16 @@ def _extreme_and_index(m: LoweringBuilder, op: str, x: Operand, dim: int | None)
     if cols > MAX_FLOAT_INDEX:
         raise NotLowerable
     x, wide, truth = m.as_stored(x), torch.float32, torch.bool
-    kept = tuple(1 if dim is None or d == nontrivial_dims[-1] else n for d, n in enumerate(shape))
-    best = m.reduce(f"r{op}", x, "row", kept, cols, dtype=wide)
+    row_shape = tuple(1 if dim is None or d == nontrivial_dims[-1] else n for d, n in enumerate(shape))
+    best = m.reduce(f"r{op}", x, "row", row_shape, cols, dtype=wide)
     column = m(
         "cast", m.indices(shape, strided_runs((math.prod(shape) // cols, cols), (0, 1))), shape=shape, dtype=wide
     )
     same, nan = m("eq", x, best, shape=shape, dtype=truth), m("isnan", x, shape=shape, dtype=truth)
     is_extreme = m("or", same, nan, shape=shape, dtype=truth)
     place = m("where", is_extreme, column, float(cols), shape=shape, dtype=wide)
-    first = m.reduce("rmin", place, "row", kept, cols, dtype=wide)
-    return best, m("cast", first, shape=kept, dtype=torch.int64)
+    first = m.reduce("rmin", place, "row", row_shape, cols, dtype=wide)
+    return best, m("cast", first, shape=row_shape, dtype=torch.int64)
 
 
 def _extreme_with_index(op: str, values: Any, places: Any) -> None:

@@ -211,9 +211,9 @@ def softshrink(m: LoweringBuilder, x: Operand, least: float = 0.5) -> Operand:
 
 
 @lower(aten.native_dropout_backward.default)
-def dropout_backward(m: LoweringBuilder, g: Operand, kept: Operand, scale: float) -> Operand:
+def dropout_backward(m: LoweringBuilder, g: Operand, mask: Operand, scale: float) -> Operand:
     m.require_floats(g)
-    return m.mul(m.mul(g, kept), float(scale))
+    return m.mul(m.mul(g, mask), float(scale))
 
 
 # ---------------------------------------------------------------------- neighbours, decimals
