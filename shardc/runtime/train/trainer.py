@@ -385,6 +385,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.follow(after, self.engine)
         after.steps, after.run, after.gradients_used = self.steps, self.run, self.gradients_used
+        after._consensus = self._consensus  # which counts how often ranks ended
         self.__dict__ = after.__dict__
         if self.ema is not None:
             self.ema.include()
