@@ -33,17 +33,22 @@ def worker(case: str) -> ModuleType:
 
 @pytest.mark.parametrize(
     "case",
-    ["dp2, padded", *(pytest.param(case, marks=pytest.mark.long) for case in ("dp2", "pp2 dp2, padded", "pp2 dp2"))],
+    [
+        "dp2, padded, frozen",
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("dp2", "dp2, padded", "pp2 dp2, padded")),
+        pytest.param("pp2 dp2, frozen", marks=pytest.mark.long),
+    ],
 )
-def test_a_job_makes_the_steps_of_its_simulation(case: str, tmp_path: Path) -> None:
+def test_a_job_makes_the_steps_of_its_simulation(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout's masks too: a rank pads its own part, which lies in the midst of the whole batch."""
     assert "RANK" not in os.environ
-    layout, _, how = case.partition(", ")
+    layout = case.partition(", ")[0]
     w = worker(case)
+    monkeypatch.setattr(w, "FROZEN", "frozen" in case)
     given = [shardc.Parts(w.parts(number)) for number in range(len(w.SHAPES))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = w.both(layout, how == "padded", given, tmp_path / "simulated")
+        expected = w.both(layout, "padded" in case, given, tmp_path / "simulated")
     assert len(expected["losses"]) == 6
     results = start(case, 4 if "pp2" in case else 2, tmp_path, limit=240.0, worker=WORKER)
     for result in results:

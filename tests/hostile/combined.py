@@ -6,7 +6,8 @@
     on_one_device(drawn, folder) the same of shardc's own program for one device, where dropout is drawn
 
 An interrupted run is given up after a step, and gone on with by new objects, perhaps on another mesh, from its
-checkpoint. Nothing of shardc is used in the eager loop.
+checkpoint. Nothing of shardc is used in the eager loop. Longer than 400 lines: a run as it is drawn, in shardc and in
+plain PyTorch, has to be read side by side.
 """
 
 from __future__ import annotations
