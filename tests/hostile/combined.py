@@ -175,10 +175,11 @@ class Combination:
         return PARTS[self.layout] if self.per_rank else 1
 
     def plan(self, layout: str) -> tuple[str, dict[str, Any]]:
-        mesh, plan = LAYOUTS[layout]
-        plan = {**plan, "seed": SEED, "outputs": {} if self.pad else {"size": ""}}
+        mesh, placed = LAYOUTS[layout]
+        plan: dict[str, Any] = {**placed, "seed": SEED, "outputs": {} if self.pad else {"size": ""}}
         if "pipeline" in plan:
-            plan["pipeline"] = {**plan["pipeline"], "microbatches": self.microbatches}
+            pipeline: dict[str, Any] = plan["pipeline"]
+            plan["pipeline"] = {**pipeline, "microbatches": self.microbatches}
         else:
             plan["accumulate"] = self.microbatches
         if self.tokens:
@@ -197,14 +198,14 @@ class Combination:
     def batches(self) -> list[Batch]:
         """Those of an epoch, whole; of one in parts, the parts one after the other."""
         return [
-            self._batch(k, rows, length) for k, (rows, length) in enumerate(zip(self.rows, self.lengths, strict=True))
+            self.batch(k, rows, length) for k, (rows, length) in enumerate(zip(self.rows, self.lengths, strict=True))
         ]
 
     def held_out(self) -> list[Batch]:
         sizes = [(ROWS, LENGTH), (self.rows[-1] if self.seed % 4 == 0 else ROWS, LENGTH)]
-        return [self._batch(10 + k, rows, length) for k, (rows, length) in enumerate(sizes)]
+        return [self.batch(10 + k, rows, length) for k, (rows, length) in enumerate(sizes)]
 
-    def _batch(self, number: int, rows: int, length: int) -> Batch:
+    def batch(self, number: int, rows: int, length: int) -> Batch:
         draw = torch.Generator().manual_seed(100 * self.seed + number)
         if not self.tokens:
             x = torch.randn(rows, 3, 3, generator=draw, dtype=torch.float64)
@@ -222,7 +223,7 @@ class Combination:
 
     def rows_of_data(self) -> list[Batch]:
         """The rows that a data loader deals."""
-        whole = [self._batch(k, ROWS, LENGTH) for k in range(3)]
+        whole = [self.batch(k, ROWS, LENGTH) for k in range(3)]
         count = 2 * ROWS + self.rows[-1]
         return [{name: t[i % ROWS] for name, t in whole[i // ROWS].items()} for i in range(count)]
 
@@ -502,7 +503,7 @@ def run_sharded(
     schedulers = drawn.schedulers(optimizers)
     for step in range(1, done + 1):  # as the script of a user who resumes does
         drawn.change(model, optimizers, step)
-    sample = drawn._batch(0, ROWS, LENGTH)
+    sample = drawn.batch(0, ROWS, LENGTH)
     program = shardc.compile(model, sample, mesh=mesh, plan=plan, optimizer=optimizers)
     trainer = program.launch()
     ema = shardc.EMA(trainer, DECAY) if drawn.averages else None
