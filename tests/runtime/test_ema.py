@@ -238,3 +238,34 @@ def test_what_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ShardcError, match=rf"SC553(.|\n)*{what}"):
                 call()
     trainer.step(batches()[0])
+
+
+def test_what_was_frozen_after_some_steps_stays_averaged_on_all_ranks(tmp_path: Path) -> None:
+    """A checkpoint has its average: on ranks of a pipeline, too, that do not hold the parameter. It is taken up by a
+    program in which it was frozen from the start."""
+    model = net()
+    trainer = launched("pp2", model)
+    ema = shardc.EMA(trainer, DECAY)
+    for batch in batches()[:2]:
+        trainer.step(batch)
+    model.b.requires_grad_(False)
+    trainer.recompile()
+    trainer.step(batches()[2])
+    trainer.save(tmp_path / "run")
+    again = net()
+    again.b.requires_grad_(False)
+    resumed = launched("zero3", again)
+    other = shardc.EMA(resumed, DECAY)
+    resumed.load(tmp_path / "run")
+    for each in (trainer, resumed):
+        each.step(batches()[3])
+    expected = ema.state_dict()
+    assert not torch.equal(expected["b.weight"], trainer.state_dict()["b.weight"])
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-12, msg=name)
+    for name in ("b.weight", "b.bias"):  # as on a rank of the other stage
+        del ema.averages[name]
+        del trainer.state[name]
+    before = ema.held().keys()
+    ema.include()
+    assert ema.held().keys() == before

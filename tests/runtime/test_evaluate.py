@@ -385,3 +385,31 @@ def test_an_evaluation_on_loaded_weights_is_that_of_the_checkpoint(tmp_path: Pat
     assert trainer.evaluate([batch()]).loss != before
     trainer.load(tmp_path / "saved")
     assert trainer.evaluate([batch()]).loss == before
+
+
+class Shifted(nn.Module):
+    """Its first argument has no rows of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.a = nn.Linear(4, 4).double()
+
+    def forward(self, by: Tensor, x: Tensor) -> dict[str, Tensor]:
+        y = self.a(x + by)
+        return {"loss": y.square().mean(), "size": y.abs().mean()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_rows_are_those_of_the_input_whose_rows_are_sharded(named: bool) -> None:
+    """Unequal batches count by them, and not by the dim 0 of what happens to come first."""
+    model, by = Shifted(), torch.randn(4, dtype=torch.float64)
+    given = [torch.randn(rows, 4, dtype=torch.float64) for rows in (8, 2)]
+    pairs: list[Any] = [{"by": by, "x": x} if named else (by, x) for x in given]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = {"inputs": {"x": "dp"}}
+    trainer = shardc.compile(model, pairs[0], mesh="dp=2", plan=plan, optimizer=optimizer).launch()
+    y = torch.cat([model.a(x + by) for x in given]).detach()
+    found = trainer.evaluate(pairs)
+    assert found.loss == pytest.approx(float(y.square().mean()), rel=1e-12)
+    assert found.scalars["size"] == pytest.approx(float(y.abs().mean()), rel=1e-12)

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.runtime.train.loop_state import plain, restored
 from shardc.runtime.train.metrics import Metrics
 from shardc.runtime.train.trainer import Trainer
-from tests.runtime.looped import HELD_OUT, RATE, batches, plateau, rates, started
+from tests.runtime.looped import HELD_OUT, RATE, Line, batch, batches, plateau, rates, started
 
 STEPS = 8
 Loop = Callable[[Trainer, torch.optim.Optimizer, Path, int], list[Metrics]]
@@ -241,3 +242,26 @@ def test_a_state_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> Non
         next(trainer.train(batches(), 2, checkpoint=tmp_path / "run", stateful={"holder": Holder()}))
     assert trainer.steps == 0
     assert caught.value.code == "SC408"
+
+
+@pytest.mark.parametrize("order", [(1,), (1, 0)])
+def test_a_schedule_is_resumed_by_that_of_the_same_optimizer(order: tuple[int, ...], tmp_path: Path) -> None:
+    """Of others the rates and their bases would be those of another optimizer."""
+
+    def trained(order: tuple[int, ...], steps: int) -> list[float]:
+        torch.manual_seed(0)
+        model = Line()
+        optimizers = [torch.optim.SGD([model.a.weight], lr=0.1), torch.optim.SGD([model.a.bias], lr=0.01)]
+        program = shardc.compile(model, batch(0), mesh="dp=2", plan={"inputs": {"x": "dp"}}, optimizer=optimizers)
+        schedules = [torch.optim.lr_scheduler.LambdaLR(optimizers[i], lambda step: 1 / (1 + step)) for i in order]
+        options: dict[str, Any] = {"scheduler": schedules, "checkpoint": tmp_path / "run", "progress": False}
+        for _ in program.launch().train([batch(0)] * 4, steps, **options):
+            pass
+        return [float(each.param_groups[0]["lr"]) for each in optimizers]
+
+    saved = order[::-1] if len(order) > 1 else (0,)
+    trained(saved, 1)
+    were, are = (", ".join(map(str, each)) for each in (saved, order))
+    with pytest.raises(ShardcError, match=rf"SC553.*are of optimizers {were} of the program's, these are of {are}"):
+        trained(order, 2)
+    assert trained(saved, 2) == pytest.approx([0.1 / 3, 0.01 / 3 if len(order) > 1 else 0.01])

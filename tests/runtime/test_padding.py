@@ -208,3 +208,79 @@ def test_a_batch_without_any_counted_token_gives_no_loss_and_no_gradient() -> No
     given["labels"][:] = -100
     trainer.step(batch(3, 6))
     assert float(trainer.step(given).loss) == 0.0
+
+
+class Measured(Reader):
+    """It returns a scalar beside its loss: of all positions, or of those that are labelled."""
+
+    def __init__(self, labelled: bool, drop: float = 0.0) -> None:
+        super().__init__(drop=drop)
+        self.labelled = labelled
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        return self.head(self.norm(x + F.dropout(self.attend(x, None), self.drop, self.training)))
+
+    def predicted(self, ids: Tensor) -> Tensor:
+        return self.logits(ids).argmax(-1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.logits(ids)
+        right = (logits.argmax(-1) == labels).double()
+        right = right.sum() / (labels != -100).sum() if self.labelled else right.mean()
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "right": right}
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_a_scalar_that_would_count_what_is_added_is_refused(drop: float) -> None:
+    """The loss does not see it; the metric would be another one."""
+    trainer, given = launched(Measured(False, drop), outputs={"right": ""}), batch(5, 6)
+    given["labels"][1:] = Measured(False).predicted(given["ids"])[1:]
+    with pytest.raises(ShardcError, match=r"SC548(.|\n)*of a part of the batch, the output right would"):
+        trainer.step(given)
+    launched(Measured(False, drop)).step(given)  # which returns none
+    if not drop:
+        found = launched(Measured(True), outputs={"right": ""}).step(given).scalars["right"]
+        expected = float(Measured(True)(**given)["right"])
+        assert expected > 0
+        assert float(found) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_scalar_that_is_zero_is_tried_again() -> None:
+    model = Measured(False)
+    trainer, given = launched(model, outputs={"right": ""}), batch(5, 6)
+    given["labels"] = (model.predicted(given["ids"]) + 1) % VOCAB
+    trainer.step(given)
+    trainer.sync_to(model)
+    given["labels"] = model.predicted(given["ids"])
+    with pytest.raises(ShardcError, match=r"SC548(.|\n)*the output right would"):
+        trainer.step(given)
+
+
+def test_what_stays_zero_is_said() -> None:
+    class Zero(Reader):
+        def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            loss = super().forward(ids, labels)
+            return {"loss": loss, "nothing": (loss * 0).detach()}
+
+    trainer = launched(Zero(), outputs={"nothing": ""})
+    what = "could not tell whether padding leaves the output nothing what it is: it was 0, or not finite"
+    for step in range(6):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.step(batch(5, 6, seed=step))
+        found = [str(w.message) for w in said if "could not tell" in str(w.message)]
+        assert found == [f"4 padded batches {what}"] * (step == 3)
+
+
+@pytest.mark.parametrize("labels", ["second half", "none"])
+def test_padding_is_tried_on_tokens_that_count(labels: str) -> None:
+    """Of a prompt that is ignored, the loss is 0, whatever it is divided by."""
+    trainer, given = launched(Reader(flaw="sum")), batch(8, 4)
+    if labels == "none":
+        given["labels"][:] = -100
+        assert float(trainer.step(given).loss) == 0.0
+        given = batch(8, 4, seed=1)
+    given["labels"][:, :2] = -100
+    with pytest.raises(ShardcError, match=r"SC548(.|\n)*of a part of the batch, the loss"):
+        trainer.step(given)

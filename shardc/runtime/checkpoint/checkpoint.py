@@ -174,6 +174,12 @@ class Checkpoints:
             )
         return Position(manifest.step, manifest.seed, manifest.extra)
 
+    def names(self, path: str | Path, role: str) -> list[str]:
+        """The tensors of a role that a checkpoint has; all must call it."""
+        self.settle()
+        stored = self.agreed(lambda: Manifest.read(find(place_of(path))).tensors)
+        return [name for name, tensor in stored.items() if tensor.role == role]
+
     def agreed(self, act: Callable[[], T]) -> T:
         """Run an action that can fail on some ranks only. It then fails on all, with the first failing rank's error."""
         result: list[T] = []

@@ -16,6 +16,7 @@ from shardc.runtime.train.callbacks import Callback, call_back, check_callbacks
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.evaluate import check_batches
 from shardc.runtime.train.interruptions import Interruptions
+from shardc.runtime.train.loading import draws_taken_back, has_state
 from shardc.runtime.train.lr_schedule import Scheduler, check_schedulers, step_schedules
 from shardc.runtime.train.metrics import Evaluated, Metrics
 
@@ -43,7 +44,7 @@ class AfterStep:
     evaluate: Iterable[Any] | None
     evaluate_every: int
 
-    def check(self) -> None:
+    def check(self, batches: object = None) -> None:
         """Raise ShardcError (SC552, SC553) for what cannot be used, or would be used for nothing."""
         evaluates = self.evaluate is not None
         check_schedulers(self.schedulers, self.monitor, self.trainer.optimizers, evaluates)
@@ -57,6 +58,10 @@ class AfterStep:
         if isinstance(self.evaluate, Iterator):
             message = "train is to evaluate on an iterator, which is used up after one evaluation"
             raise error("SC553", message, hint="give a list of batches, or a loader, which begins anew")
+        if self.evaluate is batches and has_state(batches):
+            message = f"train is to evaluate on the very {type(batches).__name__} that it trains on"
+            hint = "an evaluation would move its state, by which training goes on: make another loader of the same data"
+            raise error("SC553", message, hint=hint)
 
     def stopped_before(self) -> bool:
         """Whether a callback had ended the training that is resumed; all ranks must call it."""
@@ -67,7 +72,8 @@ class AfterStep:
         """The metrics with the evaluation, and whether the training ends; raises what interrupts it."""
         every = self.evaluate_every
         if self.evaluate is not None and (is_last or (every and metrics.step % every == 0)):
-            metrics = replace(metrics, evaluated=self.trainer.evaluate(self.evaluate))
+            with draws_taken_back(self.evaluate):
+                metrics = replace(metrics, evaluated=self.trainer.evaluate(self.evaluate))
         stop, failure = False, None
         try:
             step_schedules(self.schedulers, self.monitor, metrics)

@@ -17,7 +17,7 @@ start from its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -56,6 +56,7 @@ class EMA:
             raise error("SC553", "the trainer has an EMA already", hint="use trainer.ema")
         self.trainer, self.decay, self.updates = trainer, float(decay), 0
         self.averages: dict[str, torch.Tensor] = {}
+        self._types: dict[str, TensorType] = {}
         self.is_swapped = False
         self.include()
         trainer.ema = self
@@ -63,12 +64,13 @@ class EMA:
     def __repr__(self) -> str:
         return f"EMA(decay {self.decay:g}, {self.updates} updates, {len(self._types)} parameters)"
 
-    def include(self) -> None:
-        """Average whatever is trained: what is not averaged yet starts as it is."""
+    def include(self, more: Collection[str] = ()) -> None:
+        """Average whatever is trained, and `more` by name: what is not averaged yet starts as it is."""
         held, returned = self.trainer.held, self.trainer.returned
         trained = [name for name in held if ("param", name) in returned or ("grad", name) in returned]
-        self._types: dict[str, TensorType] = {}
-        for name in dict.fromkeys((*self.averages, *trained)):
+        more = [name for name in more if name in held and held[name][0].role == "param"]
+        # The same on all ranks, those of a pipeline included that do not hold the parameter.
+        for name in dict.fromkeys((*self._types, *trained, *more)):
             type = held[name][1]
             self._types[name] = replace(type, dtype=torch.float32) if type.dtype in HALF else type
             if name in self.trainer.state and name not in self.averages:
@@ -104,6 +106,10 @@ class EMA:
             return self.trainer.state_dict()
 
     # ------------------------------------------------------------------ of the trainer
+    def take_up(self, names: Collection[str]) -> None:
+        """Have room for the averages that a checkpoint has, of parameters that were trained then and are frozen now."""
+        self.include([name.removesuffix(f":{ROLE}") for name in names])
+
     def refuse_swapped(self, what: str) -> None:
         """Raise ShardcError (SC553) for what would take averages for parameters."""
         if self.is_swapped:

@@ -23,7 +23,7 @@ import torch
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Port
 from shardc.ir.types import TensorType
-from shardc.runtime.execute.batch import leaves_of
+from shardc.runtime.execute.batch import batch_inputs, leaves_of
 from shardc.runtime.execute.data_parts import Parts
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
@@ -109,7 +109,7 @@ class Evaluator:
         for batch in batches if own is None else own.together(batches):
             ready = self._of(batch, "scalars", step)
             result = self._run(ready, batch, state, seed, step)
-            rows = torch.tensor(parts * _rows(batch))
+            rows = torch.tensor(parts * self._rows(batch))
             if result.own_loss is not None:
                 has_loss = True
                 loss.add(result.own_loss, self._weight(ready, batch, rows))
@@ -164,7 +164,15 @@ class Evaluator:
         if not isinstance(batch, Parts) or parts is None or self._training.own is not None or not batch:
             return self._training.given(batch)
         parts.check_count(batch)
-        return parts.joined(batch, math.gcd(_rows(batch[0]), parts.microbatches))
+        return parts.joined(batch, math.gcd(self._rows(batch[0]), parts.microbatches))
+
+    def _rows(self, batch: Any) -> int:
+        """How many rows a batch has: dim 0 of the first input whose rows the plan shards, else of its first tensor."""
+        placed = {name: type for name, (port, type) in self._training.placed.items() if port.role == "input"}
+        tensors = batch_inputs(batch, list(placed))
+        sharded = (n for n, type in placed.items() if n in tensors and type.dims and any(a.axes for a in type.dims[0]))
+        name = next(sharded, None)
+        return _rows(batch) if name is None else tensors[name].shape[0]
 
     # ------------------------------------------------------------------ programs by the form of a batch
     def _of(self, batch: Any, kept: Kept, step: int) -> _Ready:

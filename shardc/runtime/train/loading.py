@@ -7,7 +7,8 @@ How a loader goes on:
 
     it has state_dict, load_state_dict     its state after the last batch that was trained on
     its sampler has set_epoch              the epoch is set, and its first batches are passed over
-    it is a DataLoader of torch            its generator, or torch's, is put back to the epoch's start, as above
+    it is a DataLoader of torch            its generator and its samplers', or torch's, are put back to the epoch's
+                                           start, as above
     it is a list                           the first batches of the epoch are passed over
     it is any other iterable               batches of all epochs are passed over: it begins as it did
 
@@ -17,7 +18,8 @@ batch is ahead, at most, and none of an iterator, which its owner may go on with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +69,7 @@ class Loading:
         self.position: Position = START if isinstance(position, int) else position
         self._to_pass_over = position if isinstance(position, int) else 0
         self._ahead = ahead and not isinstance(batches, Iterator)
-        self._has_state = all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._has_state = has_state(batches)
         self._epoch_setters = _epoch_setters(batches)
         self._source: Iterator[Fetched] = iter(())
         self._next: list[Fetched | Exception | None] = []  # what was fetched ahead; None at an epoch's end
@@ -110,7 +112,7 @@ class Loading:
                 raise error("SC553", f"epoch {epoch} of train has no batch", hint=hint)
             epoch += 1
             if not self._has_state:  # its state goes on from epoch to epoch, and is that after the last batch
-                self.position = {"epoch": epoch, "batch": 0, **self._drawn_from()}
+                self.position = {"epoch": epoch, "batch": 0, **self._started_from()}
 
     def look_ahead(self) -> None:
         """Fetch the next batch, if one is wanted. What goes wrong is raised when it is its turn."""
@@ -150,7 +152,8 @@ class Loading:
         else:
             skipped = number
             _set_generator(self._generator, goes_on)
-        started = {} if self._has_state else self._drawn_from()
+        self._set_samplers(goes_on)
+        started = self._started_from()
         to_restore = "state" in goes_on  # torchdata's resumed epoch leaves the loader's generator where it was not
         for batch in self.batches:
             if to_restore:
@@ -186,6 +189,27 @@ class Loading:
             return None
         return self.batches.generator or (None if self._has_state else torch.default_generator)
 
+    @property
+    def _sampler_generators(self) -> list[torch.Generator]:
+        """What its samplers draw from, unless it is what the loader does, or is in its own state."""
+        return [generator for generator in _sampler_generators(self.batches) if generator is not self._generator]
+
+    def _started_from(self) -> Position:
+        """The states of all generators before an epoch, by which it would begin again in the same order. A loader that
+        has a state passes over the first batches by its sampler."""
+        drawn = {} if self._has_state else self._drawn_from()
+        samplers = self._sampler_generators if self._keeps else []
+        return {**drawn, **({"samplers": [encode(g.get_state()) for g in samplers]} if samplers else {})}
+
+    def _set_samplers(self, position: Position) -> None:
+        states, generators = position.get("samplers", []), self._sampler_generators
+        if len(states) not in (0, len(generators)):
+            message = f"the checkpoint has the states of {len(states)} samplers' generators, these draw from "
+            hint = "give the loader that it was saved with, or resume=False"
+            raise error("SC557", f"{message}{len(generators)}", hint=hint)
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(decode(state))
+
     def _drawn_from(self) -> Position:
         """The present state of that, where it says the order of an epoch."""
         generator = None if self._epoch_setters and not self._has_state else self._generator
@@ -211,7 +235,8 @@ def resumed(data: object, part: int, parts: int, batches: Any) -> Position:
     if len(positions) == parts:
         return positions[part].model_dump(exclude_none=True)
     first = positions[0]
-    if first.state is not None or first.generator is not None or not _epoch_setters(batches):
+    drawn = first.generator is not None or first.samplers is not None
+    if first.state is not None or drawn or not _epoch_setters(batches):
         saved = f"{len(positions)} part{'s' * (len(positions) > 1)} of a batch"
         message = f"the checkpoint's loaders brought {saved}, these bring {parts}: where they would go on is not known"
         hint = "a plain DataLoader with a DistributedSampler can; or keep the number of data ranks, or resume=False"
@@ -226,6 +251,7 @@ class _Position(BaseModel):
     batch: int = Field(ge=0, lt=1 << 53)
     state: Any = None
     generator: Any = None
+    samplers: list[Any] | None = None
 
 
 class _Kept(BaseModel):
@@ -239,6 +265,39 @@ def _set_generator(generator: torch.Generator | None, position: Position) -> boo
     if generator is not None and "generator" in position:
         generator.set_state(decode(position["generator"]))
     return False
+
+
+def _sampler_generators(loader: object) -> list[torch.Generator]:
+    """What the samplers of a DataLoader draw from, but for those that have a state, or are set by the epoch."""
+    if not isinstance(loader, DataLoader):
+        return []
+    of: Any = loader
+    batch_sampler = getattr(of, "batch_sampler", None)
+    holders = [getattr(of, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    drawing = [h for h in holders if hasattr(h, "generator") and not _sets_epoch(h) and not has_state(h)]
+    generators = {id(g): g for h in drawing for g in [getattr(h, "generator", None) or torch.default_generator]}
+    return list(generators.values())
+
+
+@contextmanager
+def draws_taken_back(loader: object) -> Generator[None]:
+    """While batches are evaluated: the generators that they draw from may be those of the training's loader."""
+    own = getattr(loader, "generator", None)
+    generators = [*([own] if isinstance(own, torch.Generator) else []), *_sampler_generators(loader)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def has_state(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _sets_epoch(sampler: object) -> bool:
+    return callable(getattr(sampler, "set_epoch", None))
 
 
 def _epoch_setters(batches: Any) -> list[Callable[[int], object]]:

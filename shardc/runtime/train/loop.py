@@ -117,7 +117,7 @@ def train(
     _check_numbers(batches, steps, epochs, every, evaluate_every, checkpoint)
     schedulers = schedulers_of(scheduler)
     after = AfterStep(trainer, schedulers, monitor, callbacks, evaluate, evaluate_every)
-    after.check()
+    after.check(batches)
     state = LoopState.of(schedulers, stateful, callbacks, trainer.optimizers)
     folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run

@@ -1,6 +1,7 @@
 """What of the loop's objects a checkpoint holds: of the schedule, of callbacks, and of what the caller names.
 
-    {"scheduler": {...}, "learning_rates": [0.1], "stateful": {"EarlyStopping": {"best": 3.2, ...}, "sampler": {...}}}
+    {"scheduler": {...}, "scheduled": [0], "learning_rates": [0.1],      of which of the program's optimizers, and rates
+     "stateful": {"EarlyStopping": {"best": 3.2, ...}, "sampler": {...}}}
 
 It is JSON, which knows no keys but text (a MultiStepLR counts milestones by number) and no tensors (a rate may be one):
 `plain` writes them in another way, and `restored` reads them.
@@ -79,6 +80,7 @@ class LoopState:
         states = [plain(scheduler.state_dict()) for scheduler in self.schedulers]
         if states:
             extra |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
+            extra["scheduled"] = self._owners()
         if self.stateful:
             extra["stateful"] = {name: plain(value.state_dict()) for name, value in self.stateful.items()}
         if groups := self._scheduled():
@@ -98,6 +100,11 @@ class LoopState:
             message = f"the checkpoint holds {len(states)} schedulers of {len(rates)} parameter groups, not "
             hint = "give the schedulers that it was saved with, in their order"
             raise error("SC553", f"{message}{len(self.schedulers)} of {len(groups)}", hint=hint)
+        if resumes_schedules and extra.get("scheduled", self._owners()) != self._owners():
+            was, now = (", ".join(map(str, owners)) for owners in (extra["scheduled"], self._owners()))
+            message = f"the checkpoint's schedulers are of optimizers {was} of the program's, these are of {now}"
+            hint = "give the schedulers that it was saved with, in their order"
+            raise error("SC553", message, hint=hint)
         if resumes_schedules:
             for scheduler, state in zip(self.schedulers, states, strict=True):
                 scheduler.load_state_dict(restored(state))
@@ -111,6 +118,11 @@ class LoopState:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+
+    def _owners(self) -> list[int]:
+        """Which of the program's optimizers each scheduler is of."""
+        owners = [getattr(scheduler, "optimizer", None) for scheduler in self.schedulers]
+        return [next((i for i, o in enumerate(self.optimizers) if o is owner), -1) for owner in owners]
 
     def _scheduled(self) -> list[dict[str, Any]]:
         """The parameter groups of the program's optimizers that a schedule is of."""

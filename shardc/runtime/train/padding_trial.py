@@ -19,23 +19,29 @@ from shardc.runtime.execute.batch import Inputs
 from shardc.runtime.train.padding import Padding, Shapes, rebuilt
 
 HINT = "give the batch a mask that hides what is added, as attention_mask does; or leave pad out: a program a shape"
-LOSS, GRADIENT, BUFFER = "the loss", "the gradient of ", "buffer "
+LOSS, GRADIENT, BUFFER, SCALAR = "the loss", "the gradient of ", "buffer ", "the output "
+ELSEWHERE = "a gradient on another rank"
 Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial is made with. `results` are the loss, gradients and buffers of a step on a batch, by what they are
-    called, on this rank; `evaluated` is the loss of an evaluation; `any_rank` is true where one rank's flag is."""
+    """What a trial is made with. `results` are the loss, gradients, buffers and scalar outputs of a step on a batch, by
+    what they are called, on this rank; `evaluated` are the loss and scalars of an evaluation; `any_rank` is true where
+    one rank's flag is."""
 
     padding: Padding
     body: Graph
     results: Callable[[Any], Results]
-    evaluated: Callable[[Any], Tensor | None]
+    evaluated: Callable[[Any], Results]
     any_rank: Callable[[bool], bool]
 
-    def check(self, batch: Any, tensors: Inputs, padded: Inputs, into: Shapes) -> None:
-        """Raise ShardcError (SC548) on all ranks where what is added to a batch is seen."""
+    def check(self, batch: Any, tensors: Inputs, padded: Inputs, into: Shapes) -> list[str]:
+        """Raise ShardcError (SC548) on all ranks where what is added to a batch is seen, which has tokens that count.
+
+        Returns the names of what cannot be told by this batch: what is not finite, and scalars that are 0, as the
+        accuracy of a first step is.
+        """
         given = self.results(rebuilt(batch, padded))
         varied = self.results(rebuilt(batch, self.padding.varied(tensors, padded)))
         what = "with other values in the place of what is added, {} would change"
@@ -43,6 +49,7 @@ class Trial:
         self._refuse(_differing(given, varied) if exact else _far(given, varied, tolerance(self.body)), what)
         half = self.padding.half(tensors, into)
         try:
+            half = half if self.counts(half) else tensors
             alone = self._of(rebuilt(batch, half))
         except ShardcError:  # a model may not take such a length
             half = tensors
@@ -50,17 +57,25 @@ class Trial:
         beside = self._of(rebuilt(batch, self.padding.pad(half, into)))
         what = "of a part of the batch, {} would be another than without padding"
         self._refuse(_far(alone, beside, tolerance(self.body)), what)
+        untold = [n for n, value in {**given, **alone}.items() if not bool(value.isfinite().all())]
+        untold += [n for n, value in alone.items() if n.startswith(SCALAR) and not bool(value)]
+        return (untold or [ELSEWHERE]) if self.any_rank(bool(untold)) else []
+
+    def counts(self, tensors: Inputs) -> bool:
+        """Whether a token of a batch counts, on any rank; all must call it."""
+        tokens = self.padding.tokens
+        return self.any_rank(bool((tensors[tokens.input][..., tokens.shift :] != tokens.ignore).any()))
 
     def _of(self, batch: Any) -> Results:
         """What is compared of a batch, with and without padding. Buffers may be of all rows, where those are added."""
         if not draws(self.body):
             return {name: value for name, value in self.results(batch).items() if not name.startswith(BUFFER)}
-        loss = self.evaluated(batch)
-        return {} if loss is None else {LOSS: loss}
+        returned = {f"{SCALAR}{port.name}" for port in self.body.outputs if port.role == "output"}
+        return {name: value for name, value in self.evaluated(batch).items() if name == LOSS or name in returned}
 
     def _refuse(self, names: list[str], what: str) -> None:
         if self.any_rank(bool(names)):
-            which = listed(names) if names else "a gradient on another rank"
+            which = listed(names) if names else ELSEWHERE
             message = f"padding would not leave a step what it is: {what.format(which)}"
             raise error("SC548", message, hint=HINT)
 

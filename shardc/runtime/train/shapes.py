@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from shardc.ir.diagnostic import error
+from shardc.ir.caller import warn
+from shardc.ir.diagnostic import error, listed
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.microbatch import fewest_microbatches
 from shardc.ir.types import TensorType
@@ -27,11 +28,12 @@ from shardc.runtime.train.device_copy import Copied
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.padding import Padding, Shapes, rebuilt
-from shardc.runtime.train.padding_trial import BUFFER, GRADIENT, LOSS, Results, Trial
+from shardc.runtime.train.padding_trial import BUFFER, GRADIENT, LOSS, SCALAR, Results, Trial
 from shardc.runtime.train.programs import Compiled, Programs, form_of, prepare, refuse_empty, shapes_text
 from shardc.runtime.train.result import StepResult, Tensors
 
 PROGRAMS = 8  # of other shapes than the first, that are kept
+TRIALS = 4  # of padding, by batches that cannot tell
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Steps:
         held: Mapping[str, tuple[Port, TensorType]],
         padding: Padding | None = None,
         state: Callable[[], Tensors] = dict,
-        evaluated: Callable[[Any], torch.Tensor | None] = lambda _: None,
+        evaluated: Callable[[Any], StepResult] | None = None,
     ) -> None:
         self.first = Step(engine, feeding, by_row)
         self._compile, self._held = compile, held
@@ -83,6 +85,7 @@ class Steps:
         pinned = "the program's own" if self._shapes is None else shapes_text(self._shapes)
         self._padding, self._state, self._evaluated = padding, state, evaluated
         self._tried: set[Hashable] = set()  # what was padded, of which program
+        self._untold: dict[Hashable, int] = {}  # how often that was tried
         self._programs = Programs[Step](engine, PROGRAMS, what, lambda step: step.engine.release(), pinned)
 
     def of(self, batch: Any, when: str, due: bool) -> tuple[Step, Any]:
@@ -102,6 +105,7 @@ class Steps:
             if shapes is not None and (into := self._room(self._padding, shapes)) is not None:
                 padded = self._padding.pad(tensors, into)
                 self._try(self._padding, host, tensors, padded, into)
+                padded = self._padded_by_part(self._padding, batch, into) or padded
                 batch = host = rebuilt(host, padded)
                 tensors = padded
                 form = None if into == self._shapes else tuple(sorted(into.items()))
@@ -146,6 +150,18 @@ class Steps:
         best = min(fitting, key=lambda other: sum(map(math.prod, other.values())), default=None)
         return None if best == shapes else best
 
+    def _padded_by_part(self, padding: Padding, batch: Any, into: Shapes) -> Inputs | None:
+        """In simulation, a batch of parts as ranks of a job pad it: each its own. Elsewhere None."""
+        feeding = self.first.feeding
+        given, parts = batch.host if isinstance(batch, Copied) else batch, feeding.parts
+        if not isinstance(given, Parts) or parts is None or feeding.own is not None:
+            return None
+        if any(into[name][0] % parts.count for name in parts.inputs):  # of a batch that was given whole
+            return None
+        shapes = {n: (s[0] // parts.count, *s[1:]) if n in parts.inputs else s for n, s in into.items()}
+        each = Parts(rebuilt(part, padding.pad(feeding.tensors(part), shapes)) for part in given)
+        return feeding.tensors(self._host(each))
+
     def _try(self, padding: Padding, batch: Any, tensors: Inputs, padded: Inputs, into: Shapes) -> None:
         """Refuse padding that a step would see, once for what is padded of which program."""
         changed = frozenset((n, d) for n, t in tensors.items() for d, size in enumerate(t.shape) if size != into[n][d])
@@ -161,23 +177,39 @@ class Steps:
             return self._results(ready[form], given)
 
         try:
-            Trial(padding, self.first.body, results, self._evaluated, self._any_rank).check(
-                batch, tensors, padded, into
-            )
+            trial = Trial(padding, self.first.body, results, self._evaluation, self._any_rank)
+            untold = trial.check(batch, tensors, padded, into) if trial.counts(tensors) else None
         finally:
             for step in ready.values():
                 step.engine.release()
-        self._tried.add(key)
+        if untold is None:  # loss and gradients are 0, whatever is added
+            return
+        self._untold[key] = self._untold.get(key, 0) + 1
+        if untold and self._untold[key] == TRIALS:
+            warn(
+                f"{TRIALS} padded batches could not tell whether padding leaves {listed(untold)} what it is: it was 0, "
+                "or not finite"
+            )
+        if not untold or self._untold[key] == TRIALS:
+            self._tried.add(key)
 
     def _results(self, step: Step, batch: Any) -> Results:
-        """Loss, gradients and buffers of a step that updates nothing."""
+        """Loss, gradients, buffers and scalar outputs of a step that updates nothing."""
         held = {name: t for name, t in self._state().items() if name in step.inputs}
         # A step may write over its buffers and state, not over parameters without an update.
         own = {name: t.clone() for name, t in held.items() if self._held[name][0].role != "param"}
         outputs = step.engine.run({**held, **own, **step.constants}, step.feeding.feeds(batch, 0, 0), 0)
         result = StepResult.of(step.body, outputs)
         gradients = {f"{GRADIENT}{name}": value for name, value in result.grads.items()}
-        return {LOSS: result.loss, **gradients, **{f"{BUFFER}{name}": value for name, value in result.buffers.items()}}
+        buffers = {f"{BUFFER}{name}": value for name, value in result.buffers.items()}
+        return {LOSS: result.loss, **gradients, **buffers, **_scalars(result)}
+
+    def _evaluation(self, batch: Any) -> Results:
+        """Loss and scalar outputs of an evaluation."""
+        if self._evaluated is None:
+            return {}
+        result = self._evaluated(batch)
+        return {**({} if result.own_loss is None else {LOSS: result.own_loss}), **_scalars(result)}
 
     def _any_rank(self, flag: bool) -> bool:
         peers = self.first.engine.peers
@@ -213,3 +245,8 @@ class Steps:
                 split = count > 1 and type.ndim and (name in known if known else other)
                 shapes[name] = (count * type.shape[0], *type.shape[1:]) if split else type.shape
         return self._brought(shapes)
+
+
+def _scalars(result: StepResult) -> Results:
+    """What the model returns beside its loss, and a step's metrics have."""
+    return {f"{SCALAR}{name}": value for name, value in result.scalars.items() if name != "loss"}

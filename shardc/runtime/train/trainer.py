@@ -39,7 +39,7 @@ from shardc.runtime.train.agreement import facts_of
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.device_copy import Copied, Copier
-from shardc.runtime.train.ema import EMA, KEY
+from shardc.runtime.train.ema import EMA, KEY, ROLE
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluator
 from shardc.runtime.train.feeding import Feeding
@@ -85,7 +85,7 @@ class Trainer:
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
         kept = [(port, type) for port, type in self._inputs.values() if port.role in STATE_ROLES]
         self._kept = {port.name: (port, type) for port, type in kept}
-        evaluated = lambda batch: self._evaluate(batch, "scalars").own_loss  # noqa: E731
+        evaluated = lambda batch: self._evaluate(batch, "scalars")  # noqa: E731
         now = lambda: self.state  # noqa: E731
         self._programs = Steps(
             engine, self._feeding, plan.get("by_row", ()), program.training, program.batch, self._inputs,
@@ -419,6 +419,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.follow(after, self.engine)
         after.steps, after.run, after.gradients_used = self.steps, self.run, self.gradients_used
+        after._consensus = self._consensus  # which counts how often ranks ended
         self.__dict__ = after.__dict__
         if self.ema is not None:
             self.ema.include()
@@ -522,6 +523,8 @@ class Trainer:
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
         self._refuse_swapped("load")
+        if self.ema is not None:
+            self.ema.take_up(self.checkpoints.names(path, ROLE))
         averages = {} if self.ema is None else self.ema.held()
         position = self.checkpoints.load(path, self._held() | averages, strict, self._model_state.unsaved)
         extra = dict(position.extra)
