@@ -68,7 +68,7 @@ def test_a_rank_that_differs_is_named_by_every_rank(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [*SAID, "twice"])
 def test_a_job_of_ranks_that_differ_ends_by_itself(case: str, tmp_path: Path) -> None:
     """Each of the scripts ends by its error; `start` fails where one still runs."""
