@@ -57,7 +57,7 @@ def make_optimizer(name: str | None, model: nn.Module, lr: float | None) -> list
     return [_made(kind, some, rate) for kind, some in (("muon", matrices), ("adamw", rest)) if some]
 
 
-def _made(name: str, parameters: list[torch.Tensor], rate: float) -> torch.optim.Optimizer:
+def _made(name: str, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
     import torch
 
     kind, options = OPTIMIZERS[name]
@@ -68,7 +68,7 @@ def _hidden_matrices(model: nn.Module) -> set[int]:
     """The ids of parameters with two dims that are neither an embedding's nor an output head's."""
     from torch import nn
 
-    outer = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    outer: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     head_of = getattr(model, "get_output_embeddings", None)
     if callable(head_of) and isinstance(head := head_of(), nn.Module):
         outer.append(head)

@@ -48,7 +48,7 @@ def test_a_process_that_fails_exits_as_python_does(how: str) -> None:
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "1", "RANK": "0"}
     environment = os.environ | job | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ENDING), how]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == (1 if how == "raised" else 0), ended.stderr
     assert "terminate called" not in ended.stderr
     assert ("ValueError: the batch is bad" in ended.stderr) == (how == "raised")

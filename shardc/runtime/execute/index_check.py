@@ -76,8 +76,9 @@ class IndexCheck:
         diagnostics: dict[tuple[int, int], Diagnostic] = {}
         for instruction, p, slot, names in self._uses:
             value = env[slot]
-            first_bad = None if value is None else p.first_outside(value)
-            if first_bad is not None and (slot, p.size) not in diagnostics:
+            if value is None or (first_bad := p.first_outside(value)) is None:
+                continue
+            if (slot, p.size) not in diagnostics:
                 what, name = self._describe_value(env, slot, p.value, first_bad, names)
                 counts = counts_on(value, p, first_bad[1]) and (slot not in self._inputs or "position" in name)
                 diagnostics[slot, p.size] = index_diagnostic(instruction.node, p, what, name, counts=counts)
