@@ -85,6 +85,7 @@ def near(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
     assert float((a.double() - b.double()).abs().max()) <= tolerance * max(1.0, float(b.double().abs().max()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_outputs_are_those_of_the_eager_model_in_float64(name: str) -> None:
     mesh, plan = PLANS[name]
@@ -106,6 +107,7 @@ def test_outputs_are_those_of_the_eager_model_in_float64(name: str) -> None:
     assert {row.name for row in report.rows} == {"y", "spread", "right"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_text_and_file_round_trip(name: str, tmp_path: Path) -> None:
     mesh, plan = PLANS[name]

@@ -86,6 +86,7 @@ def history(model: str, microbatches: int) -> list[tuple[dict[str, torch.Tensor]
     return steps
 
 
+@lru_cache
 def distributed(model: str, layout: str, zero: int, microbatches: int = 1) -> Graph:
     mesh_text, suffix = LAYOUTS[layout]
     mesh = shardc.Mesh.parse(mesh_text)

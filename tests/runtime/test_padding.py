@@ -103,7 +103,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("accumulate", "dp2") else pytest.param(name, marks=pytest.mark.long) for name in PLANS]
+    "name", [name if name == "accumulate" else pytest.param(name, marks=pytest.mark.long) for name in PLANS]
 )
 def test_padded_steps_are_those_of_plain_training(name: str) -> None:
     mesh, plan = PLANS[name]

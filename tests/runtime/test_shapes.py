@@ -172,7 +172,7 @@ def test_dropout_is_that_of_one_device(name: str) -> None:
 @pytest.mark.parametrize("name", parts("dp4"))
 def test_other_programs_hold_the_state_as_the_first_does(name: str) -> None:
     first = compiled(name)
-    for shape in FEW[1:]:
+    for shape in FEW[1:3]:
         other = first.training(batch(*shape))  # which refuses what is held otherwise
         report = other.verify()
         assert report.ok, report
