@@ -40,8 +40,9 @@ def warm() -> None:
             trainer.evaluate([{"ids": ids, "labels": ids}])
 
 
-with torch.random.fork_rng():
-    warm()
+if not torch.backends.cuda.is_built():  # there autograd starts threads, which do not outlive a fork
+    with torch.random.fork_rng():
+        warm()
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)  # what is kept at the end, some libraries take for a leak
