@@ -114,6 +114,22 @@ def test_mixtral_is_as_on_one_device(mesh: str, mixtral: nn.Module) -> None:
     assert tuple(n * program.mesh.world_size for n in experts) == whole
 
 
+def test_sequence_parallelism_gathers_tokens_and_scatters_results() -> None:
+    """Each way, no more than the residual stream, and what the router says of each token."""
+    model, both = model_of("Mixtral", num_key_value_heads=4), placed("ep=4")
+    attention = {f"**.{name}_proj.weight": "ep, -" for name in "qkv"} | {"**.o_proj.weight": "-, ep"}
+    plan = {"mesh": "dp=2, ep=2", "params": both | attention, "activations": {"model.layers.*": "dp, ep, -"}}
+    program = compiled(model, plan)
+    assert program.verify().ok
+    stream, routing = 4 * (4 // 2) * 8 * 16, 4 * (4 // 2) * 8 * 2
+    moved = [c for c in collectives(program.body) if "mlp" in c.value and c.axes == ("ep",)]
+    assert {(c.kind, c.phase): 0 for c in moved} == {
+        ("all_gather", "fwd"): 0, ("reduce_scatter", "fwd"): 0, ("reduce_scatter", "bwd"): 0
+    }  # fmt: skip
+    assert max(c.payload_bytes for c in moved) == stream
+    assert sum(c.payload_bytes for c in moved if c.payload_bytes < stream) <= 4 * routing
+
+
 def test_gradients_of_experts_are_reduced_over_dp_alone(mixtral: nn.Module) -> None:
     program = compiled(mixtral, {"mesh": "dp=2, ep=2", "params": placed("ep=4")})
     gradients = [c for c in collectives(program.body) if "wgrad" in c.value and ".experts." in c.value]

@@ -31,8 +31,10 @@ from shardc.runtime.oracle.simulate import run_reference
 from tests.experts import Experts, routed
 
 BATCH, TOKENS, CHOSEN, EXPERTS = 4, 3, 2, 4
-SHARDED = {
+SHARDED = {  # mesh -> parameters; a name before the mesh tells plans of one mesh apart
     "dp=2": {},
+    "folded: dp=2": {"*": "dp"},
+    "folded: dp=3": {"*": "dp"},
     "dp=3": {},
     "ep=4": {"*": "ep"},
     "ep=3": {"*": "ep"},
@@ -54,7 +56,7 @@ def program(mesh: str, *, bias: bool = True) -> Program:
     params = {name: p for name, p in SHARDED[mesh].items() if bias or "bias" not in name}
     batch = routed(torch.randint(0, EXPERTS, (BATCH, TOKENS, CHOSEN)))
     inputs = dict.fromkeys(batch, "dp") if "dp" in mesh else {}
-    plan = Plan.model_validate({"mesh": mesh, "params": params, "inputs": inputs})
+    plan = Plan.model_validate({"mesh": mesh.rpartition(": ")[2], "params": params, "inputs": inputs})
     return shardc.compile(model, batch, plan=plan, loss=mean_of_squares)
 
 
@@ -126,7 +128,16 @@ def test_experts_over_ep_are_reduced_once_and_never_gathered() -> None:
     assert sent("dp=2, ep=2, tp=2") == {"all_reduce ep.tp fwd": 1, "all_reduce dp fwd": 1, "all_reduce dp bwd": 2}
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "ep=4", "tp=2", "dp=2, ep=2", "dp=2, ep=2, tp=2"])
+def test_tokens_come_to_experts_over_their_own_axis() -> None:
+    """What is sent are tokens, their routing, what experts yield and its gradient; no weight, and no weight's."""
+    forward = {"all_gather dp fwd": 3, "reduce_scatter dp fwd": 1, "all_reduce dp fwd": 1}
+    assert sent("folded: dp=2") == forward | {"all_gather dp bwd": 1}
+    of = [c.value for c in collectives(program("folded: dp=2", bias=False).body) if c.kind == "all_gather"]
+    assert set(of[:3]) == {"x.all_gather", "ids.all_gather", "scale.all_gather"}
+    assert of[3].startswith("d.")
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "folded: dp=2", "ep=4", "tp=2", "dp=2, ep=2", "dp=2, ep=2, tp=2"])
 def test_a_rank_computes_its_share(mesh: str) -> None:
     """Of two products in forward; in backward two for weights and one for rows, of which none needs a gradient."""
     compiled = program(mesh, bias=False)

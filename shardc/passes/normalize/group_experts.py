@@ -272,13 +272,28 @@ class _Grouping:
                 return self._emit(call, None, SUM_GROUPS, moved, offs)
             return self._emit(call, by, SPREAD_GROUPS, moved, perm, offs)
         if is_gradient == (index.kind == "put"):
-            return self._emit(call, by, GATHER_ROWS, moved, perm, index.each)
+            token, each = self._of_token(moved)
+            return self._emit(call, by, GATHER_ROWS, token, perm, index.each * each)
         rows = self._emit(call, None, UNGROUP_ROWS, moved, perm, offs)
         if index.each == 1:
             return rows
         shape = type_of(moved).shape
         slots = self._emit(call, None, aten.view.default, rows, [shape[0] // index.each, index.each, *shape[1:]])
         return self._emit(call, None, aten.sum.dim_IntList, slots, [1])
+
+    def _of_token(self, moved: fx.Node) -> tuple[fx.Node, int]:
+        """A value for each token, and how often each is repeated: where tokens are gathered, once is enough."""
+        repeated: Any = moved.args[0] if moved.target is aten.view.default else None
+        if getattr(repeated, "target", None) is not aten.expand.default:
+            return moved, 1
+        single: fx.Node = repeated.args[0]
+        (tokens, *rest), shape = type_of(single).shape, type_of(moved).shape
+        each = shape[0] // max(tokens, 1)
+        if rest[:1] != [1] or type_of(repeated).shape != (tokens, each, *rest[1:]) or shape[1:] != tuple(rest[1:]):
+            return moved, 1
+        if tokens * each != shape[0]:
+            return moved, 1
+        return self._emit(moved, None, aten.view.default, single, [tokens, *rest[1:]]), each
 
     def _emit(self, like: fx.Node, by: Dim | None, target: Callable[..., Any], *args: Any) -> fx.Node:
         type = infer(target, args, {})

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.casts import carriers, gradients, narrows
@@ -83,6 +84,8 @@ class _Walk:
                 continue
             candidates = self._candidates(sources, outs, projection, axis) if axis not in barred else {}
             candidates = {piece: rank for piece, rank in candidates.items() if piece not in bound}
+            if node.target is GROUP_ROWS and axis not in barred and self._shards_experts(node, axis):
+                candidates = dict.fromkeys((p for p in projection.results[1] if p not in projection.operands[0]), 0)
             if not candidates:
                 if axis in self.waits.get(node, ()):
                     summed = [dict(self.now[v].partial).get(axis) == "sum" for v in sources]
@@ -116,6 +119,13 @@ class _Walk:
             type = self.now[value]
             bound.update({pieces[atom]: type.placement[atom] for atom in type.bound_atoms})
         return bound
+
+    def _shards_experts(self, grouping: fx.Node, axis: str) -> bool:
+        """The weights of the experts that rows are grouped for lie over the axis: rows come to them."""
+        offs = results(grouping)[1]
+        products = [user for user in (offs.users if offs is not None else ()) if user.target is EXPERT_MM]
+        weights = [self.wish[operands(product)[1]] for product in products]
+        return any(axis in atom.axes for type in weights for atom in type.dims[0])
 
     def _candidates(
         self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str
