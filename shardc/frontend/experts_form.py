@@ -28,9 +28,9 @@ def grouped(model: nn.Module) -> Generator[None]:
             # What the library's `use_experts_implementation` gives a module of experts.
             if getattr(module, "_is_expert_parallel", None) is not False:
                 continue
-            attributes = vars(getattr(module, "config", None) or object)
+            attributes: dict[str, Any] = getattr(getattr(module, "config", None), "__dict__", {})
             form = attributes.get(FORM)
-            if form in OTHERS and isinstance(attributes, dict):
+            if form in OTHERS:
                 changed.append((attributes, form))
                 attributes[FORM] = "grouped_mm"
         yield
