@@ -6,6 +6,7 @@ an element, bound by memory, and not counted. What counts is what a rank compute
     sdpa        2 products:  q k^T, p v
     sdpa_bwd    5 products:  q k^T again, as scores are not kept; those of dv, dp, dq and dk
     causal      half of either: what lies above the diagonal is not computed
+    expert_mm   routing is taken to be balanced: of its tokens' rows, a rank's experts have an even part
 
 A transformer of N weights in its products spends 6 N a token, a third of it in forward, and its attention.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import Graph, Phase, info, op_name, type_of
+from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.schema import given
 
@@ -59,11 +60,15 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "shardc.linear_wgrad": lambda a, y: 2 * math.prod(a["x"]) * a["g"][-1],
     "shardc.grouped_mm": lambda a, y: 2 * math.prod(y) * a["a"][-1],
     "shardc.grouped_mm_wgrad": lambda a, y: 2 * math.prod(a["a"]) * a["g"][-1],
+    "shardc.expert_mm": lambda a, y: 2 * math.prod(y) * a["a"][-1],
+    "shardc.expert_wgrad": lambda a, y: 2 * math.prod(a["a"]) * a["g"][-1],
     "shardc.sdpa": lambda a, y: _attention(a, 1, 1),
     "shardc.sdpa_bwd": lambda a, y: _attention(a, 3, 2),
     "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y),
     "convolution_backward": lambda a, y: _convolution_backward(a),
 }
+
+OF_EXPERTS = ("shardc.expert_mm", "shardc.expert_wgrad")  # whose first operand is rows, of tokens and of experts
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,13 @@ def node_flops(body: Graph, node: fx.Node) -> int:
         return type_of(value).local_shape(body.mesh)
 
     arguments = {name: shape(arg) if isinstance(arg, fx.Node) else arg for name, arg in given(node).items()}
-    return count(arguments, shape(node) if info(node).type is not None else ())
+    return count(arguments, shape(node) if info(node).type is not None else ()) // _divided(body, node)
+
+
+def _divided(body: Graph, node: fx.Node) -> int:
+    """Among how many ranks rows of the same tokens are divided by their experts: each has its part, if it is even."""
+    rows = [type_of(value) for value in operands(node) if op_name(node.target) in OF_EXPERTS]
+    return body.mesh.size([axis for dim in rows[0].dims[rows[0].ndim :] for a in dim for axis in a.axes]) if rows else 1
 
 
 def human_flops(count: int) -> str:

@@ -10,6 +10,15 @@ case. A size-1 dim has no atoms. A pending reduction prints as ``|sum tp``.
 
 Uneven atoms are padded: sharding size n by k stores ceil(n/k) on every rank, axis by axis, major
 first, so that gathering the minor axis yields exactly the layout of the major axis alone.
+
+A *ragged* type speaks of pairs of which only some exist: rows of tokens, each with the expert it is routed to. Behind a
+semicolon stand ragged dims, which say who else a value is divided by, and are of no size of their own:
+
+    f32[(8@dp 16 2), 64; 4@ep]   rows (8 16 2) in the order of their experts: a rank has those of its tokens which are
+                                 routed to its experts. How many is known at run time alone: there is room for all.
+    i32[4@ep; (8@dp 16 2)]       for each of a rank's experts, a count over those of its tokens.
+
+Order within dim 0 is each rank's own, so dim 0 and ragged dims of a value are never resharded.
 """
 
 from __future__ import annotations
@@ -63,13 +72,15 @@ Partial = tuple[tuple[str, str], ...]  # (axis, reduction), sorted
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """dtype, global shape as atoms with their axes, and pending reductions."""
+    """dtype, global shape as atoms with their axes, and pending reductions. The last `ragged` of `dims` are ragged."""
 
     dtype: torch.dtype
     dims: tuple[Dim, ...]
     partial: Partial = ()
+    ragged: int = 0
     # Derived once: passes read these of every value many times.
-    shape: tuple[int, ...] = field(init=False, compare=False, repr=False)  # global
+    shape: tuple[int, ...] = field(init=False, compare=False, repr=False)  # global, without ragged dims
+    extents: tuple[int, ...] = field(init=False, compare=False, repr=False)  # of all dims, the ragged ones too
     sizes: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)  # of the atoms, dim by dim
     atoms: tuple[Atom, ...] = field(init=False, compare=False, repr=False)  # dims flattened
     placement: tuple[Axes, ...] = field(init=False, compare=False, repr=False)  # the axes of each flat atom
@@ -80,7 +91,9 @@ class TensorType:
         atoms = tuple([a for dim in self.dims for a in dim])
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "atoms", atoms)
-        object.__setattr__(self, "shape", tuple([math.prod(dim) for dim in sizes]))
+        extents = tuple([math.prod(dim) for dim in sizes])
+        object.__setattr__(self, "extents", extents)
+        object.__setattr__(self, "shape", extents[: len(extents) - self.ragged])
         placement = tuple([a.axes for a in atoms])
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "is_sharded", any(placement))
@@ -96,7 +109,7 @@ class TensorType:
 
     @property
     def ndim(self) -> int:
-        return len(self.dims)
+        return len(self.dims) - self.ragged
 
     @property
     def axes(self) -> frozenset[str]:
@@ -114,10 +127,29 @@ class TensorType:
         """The shape every rank stores (the same on all of them; uneven atoms are padded)."""
         if not self.is_sharded:
             return self.shape
+        return tuple([math.prod([a.local(mesh) for a in dim]) for dim in self.dims[: self.ndim]])
+
+    def local_extents(self, mesh: Mesh) -> tuple[int, ...]:
+        """The local shape, and behind it the local sizes of ragged dims."""
         return tuple([math.prod([a.local(mesh) for a in dim]) for dim in self.dims])
 
     def local_atoms(self, mesh: Mesh) -> tuple[int, ...]:
-        return tuple(a.local(mesh) for a in self.atoms)
+        """The sizes of the flat atoms in memory, where those of ragged dims are 1."""
+        stored = len(self.atoms) - self.ragged_atoms
+        return tuple(a.local(mesh) if i < stored else 1 for i, a in enumerate(self.atoms))
+
+    @property
+    def ragged_atoms(self) -> int:
+        """How many of the flat atoms, at their end, are of ragged dims."""
+        return sum(map(len, self.dims[self.ndim :]))
+
+    @property
+    def bound_atoms(self) -> frozenset[int]:
+        """Of a ragged type, the flat atoms that are never resharded: those of dim 0 and of ragged dims."""
+        if not self.ragged:
+            return frozenset()
+        last = len(self.atoms)
+        return frozenset([*range(len(self.dims[0])), *range(last - self.ragged_atoms, last)])
 
     def local_bytes(self, mesh: Mesh) -> int:
         return math.prod(self.local_shape(mesh)) * self.dtype.itemsize
@@ -129,22 +161,27 @@ class TensorType:
             return self
         it = iter(placement)
         dims = tuple([tuple([_atom(size, next(it)) for size in dim]) for dim in self.sizes])
-        return TensorType(self.dtype, dims, pending)
+        return TensorType(self.dtype, dims, pending, self.ragged)
 
     def replicated(self) -> TensorType:
         return self.place([()] * len(self.atoms))
 
     def with_dtype(self, dtype: torch.dtype) -> TensorType:
-        return TensorType(dtype, self.dims, self.partial)
+        return TensorType(dtype, self.dims, self.partial, self.ragged)
+
+    def divided_by(self, *dims: Dim) -> TensorType:
+        """The ragged type of the same tensor, unplaced dims behind its own."""
+        assert not self.ragged, f"{self} is ragged already"
+        return TensorType(self.dtype, (*self.dims, *dims), self.partial, len(dims))
 
     def uneven_atoms(self, mesh: Mesh) -> list[int]:
-        """Flat positions of the atoms that hold padding on some rank."""
-        return [i for i, a in enumerate(self.atoms) if a.axes and a.uneven(mesh)]
+        """Flat positions of the atoms that hold padding on some rank: not rows of a ragged type, which have a tail."""
+        bound = self.bound_atoms
+        return [i for i, a in enumerate(self.atoms) if a.axes and a.uneven(mesh) and i not in bound]
 
     def __str__(self) -> str:
-        dims = ", ".join(
-            "1" if not d else str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims
-        )
+        printed = ["1" if not d else str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims]
+        dims = ", ".join(printed[: self.ndim]) + "".join(f"; {dim}" for dim in printed[self.ndim :])
         pending = "".join(f" |{kind} {axis}" for axis, kind in self.partial)
         return f"{DTYPE_NAMES[self.dtype]}[{dims}]{pending}"
 
@@ -154,9 +191,13 @@ class TensorType:
         match = re.fullmatch(r"(\w+)\[(.*?)\]((?: \|\w+ [\w:]+)*)", text.strip())
         if match is None or match[1] not in DTYPES:
             raise ValueError(f"not a tensor type: {text!r}")
-        dims = tuple(_parse_dim(d) for d in match[2].split(",")) if match[2].strip() else ()
+        stored, *ragged = match[2].split(";")
+        dims = tuple(_parse_dim(d) for d in stored.split(",")) if stored.strip() else ()
+        if ragged and not dims:
+            raise ValueError(f"ragged dims of a tensor without others: {text!r}")
+        dims += tuple(map(_parse_dim, ragged))
         pending = re.findall(r"\|(\w+) ([\w:]+)", match[3])
-        return TensorType(DTYPES[match[1]], dims, tuple(sorted((axis, kind) for kind, axis in pending)))
+        return TensorType(DTYPES[match[1]], dims, tuple(sorted((axis, kind) for kind, axis in pending)), len(ragged))
 
 
 def _parse_dim(text: str) -> Dim:

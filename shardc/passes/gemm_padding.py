@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ def worth(graph: Graph, node: fx.Node, hardware: Hardware = DEFAULT) -> Product 
 
 def _order(value: fx.Node) -> list[int] | None:
     """For a permuted or transposed value: the operand's dim that each of its dims is. None for other values."""
-    ndim = len(type_of(value).dims)
+    ndim = type_of(value).ndim
     if value.target is aten.permute.default:
         permutation: Sequence[int] = value.args[1]  # type: ignore[assignment]
         return [d % ndim for d in permutation]
@@ -173,13 +173,13 @@ class _Padding:
             return
         types = [original_type]  # with the first dims cut, one after another
         for from_end, more in enumerate(reversed(extra), 1):
-            types.append(_wider(types[-1], len(original_type.dims) - from_end, more, graph))
+            types.append(_wider(types[-1], original_type.ndim - from_end, more, graph))
         update(node, type=types[-1], name=graph.unique(f"{name}.even"))
         readers = list(node.users)
         cut = node
         for index, more in enumerate(extra):
             if more:
-                dim = len(original_type.dims) - len(extra) + index
+                dim = original_type.ndim - len(extra) + index
                 type = types[len(extra) - 1 - index]
                 size = type.local_shape(graph.mesh)[dim]
                 with graph.fx.inserting_after(cut):
@@ -196,8 +196,8 @@ class _Padding:
         if not any(extra):
             return value
         type = type_of(value)
-        last = len(type.dims) - 1
-        extra = (*[0] * (len(type.dims) - len(extra)), *extra)
+        last = type.ndim - 1
+        extra = (*[0] * (type.ndim - len(extra)), *extra)
         key = (value, info(product).phase, extra)
         if key not in self.memo:
             for dim, more in enumerate(extra):
@@ -221,4 +221,4 @@ def _wider(type: TensorType, dim: int, more: int, graph: Graph) -> TensorType:
         return type
     axes = tuple(axis for atom in type.dims[dim] for axis in atom.axes)
     size = (type.local_shape(graph.mesh)[dim] + more) * graph.mesh.size(axes)
-    return TensorType(type.dtype, (*type.dims[:dim], (Atom(size, axes),), *type.dims[dim + 1 :]), type.partial)
+    return replace(type, dims=(*type.dims[:dim], (Atom(size, axes),), *type.dims[dim + 1 :]))

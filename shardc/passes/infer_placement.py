@@ -36,9 +36,9 @@ from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.sharding.lower_reshards import transposition
-from shardc.rules.notation import Dims, RuleError, fit
+from shardc.rules.notation import Dims, RuleError
 from shardc.rules.projection import Projection, overlay
-from shardc.rules.registry import MASKS, OpRule, find_rule, notation_of
+from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_of
 
 KERNELS: frozenset[Any] = frozenset((FUSED, *TEMPLATES.values()))
 SAME: frozenset[Any] = frozenset((ACCUMULATE,))
@@ -181,13 +181,14 @@ def _laid(
     *,
     local_shapes: bool,
 ) -> _RuleLayout:
-    def shape(type: TensorType) -> tuple[int, ...]:
-        return type.local_shape(mesh) if local_shapes else type.shape
+    def extents(type: TensorType) -> tuple[int, ...]:
+        return type.local_extents(mesh) if local_shapes else type.extents
 
     def thawed(name: str, value: Any) -> Any:
         if isinstance(value, _Slot):
             type = read[value.number]
-            return Dims(name, shape(type), boolean=type.dtype in MASKS)
+            shape = extents(type) if entry.ragged else extents(type)[: type.ndim]
+            return Dims(name, shape, boolean=type.dtype in MASKS)
         if isinstance(value, tuple):
             return [thawed(f"{name}{k}_", item) for k, item in enumerate(value)]
         return value
@@ -196,7 +197,9 @@ def _laid(
     types = [t for t in all_types if t is not None]
     if entry.shape_arg and not local_shapes:
         arguments[entry.shape_arg] = list(types[0].shape)
-    rule = fit(notation_of(entry, arguments), tuple(map(shape, read)), tuple(map(shape, types)))
+    ragged = tuple(t.ragged for t in read), tuple(t.ragged for t in types)
+    notation = notation_of(entry, arguments)
+    rule = fit_call(notation, tuple(map(extents, read)), tuple(map(extents, types)), *ragged, of=entry)
     unseen: set[str] = set()
 
     def seen(type: TensorType) -> TensorType:
@@ -205,7 +208,7 @@ def _laid(
             return type
         unseen.update(axis for atom in type.atoms if atom.local(mesh) == 1 for axis in atom.axes)
         dims = [tuple([Atom(size, a.axes) for a in dim if (size := a.local(mesh)) != 1]) for dim in type.dims]
-        return TensorType(type.dtype, tuple(dims), type.partial)
+        return TensorType(type.dtype, tuple(dims), type.partial, type.ragged)
 
     ins, outs = [seen(t) for t in read], [seen(t) for t in types]
     projection = overlay(rule, ins, outs)

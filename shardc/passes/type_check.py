@@ -25,7 +25,7 @@ from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.passes.infer_placement import MEANT, placement_faults
 from shardc.passes.infer_types import Local, UnfitOperandsError, results_of
 from shardc.passes.sharding.insert_reshards import UPDATES
-from shardc.passes.verify import buckets_match
+from shardc.passes.verify import buckets_match, groups_agree
 from shardc.rules.registry import find_rule
 
 MOST_BYTES = 2**44  # of one value on one rank: 16 TiB
@@ -64,7 +64,7 @@ def type_faults(graph: Graph) -> list[Fault]:
     for node in graph.calls():
         faults += [Fault(graph.name, line, node) for line in _call_faults(node, graph.mesh)]
     if not faults:  # it takes the types of members to be right
-        faults += [Fault(graph.name, line) for line in buckets_match(graph)]
+        faults += [Fault(graph.name, line) for line in (*buckets_match(graph), *groups_agree(graph))]
     return faults
 
 

@@ -17,9 +17,10 @@ from kernels_triton.base.buckets import starts
 from shardc.cost.memory import memory
 from shardc.ir.collectives import collectives as all_collectives
 from shardc.ir.graph import Graph, Port, info, operands, results, type_of
-from shardc.ir.ops import collectives
+from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of
+from shardc.ir.ops.experts import GROUP_ROWS
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.passes.base import Check, split_of
@@ -30,6 +31,7 @@ from shardc.passes.sharding.settle_partials import produced
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
+MOVES = (*collectives.COLLECTIVES, collectives.reshard, local.shard_slice)
 Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and after it
 
 
@@ -158,6 +160,43 @@ def buckets_match(graph: Graph) -> list[str]:
     return faults
 
 
+def groups_agree(graph: Graph) -> list[str]:
+    """Rows in the order of their experts meet rows of the same grouping alone, and stay where it has put them.
+
+    Of a stage's inputs it is not known which grouping they are of.
+    """
+    faults: list[str] = []
+    grouping: dict[fx.Node, str] = {}  # value -> the name of its grouping; "" if it is not known
+    for node in graph.placeholders:
+        if type_of(node).ragged:
+            grouping[node] = ""
+    for node in graph.calls():
+        name, rows = info(node).name, [v for v in operands(node) if type_of(v).ragged]
+        origin = info(node).origin
+        if node.target is GROUP_ROWS:  # recomputed, it yields the same
+            of = origin.of if origin is not None and origin.kind == "recomputed" else name
+        else:
+            known = {grouping.get(v, "") for v in rows} - {""}
+            if len(known) > 1:
+                faults.append(f"{name} reads rows of {' and '.join(sorted(known))}")
+            of = next(iter(known), "")
+        for value in results(node):
+            if value is None or not type_of(value).ragged:
+                continue
+            if not rows and node.target is not GROUP_ROWS:
+                faults.append(f"{info(value).name} is {type_of(value)}, of rows that nothing has grouped")
+            grouping[value] = of
+        if node.target in MOVES and rows:
+            before, after = type_of(rows[0]), type_of(node)
+            moved = any(before.placement[i] != after.placement[i] for i in before.bound_atoms)
+            if before.ragged != after.ragged or moved:
+                faults.append(f"{name} moves rows that lie as {before}, to {after}")
+    for port, value in _ports(graph, "outputs"):
+        if type_of(value).ragged and port.role not in ("value", "sum"):
+            faults.append(f"{port.role} {port.name} is {type_of(value)}, in an order of each rank's own")
+    return faults
+
+
 def microbatches_summed(graph: Graph) -> list[str]:
     """Of a step of several microbatches, the loss and each gradient is a sum over them, or a cast of one."""
     if graph.microbatches == 1:
@@ -232,6 +271,7 @@ def _ruled(graph: Graph) -> list[fx.Node]:
 
 ENSURES: dict[str, tuple[Check, ...]] = {
     "normalize": (only_core_ops,),
+    "group_experts": (only_core_ops, groups_agree),
     "accumulate": (microbatches_summed,),
     "append_updates": (updates_have_inputs,),
     "atomize": (atoms_nest,),
@@ -242,11 +282,11 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "assign": (no_axis_twice,),
     "group_sums": (no_axis_twice,),
     "settle_partials": (no_axis_twice, results_follow_rules),
-    "insert_reshards": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
-    "lower_reshards": (no_axis_twice, operands_match, outputs_as_asked),
-    "combine": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
-    "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked),
-    "localize": (no_axis_twice, outputs_as_asked),
+    "insert_reshards": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
+    "lower_reshards": (no_axis_twice, operands_match, outputs_as_asked, groups_agree),
+    "combine": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
+    "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
+    "localize": (no_axis_twice, outputs_as_asked, groups_agree),
     "align": (no_axis_twice, outputs_as_asked),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),

@@ -8,6 +8,9 @@ is a dim of size 1; another number, as in `(3 d)`, is a factor of that size that
 A factor missing from a result must be named: `sum=`, `max=`, `min=` say how shards combine, `whole=`
 that no axis may split it. From this everything else is derived: propagation in both directions,
 legality, pending sums, local shapes, communication.
+
+Ragged dims (see `ir.types`) stand behind a semicolon; a rule that names none is of tensors without, or goes row by row:
+`divided` gives the ragged dims of its operands to its results.
 """
 
 from __future__ import annotations
@@ -171,6 +174,32 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
     return FactorRule(ins, outs, sizes, reduces, whole, linear)
 
 
+@lru_cache(maxsize=4096)
+def divided(rule: FactorRule, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> FactorRule:
+    """The rule of a call that goes row by row, with the ragged dims of its tensors, of these sizes, as factors.
+
+    Rows lie in an order of their own: dim 0 of a ragged operand has to be dim 0 of each result, and nothing else.
+    Raises RuleError where it is not.
+    """
+    sizes = {ragged for ragged in (*operands, *results) if ragged}
+    if len(sizes) != 1 or not all(results):
+        raise RuleError(f"{rule}: its tensors are divided by {sorted(sizes)}, and {results.count(())} results are not")
+    (ragged,) = sizes
+    labels = tuple((f"^{i}",) if size > 1 else () for i, size in enumerate(ragged))
+    rows = {ins[0] if ins else () for ins, of in zip(rule.operands, operands, strict=True) if of}
+    rows |= {outs[0] if outs else () for outs in rule.results}
+    if len(rows) != 1 or not (row := next(iter(rows))) or set(row) & (rule.whole | set(rule.reduces)):
+        raise RuleError(f"{rule} does not go row by row")
+    return FactorRule(
+        tuple((*ins, *labels) if of else ins for ins, of in zip(rule.operands, operands, strict=True)),
+        tuple((*outs, *labels) for outs in rule.results),
+        rule.sizes | {f"^{i}": size for i, size in enumerate(ragged) if size > 1},
+        rule.reduces,
+        rule.whole,
+        rule.linear,
+    )
+
+
 _NAME = r"(?:[A-Za-z_]\w*|\d+|\.\.\.)"
 Term = tuple[tuple[str, ...], ...]  # one tensor in the text: its dims, each a tuple of names; ("...",) spreads
 
@@ -191,6 +220,7 @@ def _parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
 
 def _parse_tensor(part: str, text: str) -> Term:
     dims: list[tuple[str, ...]] = []
+    part = part.replace(";", " ")
     if not re.fullmatch(rf"\s*(?:(?:{_NAME}|\((?:\s*{_NAME}(?=[\s)]))*\s*\))(?:\s+|$))*", part):
         raise RuleError(f"{text!r}: cannot read {part.strip()!r}")
     for token in re.findall(r"\([^()]*\)|\S+", part):

@@ -23,8 +23,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardc.ir.graph import info, operands, type_of
-from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, fit, validate
+from shardc.ir.types import TensorType
+from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, divided, fit, validate
 
+Shape = tuple[int, ...]
 RuleFunction = Callable[..., "str | Notation"]
 Localize = Callable[..., Any]  # (LocalCall) -> what to emit; see rules/local.py
 
@@ -56,6 +58,7 @@ class OpRule:
     localize: Localize | None = None
     kind: Literal["compute", "view", "create", "pointwise"] = "compute"
     exact: bool = True  # False: shards agree with the whole only up to rounding of a different algorithm
+    ragged: bool = False  # its notation names the ragged dims of its tensors
 
 
 MASKS = (torch.bool, torch.uint8)  # as indices they pick the places where they are true
@@ -76,6 +79,7 @@ def rule(
     shape_arg: str = "",
     localize: Localize | None = None,
     kind: Literal["compute", "view", "create", "pointwise"] = "compute",
+    ragged: bool = False,
 ) -> Any:
     """Register one rule for an op or several. With `text`, at once; without, as a decorator of a rule function."""
     targets = ops if isinstance(ops, (list, tuple)) else [ops]
@@ -86,7 +90,7 @@ def rule(
         for op in targets:
             if op in _RULES:
                 raise RuleError(f"{op} has a rule already")
-            _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind)
+            _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind, ragged=ragged)
         return function
 
     if text is None:
@@ -106,14 +110,38 @@ def all_rules() -> list[OpRule]:
 
 def rule_of(node: fx.Node) -> FactorRule:
     """The rule of a call fitted to its global shapes; KeyError when the op has none, RuleError when it does not fit."""
-    shapes = tuple(type_of(v).shape for v in operands(node))
-    out = result_shapes(node)
-    key = (node.target, _freeze(node.args), _freeze(node.kwargs), out)
+    outs = _result_types(node)
+    key = (node.target, _freeze(node.args), _freeze(node.kwargs), tuple([_sizes(t) for t in outs]))
     fitted = _FITTED.get(key)
     if fitted is None:
         entry = _RULES[node.target]
-        fitted = _FITTED[key] = fit(notation_of(entry, bind(node)), shapes, out)
+        ins = tuple(type_of(v) for v in operands(node))
+        extents = tuple(t.extents for t in ins), tuple(t.extents for t in outs)
+        ragged = tuple(t.ragged for t in ins), tuple(t.ragged for t in outs)
+        fitted = _FITTED[key] = fit_call(notation_of(entry, bind(node)), *extents, *ragged, of=entry)
     return fitted
+
+
+def fit_call(
+    notation: Notation,
+    operands: tuple[Shape, ...],
+    results: tuple[Shape, ...],
+    ragged_operands: tuple[int, ...],
+    ragged_results: tuple[int, ...],
+    *,
+    of: OpRule,
+) -> FactorRule:
+    """The rule of a call whose tensors have these extents, of which so many, at the end, are ragged dims."""
+    if of.ragged or not any((*ragged_operands, *ragged_results)):
+        return fit(notation, operands, results)
+
+    def cut(extents: tuple[Shape, ...], counts: tuple[int, ...]) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+        pairs = [(e[: len(e) - n], e[len(e) - n :]) for e, n in zip(extents, counts, strict=True)]
+        return tuple(stored for stored, _ in pairs), tuple(ragged for _, ragged in pairs)
+
+    shapes, by = cut(operands, ragged_operands)
+    result_shapes, results_by = cut(results, ragged_results)
+    return divided(fit(notation, shapes, result_shapes), by, results_by)
 
 
 def notation_of(entry: OpRule, arguments: dict[str, Any]) -> Notation:
@@ -130,7 +158,9 @@ def bind(node: fx.Node) -> dict[str, Any]:
     """The call's arguments by schema name, defaults filled in, tensors as `Dims`."""
 
     def dims(name: str, value: fx.Node) -> Dims:
-        return Dims(name, type_of(value).shape, boolean=type_of(value).dtype in MASKS)
+        type = type_of(value)
+        shape = type.extents if _RULES[node.target].ragged else type.shape
+        return Dims(name, shape, boolean=type.dtype in MASKS)
 
     return bind_call(node.target, node.args, dict(node.kwargs), dims)
 
@@ -160,14 +190,22 @@ def bind_call(
 
 def result_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """Global shapes of all results that are tensors, used or not."""
+    return tuple(t.shape for t in _result_types(node))
+
+
+def _result_types(node: fx.Node) -> tuple[TensorType, ...]:
     if info(node).type is not None:
-        return (type_of(node).shape,)
-    return tuple(t.shape for t in info(node).results if t is not None)
+        return (type_of(node),)
+    return tuple(t for t in info(node).results if t is not None)
+
+
+def _sizes(type: TensorType) -> tuple[Shape, int]:
+    return type.extents, type.ragged
 
 
 def _freeze(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        return ("tensor", type_of(value).shape)
+        return ("tensor", *_sizes(type_of(value)))
     if isinstance(value, (list, tuple)):
         return tuple(_freeze(v) for v in value)
     if isinstance(value, dict):

@@ -42,6 +42,7 @@ from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
+from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
@@ -73,6 +74,7 @@ def atomize(cuts: list[list[Any]]) -> Atomize:
 
 PASSES: Mapping[str, Callable[..., Pass]] = {
     "normalize": Normalize,
+    "group_experts": GroupExperts,
     "accumulate": Accumulate,
     "append_updates": updates,
     "atomize": atomize,

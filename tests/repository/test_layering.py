@@ -24,7 +24,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ account annotation arena buckets call_slots caller collectives default_device
             derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands
             layers liveness mesh microbatch ops ops.accumulate
-            ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context
+            ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax
             ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance python schema
             storages text
@@ -37,7 +37,7 @@ FLOORS: list[dict[str, str]] = [
         """,
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
-            __init__ attention conv creation embedding fft indexing local matmul norm notation pointwise
+            __init__ attention conv creation embedding experts fft indexing local matmul norm notation pointwise
             projection random reduction registry section view
         """,
         "shardc.cost": "__init__ flops memory",
@@ -102,9 +102,9 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.canonical normalize.decompositions.cross_entropy
             normalize.decompositions.embedding_bag normalize.decompositions.indexing
             normalize.decompositions.losses normalize.decompositions.matmul normalize.decompositions.reductions
-            normalize.decompositions.table normalize.decompositions.weight_norm normalize.normalize sharding
-            sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.group_sums
-            sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
+            normalize.decompositions.table normalize.decompositions.weight_norm normalize.group_experts
+            normalize.normalize sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts
+            sharding.group_sums sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
             sharding.reshard_steps sharding.seed sharding.settle_partials sharding.store softmax
             softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
         """,
@@ -116,7 +116,7 @@ FLOORS: list[dict[str, str]] = [
             stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode
+            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode experts_form
             gradients ingest lifted_casts loss_gradients made_anew model_changes model_outputs
             op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
             provenance python_random python_state sample_call saved_state state_holders substitution

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels_triton.base.library import define
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     out = a.new_zeros(a.shape[0], b.shape[-1])
     start = 0
     for group, end in enumerate(offs.tolist()):
@@ -25,11 +25,11 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def _grouped_mm_fake(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def grouped_product_fake(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[-1]))
 
 
-def _wgrad(a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+def grouped_wgrad(a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     out = a.new_zeros(offs.shape[0], a.shape[1], g.shape[1])
     start = 0
     for group, end in enumerate(offs.tolist()):
@@ -38,12 +38,14 @@ def _wgrad(a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def _wgrad_fake(a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+def grouped_wgrad_fake(a: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     return a.new_empty((offs.shape[0], a.shape[1], g.shape[1]))
 
 
-GROUPED_MM = define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake)
-GROUPED_MM_WGRAD = define("grouped_mm_wgrad(Tensor a, Tensor g, Tensor offs) -> Tensor", _wgrad, _wgrad_fake)
+GROUPED_MM = define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", grouped_product, grouped_product_fake)
+GROUPED_MM_WGRAD = define(
+    "grouped_mm_wgrad(Tensor a, Tensor g, Tensor offs) -> Tensor", grouped_wgrad, grouped_wgrad_fake
+)
 
 
 class _GroupedMM(torch.autograd.Function):

@@ -5,9 +5,10 @@ types say what each op produces, pending sums included; constants are computed r
 
 One topological walk. For each axis the candidates are the pieces that some operand or result wishes to
 have split; the earliest priority wins, then the least communication for the operands as they are now.
-A view, and a cast that narrows a stored parameter, follow the layout that their input really has. An op
-that is linear in operands which are all pending sums over the axis is left to run on them:
-`settle_partials` decides whether to resolve first, and then the op takes the piece kept in `info.fallback`.
+A view, and a cast that narrows a stored parameter, follow the layout that their input really has; what reads
+rows in the order of their experts follows their grouping, as they are never resharded. An op that is linear in
+operands which are all pending sums over the axis is left to run on them: `settle_partials` decides whether to
+resolve first, and then the op takes the piece kept in `info.fallback`.
 Ops on a parameter that is copied over an axis are not split over it, whatever their operands wish.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.casts import carriers, gradients, narrows
@@ -75,10 +77,15 @@ class _Walk:
                 axes = self.now[sources[0]].placement[atom]
                 if axes and piece not in projection.blocked:
                     split[piece] = axes
+        bound = self._bound(sources, projection)
+        split.update({piece: axes for piece, axes in bound.items() if axes})
         for axis in self.order:
             if any(axis in axes for axes in split.values()):
                 continue
             candidates = self._candidates(sources, outs, projection, axis) if axis not in barred else {}
+            candidates = {piece: rank for piece, rank in candidates.items() if piece not in bound}
+            if node.target is GROUP_ROWS and axis not in barred and self._shards_experts(node, axis):
+                candidates = dict.fromkeys((p for p in projection.results[1] if p not in projection.operands[0]), 0)
             if not candidates:
                 if axis in self.waits.get(node, ()):
                     summed = [dict(self.now[v].partial).get(axis) == "sum" for v in sources]
@@ -104,6 +111,21 @@ class _Walk:
             if v is not None:
                 partial = [*projection.partial(split, k), *((axis, "sum") for axis in (*delayed, *carried))]
                 self.now[v] = self.wish[v].place([split.get(p, ()) for p in projection.results[k]], partial)
+
+    def _bound(self, sources: list[fx.Node], projection: Projection) -> dict[int, Axes]:
+        """The pieces of rows and ragged dims: these lie as their grouping has chosen, whoever reads them."""
+        bound: dict[int, Axes] = {}
+        for value, pieces in zip(sources, projection.operands, strict=True):
+            type = self.now[value]
+            bound.update({pieces[atom]: type.placement[atom] for atom in type.bound_atoms})
+        return bound
+
+    def _shards_experts(self, grouping: fx.Node, axis: str) -> bool:
+        """The weights of the experts that rows are grouped for lie over the axis: rows come to them."""
+        offs = results(grouping)[1]
+        products = [user for user in (offs.users if offs is not None else ()) if user.target is EXPERT_MM]
+        weights = [self.wish[operands(product)[1]] for product in products]
+        return any(axis in atom.axes for type in weights for atom in type.dims[0])
 
     def _candidates(
         self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str

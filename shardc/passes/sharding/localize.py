@@ -89,6 +89,8 @@ class _Walk:
                 if piece not in pieces:
                     continue
                 atom = pieces.index(piece)
+                if atom in type_of(values[i]).bound_atoms:
+                    continue  # the rows of padding are in the tail
                 if kind != "sum" or atom not in self.zero.get(values[i], ()):
                     values[i] = self._mask_pad(node, values[i], atom, neutral(kind, type_of(values[i]).dtype))
         indices = [p.value for p in positions(node)]

@@ -327,5 +327,6 @@ def _seed(bound: Bound, value: fx.Node, landings: dict[int, _Landing], mesh: Mes
         fixed += [not dim_placement.open] * len(type.dims[d])
         for i, axes in landings[d].axes.items() if d in landings else ():
             placement[i] = tuple(axes)
+    fixed += [False] * type.ragged_atoms
     shared = tuple(axis for landing in landings.values() for axis in (*landing.copied, *landing.shared(mesh)))
     return Seed(tuple(placement), tuple(fixed), bound.priority, bound.requirement, shared)

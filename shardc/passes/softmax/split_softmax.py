@@ -54,7 +54,7 @@ def opened(node: fx.Node, projection: Projection) -> dict[int, int]:
 
 
 def _dim(node: fx.Node) -> int:
-    return int(node.args[1 if node.target is FORWARD else 2]) % len(type_of(node).dims)  # type: ignore[arg-type]
+    return int(node.args[1 if node.target is FORWARD else 2]) % type_of(node).ndim  # type: ignore[arg-type]
 
 
 def _atoms(type: TensorType, node: fx.Node) -> range:
@@ -151,9 +151,8 @@ class _Pieces:
         self.wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         wide = self.wish.with_dtype(self.wide)
         self.full = wide
-        self.row = TensorType(
-            self.wide, tuple(() if d == self.dim else dim_atoms for d, dim_atoms in enumerate(wide.dims))
-        )
+        dims = tuple(() if d == self.dim else dim_atoms for d, dim_atoms in enumerate(wide.dims))
+        self.row = TensorType(self.wide, dims, ragged=wide.ragged)
 
     def put(self) -> None:
         node = self.node

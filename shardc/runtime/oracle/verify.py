@@ -294,8 +294,8 @@ class Namesakes:
         references = self.references.get(info(node).name, ())
         reference = references[microbatch] if microbatch < len(references) else None
         type = type_of(node)
-        if reference is None or tuple(reference.shape) != type.shape:
-            return None
+        if reference is None or type.ragged or tuple(reference.shape) != type.shape:
+            return None  # rows in the order of their experts lie otherwise on each rank
         shards = dict(enumerate(values))
         scale = self.floor if info(node).phase == "bwd" else 0.0
         gap = relative_error(assemble(shards, type, mesh), reference, scale)

@@ -22,6 +22,7 @@ PRODUCTS = {  # as `op_name` spells them: aten's without a namespace, ours with 
     *("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "convolution", "convolution_backward"),
     *("shardc.linear", "shardc.linear_dgrad", "shardc.linear_wgrad"),
     *("shardc.grouped_mm", "shardc.grouped_mm_wgrad", "shardc.sdpa", "shardc.sdpa_bwd"),
+    *("shardc.expert_mm", "shardc.expert_wgrad"),
 }
 
 

@@ -156,7 +156,7 @@ class Emitter:
         if order is None:
             return value
         type = type_of(value)
-        type = replace(type, dims=tuple(type.dims[d] for d in order))
+        type = replace(type, dims=(*[type.dims[d] for d in order], *type.dims[type.ndim :]))
         permute = torch.ops.aten.permute.default
         return _NewCall(permute, [value], (list(order),), graph.info_like(producer(value)[0], permute, type))
 

@@ -39,7 +39,8 @@ def split_softmaxes(graph: Graph, exclude: Collection[str] = ()) -> None:
         dim %= len(shape)  # type: ignore[operator]
         if type.dtype not in NARROW or type_of(x).dtype not in NARROW or math.prod(shape[dim + 1 :]) != 1:  # type: ignore[arg-type]
             continue
-        rows = TensorType(torch.float32, tuple(() if d == dim else atoms for d, atoms in enumerate(type.dims)))
+        dims = tuple(() if d == dim else atoms for d, atoms in enumerate(type.dims))
+        rows = TensorType(torch.float32, dims, ragged=type.ragged)
         with graph.fx.inserting_before(node):
             call = graph.call(
                 SOFTMAX_PARTS, (x, dim, type.dtype), like=node, type=None, results=(type, rows, rows), name=about.name

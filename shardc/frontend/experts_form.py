@@ -1,0 +1,39 @@
+"""Hugging Face's experts in their grouped form while a model is traced, whatever form it runs in.
+
+    eager         one expert after another, of those that some token is routed to: the values of a tensor decide
+    batched_mm    the weights of its expert copied for every token
+    grouped_mm    tokens sorted by expert, and one product for all: what `group_experts` understands
+
+The three compute the same. The form is an attribute of a module's configuration; it is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+FORM = "_experts_implementation_internal"
+OTHERS = ("eager", "batched_mm")
+
+
+@contextmanager
+def grouped(model: nn.Module) -> Generator[None]:
+    """All experts of a model in the grouped form; those of a form that the user has written stay as they are."""
+    changed: list[tuple[dict[str, Any], str]] = []
+    try:
+        for module in model.modules():
+            # What the library's `use_experts_implementation` gives a module of experts.
+            if getattr(module, "_is_expert_parallel", None) is not False:
+                continue
+            attributes: dict[str, Any] = getattr(getattr(module, "config", None), "__dict__", {})
+            form = attributes.get(FORM)
+            if form in OTHERS:
+                changed.append((attributes, form))
+                attributes[FORM] = "grouped_mm"
+        yield
+    finally:
+        for attributes, form in changed:
+            attributes[FORM] = form

@@ -1,0 +1,79 @@
+"""Rows in the order of their experts: a row is of a token slot `s` and of an expert `e`, and may be split by both.
+
+    group_rows     s -> s; e, e; s
+    expert_mm      s k; e, e k n, e; s -> s n; e            sum="k"
+    expert_wgrad   s k; e, s n; e, e; s -> e k n            sum="s"
+    ungroup_rows   s n; e, s; e, e; s -> s n                sum="e"
+
+With `s` split, a rank groups the rows of its own tokens; with `e` split, it has the rows that are routed to its own
+experts, and those of other ranks' experts are in the tail. So tokens over dp need no communication, experts over ep
+one reduction of what `ungroup_rows` yields, and the gradients of experts one over the axes of `s`, not those of `e`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardc.ir.graph import type_of
+from shardc.ir.ops.experts import (
+    EXPERT_MM,
+    EXPERT_WGRAD,
+    GATHER_ROWS,
+    GROUP_ROWS,
+    SPREAD_GROUPS,
+    SUM_GROUPS,
+    UNGROUP_ROWS,
+)
+from shardc.ir.ops.local import mask_pad
+from shardc.rules.embedding import owned, sharded
+from shardc.rules.local import LocalCall
+from shardc.rules.notation import Dims, Notation
+from shardc.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+def _group_rows_local(call: LocalCall) -> Any:
+    """Global numbers of experts become local ones, -1 where the expert, or the token, is not this rank's."""
+    mesh, ids = call.graph.mesh, call.args["ids"]
+    type = type_of(ids)
+    for atom in type.uneven_atoms(mesh):
+        where = (list(type.local_atoms(mesh)), atom, type.atoms[atom].size, list(type.atoms[atom].axes))
+        ids = call.emit(mask_pad, ids, *where, -1.0, type=type)
+    experts = call.results[1].dims[0]
+    if sharded(experts):
+        numbers, is_own = owned(call, ids, experts, known=True)
+        real = call.emit(aten.ge.Scalar, ids, 0, type=type.with_dtype(torch.bool))
+        is_own = call.emit(aten.bitwise_and.Tensor, is_own, real, type=type.with_dtype(torch.bool))
+        ids = call.emit(aten.where.ScalarOther, is_own, numbers, -1, type=type)
+    return call.with_args(ids=ids, experts=call.result_shape(1)[0])
+
+
+rule(GROUP_ROWS, "s -> s; e, e; s", localize=_group_rows_local, ragged=True)
+rule(EXPERT_MM, "s k; e, e k n, e; s -> s n; e", sum="k", linear=(0, 1), ragged=True)
+rule(EXPERT_WGRAD, "s k; e, s n; e, e; s -> e k n", sum="s", linear=(0, 1), ragged=True)
+
+
+@rule(GATHER_ROWS, linear=(0,), ragged=True)
+def gather_rows(x: Dims, perm: Dims, each: int) -> str:
+    return f"{x.replace(0, 't')}, (t k); e -> (t k) {' '.join(x.labels[1:])}; e"
+
+
+@rule(UNGROUP_ROWS, ragged=True)
+def ungroup_rows(y: Dims, perm: Dims, offs: Dims) -> Notation:
+    row = f"s {' '.join(y.labels[1:-1])}"
+    return Notation(f"{row}; e, s; e, e; s -> {row}", sum="e", linear=(0,))
+
+
+@rule(SPREAD_GROUPS, linear=(0,), ragged=True)
+def spread_groups(b: Dims, perm: Dims, offs: Dims) -> str:
+    rest = " ".join(b.labels[1:])
+    return f"e {rest}, s; e, e; s -> s {rest}; e"
+
+
+@rule(SUM_GROUPS, ragged=True)
+def sum_groups(g: Dims, offs: Dims) -> Notation:
+    rest = " ".join(g.labels[1:-1])
+    return Notation(f"s {rest}; e, e; s -> e {rest}", sum="s", linear=(0,))

@@ -1,0 +1,181 @@
+"""Mixtures of experts of `transformers`, unmodified: experts over ep, tokens over dp, no expert is gathered.
+
+Those with experts of their own form (Llama 4 computes every expert for every token, DBRX looks at values) are not here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from shardc import Plan
+from shardc.api import Program
+from shardc.cost.flops import flops
+from shardc.ir.collectives import collectives
+from shardc.ir.graph import info
+from shardc.ir.ops.experts import GROUP_ROWS
+
+T = pytest.importorskip("transformers")
+SMALL = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": LOCAL,
+    "Qwen2Moe": FOUR | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "Qwen3Moe": FOUR | {"moe_intermediate_size": 8, "head_dim": 4},
+    "Olmoe": FOUR,
+    "GraniteMoe": LOCAL,
+    "DeepseekV3": LATENT | {"moe_intermediate_size": 8},
+    "GptOss": LOCAL | {"head_dim": 4},
+}
+
+
+def model_of(name: str, form: str = "eager", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(T, f"{name}Config")(**(SMALL | MODELS[name] | options))
+    config._experts_implementation = form
+    return getattr(T, f"{name}ForCausalLM")(config)
+
+
+def compiled(model: nn.Module, plan: dict[str, Any], **options: Any) -> Program:
+    tokens = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    inputs = dict.fromkeys(batch, "dp") if "dp" in plan["mesh"] else {}
+    return shardc.compile(model, batch, plan=Plan.model_validate({"inputs": inputs, **plan}), **options)
+
+
+def over_ep(model: nn.Module) -> dict[str, str]:
+    """All weights and biases of experts, by their leading dim."""
+    return {name: "ep" for name, _ in model.named_parameters() if ".experts." in name}
+
+
+def counted(program: Program) -> Counter[str]:
+    return Counter(f"{c.kind} {'.'.join(c.axes)} {c.phase}" for c in collectives(program.body))
+
+
+def groupings(program: Program) -> int:
+    return sum(node.target is GROUP_ROWS for node in program.body.calls())
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_over_ep_and_tokens_over_dp(name: str) -> None:
+    model = model_of(name)
+    program = compiled(model, {"mesh": "dp=2, ep=2", "params": over_ep(model)})
+    assert groupings(program) == 1
+    assert {c.kind for c in collectives(program.body)} == {"all_reduce"}
+    assert not program.diagnostics
+    assert program.verify().ok
+
+
+MESHES: dict[str, dict[str, str]] = {
+    "dp=4": {},
+    "ep=4": {"gate_up_proj": "ep", "down_proj": "ep"},
+    "ep=2, tp=2": {"gate_up_proj": "ep, 2*tp, -", "down_proj": "ep, -, tp"},
+    "dp=2, ep=2, tp=2": {"gate_up_proj": "ep, 2*tp, -", "down_proj": "ep, -, tp"},
+}
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> nn.Module:
+    return model_of("Mixtral")
+
+
+def placed(mesh: str) -> dict[str, str]:
+    return {f"**.experts.{name}": placement for name, placement in MESHES[mesh].items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_mixtral_is_as_on_one_device(mesh: str, mixtral: nn.Module) -> None:
+    program = compiled(mixtral, {"mesh": mesh, "params": placed(mesh)})
+    assert program.verify().ok
+    kinds = counted(program)
+    assert not any(kind.startswith(("all_gather", "all_to_all")) for kind in kinds)
+    if mesh == "dp=4":
+        assert all("dp" in kind for kind in kinds)
+        assert kinds["all_reduce dp fwd"] == 2  # of the loss, and of the tokens that it is a mean of
+        assert flops(program.body).total * 4 == flops(program.reference).total
+    experts = flops(program.body).of_op("shardc.expert_mm"), flops(program.body).of_op("shardc.expert_wgrad")
+    whole = flops(program.reference).of_op("shardc.expert_mm"), flops(program.reference).of_op("shardc.expert_wgrad")
+    assert tuple(n * program.mesh.world_size for n in experts) == whole
+
+
+def test_sequence_parallelism_gathers_tokens_and_scatters_results() -> None:
+    """Each way, no more than the residual stream, and what the router says of each token."""
+    model, both = model_of("Mixtral", num_key_value_heads=4), placed("ep=4")
+    attention = {f"**.{name}_proj.weight": "ep, -" for name in "qkv"} | {"**.o_proj.weight": "-, ep"}
+    plan = {"mesh": "dp=2, ep=2", "params": both | attention, "activations": {"model.layers.*": "dp, ep, -"}}
+    program = compiled(model, plan)
+    assert program.verify().ok
+    stream, routing = 4 * (4 // 2) * 8 * 16, 4 * (4 // 2) * 8 * 2
+    moved = [c for c in collectives(program.body) if "mlp" in c.value and c.axes == ("ep",)]
+    assert {(c.kind, c.phase): 0 for c in moved} == {
+        ("all_gather", "fwd"): 0, ("reduce_scatter", "fwd"): 0, ("reduce_scatter", "bwd"): 0
+    }  # fmt: skip
+    assert max(c.payload_bytes for c in moved) == stream
+    assert sum(c.payload_bytes for c in moved if c.payload_bytes < stream) <= 4 * routing
+
+
+def test_gradients_of_experts_are_reduced_over_dp_alone(mixtral: nn.Module) -> None:
+    program = compiled(mixtral, {"mesh": "dp=2, ep=2", "params": placed("ep=4")})
+    gradients = [c for c in collectives(program.body) if "wgrad" in c.value and ".experts." in c.value]
+    assert [(c.kind, c.axes, c.payload_bytes) for c in gradients] == [
+        ("all_reduce", ("dp",), 4 * (4 // 2) * 16 * 24),
+        ("all_reduce", ("dp",), 4 * (4 // 2) * 48 * 16),
+    ]
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {"mesh": "dp=2, ep=2", "storage": {"zero": 3, "axes": "dp"}},
+    "fused": {"mesh": "dp=2, ep=2", "fuse": True},
+    "recomputed": {"mesh": "dp=2, ep=2", "recompute": "full"},
+    "accumulated": {"mesh": "dp=2, ep=2", "accumulate": 2},
+    "pipeline": {"mesh": "pp=2, ep=2", "pipeline": {"axis": "pp", "microbatches": 2, "schedule": "zb-h1"}},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_steps_of_adamw(name: str, mixtral: nn.Module) -> None:
+    model = model_of("Mixtral", num_hidden_layers=2) if name == "pipeline" else mixtral
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    program = compiled(model, PLANS[name] | {"params": placed("ep=4")}, optimizer=adamw)
+    assert program.verify().ok
+
+
+@pytest.mark.parametrize("form", ["eager", "batched_mm", "grouped_mm"])
+def test_every_form_is_the_grouped_one_and_put_back(form: str) -> None:
+    model = model_of("Mixtral", form)
+    program = compiled(model, {"mesh": "ep=2", "params": placed("ep=4")})
+    assert model.config._experts_implementation == form  # type: ignore[union-attr]
+    assert groupings(program) == 1
+    assert not any(info(node).name.endswith("nonzero") for node in program.body.calls())
+
+
+def test_a_form_of_the_users_own_is_traced_as_it_is() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    calls: list[Callable[..., Any]] = []
+
+    def own(self: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        calls.append(own)
+        return x * weights.sum(-1, keepdim=True)
+
+    ALL_EXPERTS_FUNCTIONS.register("own", own)
+    model = model_of("Mixtral", "own")
+    program = compiled(model, {"mesh": "dp=2"})
+    assert calls
+    assert groupings(program) == 0
