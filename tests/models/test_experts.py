@@ -139,6 +139,18 @@ def test_gradients_of_experts_are_reduced_over_dp_alone(mixtral: nn.Module) -> N
     ]
 
 
+def test_the_axis_of_experts_is_a_part_of_the_batchs(mixtral: nn.Module) -> None:
+    """As Megatron folds it: tokens over dp.ep, experts over ep, whose gradients are reduced over dp alone."""
+    inputs = dict.fromkeys(("input_ids", "labels"), "dp.ep")
+    program = compiled(mixtral, {"mesh": "dp=2, ep=2", "params": placed("ep=4"), "inputs": inputs})
+    assert program.verify().ok
+    moved = [c for c in collectives(program.body) if ".mlp." in c.value and ".gate." not in c.value]
+    assert Counter((c.kind, c.axes) for c in moved) == {
+        ("reduce_scatter", ("ep",)): 3, ("all_reduce", ("dp",)): 2
+    }  # fmt: skip
+    assert not program.diagnostics
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"mesh": "dp=2, ep=2", "storage": {"zero": 3, "axes": "dp"}},
     "fused": {"mesh": "dp=2, ep=2", "fuse": True},
