@@ -5,6 +5,7 @@ Those with experts of their own form (Llama 4 computes every expert for every to
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,10 @@ from shardc.ir.graph import info
 from shardc.ir.ops.experts import GROUP_ROWS
 
 T = pytest.importorskip("transformers")
+# Earlier ones mask the slots of their own expert parallelism between products, which leaves them as they are written.
+pytestmark = pytest.mark.skipif(
+    "_is_expert_parallel" not in inspect.getsource(T.integrations.moe), reason="transformers before 5.24"
+)
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 24, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "max_position_embeddings": 32,
