@@ -45,8 +45,14 @@ def _group_rows_local(call: LocalCall) -> Any:
     experts = call.results[1].dims[0]
     if sharded(experts):
         numbers, is_own = owned(call, ids, experts, known=True)
-        real = call.emit(aten.ge.Scalar, ids, 0, type=type.with_dtype(torch.bool))
-        is_own = call.emit(aten.bitwise_and.Tensor, is_own, real, type=type.with_dtype(torch.bool))
+        mask = type.with_dtype(torch.bool)
+        real = [call.emit(aten.ge.Scalar, ids, 0, type=mask)]
+        if any(
+            atom.axes and atom.uneven(mesh) for atom in experts
+        ):  # else a rank would own an id that pads its experts
+            real.append(call.emit(aten.lt.Scalar, ids, call.args["experts"], type=mask))
+        for condition in real:
+            is_own = call.emit(aten.bitwise_and.Tensor, is_own, condition, type=mask)
         ids = call.emit(aten.where.ScalarOther, is_own, numbers, -1, type=type)
     return call.with_args(ids=ids, experts=call.result_shape(1)[0])
 

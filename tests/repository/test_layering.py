@@ -102,8 +102,9 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.canonical normalize.decompositions.cross_entropy
             normalize.decompositions.embedding_bag normalize.decompositions.indexing
             normalize.decompositions.losses normalize.decompositions.matmul normalize.decompositions.reductions
-            normalize.decompositions.table normalize.decompositions.weight_norm normalize.group_experts
-            normalize.normalize sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts
+            normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
+            normalize.group_experts normalize.normalize
+            sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts
             sharding.group_sums sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
             sharding.reshard_steps sharding.seed sharding.settle_partials sharding.store softmax
             softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify

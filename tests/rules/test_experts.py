@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import shardc
 from shardc import Plan
@@ -224,3 +225,75 @@ def test_rows_summed_over_all_experts_stay_as_they_are_written() -> None:
     compiled = shardc.compile(Shared(EXPERTS), batch, plan=Plan.model_validate({"mesh": "ep=2"}), loss=mean_of_squares)
     assert not any(node.target is GROUP_ROWS for node in compiled.body.calls())
     assert compiled.verify().ok
+
+
+# ------------------------------------------------------------------------------------------ rows of no expert
+class Dropping(Experts):
+    """Two experts of four are chosen; of a token slot of little weight none is, as over a capacity."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__(EXPERTS)
+        self.kept = kept
+        self.router = nn.Linear(6, EXPERTS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).softmax(-1).topk(CHOSEN)
+        weights, chosen = weights.reshape(-1), chosen.reshape(-1)
+        is_kept = weights > 0.3
+        if self.kept != "all":
+            chosen = torch.where(is_kept, chosen, EXPERTS)
+        ordered, perm = torch.sort(chosen)
+        rows = tokens[perm // CHOSEN]
+        counts = torch.histc(ordered.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        gate, up = torch.nn.functional.grouped_mm(rows, self.up.transpose(-2, -1), offs=offs).chunk(2, dim=-1)
+        y = torch.nn.functional.grouped_mm(torch.tanh(gate) * up, self.down.transpose(-2, -1), offs=offs)
+        if self.kept == "as they are":
+            y = torch.where(is_kept[perm].unsqueeze(-1), y, rows)
+        elif self.kept in ("all", "with a residual"):
+            y = y + rows
+        y = y * weights[perm].unsqueeze(-1)
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.size(0))
+        return y[inverse].view(-1, CHOSEN, 6).sum(1).view(x.shape)
+
+
+def slot_by_slot(model: Dropping, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i, j in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
+        weights, chosen = model.router(x[i, j]).softmax(-1).topk(CHOSEN)
+        for weight, expert in zip(weights, chosen.tolist(), strict=True):
+            is_kept = model.kept == "all" or weight > 0.3
+            gate, up = (model.up[expert] @ x[i, j]).chunk(2)
+            y = model.down[expert] @ (torch.tanh(gate) * up) if is_kept else torch.zeros_like(x[i, j])
+            if model.kept in ("all", "with a residual") or (model.kept == "as they are" and not is_kept):
+                y = y + x[i, j]
+            out[i, j] = out[i, j] + weight * y
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kept", "mesh"),
+    [("all", "ep=3"), ("as zeros", "ep=3"), ("as they are", "dp=2"), ("with a residual", "dp=2")],
+)
+def test_dropped_rows_are_what_the_model_makes_of_them(kept: str, mesh: str) -> None:
+    """Where something is kept of a dropped row, the grouping stays as it is written."""
+    torch.manual_seed(0)
+    model = Dropping(kept)
+    x = torch.randn(BATCH, TOKENS, 6)
+    params = {"up": "ep", "down": "ep"} if mesh == "ep=3" else {}
+    plan = Plan.model_validate({"mesh": mesh, "params": params, "inputs": {"x": "dp"} if mesh == "dp=2" else {}})
+    compiled = shardc.compile(model, {"x": x}, plan=plan, loss=mean_of_squares)
+    assert any(node.target is GROUP_ROWS for node in compiled.body.calls()) == (mesh == "ep=3")
+    assert compiled.verify().ok
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        is_kept = exact.router(x.double()).softmax(-1).topk(CHOSEN)[0] > 0.3
+    assert is_kept.any()
+    assert not is_kept.all()
+    expected = torch.autograd.grad(mean_of_squares(slot_by_slot(exact, x.double()), {}), list(exact.parameters()))
+    got = run_reference(compiled.reference, compiled.inputs({"x": x}), dtype=torch.float64)
+    gradients = {port.name: value for port, value in got.items() if port.role == "grad"}
+    for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)

@@ -39,6 +39,7 @@ from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD
 from shardc.ir.types import Dim, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import infer
+from shardc.passes.normalize.dropped_rows import are_of_experts, zero_where_products_are
 from shardc.rules.notation import RuleError, divided
 from shardc.rules.registry import bind_call, find_rule, result_shapes, rule_of
 
@@ -213,6 +214,14 @@ class _Grouping:
             _require((others[0] in self.rows) == (call.target is GROUPED_MM_WGRAD))
         for call in self.between:
             self._check_row_by_row(call)
+        self._check_dropped_rows(leaving)
+
+    def _check_dropped_rows(self, leaving: set[fx.Node]) -> None:
+        if are_of_experts(self.ids, self.experts) or any(index.kind == "group" for _, index in self.moves):
+            return  # each id is a position among the experts
+        products = [call for call in self.products if call.target is GROUPED_MM]
+        zeros = zero_where_products_are(self.graph, products, self.between)
+        _require(all(call in self.products or operands(call)[0] in zeros for call in leaving))
 
     def _check_row_by_row(self, call: fx.Node) -> None:
         _require(find_rule(call.target) is not None and not any(type_of(v).ragged for v in operands(call)))
