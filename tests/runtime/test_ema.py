@@ -150,6 +150,27 @@ def test_averages_that_a_checkpoint_lacks_start_from_its_parameters(layout: str,
     close(ema.state_dict(), averaged.module)
 
 
+@pytest.mark.parametrize("layout", ["zero3", "pp2"])
+def test_averages_of_what_was_frozen_when_it_was_saved_start_from_the_parameters_that_are_read(
+    layout: str, tmp_path: Path
+) -> None:
+    model = net()
+    model.b.requires_grad_(False)
+    first, second = launched("zero1", model), launched(layout)
+    averages = [shardc.EMA(trainer, DECAY) for trainer in (first, second)]
+    for batch in batches()[:2]:
+        first.step(batch)
+    for batch in batches():
+        second.step(batch)
+    first.save(tmp_path / "run")
+    second.load(tmp_path / "run", strict=False)
+    assert averages[1].updates == 2
+    found, saved, read = averages[1].state_dict(), averages[0].state_dict(), second.state_dict()
+    assert all(torch.equal(found[name], read[name]) for name in ("b.weight", "b.bias"))
+    assert torch.equal(found["a.weight"], saved["a.weight"])
+    assert not torch.equal(found["a.weight"], read["a.weight"])
+
+
 def test_a_run_that_resumes_may_have_averages_from_now_on(tmp_path: Path) -> None:
     first, second = launched("zero1"), launched("zero3")
     for _ in first.train(batches(), 2, checkpoint=tmp_path / "run", progress=False):

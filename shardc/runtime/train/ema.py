@@ -11,8 +11,8 @@ The same as torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn: the f
 are, and each later one average = decay * average + (1 - decay) * parameter. A step that was skipped updates nothing.
 Buffers are not averaged. Each rank averages its own shards, in place and in float32 at least: nothing is sent. What is
 not trained is not averaged, as its average is itself. A checkpoint has the averages beside the parameters, of role
-"average" and named `<parameter>:average`; make the EMA before it is loaded. Averages of a checkpoint that has none
-start from its parameters.
+"average" and named `<parameter>:average`; make the EMA before it is loaded. An average that a checkpoint lacks starts
+from its parameter.
 """
 
 from __future__ import annotations
@@ -126,15 +126,14 @@ class EMA:
         return {KEY: {"decay": self.decay, "updates": self.updates}}
 
     @torch.no_grad()
-    def resume(self, position: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose tensors were read. One without averages has no `position` of them: they start
-        from its parameters, with a warning (SC406)."""
+    def resume(self, position: Mapping[str, Any], names: Collection[str]) -> None:
+        """Go on from a checkpoint whose tensors were read, `names` those of its averages. What it has no average of
+        starts from its parameter. One without any has no `position` of them: a warning says so (SC406)."""
         self.updates = int(position.get("updates", 0))
-        if position:
-            return
         for name, average in self.averages.items():
-            average.copy_(self.trainer.state[name])
-        if self.trainer.leads:
+            if f"{name}:{ROLE}" not in names:
+                average.copy_(self.trainer.state[name])
+        if not position and self.trainer.leads:
             message = "the checkpoint has no moving averages: they start from its parameters"
             hint = "right where it was saved without shardc.EMA, and the EMA is new"
             warn(str(Diagnostic("SC406", message, "warning", hint=hint)))

@@ -523,14 +523,15 @@ class Trainer:
     def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, saved on whatever mesh and plan; returns its `extra`. Every rank must call it."""
         self._refuse_swapped("load")
+        averaged = () if self.ema is None else self.checkpoints.names(path, ROLE)
         if self.ema is not None:
-            self.ema.take_up(self.checkpoints.names(path, ROLE))
+            self.ema.take_up(averaged)
         averages = {} if self.ema is None else self.ema.held()
         position = self.checkpoints.load(path, self._held() | averages, strict, self._model_state.unsaved)
         extra = dict(position.extra)
         about = extra.pop(KEY, {})
         if self.ema is not None:
-            self.ema.resume(about)
+            self.ema.resume(about, averaged)
         self.steps, self.seed, self._grads = position.step, position.seed, None
         self.intact, self.run, self.aside = True, Run(), {}
         self._taken = 0
