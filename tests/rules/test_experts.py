@@ -21,6 +21,7 @@ from shardc import Plan
 from shardc.api import Program
 from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, set_info, type_of
 from shardc.ir.ops import collectives as collective_ops
 from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
@@ -300,3 +301,55 @@ def test_dropped_rows_are_what_the_model_makes_of_them(kept: str, mesh: str) -> 
     gradients = {port.name: value for port, value in got.items() if port.role == "grad"}
     for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------ annotated rows
+class Activated(nn.Module):
+    """Experts that call a module between their products."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 6, 8))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 8, 6))
+        self.act = act
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        ordered, perm = torch.sort(ids.reshape(-1))
+        counts = torch.histc(ordered.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        rows = torch.nn.functional.grouped_mm(x.flatten(0, -2)[perm // CHOSEN], self.up, offs=offs)
+        rows = torch.nn.functional.grouped_mm(self.act(rows), self.down, offs=offs)
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.size(0))
+        return rows[inverse].view(-1, CHOSEN, 6).sum(1).view(x.shape)
+
+
+def annotated(placement: str, act: nn.Module | None = None) -> Program:
+    torch.manual_seed(0)
+    batch = routed(torch.randint(0, EXPERTS, (BATCH, TOKENS, CHOSEN)))
+    del batch["scale"]
+    inputs, params = dict.fromkeys(batch, "dp"), {"*": "ep"}
+    plan = {"mesh": "dp=2, ep=2", "params": params, "inputs": inputs, "activations": {"act": placement}}
+    return shardc.compile(Activated(act or nn.SiLU()), batch, plan=Plan.model_validate(plan), loss=mean_of_squares)
+
+
+def test_an_annotation_that_agrees_with_the_grouping_is_taken() -> None:
+    compiled = annotated("dp, -")
+    assert compiled.verify().ok
+    assert any(node.target is GROUP_ROWS for node in compiled.body.calls())
+
+
+@pytest.mark.parametrize("placement", ["-, -", "ep, -", "dp, ep"])
+def test_an_annotation_that_would_move_rows_is_refused(placement: str) -> None:
+    with pytest.raises(ShardcError, match=r"SC207.*the rows of act are in the order of their experts") as refused:
+        annotated(placement)
+    assert f'act = "{placement}"' in str(refused.value)
+    assert "hint:" in str(refused.value)
+
+
+def test_what_keeps_experts_from_an_axis_is_said() -> None:
+    """The gradient of a weight that experts share is a sum over all rows."""
+    with pytest.raises(
+        ShardcError, match=r"(?s)SC207.*grouped_mm needs it whole.*no weight or bias that experts share"
+    ):
+        annotated("dp, -", nn.RMSNorm(8))
