@@ -229,12 +229,14 @@ def test_rows_summed_over_all_experts_stay_as_they_are_written() -> None:
 
 
 # ------------------------------------------------------------------------------------------ rows of no expert
-class Dropping(Experts):
+class Dropping(nn.Module):
     """Two experts of four are chosen; of a token slot of little weight none is, as over a capacity."""
 
     def __init__(self, kept: str) -> None:
-        super().__init__(EXPERTS)
+        super().__init__()
         self.kept = kept
+        self.up = nn.Parameter(torch.randn(EXPERTS, 16, 6))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 6, 8))
         self.router = nn.Linear(6, EXPERTS, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -353,3 +355,26 @@ def test_what_keeps_experts_from_an_axis_is_said() -> None:
         ShardcError, match=r"(?s)SC207.*grouped_mm needs it whole.*no weight or bias that experts share"
     ):
         annotated("dp, -", nn.RMSNorm(8))
+
+
+class Features(nn.Module):
+    """A norm and a softmax of each row's features, which are split unevenly: their padding is masked."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 0.1)).softmax(-1)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2, tp=3"])
+def test_reductions_of_a_rows_features(mesh: str, fuse: bool) -> None:
+    torch.manual_seed(0)
+    batch = routed(torch.randint(0, EXPERTS, (BATCH, TOKENS, CHOSEN)))
+    del batch["scale"]
+    inputs = dict.fromkeys(batch, "dp") if "dp" in mesh else {}
+    params = {"up": "-, -, tp", "down": "-, tp, -"}
+    plan = Plan.model_validate({"mesh": mesh, "params": params, "inputs": inputs, "fuse": fuse})
+    compiled = shardc.compile(Activated(Features()), batch, plan=plan, loss=mean_of_squares)
+    assert any(node.target is GROUP_ROWS for node in compiled.body.calls())
+    report = compiled.verify()
+    assert report.ok, str(report)
+    assert report.eager_error is not None
