@@ -21,6 +21,7 @@ from shardc import Plan
 from shardc.api import Program
 from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, set_info, type_of
 from shardc.ir.ops import collectives as collective_ops
 from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
@@ -228,12 +229,14 @@ def test_rows_summed_over_all_experts_stay_as_they_are_written() -> None:
 
 
 # ------------------------------------------------------------------------------------------ rows of no expert
-class Dropping(Experts):
+class Dropping(nn.Module):
     """Two experts of four are chosen; of a token slot of little weight none is, as over a capacity."""
 
     def __init__(self, kept: str) -> None:
-        super().__init__(EXPERTS)
+        super().__init__()
         self.kept = kept
+        self.up = nn.Parameter(torch.randn(EXPERTS, 16, 6))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 6, 8))
         self.router = nn.Linear(6, EXPERTS, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -286,7 +289,10 @@ def test_dropped_rows_are_what_the_model_makes_of_them(kept: str, mesh: str) -> 
     plan = Plan.model_validate({"mesh": mesh, "params": params, "inputs": {"x": "dp"} if mesh == "dp=2" else {}})
     compiled = shardc.compile(model, {"x": x}, plan=plan, loss=mean_of_squares)
     assert any(node.target is GROUP_ROWS for node in compiled.body.calls()) == (mesh == "ep=3")
-    assert compiled.verify().ok
+    report = compiled.verify()
+    assert report.ok, str(report)
+    assert report.eager_error is not None, report.absent  # in float64, and of rows 6 wide, which PyTorch refuses
+    assert report.eager_error < 1e-12
     exact = copy.deepcopy(model).double()
     with torch.no_grad():
         is_kept = exact.router(x.double()).softmax(-1).topk(CHOSEN)[0] > 0.3
@@ -297,3 +303,78 @@ def test_dropped_rows_are_what_the_model_makes_of_them(kept: str, mesh: str) -> 
     gradients = {port.name: value for port, value in got.items() if port.role == "grad"}
     for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------ annotated rows
+class Activated(nn.Module):
+    """Experts that call a module between their products."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 6, 8))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 8, 6))
+        self.act = act
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        ordered, perm = torch.sort(ids.reshape(-1))
+        counts = torch.histc(ordered.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        rows = torch.nn.functional.grouped_mm(x.flatten(0, -2)[perm // CHOSEN], self.up, offs=offs)
+        rows = torch.nn.functional.grouped_mm(self.act(rows), self.down, offs=offs)
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.size(0))
+        return rows[inverse].view(-1, CHOSEN, 6).sum(1).view(x.shape)
+
+
+def annotated(placement: str, act: nn.Module | None = None) -> Program:
+    torch.manual_seed(0)
+    batch = routed(torch.randint(0, EXPERTS, (BATCH, TOKENS, CHOSEN)))
+    del batch["scale"]
+    inputs, params = dict.fromkeys(batch, "dp"), {"*": "ep"}
+    plan = {"mesh": "dp=2, ep=2", "params": params, "inputs": inputs, "activations": {"act": placement}}
+    return shardc.compile(Activated(act or nn.SiLU()), batch, plan=Plan.model_validate(plan), loss=mean_of_squares)
+
+
+def test_an_annotation_that_agrees_with_the_grouping_is_taken() -> None:
+    compiled = annotated("dp, -")
+    assert compiled.verify().ok
+    assert any(node.target is GROUP_ROWS for node in compiled.body.calls())
+
+
+@pytest.mark.parametrize("placement", ["-, -", "ep, -", "dp, ep"])
+def test_an_annotation_that_would_move_rows_is_refused(placement: str) -> None:
+    with pytest.raises(ShardcError, match=r"SC207.*the rows of act are in the order of their experts") as refused:
+        annotated(placement)
+    assert f'act = "{placement}"' in str(refused.value)
+    assert "hint:" in str(refused.value)
+
+
+def test_what_keeps_experts_from_an_axis_is_said() -> None:
+    """The gradient of a weight that experts share is a sum over all rows."""
+    with pytest.raises(
+        ShardcError, match=r"(?s)SC207.*grouped_mm needs it whole.*no weight or bias that experts share"
+    ):
+        annotated("dp, -", nn.RMSNorm(8))
+
+
+class Features(nn.Module):
+    """A norm and a softmax of each row's features, which are split unevenly: their padding is masked."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 0.1)).softmax(-1)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2, tp=3"])
+def test_reductions_of_a_rows_features(mesh: str, fuse: bool) -> None:
+    torch.manual_seed(0)
+    batch = routed(torch.randint(0, EXPERTS, (BATCH, TOKENS, CHOSEN)))
+    del batch["scale"]
+    inputs = dict.fromkeys(batch, "dp") if "dp" in mesh else {}
+    params = {"up": "-, -, tp", "down": "-, tp, -"}
+    plan = Plan.model_validate({"mesh": mesh, "params": params, "inputs": inputs, "fuse": fuse})
+    compiled = shardc.compile(Activated(Features()), batch, plan=plan, loss=mean_of_squares)
+    assert any(node.target is GROUP_ROWS for node in compiled.body.calls())
+    report = compiled.verify()
+    assert report.ok, str(report)
+    assert report.eager_error is not None

@@ -20,7 +20,7 @@ from shardc.ir.graph import Graph, operands, producer, results, type_of
 from shardc.rules.registry import find_rule, rule_of
 
 aten = torch.ops.aten
-CHOICES = {  # calls that yield positions in one of their operand's dims: the result that holds them
+CHOICES: dict[object, int] = {  # calls that yield positions in one of their operand's dims: the result that holds them
     aten.topk.default: 1,
     aten.sort.default: 1,
     aten.sort.stable: 1,

@@ -12,10 +12,11 @@ reshard of a view moves to the root of the chain of views, so that a weight and 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Port, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops import collectives
@@ -131,6 +132,18 @@ def find_view(value: fx.Node) -> bool:
     return entry is not None and entry.kind == "view"
 
 
+def _bound_rows(value: fx.Node, seed: Seed) -> ShardcError:
+    placed = replace(type_of(value), partial=())
+    return error(
+        "SC207",
+        f"the rows of {seed.cause.tensor} are in the order of their experts, and no axis can be put on them or taken",
+        location=seed.cause.location or None,
+        tensor=f"{info(value).name}: {placed}",
+        cause=str(seed.cause),
+        hint="annotate dim 0 of the experts' parameters, or the module around the experts, whose tokens lie as before",
+    )
+
+
 class _Copies:
     """The placements in which each value is available."""
 
@@ -149,6 +162,8 @@ class _Copies:
         type = type_of(value)
         target = as_annotated(type, seed)
         if target != type:
+            if any(target.placement[i] != type.placement[i] for i in type.bound_atoms):
+                raise _bound_rows(value, seed)
             following = value.next
             while following.target is operator.getitem:
                 following = following.next

@@ -22,6 +22,7 @@ from torch import fx
 from shardc.ir.diagnostic import Diagnostic, Severity, ShardcError, error, merged
 from shardc.ir.graph import Graph, Seed, info, op_name, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.grouped import GROUPED_MM
 from shardc.ir.placement import DimPlacement, Placement
 from shardc.ir.provenance import Requirement
 from shardc.ir.types import Atom, Axes
@@ -30,6 +31,8 @@ from shardc.passes.sharding.atom_classes import Classes, Place
 from shardc.passes.sharding.atomize import linked_gradients
 from shardc.rules.projection import refine
 from shardc.rules.registry import rule_of
+
+EXPERTS = "no sum over rows, no weight or bias that experts share, no random numbers (docs/experts.md)"
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,8 @@ def _unshardable(classes: Classes, bound: Bound, value: fx.Node, dim: int, reade
         if any(not classes.needing_whole(value, start + i) for i in range(len(atoms)))
     ]
     hint = f"shard its dim {' or '.join(free)} instead, or leave it unsharded" if free else "leave it unsharded"
+    if any(node.target is GROUPED_MM for node in readers):
+        hint += "; experts have axes of their own where all that is done with their rows goes row by row: " + EXPERTS
     return _refuse("SC207", message, bound, op=f"{names[0]}   {rule_of(readers[0])}", hint=hint)
 
 

@@ -79,6 +79,8 @@ def find(graph: Graph, top: fx.Node, position: Mapping[fx.Node, int]) -> Softmax
     masked = highest.args[0]
     assert isinstance(masked, fx.Node)
     x = operands(masked)[0] if masked.target is local.mask_pad else masked
+    if type_of(x).ragged:  # rows of experts have no parts of their own to merge
+        return None
     dims = tuple(d % len(type_of(x).dims) for d in highest.args[1])  # type: ignore[union-attr]
     seed = Softmax(top, x, masked, axes, dims, (), ())
     shifts = [user for user in x.users if _shifted(graph, user, seed) and position[user] > position[top]]

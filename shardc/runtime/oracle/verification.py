@@ -24,6 +24,7 @@ from shardc.frontend.program_optimizers import Optimizers, optimizers_of
 from shardc.frontend.token_weights import counted
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.ops.grouped import grouped_mm
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.batch import batch_inputs
@@ -31,7 +32,7 @@ from shardc.runtime.oracle.eager_witness import EagerTraining, Witness
 from shardc.runtime.oracle.report import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, Report, worst_of
 from shardc.runtime.oracle.verify import beside_another, reference_step, verify
 from shardc.runtime.oracle.whole_batch import whole_batch_finding
-from shardc.torch_compat import flatten, unflatten
+from shardc.torch_compat import flatten, override_aten, unflatten
 
 LEFT = ("param", "state", "buffer")  # what a step leaves to the next
 
@@ -161,6 +162,8 @@ class _Eager:
         """One step on `batch`, with the optimizer's update on `gradients`. None if the model does not run."""
         while not self.absent:
             if started := self.training is None:
+                # PyTorch's own products of groups take no float64, and no rows of odd widths.
+                self._stack.enter_context(override_aten({"_grouped_mm": grouped_mm}))
                 self.training = self._stack.enter_context(self._training(self._kinds[0]).active())
             try:
                 return self.training.step(batch, gradients)

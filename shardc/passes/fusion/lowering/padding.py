@@ -66,7 +66,7 @@ def _masked_dim(node: fx.Node) -> int | None:
     type, first_atom = type_of(node), 0
     if len(axes) != 1 or not type.dtype.is_floating_point:  # type: ignore[arg-type]
         return None
-    for d, atoms in enumerate(type.dims):
+    for d, atoms in enumerate(type.dims[: type.ndim]):
         if first_atom <= pos < first_atom + len(atoms):  # type: ignore[operator]
             return d if len(atoms) == 1 else None
         first_atom += len(atoms)
@@ -78,8 +78,8 @@ def _rewrite(graph: Graph, node: fx.Node, dim: int, shared_calls: dict[object, f
     extent: int = atoms[pos]  # type: ignore[index]
     type, scalar = type_of(node), TensorType(torch.int64, ())
     split = type.dims[dim]
-    shape = [extent if d == dim else 1 for d in range(len(type.dims))]
-    column = TensorType(torch.int64, tuple(split if d == dim else () for d in range(len(type.dims))))
+    shape = [extent if d == dim else 1 for d in range(type.ndim)]
+    column = TensorType(torch.int64, tuple(split if d == dim else () for d in range(type.ndim)))
 
     def put(target: object, *args: object, type: TensorType, **kwargs: object) -> fx.Node:
         key = (info(node).phase, target, repr(args), type)  # not shared across phases, which would extend its lifetime
