@@ -162,6 +162,10 @@ def test_what_is_not_supported_is_refused(ready: Any, name: str) -> None:
     [
         {"max_new_tokens": 0},
         {"max_new_tokens": -3},
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": True},
+        {"max_length": 9.5},
+        {"min_new_tokens": 1.5},
         {"max_length": 3},
         {"max_length": 4},
         {"do_sample": True, "temperature": 0.0},

@@ -198,3 +198,21 @@ def test_lifted_tensors_are_put_back_after_an_error() -> None:
     assert weight.tolist() == [1, 1, 1]
     assert weight.requires_grad
     assert weight.grad is not None
+
+
+class DyingUnits(nn.Module):
+    """After one step all of its units are negative, and a second step changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(0.05, 1.0, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu((x * self.w).sum(-1)).square().mean()
+
+
+def test_a_step_without_an_update_forgives_the_rounding_of_the_step_before() -> None:
+    model, x = DyingUnits(), torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) + 0.1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = shardc.compile(model, x, mesh="tp=2", plan={"params": {"w": "tp"}}, optimizer=optimizer).verify()
+    assert report.ok, str(report)

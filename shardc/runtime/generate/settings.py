@@ -32,6 +32,7 @@ HONOURED = _words("""
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias
     num_return_sequences pad_token_id bos_token_id eos_token_id decoder_start_token_id max_cache_len
 """)
+COUNTS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_return_sequences", "max_cache_len")
 # They change no token of a search without beams and assistants, or only how fast it is.
 WITHOUT_EFFECT = _words("""
     use_cache early_stopping length_penalty num_assistant_tokens num_assistant_tokens_schedule
@@ -134,6 +135,10 @@ class Settings:
             config, unknown = model._prepare_generation_config(generation_config, **given)
         except (ValueError, TypeError) as problem:
             raise _refused_by_library(problem) from problem
+        for name in COUNTS:
+            value = getattr(config, name, None)
+            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+                raise error("SC572", f"{name} is {value!r}", hint="give a whole number")
         for name in (*unknown, *_fields(config)):
             if name in unknown or (name not in HONOURED | WITHOUT_EFFECT | REFUSED.keys() and _says(config, name)):
                 where = "generate is given" if name in given else "the model's generation config has"

@@ -32,6 +32,7 @@ from shardc.torch_compat import version_of
 
 CHANGED = "changed"  # role of a buffer that a step of eager PyTorch changed
 ROUNDED = 1e3  # times its own rounding: what an update is not measured below
+ALLOWED = 10.0  # times its own rounding: by how much a parameter may differ, though a step adds nothing to it
 OPTIMIZER_SLACK = 10.0  # Adam divides a gradient by its own size, and with it the rounding of the smallest
 
 
@@ -163,7 +164,7 @@ def verify(
     versions = {name: version_of(value) for name, value in inputs.items()}
     expected = reference_step(reference, inputs, dtype) if expected is None else expected
     actual = ranks.run(inputs, dtype, watch)
-    scales = _Scales(reference, inputs, expected, dtype)
+    scales = _Scales(reference, inputs, expected, dtype, eager_tolerance)
     rows: list[Row] = []
     for port, reference_value in expected.items():
         returned = port in scales.returned
@@ -202,7 +203,7 @@ def beside_another(
     eager: Mapping[tuple[str, str], torch.Tensor],
 ) -> Report:
     """The report of a step, compared with another step of eager PyTorch too, which should do the same again."""
-    scales = _Scales(reference, inputs, expected, dtype)
+    scales = _Scales(reference, inputs, expected, dtype, report.eager_tolerance)
     ports = {(port.role, port.name): port for port in expected}
     rows: list[Row] = []
     for row in report.rows:
@@ -223,9 +224,11 @@ class _Scales:
         inputs: Mapping[str, torch.Tensor],
         expected: Mapping[Port, torch.Tensor],
         dtype: torch.dtype,
+        eager_tolerance: float,
     ) -> None:
         self.returned = set(reference.outputs)
         self._inputs, self._expected, self._dtype = inputs, expected, dtype
+        self._rounded = max(ROUNDED, ALLOWED / eager_tolerance)
         self.largest = largest_gradient({port: value for port, value in expected.items() if port in self.returned})
         self._largest_of_all = largest_gradient(expected)
 
@@ -243,7 +246,7 @@ class _Scales:
         if port.role != "param" or port.name not in self._inputs:
             return relative_error(exact, checked, self.floor(port))
         initial = self._inputs[port.name].to(exact.dtype)
-        return relative_error(exact - initial, checked - initial, ROUNDED * lowest * magnitude(initial))
+        return relative_error(exact - initial, checked - initial, self._rounded * lowest * magnitude(initial))
 
 
 def _lost(reference: Graph, rows: Sequence[Row], eager: Mapping[tuple[str, str], torch.Tensor]) -> list[Row]:
