@@ -1,4 +1,4 @@
-"""Compiles without a cyclic garbage collector: a quarter of the time of a compile would be its own.
+"""Compiling and launching without the cyclic garbage collector, whose own a quarter of their time would be.
 
 A graph is a hundred thousand objects that all live until the compile ends, and hardly one of them is in a cycle that is
 left behind. The collector finds nothing, and looks at each of them again and again.

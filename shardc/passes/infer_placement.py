@@ -12,7 +12,7 @@ pending by max, made finite, may be subtracted; and a view may lay what is pendi
 shard. Nothing else may.
 
 Of a generated kernel, whose text counts in elements alone, less is said: its results lie along axes of its operands,
-and what is pending stays so.
+and what is pending stays so. Longer than 400 lines: every kind of call is read by the same facts of its operands.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 import gc
 
 import pytest
+import torch
 
 import shardc
 from examples.mlp import mlp
@@ -27,9 +28,15 @@ def test_the_collector_runs_afterwards_as_before(on: bool) -> None:
         (gc.enable if was_on else gc.disable)()
 
 
-def test_nothing_is_collected_during_a_compile() -> None:
-    model, batch, *rest = mlp()
+def test_nothing_is_collected_during_a_compile_and_a_launch() -> None:
     during: list[bool] = []
+
+    def init(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        during.append(gc.isenabled())
+        return torch.zeros(shape, dtype=dtype)
+
+    with torch.device("meta"):
+        model, batch, *rest = mlp()
     program = shardc.compile(
         model,
         batch,
@@ -38,5 +45,8 @@ def test_nothing_is_collected_during_a_compile() -> None:
         loss=(*rest, None)[0],
         watch=lambda *_: during.append(gc.isenabled()),
     )
-    assert program.verify().ok
+    compiled = len(during)
+    program.launch(init=init)
+    assert 0 < compiled < len(during)
     assert set(during) == {False}
+    assert gc.isenabled()

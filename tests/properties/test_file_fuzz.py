@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import Program, ShardcError
 from shardc.runtime.train.result import StepResult
+from tests.experts import Experts
 from tests.properties.file_mutants import Mutants, damaged, forged
 
 CHOSEN = {("plan", "rates"), ("plan", "fills"), ("plan", "seed"), ("constants",)}
@@ -110,10 +111,30 @@ def _chain(plan: dict[str, Any]) -> tuple[nn.Module, Tensor, dict[str, Any]]:
     return Chain(), x, {"mesh": "pp=2, dp=2", "inputs": {"x": "dp, -"}} | plan
 
 
+class Routed(nn.Module):
+    """Tokens that are sent to two of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts = nn.Linear(8, 4), Experts(hidden=8, width=8, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, ids = self.router(x).softmax(-1).topk(2)
+        return (x + self.experts(x, ids, scale)).square().mean()
+
+
+def _routed(plan: dict[str, Any]) -> tuple[nn.Module, Tensor, dict[str, Any]]:
+    x = torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1))
+    placed = {"experts.*": "ep"}
+    return Routed(), x, {"mesh": "dp=2, ep=2", "inputs": {"x": "dp"}, "params": placed} | plan
+
+
 BASES = {
     "tp": lambda: _small({"clip_grad_norm": 0.5}),
     "zero3": lambda: _small({"storage": {"zero": 3, "axes": ["dp"]}, "accumulate": 2, "bucket": True}),
     "fused": lambda: _small({"fuse": True}, dropout=0.25),
+    "experts": lambda: _routed({"storage": {"zero": 1, "axes": ["dp"]}}),
     "zb": lambda: _chain({"pipeline": {"microbatches": 2, "schedule": "zb-h1"}, "clip_grad_norm": 0.5}),
     "pp": lambda: _chain(
         {"pipeline": {"microbatches": 2, "schedule": "1f1b"}, "storage": {"zero": 3, "axes": ["dp"]}, "bucket": True}
@@ -197,7 +218,7 @@ def fuzz(name: str, count: int, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", BASES)
 def test_forged_files(name: str) -> None:
     found = fuzz(name, 20, seed=7)

@@ -230,7 +230,10 @@ def test_programs_are_compiled_once_and_the_last_used_are_kept(monkeypatch: pyte
         trainer.step(torch.ones(2, 4))
         trainer.step(torch.ones(8, 4))  # the first is always kept
         assert seen[3:] == [2]
+        trainer.step(torch.ones(5, 4))
         assert len([w for w in said if "more than 2 forms" in str(w.message)]) == 1
+        shown = [str(w.message) for w in said if "for each shape of batch" in str(w.message)]
+        assert len(shown) == 3  # with the first that was one too many; no more are named from then on
 
 
 def test_what_is_unlike_the_sample_in_more_than_its_sizes_is_refused() -> None:

@@ -39,8 +39,8 @@ class GroupSums(Pass):
             if not chains.inner(node):
                 _regroup(graph, chains, node)
         graph.erase_dead()
-        left = set(graph.fx.nodes)
-        graph.activations = {name: value for name, value in graph.activations.items() if value in left}
+        alive = set(graph.fx.nodes)
+        graph.activations = {name: value for name, value in graph.activations.items() if value in alive}
         return graph
 
 

@@ -135,7 +135,7 @@ class Programs(Generic[T]):
         self._engine, self._most, self._what, self._release = engine, most, what, release
         self._pinned = pinned
         self._ready: dict[tuple[Hashable, Hashable], T] = {}
-        self._texts: dict[tuple[Hashable, Hashable], str] = {}  # of the forms, also of those that are gone
+        self._texts: dict[tuple[Hashable, Hashable], str] = {}
         self._said: set[Hashable] = set()
 
     def forms(self) -> list[Any]:
@@ -157,10 +157,11 @@ class Programs(Generic[T]):
             ready = make()
             alike = [known for known in self._ready if known[0] == group]
             self._texts[key] = text(ready)
-            if alike or self._pinned is not None:
+            if (alike or self._pinned is not None) and group not in self._said:
                 self._say_another(key, alike)
             if len(alike) == self._most:
                 self._release(self._ready.pop(alike[0]))
+                del self._texts[alike[0]]
                 self._say(
                     group, f"batches have more than {self._most} forms: what is used least recently is compiled again"
                 )
@@ -169,7 +170,7 @@ class Programs(Generic[T]):
         return ready
 
     def _say_another(self, key: tuple[Hashable, Hashable], alike: Collection[tuple[Hashable, Hashable]]) -> None:
-        """Once a form."""
+        """Once a form, until there are more than are kept."""
         texts = [*([] if self._pinned is None else [self._pinned]), *(self._texts[known] for known in alike)]
         earlier = "; ".join(texts[-SHOWN:]) + (f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
         another = f"here is {self._texts[key]} after {earlier}"

@@ -24,6 +24,7 @@ from torch import nn
 
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import error
+from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Port, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.types import TensorType
@@ -646,6 +647,7 @@ class Trainer:
         return self.engine.shards.load(read, type)
 
 
+@gc_paused()
 def launch(
     program: Launchable,
     *,
