@@ -1,0 +1,55 @@
+"""What one rank of `test_experts.py` does: `python experts_worker.py CASE FOLDER`. A small Mixtral trains on a text."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardc
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+STEPS, ROWS, LENGTH = 20, 8, 32
+EXPERTS = {"params": {"**.experts.*": "ep"}, "inputs": {"input_ids": "dp, -", "labels": "dp, -"}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2ep2": ("dp=2, ep=2", EXPERTS),
+    "zero3": ("dp=2, ep=2", EXPERTS | {"storage": {"zero": 3, "axes": ["dp"]}}),
+}
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes, **experts))
+
+
+def batches() -> list[Tensor]:
+    """Bytes of the text, in its order."""
+    tokens = torch.tensor(list(TEXT.read_bytes()[: STEPS * ROWS * LENGTH]))
+    return list(tokens.view(STEPS, ROWS, LENGTH))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def main() -> None:
+    mesh, plan = CASES[sys.argv[1]]
+    model, text = mixtral(), batches()
+    batch = {"input_ids": text[0], "labels": text[0]}
+    program = shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer_of(model))
+    with program.launch(timeout=60.0) as trainer:
+        losses = [float(trainer.step({"input_ids": ids, "labels": ids}).loss) for ids in text]
+        held = sum(value.numel() for name, value in trainer.state.items() if name.endswith("experts.down_proj"))
+    found = {"losses": losses, "held": held}
+    Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
