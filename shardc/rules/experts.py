@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 def _group_rows_local(call: LocalCall) -> Any:
-    """Global numbers of experts become local ones, -1 where the expert, or the token, is not this rank's."""
+    """Global numbers of experts become local ones, negative where the expert, or the token, is not this rank's."""
     mesh, ids = call.graph.mesh, call.args["ids"]
     type = type_of(ids)
     for atom in type.uneven_atoms(mesh):
@@ -45,14 +45,10 @@ def _group_rows_local(call: LocalCall) -> Any:
     experts = call.results[1].dims[0]
     if sharded(experts):
         numbers, is_own = owned(call, ids, experts, known=True)
-        mask = type.with_dtype(torch.bool)
-        real = [call.emit(aten.ge.Scalar, ids, 0, type=mask)]
-        if any(
-            atom.axes and atom.uneven(mesh) for atom in experts
-        ):  # else a rank would own an id that pads its experts
-            real.append(call.emit(aten.lt.Scalar, ids, call.args["experts"], type=mask))
-        for condition in real:
-            is_own = call.emit(aten.bitwise_and.Tensor, is_own, condition, type=mask)
+        if any(atom.axes and atom.uneven(mesh) for atom in experts):  # else a rank owns ids that pad its experts
+            mask = type.with_dtype(torch.bool)
+            real = call.emit(aten.lt.Scalar, ids, call.args["experts"], type=mask)
+            is_own = call.emit(aten.bitwise_and.Tensor, is_own, real, type=mask)
         ids = call.emit(aten.where.ScalarOther, is_own, numbers, -1, type=type)
     return call.with_args(ids=ids, experts=call.result_shape(1)[0])
 

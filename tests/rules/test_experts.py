@@ -42,6 +42,7 @@ SHARDED = {  # mesh -> parameters; a name before the mesh tells plans of one mes
     "ep=3": {"*": "ep"},
     "dp=2, ep=2": {"*": "ep"},
     "dp=3, ep=3": {"*": "ep"},
+    "interleaved: dp=3, ep=2": {"*": "2*ep"},
     "tp=2": {"up": "-, 2*tp, -", "down": "-, -, tp", "up_bias": "-, 2*tp"},
     "dp=2, ep=2, tp=2": {"up": "ep, 2*tp, -", "down": "ep, -, tp", "up_bias": "ep, 2*tp", "down_bias": "ep, -"},
 }
