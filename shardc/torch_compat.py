@@ -14,9 +14,11 @@ import operator
 import pickle
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from traceback import walk_tb
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -325,6 +327,36 @@ def swapped(entries: Sequence[tuple[nn.Module, str, str, Tensor]]) -> Generator[
     finally:
         for holder, key, tensor in original:
             holder[key] = tensor
+
+
+@contextmanager
+def checkpoints_ended() -> Generator[None]:
+    """End the activation checkpoints that an exception leaves, in a context or a decorated function.
+
+    Before torch 2.13, `checkpoint` that its function's exception leaves stays suspended, as long as the exception or a
+    cycle holds its frame. Its hooks are in force until then, and pack what anybody saves for backward.
+    """
+    try:
+        yield
+    except BaseException as problem:
+        for suspended in reversed(list(_suspended_checkpoints(problem))):
+            suspended.close()
+        raise
+
+
+def _suspended_checkpoints(problem: BaseException) -> Iterator[GeneratorType[Any, Any, Any]]:
+    """The generators in the frames of `checkpoint` that an exception, or what led to it, went through; outer first."""
+    chain: dict[int, BaseException] = {}
+    todo = [problem]
+    while todo:
+        one = todo.pop()
+        if id(one) not in chain:
+            chain[id(one)] = one
+            todo += [other for other in (one.__cause__, one.__context__) if other is not None]
+    for one in chain.values():
+        for frame, _ in walk_tb(one.__traceback__):
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                yield from (local for local in frame.f_locals.values() if isinstance(local, GeneratorType))
 
 
 def held(module: nn.Module, kind: str, key: str) -> Tensor | None:

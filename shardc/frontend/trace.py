@@ -148,6 +148,7 @@ class _Step:
         seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
         return [*params, *buffers, *map(fake, self.call.tensors), *scale, *share, seed]
 
+    @torch_compat.checkpoints_ended()
     def record(self) -> tuple[fx.GraphModule, list[Tensor], Origins]:
         names = {module: name for name, module in self.model.named_modules()}
         inputs = self.fakes()

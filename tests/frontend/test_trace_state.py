@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.frontend.python_state import reachable
 from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
+from shardc.ir.gc_pause import gc_paused
 from shardc.torch_compat import is_fake
 
 X = torch.ones(2, 3)
@@ -246,3 +250,60 @@ def test_state_that_is_not_carried_is_no_warning(cls: type[Base], steps_before: 
     before = state_of(model)
     assert trace(model, X).diagnostics == ()
     assert state_of(model) == before
+
+
+# ------------------------------------------------------------------ checkpoints that an exception left
+class NotThisOne(Exception):
+    pass
+
+
+class FailsInCheckpoints(Base):
+    """Where `fails` says so, as it does of float64 to a verification, which tries that first."""
+
+    def __init__(self, fails: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = (x @ self.w).exp()
+        if self.fails(x):
+            raise NotThisOne("not this one")
+        return y
+
+    def outer(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x.sin(), use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.outer, x, use_reentrant=False).sum()
+
+
+def differentiates_as_ever() -> bool:
+    """With the hooks of a suspended checkpoint, it would be run again for what is saved here."""
+    x = torch.ones(3, requires_grad=True)
+    x.exp().sum().backward()
+    return x.grad is not None and torch.equal(x.grad, x.detach().exp())
+
+
+def test_a_trace_that_fails_in_checkpoints_leaves_no_hooks() -> None:
+    with pytest.raises(ShardcError, match="not this one") as caught:
+        trace(FailsInCheckpoints(lambda x: True), X)
+    assert caught.value.__cause__ is not None  # its frames are held
+    assert differentiates_as_ever()
+
+
+def test_a_verification_whose_double_precision_fails_in_checkpoints_leaves_no_hooks() -> None:
+    model = FailsInCheckpoints(lambda x: not is_fake(x) and x.dtype == torch.float64)
+    inner = model.inner
+
+    def in_a_cycle(x: Tensor) -> Tensor:
+        try:
+            return inner(x)
+        except NotThisOne as problem:
+            frame_holds = problem
+            raise frame_holds from None
+
+    model.inner = in_a_cycle  # type: ignore[method-assign]
+    with gc_paused():
+        assert shardc.compile(model, X, mesh="dp=2", plan={"inputs": {"*": "dp, -"}}).verify().ok
+        assert any(type(left) is NotThisOne for left in gc.get_objects())
+        assert differentiates_as_ever()

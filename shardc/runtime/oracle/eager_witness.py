@@ -26,7 +26,7 @@ from shardc.frontend.sample_call import forward_arguments
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.oracle.lifted import Lifted, copied, copied_batch
 from shardc.runtime.oracle.verify import CHANGED
-from shardc.torch_compat import bare_optimizer, plain_attention
+from shardc.torch_compat import bare_optimizer, checkpoints_ended, plain_attention
 
 Witness = dict[tuple[str, str], Tensor]  # (role, name) of an output -> its value; "changed" buffers once more
 
@@ -74,6 +74,7 @@ class EagerTraining:
             finally:
                 snapshot.restore()
 
+    @checkpoints_ended()
     def step(self, batch: Any, gradients: Mapping[str, Tensor] | None = None) -> Witness:
         """The loss, the gradient of every parameter that gets one, every buffer after the step; what is updated.
 
