@@ -30,8 +30,9 @@ from shardc.plan.schema import Plan
 from shardc.runtime.checkpoint import planners
 from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, load_state_dict
 from shardc.runtime.checkpoint.export import export
+from shardc.runtime.checkpoint.held import Held, writes
 from shardc.runtime.checkpoint.manifest import MANIFEST
-from shardc.runtime.checkpoint.planners import Held, chunks_of, writes
+from shardc.runtime.checkpoint.planners import chunks_of
 from shardc.runtime.execute.layout import shard
 from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import mlp, mlp_inputs

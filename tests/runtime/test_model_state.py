@@ -13,7 +13,7 @@ import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint.checkpoint import Position, load_state_dict
-from shardc.runtime.checkpoint.planners import Held
+from shardc.runtime.checkpoint.held import Held
 from shardc.runtime.train.trainer import Trainer
 
 BATCH = torch.linspace(-1, 1, 32).reshape(8, 4)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,22 +31,14 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.program import CONSTANT
 from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.runtime.checkpoint.folder import discard, find, place_of, temporary
+from shardc.runtime.checkpoint.held import Held, Position, writes
 from shardc.runtime.checkpoint.lock import FolderLock
 from shardc.runtime.checkpoint.manifest import LARGEST, Manifest, Piece, Stored
-from shardc.runtime.checkpoint.planners import Held, LoadShards, Reader, SaveShards, Writer, names_of, writes
+from shardc.runtime.checkpoint.planners import LoadShards, Reader, SaveShards, Writer, names_of
 from shardc.torch_compat import stored_at
 
 T = TypeVar("T")
 SHOWN = 12  # tensors that do not fit, of hundreds
-
-
-@dataclass(frozen=True)
-class Position:
-    """The progress of training. Together with the tensors it determines the next step."""
-
-    step: int
-    seed: int
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Saving:

@@ -15,17 +15,19 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.checkpoint.folder import NotMovedBackError, place_of, sync
-from shardc.runtime.checkpoint.planners import Held, writes
+from shardc.runtime.checkpoint.held import Held, writes
 from shardc.runtime.checkpoint.weights import INDEX
 from shardc.runtime.execute.layout import assemble
+
+if TYPE_CHECKING:
+    from shardc.runtime.checkpoint.checkpoint import Checkpoints
 
 FILE_BYTES = 5 << 30
 DRAFTS = ".weights.tmp"  # a folder, since safetensors writes under names of its own

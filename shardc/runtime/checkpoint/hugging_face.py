@@ -19,18 +19,20 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from shardc.ir.diagnostic import error
 from shardc.plan.values import read_bytes
-from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.checkpoint.export import Written, as_they_are, cast_to, drafted, sync_file, write_weights
 from shardc.runtime.checkpoint.folder import begin_export, place_of, publish, temporary
-from shardc.runtime.checkpoint.planners import Held
+from shardc.runtime.checkpoint.held import Held
 from shardc.runtime.checkpoint.weights import Read, Source, Weights, source_of
+
+if TYPE_CHECKING:
+    from shardc.runtime.checkpoint.checkpoint import Checkpoints
 
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),

@@ -17,14 +17,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.torch_compat import ForeignIndexError, read_index, stored_at
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 FORMAT, VERSION = "shardc-checkpoint", 1
 MANIFEST, METADATA = "shardc.json", ".metadata"
@@ -153,6 +155,8 @@ class Manifest:
         return index
 
     def _problem_of(self, index: Metadata) -> str | None:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata  # seconds of imports
+
         stored, data = index.state_dict_metadata, index.storage_data
         if not isinstance(stored, dict) or not isinstance(data, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             return "is no index of tensors"

@@ -47,28 +47,13 @@ from torch.futures import Future
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.runtime.checkpoint.folder import begin, publish, temporary
+from shardc.runtime.checkpoint.held import Held
 from shardc.runtime.checkpoint.manifest import METADATA, Manifest, crc_of
 from shardc.runtime.execute.layout import shard_slices
 from shardc.torch_compat import stored_at
 
 CHUNK_BYTES = 64 << 20  # of a longer one a reader that needs a part would have to read it all at once
 Local = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor of a trainer: the shard of this process, and the type of the whole. None: other stages hold it."""
-
-    tensor: torch.Tensor | None
-    type: TensorType
-    role: str = "param"
-    aliases: tuple[str, ...] = ()
-
-
-def writes(type: TensorType, mesh: Mesh, rank: int) -> bool:
-    """Whether a rank is the lowest of those that hold the same: it is the first on every axis that does not shard."""
-    sharding = mesh.resolve(sorted(type.axes))
-    return all(coordinate == 0 for axis, coordinate in mesh.coordinate(rank).items() if axis not in sharding)
 
 
 def chunks_of(type: TensorType, mesh: Mesh, rank: int) -> dict[torch.Size, tuple[ChunkStorageMetadata, Local]]:

@@ -27,7 +27,7 @@ import torch
 from shardc.ir.caller import warn
 from shardc.ir.diagnostic import Diagnostic, error
 from shardc.ir.types import TensorType
-from shardc.runtime.checkpoint.planners import Held
+from shardc.runtime.checkpoint.held import Held
 from shardc.runtime.train.engine import Engine
 from shardc.runtime.train.recompile import Aside, Holder, moved
 

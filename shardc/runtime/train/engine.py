@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,7 +16,6 @@ from shardc.ir.graph import Port
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
-from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.execute.data_parts import DataParts
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.oracle.simulate import simulate
@@ -27,6 +26,9 @@ from shardc.runtime.train.nonfinite import probe
 from shardc.runtime.train.rank_part import RankPart
 from shardc.runtime.train.rank_session import Keeping, Whole
 from shardc.runtime.train.replicas import Peers
+
+if TYPE_CHECKING:
+    from shardc.runtime.checkpoint.checkpoint import Checkpoints
 
 
 class Engine(Protocol):
@@ -157,6 +159,8 @@ class Simulation:
         return [port.name for port, value in sums.items() if not value.isfinite().all()]
 
     def checkpoints(self) -> Checkpoints:
+        from shardc.runtime.checkpoint.checkpoint import Checkpoints
+
         return Checkpoints(Mesh(), 0)
 
     def consensus(self) -> Consensus:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from shardc.ir.types import TensorType
 from shardc.partition.program_counter import ListCounterNames, graphs_of
 from shardc.partition.same_state import homes
 from shardc.partition.staged_program import StagedProgram
-from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.execute.data_parts import DataParts
 from shardc.runtime.execute.executor import Executor, makers_of
 from shardc.runtime.execute.instructions import rank_context
@@ -37,6 +36,9 @@ from shardc.runtime.train.rank_session import Member, Shards
 from shardc.runtime.train.replicas import HINTS, Peers
 from shardc.schedule.instructions import Optimizer, RunBody
 from shardc.schedule.prove import prove
+
+if TYPE_CHECKING:
+    from shardc.runtime.checkpoint.checkpoint import Checkpoints
 
 
 class Job:
@@ -199,6 +201,8 @@ class Job:
 
     def checkpoints(self) -> Checkpoints:
         """Made at the first save or load, by all ranks at once: a group on CPUs that no step uses."""
+        from shardc.runtime.checkpoint.checkpoint import Checkpoints
+
         group = self.member.group(self.monitor.blame)
         mesh, blame = self.body.mesh, self.monitor.blame
         return Checkpoints(

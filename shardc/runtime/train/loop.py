@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from shardc.ir.caller import warn
 from shardc.ir.diagnostic import Diagnostic, error
-from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.checkpoint.folder import place_of, present
 from shardc.runtime.train.after_step import AfterStep
 from shardc.runtime.train.callbacks import Callback
@@ -34,6 +33,9 @@ from shardc.runtime.train.lr_schedule import Scheduler, Schedulers, rates_of, sc
 from shardc.runtime.train.metrics import Evaluated, Metrics, measure
 from shardc.runtime.train.progress_line import ProgressLine
 from shardc.runtime.train.rank_part import RankPart
+
+if TYPE_CHECKING:
+    from shardc.runtime.checkpoint.checkpoint import Checkpoints
 
 
 class Steps(Protocol):

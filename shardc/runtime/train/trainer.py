@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,10 +28,9 @@ from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Port, type_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.types import TensorType
-from shardc.runtime.checkpoint.checkpoint import Checkpoints, Position, Saving
 from shardc.runtime.checkpoint.export import export
+from shardc.runtime.checkpoint.held import Held, Position
 from shardc.runtime.checkpoint.hugging_face import export_hf
-from shardc.runtime.checkpoint.planners import Held
 from shardc.runtime.checkpoint.weights import Init, Weights
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.generate.generator import Choosing, Generator
@@ -57,6 +56,9 @@ from shardc.runtime.train.replicas import EVERY, FIRST, Item, corners
 from shardc.runtime.train.result import Kept, StepResult, Tensors
 from shardc.runtime.train.shapes import Step, Steps
 from shardc.runtime.train.starting_values import StartingValues
+
+if TYPE_CHECKING:
+    from shardc.runtime.checkpoint.checkpoint import Checkpoints, Saving
 
 STATE_ROLES = ("param", "buffer", "state")
 
