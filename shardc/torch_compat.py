@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.fx.config
@@ -37,6 +37,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -134,6 +135,20 @@ def node_of(t: Tensor) -> fx.Node | None:
         t = torch._from_functional_tensor(t)
     slot = proxy_mode.tracer.tensor_tracker.get(t)
     return None if slot is None else slot.proxy.node
+
+
+def recorded_constant(target: str) -> Tensor:
+    """The real tensor that the recording under way holds as a constant."""
+    proxy_mode = get_proxy_mode()
+    assert proxy_mode is not None
+    return cast("Tensor", getattr(proxy_mode.tracer.root, target))
+
+
+@contextmanager
+def untraced() -> Generator[None]:
+    """Compute with real tensors in the middle of a recording: no mode sees it, and no gradient is kept."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
+        yield
 
 
 class Recorded:
@@ -402,17 +417,27 @@ def without_gradients(refuse: Callable[[], Exception]) -> TorchFunctionMode:
     return _NoGradient(refuse)
 
 
+class Answers(Protocol):
+    """`answer` gives what a function that wants a tensor's values returns, or its own token `refused`."""
+
+    refused: object
+
+    def observe(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None: ...
+    def answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+
+
 @contextmanager
 def substituting(
     stand_in: Callable[[Tensor], Tensor | None],
     asked: list[Exception],
     assigned: Callable[[Tensor], None],
+    answers: Answers,
 ) -> Generator[None]:
     """Replace tensors among the arguments of torch functions and of `autograd.Function.apply`, as `stand_in` says.
 
-    A mode sees every torch function that Python calls; `Function.apply` is none of them. To `asked` go the errors of
-    those that wanted a tensor's values, which the caller of the function may catch; `assigned` is told of each tensor
-    whose `.data` is set.
+    A mode sees every torch function that Python calls; `Function.apply` is none of them. Those that want a tensor's
+    values get them from `answers`; to `asked` go the errors of those that are refused, which the caller of the function
+    may catch; `assigned` is told of each tensor whose `.data` is set.
     """
 
     def replaced(value: Any) -> Any:
@@ -430,12 +455,19 @@ def substituting(
             kwargs = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
             if func == cast(Any, torch.Tensor).data.__set__:
                 assigned(args[0])
+            args = replaced(args)
             try:
-                return func(*replaced(args), **kwargs)
+                result = func(*args, **kwargs)
             except Exception as problem:
-                if is_data_dependent(problem):
+                if not is_data_dependent(problem):
+                    raise
+                answer = answers.answer(func, args, kwargs)
+                if answer is answers.refused:
                     asked.append(problem)
-                raise
+                    raise
+                return answer
+            answers.observe(func, args, kwargs, result)
+            return result
 
     original = torch.autograd.Function.__dict__["apply"]
 
@@ -633,7 +665,7 @@ def is_data_dependent(error: BaseException) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
     text = str(error)
-    if ".numpy() is not supported for tensor subclasses" in text:
+    if ".numpy() is not supported for tensor subclasses" in text or "its data is not allocated yet" in text:
         return True
     return "_local_scalar_dense" in text or "get value out of a tracing tensor" in text or "data-dependent" in text
 

@@ -190,13 +190,13 @@ class Cache:
     named = False
 
     def __init__(self, function: Any) -> None:
-        self._function, self._size = function, function.cache_info().currsize
+        self._function, self._misses = function, function.cache_info().misses
 
     def items(self) -> dict[object, Any]:
         return {}
 
     def restore(self, items: Mapping[object, Any]) -> None:
-        if self._function.cache_info().currsize != self._size:
+        if self._function.cache_info().misses != self._misses:  # the size of one that is full stays as it is
             self._function.cache_clear()
 
 

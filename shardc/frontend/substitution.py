@@ -42,11 +42,18 @@ class _Base(NamedTuple):
 class StandIns:
     """What stands for each parameter and buffer of a model while a step is traced."""
 
-    def __init__(self, model: nn.Module, traced: Mapping[str, Tensor], own_params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        traced: Mapping[str, Tensor],
+        own_params: Mapping[str, Tensor],
+        values: torch_compat.Answers,
+    ) -> None:
         """`traced` gives the stand-ins by the first name of each parameter and buffer; `own_params` tells by what name
-        a parameter goes, also where forward has moved its module since."""
+        a parameter goes, also where forward has moved its module since; `values` what Python may know of tensors."""
         names = first_names(model) | {id(p): name for name, p in own_params.items()}
         self.model = model
+        self.values = values
         self.value_reads: list[Exception] = []  # of reads of a tensor's values, caught or not
         self._by_id: dict[int, _Base] = {}
         self._extents: list[tuple[Extent, _Base]] = []
@@ -74,7 +81,7 @@ class StandIns:
         """A context in which the model and its functions use the traced tensors."""
         with (
             torch_compat.swapped(self.entries),
-            torch_compat.substituting(self.find, self.value_reads, self._refuse_assigned),
+            torch_compat.substituting(self.find, self.value_reads, self._refuse_assigned, self.values),
         ):
             yield
 

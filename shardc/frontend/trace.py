@@ -37,6 +37,7 @@ from shardc.frontend.provenance import Origin, Origins, first_tensor
 from shardc.frontend.python_random import Generators
 from shardc.frontend.python_state import Snapshot, left_tensors, refuse_kept
 from shardc.frontend.sample_call import Call
+from shardc.frontend.sample_values import SampleValues
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.traced_graph import calls_of, copied, rewrite_meta
@@ -197,7 +198,8 @@ class _Step:
         self.hooks.attach(params)
         for stand_in in used.values():
             torch_compat.mark_parameter(stand_in)
-        stand_ins = StandIns(self.model, used | buffers, self.params)
+        self.values = SampleValues(list(zip(inputs.values(), self.call.tensors, strict=True)))
+        stand_ins = StandIns(self.model, used | buffers, self.params, self.values)
         with stand_ins.active():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
@@ -231,6 +233,11 @@ class _Step:
         batch_tensors = zip(self.call.names, tensors[count[1] :], strict=False)
         self.written = tuple(name for name, t in batch_tensors if torch_compat.was_written(t))
         self.written_buffers = [name for name, t in buffers.items() if torch_compat.was_written(t)]
+        if losses:
+            losses = [self.values.behind_checks(losses[0])]
+        elif returned:
+            first = next(iter(returned))
+            returned[first] = self.values.behind_checks(returned[first])
         return [*losses, *param_gradients.values(), *changed_buffers.values(), *returned.values()]
 
     def _outputs(self, output: Any, loss: Tensor | None) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.assumed import after, assume
 from shardc.ir.ops.check_index import check_index
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import Example, example, rule
@@ -62,6 +63,8 @@ pointwise([getattr(aten, name).default for name in SMOOTH_AND_STEPS.split()], UN
 pointwise([getattr(aten, name).default for name in LINEAR.split()], UNARY, linear="joint")
 pointwise(ACCUMULATE, UNARY, linear="joint")
 pointwise(check_index, [example((4, 6), 8, ints={"index": 8})])
+pointwise(assume, [example((), bools=("holds",))])
+pointwise(after, [example((), (), bools=("checked",)), example((4, 6), (), bools=("checked",))], linear=(0,))
 pointwise(aten.threshold.default, [((4, 6), 0.3, -1.0)])
 pointwise([aten.bitwise_not.default], [example((4, 6), ints={"self": 8}), example((4, 6), bools=("self",))])
 pointwise(aten.round.decimals, [example((4, 6), decimals=1)])

@@ -136,7 +136,9 @@ FLOORS: list[dict[str, str]] = [
             __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
             whole_batch
         """,
-        "shardc.runtime.checkpoint": "__init__ checkpoint export folder held hugging_face lock manifest planners weights",
+        "shardc.runtime.checkpoint": """
+            __init__ checkpoint export folder held hugging_face lock manifest planners weights
+        """,
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,

@@ -10,6 +10,7 @@ from torch import fx
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import info, op_name, operands
 from shardc.ir.index_operands import declared_shape, positions
+from shardc.ir.ops.assumed import BROKEN, assume
 from shardc.runtime.execute.index_check import counts_on, index_diagnostic
 from shardc.runtime.execute.instructions import CallInstruction
 
@@ -48,6 +49,15 @@ def instruction_failed(instruction: CallInstruction, failure: Exception, locatio
     if type(failure) not in _REFUSALS:
         return None
     about = info(instruction.node)
+    if instruction.target is assume:
+        return error(
+            "SC512",
+            BROKEN,
+            location=about.source or None,
+            source_text=about.source_text or None,
+            fqn=about.fqn or None,
+            hint="what this line reads is part of the program: compile another for such a batch, or use torch.where",
+        )
     reason = str(failure).strip().partition("\n")[0]
     return error(
         "SC511",

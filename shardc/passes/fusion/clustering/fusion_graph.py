@@ -19,7 +19,7 @@ from torch import fx
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, info, op_name, operands, results, type_of
 from shardc.ir.microbatch import in_microbatch
-from shardc.ir.ops import check_index, local
+from shardc.ir.ops import assumed, check_index, local
 from shardc.ir.ops.buckets import UNPACK
 from shardc.ir.storages import Operand
 from shardc.passes.fusion.analysis.iteration_space import (
@@ -42,7 +42,15 @@ aten = torch.ops.aten
 MOVABLE = {
     *VIEWS,
     *(aten.full.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default),
-    *(local.axis_offset, local.shard_slice, local.mask_pad, check_index.check_index, UNPACK),
+    *(
+        local.axis_offset,
+        local.shard_slice,
+        local.mask_pad,
+        check_index.check_index,
+        UNPACK,
+        assumed.assume,
+        assumed.after,
+    ),
 }
 MAX_CHEAP_PRIMS = 4  # operations: values of no more are recomputed by each reader
 
