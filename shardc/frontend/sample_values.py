@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from shardc import torch_compat
+from shardc.frontend.provenance import Origin
+from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.ops.assumed import after, assume
 from shardc.ir.trees import flatten
 
@@ -79,8 +81,6 @@ class SampleValues:
 
     def answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `function` would return on the sample batch, or `refused`. The step then checks that it still would."""
-        if function is torch.nn.functional.ctc_loss and len(args) >= 4:
-            return self._with_lengths(args, kwargs)
         if function is torch.tensor and len(args) == 1:
             return self._of_numbers(args[0], kwargs)
         if kwargs or not args or not isinstance(args[0], Tensor):
@@ -128,13 +128,6 @@ class SampleValues:
         self._assume(node, "all", mask.all)
         return t.flatten(0, dims - 1)
 
-    def _with_lengths(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A loss over alignments, whose lengths of inputs and targets are of the batch."""
-        lengths = [self._read(arg, Tensor.tolist) if isinstance(arg, Tensor) else arg for arg in args[2:4]]
-        if any(length is self.refused for length in lengths):
-            return self.refused
-        return _ctc_loss(*args[:2], *lengths, *args[4:], **kwargs)
-
     def _of_numbers(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
         """A tensor made of a list, some of whose numbers are tensors."""
         leaves, structure = flatten(data)
@@ -155,6 +148,10 @@ class SampleValues:
         return torch.tensor(result, dtype=args[0].dtype)
 
     def _assume_equal(self, node: fx.Node, t: Tensor, value: Tensor) -> None:
+        wanted: dict[fx.Node, bool] = {}
+        self._collect(node, wanted)
+        if all(one.op != "placeholder" for one in wanted):
+            return  # computed from constants, and the same in every step
         with torch_compat.untraced():
             expected: Any = value.tolist() if value.numel() != 1 else value.item()
         one = value.numel() == 1
@@ -215,23 +212,22 @@ class SampleValues:
             self._expected[node] = finite
 
 
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Sequence[int],
-    target_lengths: Sequence[int],
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    """torch's own on fakes makes tensors of lengths, and then wants their values."""
-    lengths, blanks = (list(input_lengths), list(target_lengths)), (blank, zero_infinity)
-    losses = torch.ops.aten._ctc_loss.default(log_probs, targets, *lengths, *blanks)[0]
-    if zero_infinity:
-        losses = torch.where(losses == float("inf"), torch.zeros_like(losses), losses)
-    if reduction == "mean":
-        return (losses / torch.tensor(target_lengths, dtype=losses.dtype).clamp(min=1)).mean()
-    return losses.sum() if reduction == "sum" else losses
+def assumed(graph: fx.Graph, origin_of: Callable[[fx.Node], Origin]) -> list[Diagnostic]:
+    """A note for each line of forward whose answer is part of the program."""
+    origins = dict.fromkeys(origin_of(node) for node in graph.nodes if node.target is assume)
+    lines = {origin.source: origin for origin in origins}
+    return [
+        Diagnostic(
+            "SC128",
+            "forward asks for values of the batch; the program holds for batches that answer as this one does",
+            "note",
+            location=origin.source or None,
+            source_text=origin.source_text or None,
+            fqn=origin.fqn or None,
+            hint="a step whose batch answers otherwise is refused (SC512); torch.where would hold for all",
+        )
+        for origin in lines.values()
+    ]
 
 
 def _reads_shapes(node: fx.Node) -> bool:

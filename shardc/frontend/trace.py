@@ -37,7 +37,7 @@ from shardc.frontend.provenance import Origin, Origins, first_tensor
 from shardc.frontend.python_random import Generators
 from shardc.frontend.python_state import Snapshot, left_tensors, refuse_kept
 from shardc.frontend.sample_call import Call
-from shardc.frontend.sample_values import SampleValues
+from shardc.frontend.sample_values import SampleValues, assumed
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.traced_graph import calls_of, copied, rewrite_meta
@@ -79,7 +79,8 @@ def trace(
         gm, inputs, origins = step.record()
         step.before.clear_caches()
         changed_attributes = frozenset(change.attribute for change in step.before.changes())
-        diagnostics = carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
+        notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))
+        diagnostics = notes + carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
     finally:
         step.before.restore()
         random_diagnostics = generators.drawn()

@@ -47,6 +47,9 @@ COMPILER_CODES: dict[str, Code] = {
     "SC125": Code("overlapping-inputs", "inputs of a batch lie in the same memory, and forward changes one in place"),
     "SC126": Code("input-written", "forward changes an input in place; a program leaves the caller's tensor as it is"),
     "SC127": Code("nothing-returned", "the model returns no tensor, so there is nothing to evaluate"),
+    "SC128": Code(
+        "value-assumed", "the program holds for batches that answer a question of forward as the sample does"
+    ),
     "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
     "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),
     "SC203": Code("unaligned-axis", "an axis cannot shard a factor that an op keeps whole"),
@@ -104,6 +107,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC509": Code("non-finite", "a step's gradients are not finite, and the plan says to raise"),
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
     "SC511": Code("instruction-failed", "an op refused its operands while a program ran"),
+    "SC512": Code("assumption-broken", "a batch answers a question of forward otherwise than the sample did"),
     "SC517": Code("host-memory", "what a command would hold does not fit in the memory of this host"),
     "SC552": Code("no-metric", "a scheduler or a callback wants a metric that the training loop does not have"),
     "SC553": Code(

@@ -12,28 +12,6 @@ from shardc import ShardcError
 from shardc.frontend.trace import trace
 
 
-class Decoder(nn.Module):
-    def __init__(self, **options: bool) -> None:
-        super().__init__()
-        self.options = options
-        self.layers = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.layers(x, memory, tgt_mask=mask, **self.options).square().mean()
-
-
-class Encoder(nn.Module):
-    def __init__(self, **options: bool) -> None:
-        super().__init__()
-        self.options = options
-        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.layers(x, mask=mask, **self.options).square().mean()
-
-
 class Normed(nn.Module):
     def __init__(self, momentum: float | None) -> None:
         super().__init__()
@@ -47,19 +25,10 @@ class Normed(nn.Module):
 SEQUENCE = torch.randn(2, 5, 8)
 Make = Callable[..., nn.Module]
 CASES: dict[str, tuple[Make, dict[str, object], list[dict[str, object]], tuple[Tensor, ...], str]] = {
-    "decoder": (
-        Decoder,
-        {},
-        [{"tgt_is_causal": True}, {"tgt_is_causal": False}],
-        (SEQUENCE, SEQUENCE),
-        "tgt_is_causal",
-    ),
-    "encoder": (Encoder, {}, [{"is_causal": True}, {"is_causal": False}], (SEQUENCE,), "is_causal=True or False"),
     "batch_norm": (Normed, {"momentum": None}, [{"momentum": 0.1}], (torch.randn(4, 8),), "momentum, such as 0.1"),
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_option_is_named_and_helps(case: str) -> None:
     make, wrong, right, batch, said = CASES[case]

@@ -23,7 +23,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.ir": """
             __init__ account annotation arena buckets call_slots caller collectives default_device
             derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands
-            layers liveness mesh microbatch ops ops.accumulate
+            layers liveness mesh microbatch ops ops.accumulate ops.assumed
             ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax
             ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance python schema
@@ -120,7 +120,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode experts_form
             gradients ingest lifted_casts loss_gradients made_anew model_changes model_outputs
             op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
-            provenance python_random python_state sample_call saved_state state_holders substitution
+            provenance python_random python_state sample_call sample_values saved_state state_holders substitution
             token_weights trace traced traced_graph traced_scalar unsupported whole_matrices
         """,
     },
