@@ -1,4 +1,4 @@
-"""What forward asks of a batch is answered by the sample, checked in every step, and refused where steps would differ."""
+"""What forward asks of a batch is answered by the sample, and checked in every step; or refused while compiling."""
 
 from __future__ import annotations
 
