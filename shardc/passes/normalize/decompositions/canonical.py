@@ -16,7 +16,14 @@ from shardc.passes.normalize.decompositions.table import KEEP, Emit, Node, Resul
 
 
 # ---------------------------------------------------------------------- calls that change nothing
-@decompose(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+@decompose(
+    aten.clone.default,
+    aten.alias.default,
+    aten.alias_copy.default,
+    aten.detach.default,
+    aten.detach_copy.default,
+    aten.lift_fresh_copy.default,
+)
 def identity(e: Emit, x: Node, *options: Any) -> Result:
     return x
 
@@ -146,6 +153,52 @@ def masked_fill(e: Emit, x: Node, mask: Node, value: float) -> Result:
 @decompose(aten.masked_fill.Tensor)
 def masked_fill_tensor(e: Emit, x: Node, mask: Node, value: Node) -> Result:
     return e.where(mask, e.cast(value, dtype_of(x)), x)
+
+
+# ---------------------------------------------------------------------- views that are copied at once
+COPIES: dict[Any, Any] = {
+    aten.as_strided_copy.default: aten.as_strided.default,
+    aten.diagonal_copy.default: aten.diagonal.default,
+    aten.expand_copy.default: aten.expand.default,
+    aten.permute_copy.default: aten.permute.default,
+    aten.select_copy.int: aten.select.int,
+    aten.slice_copy.Tensor: aten.slice.Tensor,
+    aten.squeeze_copy.default: aten.squeeze.default,
+    aten.squeeze_copy.dim: aten.squeeze.dim,
+    aten.squeeze_copy.dims: aten.squeeze.dims,
+    aten.transpose_copy.int: aten.transpose.int,
+    aten.unfold_copy.default: aten.unfold.default,
+    aten.unsqueeze_copy.default: aten.unsqueeze.default,
+    aten.view_as_complex_copy.default: aten.view_as_complex.default,
+    aten.view_as_real_copy.default: aten.view_as_real.default,
+}
+
+
+@decompose(*COPIES)
+def copied_view(e: Emit, x: Node, *arguments: Any) -> Result:
+    return e(COPIES[e.at.target], x, *arguments)
+
+
+@decompose(aten.view_copy.default, sometimes=True)
+def view_copy(e: Emit, x: Node, size: Sequence[int]) -> Result:
+    return e.view(x, shape_of(e.at))
+
+
+@decompose(aten.t_copy.default)
+def t_copy(e: Emit, x: Node) -> Result:
+    return t(e, x)
+
+
+@decompose(aten.narrow_copy.default)
+def narrow_copy(e: Emit, x: Node, dim: int, start: int, length: int) -> Result:
+    size = shape_of(x)[dim]
+    start += size if start < 0 else 0
+    return e(aten.slice.Tensor, x, dim, start, start + length)
+
+
+@decompose(aten.dist.default)
+def dist(e: Emit, x: Node, other: Node, p: float) -> Result:
+    return e(aten.linalg_vector_norm.default, e.sub(x, other), p)
 
 
 # ---------------------------------------------------------------------- constants
