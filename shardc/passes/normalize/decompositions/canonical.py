@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardc.ir.graph import type_of
+from shardc.ir.schema import schema_of
 from shardc.passes.normalize.decompositions.table import KEEP, Emit, Node, Result, aten, decompose, dtype_of, shape_of
 
 
@@ -176,7 +177,9 @@ COPIES: dict[Any, Any] = {
 
 @decompose(*COPIES)
 def copied_view(e: Emit, x: Node, *arguments: Any) -> Result:
-    return e(COPIES[e.at.target], x, *arguments)
+    view = COPIES[e.at.target]
+    count = sum(not argument.kwarg_only for argument in schema_of(view).arguments) - 1
+    return e(view, x, *arguments[:count])
 
 
 @decompose(aten.view_copy.default, sometimes=True)
@@ -194,11 +197,6 @@ def narrow_copy(e: Emit, x: Node, dim: int, start: int, length: int) -> Result:
     size = shape_of(x)[dim]
     start += size if start < 0 else 0
     return e(aten.slice.Tensor, x, dim, start, start + length)
-
-
-@decompose(aten.dist.default)
-def dist(e: Emit, x: Node, other: Node, p: float) -> Result:
-    return e(aten.linalg_vector_norm.default, e.sub(x, other), p)
 
 
 # ---------------------------------------------------------------------- constants
