@@ -23,6 +23,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardc.ir.graph import info, operands, type_of
+from shardc.ir.schema import admit
 from shardc.ir.types import TensorType
 from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, divided, fit, validate
 
@@ -92,6 +93,7 @@ def rule(
         for op in targets:
             if op in _RULES:
                 raise RuleError(f"{op} has a rule already")
+            admit(op)
             _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind, ragged=ragged)
         return function
 
