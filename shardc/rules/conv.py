@@ -139,6 +139,12 @@ def _resize_backward(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) 
         return Notation(f"{after} -> {before}", whole=whole, linear="joint")
 
 
+def _antialiased(suffix: str) -> list[Any]:
+    """Resizing of images with antialiasing; `lanczos` is new in torch 2.13."""
+    names = [f"_upsample_{kind}2d_aa{suffix}" for kind in ("bilinear", "bicubic", "lanczos")]
+    return [getattr(aten, name).default for name in names if hasattr(aten, name)]
+
+
 _max_window(
     aten.max_pool2d_with_indices.default,
     2,
@@ -184,8 +190,7 @@ _linear_window(
 )
 _linear_window(aten.upsample_trilinear3d.default, 3, [((4, 3, 2, 5, 6), [4, 7, 12], False)])
 _linear_window(
-    [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default]
-    + [aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default],
+    [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default] + _antialiased(""),
     2,
     [((4, 3, 5, 6), [10, 12], False), ((4, 3, 5, 6), [7, 8], True)],
 )
@@ -239,8 +244,7 @@ _resize_backward(
     aten.upsample_trilinear3d_backward.default, 3, [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6], False)]
 )
 _resize_backward(
-    [aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default]
-    + [aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default],
+    [aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default] + _antialiased("_backward"),
     2,
     [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6], False)],
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, arange, nn
+from torch import Tensor, arange, float64, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 
@@ -25,7 +25,7 @@ class Called(nn.Module):
     def forward(self, unit: Tensor, **tensors: Tensor) -> Tensor:
         leaves = [tensors.get(f"x{i}", leaf) for i, leaf in enumerate(self.leaves)]
         if self.first is not None:
-            leaves[self.position] = self.first
+            leaves[self.position] = self.first * unit  # a reader that can be split: the call itself may need it whole
         args, kwargs = self.kept(1)(leaves, self.kept(2))
         results = [t for t in self.kept(3)(self.kept(0)(*args, **kwargs)) if isinstance(t, Tensor)]
         return sum((weighted(t) for t in results), start=unit)  # type: ignore[return-value]
@@ -35,11 +35,5 @@ def weighted(t: Tensor) -> Tensor:
     """Of complex numbers both parts; what is not finite counts as a number."""
     if t.is_complex():
         return weighted(t.real) + 0.7 * weighted(t.imag)
-    weights = arange(1, t.numel() + 1, dtype=unit_dtype(t)).mul(0.37).cos().view(t.shape)
+    weights = arange(1, t.numel() + 1, dtype=float64).mul(0.37).cos().view(t.shape)
     return (t.to(weights.dtype).nan_to_num(0.3, 0.7, -0.9) * weights).sum()
-
-
-def unit_dtype(t: Tensor) -> Any:
-    from torch import float64
-
-    return float64

@@ -41,7 +41,7 @@ class Arguments:
         count = len(pytree.tree_flatten(sample.input)[0])
         if not places or places[0] >= count or sum(leaves[i].numel() for i in places) > LARGEST:
             return None
-        if any(leaves[i].layout != torch.strided for i in places):
+        if any(leaves[i].layout != torch.strided or not leaves[i].numel() for i in places):
             return None
         return Arguments(tuple(leaves), spec, places[0])
 
