@@ -296,7 +296,7 @@ class Program(data.Program):
                 source_text=about.source_text or None,
                 fqn=about.fqn or None,
                 op=name,
-                hint=f"register one, here and where the file is loaded: shardc.rule(torch.ops.aten.{name}, ...); "
+                hint=f"register one, here and where the file is loaded: shardc.rule(torch.ops.{node.target}, ...); "
                 "or compute it by other ops",
             )
         return super().to_json()

@@ -13,7 +13,6 @@ from shardc.frontend.unsupported import refuse_sparse
 from shardc.ir.diagnostic import error
 
 aten = torch.ops.aten
-OURS = ("aten", "shardc", "prims")
 
 
 def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[fx.Node, fx.Node]:
@@ -43,16 +42,6 @@ def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[
             graph.erase_node(node)
         else:
             assert not torch_compat.mutates(node), f"{node.format_node()} survived functionalization"
-            if target.namespace not in OURS and isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
-                origin = origins.of.get(node, Origin())
-                raise error(
-                    "SC104",
-                    f"{target} is an op of another library: nothing is known of how it can be sharded",
-                    location=origin.source or None,
-                    source_text=origin.source_text or None,
-                    fqn=origin.fqn or None,
-                    hint="compute it with torch's own functions",
-                )
             if torch.Tag.nondeterministic_seeded in target.tags:
                 origin = origins.of.get(node, Origin())
                 raise error(

@@ -117,8 +117,9 @@ def _describe(graph: Graph, node: fx.Node, fqns: dict[str, str]) -> str:
         fqn = meta.get("fqn") or fqns.get(meta.get("fwd_node") or "", "")
         phase = meta.get("phase", "fwd")
         prefix = ["d"] if phase == "bwd" else []
+        library = f"{getattr(node.target, 'namespace', '')}."
         name = ".".join(
-            [*prefix, *([fqn] if fqn else []), op_name(node.target).removeprefix("shardc.").partition(".")[0]]
+            [*prefix, *([fqn] if fqn else []), op_name(node.target).removeprefix(library).partition(".")[0]]
         )
         source, text = meta.get("source", ""), meta.get("source_text", "")
     single = isinstance(value, torch.Tensor)

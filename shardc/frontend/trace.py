@@ -41,7 +41,7 @@ from shardc.frontend.sample_values import SampleValues, assumed
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.traced_graph import calls_of, copied, rewrite_meta
-from shardc.frontend.unsupported import is_loss, refuse_no_scalar, refuse_unfit, untrained
+from shardc.frontend.unsupported import admit_foreign, is_loss, refuse_no_scalar, refuse_unfit, untrained
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.microbatch import SCALE, SHARE
 from shardc.ir.program import CONSTANT
@@ -77,6 +77,7 @@ def trace(
     step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only)
     try:
         gm, inputs, origins = step.record()
+        admit_foreign(origins)
         step.before.clear_caches()
         changed_attributes = frozenset(change.attribute for change in step.before.changes())
         notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))

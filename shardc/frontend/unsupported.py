@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 
+from shardc import torch_compat
 from shardc.frontend.provenance import Origin, Origins
 from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.graph import op_name
+from shardc.ir.schema import OWN, admit, schema_of
 from shardc.ir.types import kind_of
 
 
@@ -42,6 +47,41 @@ def refuse_unfit(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
                 else "give a dense one (to_dense(), to_padded_tensor()) and masks"
             )
             raise error("SC103", f"input '{name}' is a {kind} tensor", tensor=name, hint=hint)
+
+
+def admit_foreign(origins: Origins) -> None:
+    """Let the program call ops of other libraries, as `torch.library.custom_op` defines them. Raise ShardcError (SC104)
+    for one that is no function from tensors to tensors: of what else it does, a graph of values would lose track."""
+    for node in origins.of:  # also those that the trace has dropped, as nothing in it uses what they yield
+        if isinstance(node.target, OpOverload) and node.target.namespace not in OWN:
+            _admit(node, origins)
+
+
+def _admit(node: fx.Node, origins: Origins) -> None:
+    op: Any = node.target
+    returns = schema_of(op).returns
+    if torch_compat.mutates(node):
+        wrong = "writes over its operands: a program is made of functions"
+        hint = "define an op that returns the new value, mutates_args=(), and write that back: x.copy_(op(x))"
+    elif not all("Tensor" in str(result.type) for result in returns):
+        kinds = ", ".join(str(result.type) for result in returns)
+        wrong = f"yields a value that is no tensor ({kinds}): the trace has only what its fake made up"
+        hint = "return a tensor without dims instead, and compute with it"
+    elif not admit(op):
+        wrong = "is named as one of torch's own ops is, and a program could not tell them apart"
+        hint = "define it in another namespace"
+    else:
+        return
+    origin = origins.of.get(node, Origin())
+    raise error(
+        "SC104",
+        f"the op {op_name(op)} of another library {wrong}",
+        location=origin.source or None,
+        source_text=origin.source_text or None,
+        fqn=origin.fqn or None,
+        op=op_name(op),
+        hint=hint,
+    )
 
 
 def refuse_sparse(node: fx.Node, origins: Origins) -> None:

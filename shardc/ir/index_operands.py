@@ -33,6 +33,8 @@ _ALONG: dict[Any, tuple[str, str]] = {
     aten.index_add.default: ("index", "self"),
     aten.index_copy.default: ("index", "self"),
     aten.index_fill.int_Scalar: ("index", "self"),
+    aten.index_fill.int_Tensor: ("index", "self"),
+    aten.index_reduce.default: ("index", "self"),
 }
 _FROM_EITHER_END = (aten.index.Tensor, aten.index_put.default)
 

@@ -1,7 +1,8 @@
 """What an op's schema knows of a call: the op of a name, its arguments by name, and the words for torch's constants.
 
-Text and program files name ops; a name is looked up in `torch.ops.aten` and `torch.ops.shardc` and nowhere else, so
-reading a graph can neither import nor run anything foreign.
+Text and program files name ops; a name is looked up in `torch.ops.aten` and `torch.ops.shardc`, and among the ops of
+other libraries that this process has admitted, by a rule or a model, so reading a graph can neither import nor run
+anything foreign.
 """
 
 from __future__ import annotations
@@ -51,9 +52,25 @@ def register_ops() -> None:
         import_module(f"{ops.__name__}.{module.name}")
 
 
-@lru_cache(maxsize=4096)
+OWN = ("aten", "shardc", "prims")
+_ADMITTED: dict[str, OpOverload] = {}
+
+
+def admit(op: OpOverload) -> bool:
+    """Let programs of this process call an op of another library; False if one of ours has its name."""
+    if op.namespace in OWN:
+        return True
+    _ADMITTED[op_name(op)] = op
+    return find_op(op_name(op)) is op
+
+
 def find_op(name: str) -> OpOverload | None:
     """The op of a name as `op_name` writes it: "mm", "add.Tensor", "shardc.all_reduce"; None when there is none."""
+    return _find_own(name) or _ADMITTED.get(name)
+
+
+@lru_cache(maxsize=4096)
+def _find_own(name: str) -> OpOverload | None:
     namespace, parts = torch.ops.aten, name.split(".")
     if parts[0] == "shardc":
         register_ops()

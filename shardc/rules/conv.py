@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardc.rules.local import LocalCall
+from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
 
@@ -139,6 +139,12 @@ def _resize_backward(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) 
         return Notation(f"{after} -> {before}", whole=whole, linear="joint")
 
 
+def _antialiased(suffix: str) -> list[Any]:
+    """Resizing of images with antialiasing; `lanczos` is new in torch 2.13."""
+    names = [f"_upsample_{kind}2d_aa{suffix}" for kind in ("bilinear", "bicubic", "lanczos")]
+    return [getattr(aten, name).default for name in names if hasattr(aten, name)]
+
+
 _max_window(
     aten.max_pool2d_with_indices.default,
     2,
@@ -146,6 +152,12 @@ _max_window(
 )
 _max_window(aten.max_pool3d_with_indices.default, 3, [((2, 3, 4, 6, 6), [2, 2, 2], [2, 2, 2])])
 _max_window(aten.adaptive_max_pool2d.default, 2, [((4, 3, 6, 6), [2, 3])])
+_max_window(aten.adaptive_max_pool3d.default, 3, [((4, 3, 4, 6, 6), [2, 3, 2])])
+_max_window_backward(
+    aten.adaptive_max_pool3d_backward.default,
+    3,
+    [example((4, 3, 2, 3, 2), (4, 3, 4, 6, 6), (4, 3, 2, 3, 2), ints={"indices": 144})],
+)
 _max_window_backward(
     aten.max_pool2d_with_indices_backward.default,
     2,
@@ -170,16 +182,23 @@ _linear_window(aten.avg_pool2d.default, 2, [((4, 3, 6, 6), [2, 2]), ((3, 7, 6), 
 _linear_window(aten.avg_pool3d.default, 3, [((2, 3, 4, 6, 6), [2, 2, 2])])
 _linear_window(aten._adaptive_avg_pool2d.default, 2, [((4, 3, 6, 6), [2, 3]), ((3, 5, 7), [2, 2])])
 _linear_window(aten._adaptive_avg_pool3d.default, 3, [((2, 3, 4, 6, 6), [2, 3, 2])])
-_linear_window(aten.upsample_nearest1d.default, 1, [((4, 3, 6), [12])])
+_linear_window([aten.upsample_nearest1d.default, aten._upsample_nearest_exact1d.default], 1, [((4, 3, 6), [12])])
 _linear_window(aten.upsample_linear1d.default, 1, [((4, 3, 6), [12], False)])
-_linear_window(aten.upsample_nearest2d.default, 2, [((4, 3, 5, 6), [10, 12])])
+_linear_window([aten.upsample_nearest2d.default, aten._upsample_nearest_exact2d.default], 2, [((4, 3, 5, 6), [10, 12])])
 _linear_window(
-    [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default],
+    [aten.upsample_nearest3d.default, aten._upsample_nearest_exact3d.default], 3, [((4, 3, 2, 5, 6), [4, 7, 12])]
+)
+_linear_window(aten.upsample_trilinear3d.default, 3, [((4, 3, 2, 5, 6), [4, 7, 12], False)])
+_linear_window(
+    [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default] + _antialiased(""),
     2,
     [((4, 3, 5, 6), [10, 12], False), ((4, 3, 5, 6), [7, 8], True)],
 )
 _linear_window([aten.reflection_pad1d.default, aten.replication_pad1d.default], 1, [((4, 3, 6), [1, 2])])
 _linear_window([aten.reflection_pad2d.default, aten.replication_pad2d.default], 2, [((4, 3, 5, 6), [1, 2, 0, 1])])
+_linear_window(
+    [aten.reflection_pad3d.default, aten.replication_pad3d.default], 3, [((4, 3, 2, 5, 6), [1, 2, 0, 1, 1, 0])]
+)
 _linear_window_backward(
     aten.avg_pool2d_backward.default, 2, [((4, 3, 3, 3), (4, 3, 6, 6), [2, 2], [2, 2], [0, 0], False, True, None)]
 )
@@ -200,11 +219,120 @@ _linear_window_backward(
     2,
     [((4, 3, 6, 9), (4, 3, 5, 6), [1, 2, 0, 1])],
 )
-_resize_backward(aten.upsample_nearest1d_backward.default, 1, [((4, 3, 12), [12], [4, 3, 6])])
-_resize_backward(aten.upsample_linear1d_backward.default, 1, [((4, 3, 12), [12], [4, 3, 6], False)])
-_resize_backward(aten.upsample_nearest2d_backward.default, 2, [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6])])
+_linear_window_backward(
+    [aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default],
+    3,
+    [((4, 3, 3, 6, 9), (4, 3, 2, 5, 6), [1, 2, 0, 1, 1, 0])],
+)
 _resize_backward(
-    [aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default],
+    [aten.upsample_nearest1d_backward.default, aten._upsample_nearest_exact1d_backward.default],
+    1,
+    [((4, 3, 12), [12], [4, 3, 6])],
+)
+_resize_backward(aten.upsample_linear1d_backward.default, 1, [((4, 3, 12), [12], [4, 3, 6], False)])
+_resize_backward(
+    [aten.upsample_nearest2d_backward.default, aten._upsample_nearest_exact2d_backward.default],
+    2,
+    [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6])],
+)
+_resize_backward(
+    [aten.upsample_nearest3d_backward.default, aten._upsample_nearest_exact3d_backward.default],
+    3,
+    [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6])],
+)
+_resize_backward(
+    aten.upsample_trilinear3d_backward.default, 3, [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6], False)]
+)
+_resize_backward(
+    [aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default] + _antialiased("_backward"),
     2,
     [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6], False)],
 )
+
+
+# ------------------------------------------------------------------------------------------------ windows as columns
+@rule(
+    aten.im2col.default,
+    linear="joint",
+    examples=[((4, 3, 5, 6), [2, 3], [1, 1], [0, 1], [1, 2]), ((3, 5, 6), [2, 2], [1, 2], [0, 0], [2, 1])],
+)
+def im2col(self: Dims, kernel_size: Sequence[int], *options: Any) -> Notation:
+    batch = "n " if self.ndim == 4 else ""
+    return Notation(f"{batch}c h w -> {batch}(c k) l", whole="h w k l", linear="joint")
+
+
+@rule(
+    aten.col2im.default,
+    linear="joint",
+    examples=[
+        ((4, 18, 12), [5, 6], [2, 3], [1, 1], [0, 1], [1, 2]),
+        ((12, 8), [5, 6], [2, 2], [1, 2], [0, 0], [2, 1]),
+        ((4, 2, 4), [2, 2], [1, 1], [1, 1], [0, 0], [1, 1]),
+    ],
+)
+def col2im(self: Dims, output_size: Sequence[int], kernel_size: Sequence[int], *options: Any) -> Notation:
+    batch = "n " if self.ndim == 3 else ""
+    return Notation(f"{batch}(c k) l -> {batch}c h w", whole="h w k l", linear="joint")
+
+
+def _unpool(op: Any, space: int, examples: Sequence[Any]) -> None:
+    """Maxima back to where they were, which is counted within the space of the result."""
+
+    def local(call: LocalCall) -> Any:
+        return call.with_args(indices=fill_padding(call, call.args["indices"], 0.0))
+
+    @rule(op, localize=local, examples=examples)
+    def unpool(x: Dims, indices: Dims, *options: Any) -> Notation:
+        before, after, whole = _windowed(x, space)
+        return Notation(f"{before}, {before} -> {after}", whole=whole, linear=(0,))
+
+
+_unpool(
+    aten.max_unpool2d.default,
+    2,
+    [
+        example((4, 3, 1, 2), (4, 3, 1, 2), [4, 6], ints={"indices": range(5, 6)}),
+        example((3, 1, 1), (3, 1, 1), [4, 6], ints={"indices": 24}),
+    ],
+)
+_unpool(
+    aten.max_unpool3d.default,
+    3,
+    [example((4, 3, 1, 1, 1), (4, 3, 1, 1, 1), [2, 4, 6], [2, 2, 2], [0, 0, 0], ints={"indices": 48})],
+)
+
+
+# ------------------------------------------------------------------------------------------------ sampled at points
+def _sampled(sampler: Any, sampler_backward: Any, space: tuple[int, ...], points: tuple[int, ...]) -> None:
+    """x at the points of a grid: its gradient in x is a sum over the points, that in the grid over channels."""
+    positions, places = (" ".join(f"{name}{i}" for i in range(len(space))) for name in "ph")
+    x, y, grid = f"n c {places}", f"n c {positions}", f"n {positions} {len(space)}"
+    shapes = ((4, 3, *space), (4, *points, len(space)))
+
+    def local(call: LocalCall) -> Any:  # some kernels read at a point that is no number
+        return call.with_args(grid=fill_padding(call, call.args["grid"], 0.0))
+
+    rule(
+        sampler,
+        f"{x}, {grid} -> {y}",
+        localize=local,
+        whole=places,
+        linear=(0,),
+        examples=[(*shapes, mode, padding, corners) for mode, padding, corners in ((0, 0, False), (1, 1, True))],
+    )
+
+    @rule(
+        sampler_backward,
+        localize=local,
+        examples=[
+            ((4, 3, *points), *shapes, mode, padding, corners, [needed, True])
+            for mode, padding, corners, needed in ((0, 0, False, True), (0, 1, True, False), (1, 0, False, True))
+        ],
+    )
+    def backward(g: Dims, x_: Dims, at: Dims, mode: int, padding: int, corners: bool, mask: Sequence[bool]) -> Notation:
+        results = f"{x}, {grid}" if mask[0] else grid
+        return Notation(f"{y}, {x}, {grid} -> {results}", sum=f"c {positions}", whole=places, linear=(0,))
+
+
+_sampled(aten.grid_sampler_2d.default, aten.grid_sampler_2d_backward.default, (5, 6), (4, 3))
+_sampled(aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default, (2, 5, 6), (4, 3, 2))

@@ -15,7 +15,7 @@ import torch
 
 from shardc.ir.types import TensorType
 from shardc.rules.embedding import keep_owned, owned, sharded
-from shardc.rules.local import LocalCall
+from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
 
@@ -279,6 +279,23 @@ def index_copy(self: Dims, dim: int, index: Dims, source: Dims) -> Notation:
     return Notation(f"{self}, {_one('j', index)}, {self.replace(dim, _one('j', source, dim))} -> {self}", whole=whole)
 
 
+@rule(
+    aten.index_reduce.default,
+    examples=[
+        example((4, 8, 3), 1, (5,), (4, 5, 3), reduce, include_self=itself, ints={"index": 8})
+        for reduce in ("prod", "amax", "mean")
+        for itself in (True, False)
+    ],
+)
+def index_reduce(self: Dims, dim: int, index: Dims, source: Dims, reduce: str, include_self: bool = True) -> Notation:
+    return index_copy(self, dim, index, source)
+
+
+@rule(aten.index_fill.int_Tensor, examples=[example((4, 8, 3), 1, (5,), (), ints={"index": 8})])
+def index_fill_tensor(self: Dims, dim: int, index: Dims, value: Dims) -> Notation:
+    return Notation(f"{self}, {_one('j', index)}, () -> {self}", whole=f"j {self[self.dim(dim)]}")
+
+
 @rule(aten.index_fill.int_Scalar, examples=[example((4, 8, 3), 1, (5,), 2.5, ints={"index": 8})])
 def index_fill(self: Dims, dim: int, index: Dims, value: float) -> Notation:
     return Notation(f"{self}, {_one('j', index)} -> {self}", whole=f"j {self[self.dim(dim)]}")
@@ -291,7 +308,44 @@ def _one(label: str, x: Dims, dim: int = 0) -> str:
     return label if x.shape[dim] != 1 else "1"
 
 
+# ------------------------------------------------------------------------------------------------ all dims as one
+def _positions_padded(call: LocalCall) -> Any:
+    return call.with_args(index=fill_padding(call, call.args["index"], 0.0))
+
+
+@rule(
+    aten.take.default,
+    localize=_positions_padded,
+    examples=[example((4, 6), (3, 5), ints={"index": range(-24, 24)}), example((4,), (), ints={"index": 4})],
+)
+def take(self: Dims, index: Dims) -> Notation:
+    places = f"{index if index.ndim else '()'}"
+    return Notation(f"{self}, {places} -> {places}", whole=str(self), linear=(0,))
+
+
+@rule(aten.put.default, examples=[example((4, 6), (3, 5), (3, 5), True, ints={"index": 24})])
+def put(self: Dims, index: Dims, source: Dims, accumulate: bool = False) -> Notation:
+    places = (str(x) if x.ndim else "()" for x in (index, source))
+    return Notation(f"{self}, {', '.join(places)} -> {self}", whole=f"{self} {index} {source}")
+
+
 # ------------------------------------------------------------------------------------------------ counting
 @rule(aten.bucketize.Tensor, examples=[((4, 6), (5,))])
 def bucketize(self: Dims, boundaries: Dims, *options: Any) -> Notation:
     return Notation(f"{self if self.ndim else '()'}, k -> {self if self.ndim else '()'}", whole="k")
+
+
+@rule(aten.searchsorted.Tensor, examples=[((5,), (4, 6)), ((4, 5), (4, 6)), ((4, 1, 5), (4, 1, 6)), ((5,), ())])
+def searchsorted(
+    sorted_sequence: Dims, self: Dims, out_int32: bool, right: bool, side: str | None, sorter: Dims | None
+) -> Notation:
+    found = str(self) if self.ndim else "()"
+    rows = "" if sorted_sequence.ndim == 1 else " ".join(self.labels[:-1])
+    texts = [f"{rows} k", found, *([] if sorter is None else [f"{rows} k"])]
+    return Notation(f"{', '.join(texts)} -> {found}", whole="k")
+
+
+@rule(aten.isin.Tensor_Tensor, examples=[example((4, 6), (2, 5), ints={"elements": 9, "test_elements": 9})])
+def isin(elements: Dims, test_elements: Dims, assume_unique: bool, invert: bool) -> Notation:
+    kept = str(elements) if elements.ndim else "()"
+    return Notation(f"{kept}, {test_elements if test_elements.ndim else '()'} -> {kept}", whole=str(test_elements))

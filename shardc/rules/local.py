@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info
-from shardc.ir.ops.local import axis_offset
+from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.ops.local import axis_offset, mask_pad
 from shardc.ir.types import Axes, TensorType, local_size
 from shardc.rules.projection import Projection
 
@@ -46,7 +46,7 @@ class LocalCall:
         """The local shape of a result."""
         return self.results[result].local_shape(self.graph.mesh)
 
-    def with_args(self, **changes: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def with_args(self, /, **changes: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The same op, some arguments replaced: what most localize functions return."""
         args, kwargs = dict(self.args), dict[str, Any]()
         for argument in self.node.target._schema.arguments:  # type: ignore[union-attr]
@@ -85,3 +85,12 @@ def axis_strides(type: TensorType, atom: int, scale: int, call: LocalCall) -> di
         size = -(-size // call.graph.mesh.size(axis))
         strides[axis] = size * scale
     return strides
+
+
+def fill_padding(call: LocalCall, value: fx.Node, fill: float) -> fx.Node:
+    """An operand of a kernel that fails on what padding may hold."""
+    type, mesh = type_of(value), call.graph.mesh
+    for atom in type.uneven_atoms(mesh):
+        held = (list(type.local_atoms(mesh)), atom, type.atoms[atom].size, list(type.atoms[atom].axes))
+        value = call.emit(mask_pad, value, *held, fill, type=type)
+    return value

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
 
@@ -31,12 +36,51 @@ def baddbmm(self: Dims, batch1: Dims, batch2: Dims, beta: float, alpha: float) -
     return _added(self, "b m k, b k n", "b m n", (*batch1.shape[:2], batch2.shape[2]))
 
 
+@rule(
+    aten.addbmm.default,
+    examples=[((4, 6), (2, 4, 3), (2, 3, 6)), ((6,), (2, 4, 3), (2, 3, 6)), ((), (1, 4, 3), (1, 3, 6))],
+)
+def addbmm(self: Dims, batch1: Dims, batch2: Dims, beta: float, alpha: float) -> Notation:
+    added = _added(self, "b m k, b k n", "m n", (batch1.shape[1], batch2.shape[2]))
+    return replace(added, whole="b k")
+
+
+@rule(aten.addr.default, examples=[((4, 6), (4,), (6,)), ((6,), (4,), (6,)), ((4, 1), (4,), (6,)), ((), (4,), (6,))])
+def addr(self: Dims, vec1: Dims, vec2: Dims, beta: float, alpha: float) -> Notation:
+    return replace(_added(self, "m, n", "m n", (vec1.shape[0], vec2.shape[0])), whole="")
+
+
 def _added(term: Dims, factors: str, product: str, shape: tuple[int, ...]) -> Notation:
     """Not split along k: the term would be added once for each shard. Normalize leaves the optimizer's products so."""
     names = product.split()[len(shape) - term.ndim :]
     sizes = zip(names, term.shape, shape[len(shape) - term.ndim :], strict=True)
     own = " ".join(name if size == full else "1" for name, size, full in sizes) or "()"
     return Notation(f"{own}, {factors} -> {product}", whole="k")
+
+
+@rule(
+    aten._trilinear.default,
+    linear="each",
+    examples=[
+        ((4, 3), (6, 3, 5), (4, 5), (1, 3), (0,), (1, 2), (2, 3)),
+        ((4, 6), (6, 3, 5), (4, 5), (2, 3), (0,), (1, 2), (1, 3)),
+        ((4, 3), (1, 3, 5), (4, 5), (1, 3), (0,), (1, 2), (2, 3), 2),
+    ],
+)
+def trilinear(
+    i1: Dims, i2: Dims, i3: Dims, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
+    sumdim: Sequence[int], unroll_dim: int,
+) -> Notation:  # fmt: skip
+    """The product of three tensors, each without the dims that it is expanded to, summed over some."""
+    ndim = i1.ndim + len(expand1)
+
+    def dims(x: Dims, expanded: Sequence[int]) -> str:
+        own = [d for d in range(ndim) if d not in expanded]
+        return " ".join("1" if size == 1 else f"d{d}" for d, size in zip(own, x.shape, strict=True))
+
+    factors = ", ".join(dims(x, e) for x, e in ((i1, expand1), (i2, expand2), (i3, expand3)))
+    result = " ".join(f"d{d}" for d in range(ndim) if d not in sumdim) or "()"
+    return Notation(f"{factors} -> {result}", sum=" ".join(f"d{d}" for d in sumdim), linear="each")
 
 
 @rule(
@@ -53,6 +97,29 @@ def cross(self: Dims, other: Dims, dim: int) -> Notation:
     result = " ".join(f"d{d}" for d in range(self.ndim))
     return Notation(f"{dims(self)}, {dims(other)} -> {result}", whole=f"d{self.dim(dim)}")
 
+
+# ------------------------------------------------------------------------------------------------ distances
+def _same_algorithm(call: LocalCall) -> Any:
+    """By a product, or by differences, as the whole call decides by its numbers of rows: they round differently."""
+    rows = max(call.operands[0].shape[-2], call.operands[1].shape[-2])
+    mode = call.args["compute_mode"]
+    return call.with_args(compute_mode=(1 if rows > 25 else 2) if mode in (None, 0) else mode)
+
+
+rule(
+    aten._cdist_forward.default,
+    "... p d, ... r d -> ... p r",
+    whole="d",
+    localize=_same_algorithm,
+    examples=[((2, 3, 4), (2, 5, 4), 1.0, None), ((4, 3), (6, 3), 2.0, 0), ((2, 30, 4), (2, 4, 4), 2.0, None)],
+)
+rule(
+    aten._cdist_backward.default,
+    "... p r, ... p d, ... r d, ... p r -> ... p d",
+    sum="r",
+    linear=(0,),
+    examples=[((2, 3, 5), (2, 3, 4), (2, 5, 4), 1.0, (2, 3, 5)), ((4, 6), (4, 3), (6, 3), 3.0, (4, 6))],
+)
 
 # Rows lie in runs, one run an expert, and `offs` counts them: neither rows nor experts can be cut without moving rows.
 rule(

@@ -147,6 +147,7 @@ pointwise(aten.fill.Tensor, [((4, 6), ())])
 pointwise(aten.copy.default, [((4, 6), (4, 6)), ((4, 6), (6,))])
 pointwise(aten.lerp.Scalar, [((4, 6), (4, 6), 0.3), ((4, 6), (6,), 0.3)], linear="joint")
 rule(aten.frexp.Tensor, "... -> ..., ...", examples=UNARY, kind="pointwise")
+rule([aten.complex.default, aten.polar.default], "..., ... -> ...", examples=[((4, 6), (4, 6)), ((3, 1, 6), (5, 1))])
 
 # ------------------------------------------------------------------------------------------- of special functions
 POLYNOMIALS = [

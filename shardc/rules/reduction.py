@@ -127,7 +127,8 @@ def all_dims(self: Dims, dim: Sequence[int] | None, keepdim: bool) -> Notation:
 
 # ------------------------------------------------------------------------------------------------ whole dims
 @rule(
-    [aten.prod.default, aten.mean.default, aten.var.default, aten.std.default, aten.norm.Scalar, aten.median.default],
+    [aten.prod.default, aten.mean.default, aten.var.default, aten.std.default, aten.norm.Scalar, aten.median.default]
+    + [aten.nanmedian.default],
     examples=[((4, 6),), ((5,),)],
 )
 def whole_all(self: Dims, *options: Any) -> Notation:
@@ -190,6 +191,56 @@ def kthvalue(self: Dims, k: int, dim: int, keepdim: bool) -> Notation:
 @rule(aten.aminmax.default, examples=[example((4, 6), dim=1), example((4, 6), dim=0, keepdim=True), ((4, 6),)])
 def aminmax(self: Dims, dim: int | None, keepdim: bool) -> Notation:
     return reduced(self, None if dim is None else [dim], keepdim, "whole", results=2)
+
+
+@rule(aten.renorm.default, examples=[((4, 6, 3), 2, 0, 1.0), ((4, 6), 1, -1, 0.5)])
+def renorm(self: Dims, p: float, dim: int, maxnorm: float) -> Notation:
+    """Each slice along `dim` is made no longer than `maxnorm`."""
+    return Notation(f"{self} -> {self}", whole=" ".join(x for d, x in enumerate(self.labels) if d != self.dim(dim)))
+
+
+# ------------------------------------------------------------------------------------------------ runs of rows
+def _segments(data: Dims, counts: Dims, axis: int, label: str) -> tuple[str, str, str]:
+    """Labels of the counts and of the result. Counts of the dims before `axis` are checked, and padding's are wrong."""
+    before, after = data.labels[:axis], data.labels[axis + 1 :]
+    return " ".join([*before, label]), " ".join([*before, "s", *after]), " ".join([*before, data[axis], label, "s"])
+
+
+@rule(
+    aten.segment_reduce.default,
+    examples=[
+        example((4, 3), "sum", lengths=(1,), ints={"lengths": range(4, 5)}),
+        example((4, 3), "max", lengths=(2,), ints={"lengths": range(2, 3)}),
+        example((2, 4, 3), "mean", lengths=(2, 2), axis=1, ints={"lengths": range(2, 3)}),
+    ],
+)
+def segment_reduce(
+    data: Dims, reduce: str, lengths: Dims | None, indices: Dims | None, offsets: Dims | None, axis: int,
+    unsafe: bool, initial: float | None,
+) -> Notation:  # fmt: skip
+    counts = lengths if lengths is not None else offsets
+    assert counts is not None
+    label = "s" if lengths is not None else "edges"
+    ins, out, whole = _segments(data, counts, data.dim(axis), label)
+    return Notation(f"{data}, {ins} -> {out}", whole=whole)
+
+
+@rule(
+    aten._segment_reduce_backward.default,
+    examples=[
+        example((2, 3), (2, 3), (4, 3), "sum", lengths=(2,), ints={"lengths": range(2, 3)}),
+        example((1, 3), (1, 3), (4, 3), "mean", offsets=(2,), ints={"offsets": range(1)}),
+    ],
+)
+def segment_reduce_backward(
+    grad: Dims, output: Dims, data: Dims, reduce: str, lengths: Dims | None, offsets: Dims | None, axis: int,
+    initial: float | None,
+) -> Notation:  # fmt: skip
+    counts = lengths if lengths is not None else offsets
+    assert counts is not None
+    label = "s" if lengths is not None else "edges"
+    ins, out, whole = _segments(data, counts, data.dim(axis), label)
+    return Notation(f"{out}, {out}, {data}, {ins} -> {data}", whole=whole, linear=(0,))
 
 
 # ---------------------------------------------------------------------------------------------- scans and orders

@@ -14,7 +14,7 @@ truth values. Rules given as text have theirs drawn from the notation, unless th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from shardc.ir.graph import info, operands, type_of
+from shardc.ir.schema import admit
 from shardc.ir.types import TensorType
 from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, divided, fit, validate
 
@@ -37,13 +38,15 @@ class Example:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    ints: dict[str, int]  # argument -> exclusive upper bound of its values
+    ints: dict[str, int | range]  # argument -> exclusive upper bound of its values, or all that they may be
     bools: tuple[str, ...] = ()
 
 
-def example(*args: Any, ints: dict[str, int] | None = None, bools: Sequence[str] = (), **kwargs: Any) -> Example:
+def example(
+    *args: Any, ints: Mapping[str, int | range] | None = None, bools: Sequence[str] = (), **kwargs: Any
+) -> Example:
     """`example((8, 4), 0, (3, 4), ints={"index": 8})`: a gather whose indices are below 8."""
-    return Example(args, kwargs, ints or {}, tuple(bools))
+    return Example(args, kwargs, dict(ints or {}), tuple(bools))
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def rule(
         for op in targets:
             if op in _RULES:
                 raise RuleError(f"{op} has a rule already")
+            admit(op)
             _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind, ragged=ragged)
         return function
 

@@ -2,6 +2,7 @@
 
     the whole dim                       d -> d         a factor like any other
     the i-th of n equal sections        (3 d) -> d     the selector `3` is whole, `d` is free
+    the i-th of every n                 (d 2) -> d     the same: interleaved, as RoPE's pairs are
     anything else                       s -> r         both whole
 
 Equal sections are what a fused QKV weight, a gated MLP and RoPE's rotate-half are made of, so none of
@@ -52,12 +53,19 @@ class Section:
         n = self.length
         return self.step == 1 and n > 0 and self.size % n == 0 and self.start % n == 0
 
+    @property
+    def interleaved(self) -> bool:
+        """Is it one element of each group of `step` neighbours, from all groups that the dim is made of?"""
+        return self.step > 1 and self.size == self.length * self.step and self.start < self.step
+
     def labels(self, label: str) -> tuple[str, str, str]:
         """How the whole dim is spelled, how the section is, and which of these names are whole."""
         if self.full:
             return label, label, ""
         if self.equal:
             return f"(of_{label} {label})", label, f"of_{label}"
+        if self.interleaved:
+            return f"({label} of_{label})", label, f"of_{label}"
         return label, f"part_{label}", f"{label} part_{label}"
 
     def local(self, size: int) -> Section:
@@ -67,6 +75,8 @@ class Section:
         if self.equal:
             n = size * self.length // self.size
             return Section(size, self.start // self.length * n, (self.start // self.length + 1) * n)
+        if self.interleaved:
+            return Section(size, self.start, size, self.step)
         return self
 
 
@@ -91,6 +101,9 @@ SLICES = [
     ((4, 7), 1, 2, 5),
     ((4, 6), 0, 0, None),
     ((6, 4), 0, 0, 6, 2),
+    ((4, 12), -1, 1, None, 2),
+    ((4, 12), 1, 2, 11, 3),
+    ((4, 12), 1, 3, None, 3),
 ]
 
 
@@ -116,6 +129,7 @@ def localize_slice_backward(call: LocalCall) -> Any:
         ((4, 6), (4, 6), 1, 0, 10**9, 1),
         ((4, 3), (4, 7), 1, 2, 5, 1),
         ((2, 4), (6, 4), 0, 0, 6, 3),
+        ((4, 6), (4, 12), 1, 1, 10**9, 2),
     ],
 )
 def slice_backward(
@@ -139,7 +153,13 @@ def localize_slice_scatter(call: LocalCall) -> Any:
     aten.slice_scatter.default,
     linear="joint",
     localize=localize_slice_scatter,
-    examples=[((4, 6), (4, 2), 1, 2, 4), ((4, 6), (4, 6), 1), ((4, 7), (4, 3), 1, 2, 5), ((6, 4), (2, 4), 0, 1, 6, 3)],
+    examples=[
+        ((4, 6), (4, 2), 1, 2, 4),
+        ((4, 6), (4, 6), 1),
+        ((4, 7), (4, 3), 1, 2, 5),
+        ((6, 4), (2, 4), 0, 1, 6, 3),
+        ((4, 12), (4, 6), 1, 0, 12, 2),
+    ],
 )
 def slice_scatter(self: Dims, src: Dims, dim: int, start: int | None, end: int | None, step: int) -> Notation:
     big, small, whole = Section.of(self.shape[self.dim(dim)], start, end, step).labels(self[self.dim(dim)])
@@ -176,7 +196,7 @@ def select_scatter(self: Dims, src: Dims, dim: int, index: int) -> Notation:
     return Notation(f"{self}, {part if part.ndim else '()'} -> {self}", whole=self[self.dim(dim)], linear="joint")
 
 
-@rule(aten.unbind.int, linear="joint", examples=[((4, 3), 1), ((2, 4, 3),), ((3,),)])
+@rule([aten.unbind.int, aten.unbind_copy.int], linear="joint", examples=[((4, 3), 1), ((2, 4, 3),), ((3,),)])
 def unbind(self: Dims, dim: int) -> Notation:
     part = self.replace(dim, None)
     parts = ", ".join([str(part) if part.ndim else "()"] * self.shape[self.dim(dim)])
@@ -204,7 +224,7 @@ def localize_split(call: LocalCall) -> Any:
 
 
 @rule(
-    [aten.split.Tensor, aten.unsafe_split.Tensor],
+    [aten.split.Tensor, aten.unsafe_split.Tensor, aten.split_copy.Tensor],
     linear="joint",
     localize=localize_split,
     examples=[((4, 6), 2, 1), ((4, 6), 6, 1), ((7, 2), 3), ((4, 6), 4, -1), ((4, 6), 1, 0), ((2, 15), 5, 1)],
@@ -225,7 +245,7 @@ def localize_split_with_sizes(call: LocalCall) -> Any:
 
 
 @rule(
-    aten.split_with_sizes.default,
+    [aten.split_with_sizes.default, aten.split_with_sizes_copy.default],
     linear="joint",
     localize=localize_split_with_sizes,
     examples=[((4, 6), (2, 2, 2), 1), ((4, 6), (6,), 1), ((4, 6), (4, 1, 1), -1), ((5, 4), (2, 3))],

@@ -196,6 +196,69 @@ def diagonal_backward(grad_output: Dims, input_sizes: Sequence[int], offset: int
     return Notation(f"{reduced} -> {after}", whole=forward.whole, linear="joint")
 
 
+@rule(aten.diagonal_scatter.default, linear="joint", examples=[((4, 4, 3), (3, 4)), ((3, 4, 5), (4, 3), 1, 0, -1)])
+def diagonal_scatter(self: Dims, src: Dims, offset: int, dim1: int, dim2: int) -> Notation:
+    forward = diagonal(self, offset, dim1, dim2)
+    whole, _, part = forward.text.partition(" -> ")
+    return Notation(f"{whole}, {part} -> {whole}", whole=forward.whole, linear="joint")
+
+
+@rule(
+    aten.diag_embed.default, linear="joint", examples=[((4, 3),), ((4, 3), 1), ((2, 4, 3), -2, 0, 2), ((3,), 0, -1, 0)]
+)
+def diag_embed(self: Dims, offset: int, dim1: int, dim2: int) -> Notation:
+    ndim = self.ndim + 1
+    matrix = {dim1 % ndim: "row", dim2 % ndim: "column"}
+    batch = iter(self.labels[:-1])
+    result = " ".join(matrix[d] if d in matrix else next(batch) for d in range(ndim))
+    return Notation(f"{self} -> {result}", whole=f"{self[-1]} row column", linear="joint")
+
+
+rule(aten.trace.default, "m n -> ()", whole="m n", linear="joint", examples=[((4, 6),), ((3, 3),)])
+
+
+@rule(aten.rot90.default, linear="joint", examples=[((4, 6, 3),), ((4, 6, 3), 2, (0, 2)), ((4, 6, 3), -1, (2, 1))])
+def rot90(self: Dims, k: int, dims: Sequence[int]) -> Notation:
+    a, b = (self.dim(d) for d in dims)
+    turned = self.swap(a, b) if k % 2 else self
+    return Notation(f"{self} -> {turned}", whole=f"{self[a]} {self[b]}", linear="joint")
+
+
+@rule(aten.block_diag.default, linear="joint", examples=[([(4, 6), (2, 3)],), ([(4,), (2, 3), ()],)])
+def block_diag(tensors: Sequence[Dims]) -> Notation:
+    parts = [str(x) if x.ndim else "()" for x in tensors]
+    named = " ".join(x for x in parts if x != "()")
+    return Notation(f"{', '.join(parts)} -> rows columns", whole=f"{named} rows columns", linear="joint")
+
+
+# ------------------------------------------------------------------------------------------------ channels and pixels
+SHUFFLED = [((4, 12, 6, 2), 2), ((18, 2, 4), 3), ((2, 3, 4, 4), 1)]
+rule(
+    aten.pixel_shuffle.default,
+    "... (c a b) h w -> ... c (h a) (w b)",
+    whole="a b",
+    linear="joint",
+    examples=SHUFFLED,
+)
+rule(
+    aten.pixel_unshuffle.default,
+    "... c (h a) (w b) -> ... (c a b) h w",
+    whole="a b",
+    linear="joint",
+    examples=[((4, 3, 6, 4), 2), ((2, 6, 9), 3), ((2, 3, 4, 4), 1)],
+)
+
+
+@rule(
+    [aten.channel_shuffle.default, aten.native_channel_shuffle.default],
+    linear="joint",
+    examples=[((4, 12, 3), 3), ((2, 8, 3, 2), 2), ((2, 4, 3), 4), ((2, 4, 3), 1)],
+)
+def channel_shuffle(self: Dims, groups: int) -> Notation:
+    before, after = self.replace(1, f"({groups} k)"), self.replace(1, f"(k {groups})")
+    return Notation(f"{before} -> {after}", linear="joint")
+
+
 # Strides speak of the whole tensor's memory: nothing of it can be cut.
 @rule(aten.as_strided.default, linear="joint", examples=[((4, 6), (2, 3), (6, 2), 1)])
 def as_strided(self: Dims, size: Sequence[int], *layout: Any) -> Notation:

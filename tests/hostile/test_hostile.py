@@ -12,6 +12,7 @@ from tests.hostile import (
     autocast,
     buffers,
     checkpointing,
+    custom_ops,
     derivatives,
     hooks,
     modes,
@@ -25,7 +26,7 @@ from tests.hostile import (
 from tests.hostile.harness import CASES, LAYOUTS, OPTIMIZERS, outcome
 
 THEMES = (
-    *(aliasing, autocast, buffers, checkpointing, derivatives, hooks, modes),
+    *(aliasing, autocast, buffers, checkpointing, custom_ops, derivatives, hooks, modes),
     *(optimizers, outputs, parameters, python_state, randomness, structure),
 )
 EVERY = [two for two in product(OPTIMIZERS, LAYOUTS) if two != ("none", "zero1")]  # which cuts state alone

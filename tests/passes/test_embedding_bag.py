@@ -36,12 +36,15 @@ class Weighted(nn.Module):
 
 
 class Ragged(nn.Module):
-    def __init__(self) -> None:
+    """Bags that begin at offsets, with what each index counts for."""
+
+    def __init__(self, weighted: bool = False, **options: Any) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(ROWS, 8, mode="sum")
+        self.table = nn.EmbeddingBag(ROWS, 8, **options)
+        self.counts = nn.Parameter(torch.randn(40)) if weighted else None
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        return self.table(x, offsets).square().mean()
+        return self.table(x, offsets, per_sample_weights=self.counts).square().mean()
 
 
 X = torch.randint(ROWS, (8, 5), generator=torch.Generator().manual_seed(0))
@@ -76,14 +79,40 @@ def test_halves() -> None:
         assert program.verify().ok
 
 
+RAGGED = {
+    "sum": Ragged(mode="sum"),
+    "mean": Ragged(mode="mean"),
+    "mean-padding": Ragged(mode="mean", padding_idx=2),
+    "weighted": Ragged(weighted=True, mode="sum"),
+    "weighted-padding": Ragged(weighted=True, mode="sum", padding_idx=2),
+    "last": Ragged(mode="mean", include_last_offset=True),
+}
+
+
+@pytest.mark.parametrize("table", ["tp, -", "-, tp", ""])
+@pytest.mark.parametrize("name", RAGGED)
+def test_bags_that_begin_at_offsets(name: str, table: str) -> None:
+    """One of the bags is empty, and one is the whole of what follows the last offset, or nothing."""
+    offsets = torch.tensor([0, 3, 3, 15, 20, 40 if name == "last" else 31])
+    plan = {"inputs": {"x": "dp", "offsets": "-"}, "params": {"table.weight": table} if table else {}}
+    program = shardc.compile(RAGGED[name], (X.flatten(), offsets), mesh=Mesh(dp=2, tp=2), plan=plan)
+    assert not [d for d in program.diagnostics if d.code == "SC301"]
+    report = program.verify()
+    assert report.ok, str(report)
+    assert report.eager_error is not None
+    text = program.text()
+    assert "%table.weight.all_gather" not in text
+    assert "%x.all_gather" not in text
+
+
 @pytest.mark.parametrize(
     ("model", "batch"),
     [
         (Bags(mode="max"), (X,)),
         (Bags(mode="sum", scale_grad_by_freq=True), (X,)),
-        (Ragged(), (X.flatten(), torch.tensor([0, 3, 3, 20, 31]))),
+        (Ragged(mode="max"), (X.flatten(), torch.tensor([0, 3, 3, 20, 31]))),
     ],
-    ids=["max", "by-frequency", "ragged"],
+    ids=["max", "by-frequency", "ragged maxima"],
 )
 def test_what_is_not_taken_apart_runs_whole_and_is_said(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
     program = shardc.compile(model, batch, mesh=Mesh(dp=2), plan={"params": {"table.weight": "dp, -"}})

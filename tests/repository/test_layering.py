@@ -37,7 +37,7 @@ FLOORS: list[dict[str, str]] = [
         """,
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
-            __init__ attention conv creation embedding experts fft indexing local matmul norm notation pointwise
+            __init__ attention conv creation embedding experts fft indexing linalg local matmul norm notation pointwise
             projection random reduction registry section view
         """,
         "shardc.cost": "__init__ flops memory",

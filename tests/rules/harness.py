@@ -39,6 +39,7 @@ UNINITIALISED = {
 }
 # Ops that take nothing else.
 COMPLEX = {getattr(torch.ops.aten, name).default for name in ("view_as_real", "_fft_c2c", "_fft_c2r", "conj_physical")}
+PIVOTS = ("pivots", "LU_pivots")  # of LAPACK, which takes int32 alone
 PRECISION = {torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -87,7 +88,10 @@ def call_of(entry: OpRule, example: Example, seed: int, dtype: torch.dtype = tor
         if not isinstance(shape, (list, tuple)):
             return shape  # a number where a tensor could stand, or None
         if name in example.ints:
-            return torch.randint(0, example.ints[name], tuple(shape), generator=generator)
+            values = example.ints[name]
+            low, high = (values.start, values.stop) if isinstance(values, range) else (0, values)
+            kind = torch.int32 if name in PIVOTS else torch.int64
+            return torch.randint(low, high, tuple(shape), generator=generator, dtype=kind)
         if name in example.bools:
             return torch.rand(tuple(shape), generator=generator) < 0.6
         kind = torch.complex128 if entry.op in COMPLEX else torch.float64

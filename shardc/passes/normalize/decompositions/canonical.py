@@ -12,11 +12,19 @@ from typing import Any
 import torch
 
 from shardc.ir.graph import type_of
+from shardc.ir.schema import schema_of
 from shardc.passes.normalize.decompositions.table import KEEP, Emit, Node, Result, aten, decompose, dtype_of, shape_of
 
 
 # ---------------------------------------------------------------------- calls that change nothing
-@decompose(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+@decompose(
+    aten.clone.default,
+    aten.alias.default,
+    aten.alias_copy.default,
+    aten.detach.default,
+    aten.detach_copy.default,
+    aten.lift_fresh_copy.default,
+)
 def identity(e: Emit, x: Node, *options: Any) -> Result:
     return x
 
@@ -146,6 +154,49 @@ def masked_fill(e: Emit, x: Node, mask: Node, value: float) -> Result:
 @decompose(aten.masked_fill.Tensor)
 def masked_fill_tensor(e: Emit, x: Node, mask: Node, value: Node) -> Result:
     return e.where(mask, e.cast(value, dtype_of(x)), x)
+
+
+# ---------------------------------------------------------------------- views that are copied at once
+COPIES: dict[Any, Any] = {
+    aten.as_strided_copy.default: aten.as_strided.default,
+    aten.diagonal_copy.default: aten.diagonal.default,
+    aten.expand_copy.default: aten.expand.default,
+    aten.permute_copy.default: aten.permute.default,
+    aten.select_copy.int: aten.select.int,
+    aten.slice_copy.Tensor: aten.slice.Tensor,
+    aten.squeeze_copy.default: aten.squeeze.default,
+    aten.squeeze_copy.dim: aten.squeeze.dim,
+    aten.squeeze_copy.dims: aten.squeeze.dims,
+    aten.transpose_copy.int: aten.transpose.int,
+    aten.unfold_copy.default: aten.unfold.default,
+    aten.unsqueeze_copy.default: aten.unsqueeze.default,
+    aten.view_as_complex_copy.default: aten.view_as_complex.default,
+    aten.view_as_real_copy.default: aten.view_as_real.default,
+}
+
+
+@decompose(*COPIES)
+def copied_view(e: Emit, x: Node, *arguments: Any) -> Result:
+    view = COPIES[e.at.target]
+    count = sum(not argument.kwarg_only for argument in schema_of(view).arguments) - 1
+    return e(view, x, *arguments[:count])
+
+
+@decompose(aten.view_copy.default, sometimes=True)
+def view_copy(e: Emit, x: Node, size: Sequence[int]) -> Result:
+    return e.view(x, shape_of(e.at))
+
+
+@decompose(aten.t_copy.default)
+def t_copy(e: Emit, x: Node) -> Result:
+    return t(e, x)
+
+
+@decompose(aten.narrow_copy.default)
+def narrow_copy(e: Emit, x: Node, dim: int, start: int, length: int) -> Result:
+    size = shape_of(x)[dim]
+    start += size if start < 0 else 0
+    return e(aten.slice.Tensor, x, dim, start, start + length)
 
 
 # ---------------------------------------------------------------------- constants

@@ -155,6 +155,11 @@ def norm_dim_in(e: Emit, x: Node, p: float | None, dim: Dims, keepdim: bool, dty
     return vector_norm(e, x, 2 if p is None else p, dim, keepdim, dtype)
 
 
+@decompose(aten.dist.default)
+def dist(e: Emit, x: Node, other: Node, p: float) -> Result:
+    return vector_norm(e, e.sub(x, other), p, None, False, None)
+
+
 @decompose(aten.logsumexp.default, sometimes=True)
 def logsumexp(e: Emit, x: Node, dim: Dims, keepdim: bool) -> Result:
     dims = canonical_dims(dim, len(shape_of(x)))
