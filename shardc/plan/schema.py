@@ -195,12 +195,13 @@ class Plan(BaseModel):
         return cls.from_dict(cast(dict[str, Any], data), source)
 
     @classmethod
-    def from_hf(cls, model: object, axis: str = "tp") -> Plan:
-        """The parameters' placements that Hugging Face's own `tp_plan` of this model asks for, over one axis."""
-        from shardc.plan.hugging_face import tp_placements
+    def from_hf(cls, model: object, axis: str | None = "tp", *, experts: str | None = None) -> Plan:
+        """The parameters' placements that Hugging Face's own plans for this model ask for: its `tp_plan` over `axis`,
+        its `ep_plan` over `experts`. An axis may be several (`dp.ep`); a plan whose axis is None is not read."""
+        from shardc.plan.hugging_face import library_placements
 
         name = type(model).__name__
-        return cls.from_dict({"params": tp_placements(model, axis)}, Source(f"tp_plan of {name}"))
+        return cls.from_dict({"params": library_placements(model, axis, experts)}, Source(f"plans of {name}"))
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """What the plan says; of many annotations the first few, as they are written."""

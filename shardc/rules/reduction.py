@@ -287,7 +287,14 @@ def topk(self: Dims, k: int, dim: int, largest: bool, sorted: bool) -> Notation:
     return Notation(f"{self} -> {result}, {result}", whole=f"{label} top_{label}")
 
 
-# Not a sum over shards: padding that is masked with 0 would be counted where 0 is.
-@rule(aten.histc.default, whole="... bins", examples=[((20,), 5, 0, 1)])
-def histc(self: Dims, bins: int, min: float, max: float) -> str:
-    return "... -> bins"
+@rule(
+    aten.histc.default,
+    padding="largest",
+    examples=[((20,), 5, 0, 1), ((4, 6), 5, -1, 1), ((20,), 3, 0, 0), ((20,), 4, -9, 9)],
+)
+def histc(self: Dims, bins: int, min: float, max: float) -> Notation:
+    """Counts of shards add up, unless the bins depend on the least and the largest value."""
+    notation = Notation(f"{self if self.ndim else '()'} -> bins", whole="bins")
+    if min == max:
+        return replace(notation, whole=f"{self} bins")
+    return replace(notation, sum=str(self))

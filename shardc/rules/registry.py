@@ -62,6 +62,7 @@ class OpRule:
     kind: Literal["compute", "view", "create", "pointwise"] = "compute"
     exact: bool = True  # False: shards agree with the whole only up to rounding of a different algorithm
     ragged: bool = False  # its notation names the ragged dims of its tensors
+    padding: Literal["zero", "largest"] = "zero"  # what its sums do not notice: 0, or a value that no bin holds
 
 
 MASKS = (torch.bool, torch.uint8)  # as indices they pick the places where they are true
@@ -83,6 +84,7 @@ def rule(
     localize: Localize | None = None,
     kind: Literal["compute", "view", "create", "pointwise"] = "compute",
     ragged: bool = False,
+    padding: Literal["zero", "largest"] = "zero",
 ) -> Any:
     """Register one rule for an op or several. With `text`, at once; without, as a decorator of a rule function."""
     targets = ops if isinstance(ops, (list, tuple)) else [ops]
@@ -94,7 +96,7 @@ def rule(
             if op in _RULES:
                 raise RuleError(f"{op} has a rule already")
             admit(op)
-            _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind, ragged=ragged)
+            _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind, ragged=ragged, padding=padding)
         return function
 
     if text is None:

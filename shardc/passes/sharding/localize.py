@@ -29,10 +29,12 @@ from shardc.rules.projection import Projection, project, result_types
 from shardc.rules.registry import OpRule, bind_call, find_rule
 
 
-def neutral(kind: str, dtype: torch.dtype) -> float:
+def neutral(kind: str, dtype: torch.dtype, rule: OpRule) -> float:
     """What a reduction of this dtype does not notice."""
-    if kind == "sum":
+    if kind == "sum" and rule.padding == "zero":
         return 0.0
+    if kind == "sum":
+        kind = "min"
     if dtype.is_floating_point:
         return -math.inf if kind == "max" else math.inf
     if dtype == torch.bool:
@@ -70,11 +72,11 @@ class _Walk:
         projection = project(node)
         split = split_of(node, projection)
         with self.graph.fx.inserting_before(node):
-            self._mask(node, projection, split)
+            self._mask(node, entry, projection, split)
             _rewrite(self.graph, node, entry, projection, split)
         self._follow(node, projection)
 
-    def _mask(self, node: fx.Node, projection: Projection, split: dict[int, Axes]) -> None:
+    def _mask(self, node: fx.Node, entry: OpRule, projection: Projection, split: dict[int, Axes]) -> None:
         """Neutralise the padding of every uneven piece that some result reduces away, and that of positions."""
         mesh = self.graph.mesh
         values = operands(node)
@@ -91,8 +93,9 @@ class _Walk:
                 atom = pieces.index(piece)
                 if atom in type_of(values[i]).bound_atoms:
                     continue  # the rows of padding are in the tail
-                if kind != "sum" or atom not in self.zero.get(values[i], ()):
-                    values[i] = self._mask_pad(node, values[i], atom, neutral(kind, type_of(values[i]).dtype))
+                fill = neutral(kind, type_of(values[i]).dtype, entry)
+                if fill != 0 or atom not in self.zero.get(values[i], ()):
+                    values[i] = self._mask_pad(node, values[i], atom, fill)
         indices = [p.value for p in positions(node)]
         for i, value in enumerate(operands(node) if indices else ()):
             if value in indices:

@@ -1,0 +1,247 @@
+"""Which model types of the installed `transformers` compile and verify, unmodified, and what they communicate.
+
+    python -m benchmarks.zoo --out zoo.jsonl                  all of them; goes on where an earlier run was ended
+    python -m benchmarks.zoo --out zoo.jsonl --shard 2/8      the second eighth
+    python -m benchmarks.zoo --only bert --only causal/llama  these, whatever the file says
+    python -m benchmarks.zoo --summary zoo.jsonl              counts, and what became of each that did not verify
+
+Every model is small (`zoo_models.py`) and has a process of its own, which is ended after `--limit` seconds. It is
+trained one step eagerly, then compiled over dp=2, tp=2 and, where it has experts, over dp=2, ep=2, with the library's
+own plan if it brings one. A line of JSON says for each mesh:
+
+    status   verified | differs | refused | crashed | timeout | not trained | not built
+    code     of the diagnostic that refused it
+    seconds  of compiling and of verifying; `collectives` of a step by kind, and `warnings` by code
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+import shardc
+from benchmarks.zoo_models import EXPERTS, ROWS, Entry, batch_of, entries, loss_of
+from shardc import Plan
+from shardc.ir.collectives import collectives
+from shardc.ir.diagnostic import ShardcError
+
+Line = dict[str, Any]
+TENSOR, EXPERT = "dp=2, tp=2", "dp=2, ep=2"
+LIMIT = 300.0
+# Without a plan of the library's: weights of [out, in] whose rows are heads or an MLP's inner width.
+COLUMNS = re.compile(
+    r"(^|\.)(q|k|v|query|key|value|(q|k|v|gate|up|query|key|value)_proj|(q|k|v)_lin|fc1|lin1|wi|wi_[01]|w1|w3|linear1"
+    r"|intermediate\.dense|dense_h_to_4h|ffn_1)\.weight$"
+)
+
+
+def placements(model: nn.Module, mesh: str) -> dict[str, Any]:
+    """The library's own plan for a mesh, or one by the names of weights."""
+    kind = "ep" if mesh == EXPERT else "tp"
+    if getattr(model, f"{kind}_plan", None):
+        plan = Plan.from_hf(model, **({"axis": None, "experts": "ep"} if kind == "ep" else {}))
+        return dict(plan.params)
+    if kind == "ep":
+        return dict.fromkeys(experts_of(model), "ep")
+    wide = {
+        name: "tp, -"
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and p.shape[0] % 2 == 0 and COLUMNS.search(name)
+    }
+    embedding = getattr(model, "get_input_embeddings", lambda: None)
+    try:
+        table = getattr(embedding(), "weight", None)
+    except (NotImplementedError, AttributeError):
+        table = None
+    if table is not None and table.shape[0] % 2 == 0:
+        wide |= {name: "tp, -" for name, p in model.named_parameters() if p is table}
+    return wide
+
+
+def experts_of(model: nn.Module) -> list[str]:
+    """Weights and biases that are stacked by expert."""
+    return [n for n, p in model.named_parameters() if ".experts." in n and p.ndim >= 2 and p.shape[0] == EXPERTS]
+
+
+def train_and_compile(entry: Entry) -> Iterable[Line]:
+    """A line for each mesh, in this process."""
+    line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR}
+    try:
+        model = entry.build()
+        batch = batch_of(entry, model)
+    except Exception as error:  # of the library: a small configuration that it does not take
+        yield line | {"status": "not built", **said(error)}
+        return
+    line["parameters"] = sum(p.numel() for p in model.parameters())
+    try:
+        output = model(**batch)
+        loss_of(output, batch).backward()
+    except Exception as error:  # of the library
+        yield line | {"status": "not trained", **said(error)}
+        return
+    model.zero_grad()
+    own = isinstance(getattr(output, "loss", None), Tensor) and output.loss.ndim == 0
+    del output
+    for mesh in (TENSOR, EXPERT) if experts_of(model) else (TENSOR,):
+        yield line | {"mesh": mesh} | compiled(model, batch, mesh, has_loss=own)
+
+
+def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss: bool) -> Line:
+    started = time.perf_counter()
+    try:
+        inputs = {name: "dp" for name, value in batch.items() if value.shape[0] == ROWS}
+        plan = {"mesh": mesh, "inputs": inputs, "params": placements(model, mesh)}
+        program = shardc.compile(model, batch, plan=cast(Any, plan), loss=None if has_loss else loss_of)
+        line: Line = {"compile_s": round(time.perf_counter() - started, 2)}
+        started = time.perf_counter()
+        report = program.verify()
+    except ShardcError as refused:
+        first = refused.diagnostics[0]
+        return {
+            "status": "refused",
+            "code": first.code,
+            "error": first.message[:200],
+            "where": str(first.location or ""),
+        }
+    except Exception as error:  # a defect of ours
+        return {"status": "crashed", **said(error)}
+    return line | {
+        "status": "verified" if report.ok else "differs",
+        "verify_s": round(time.perf_counter() - started, 2),
+        "calls": sum(1 for _ in program.body.calls()),
+        "collectives": dict(Counter(f"{c.kind} {'.'.join(c.axes)}" for c in collectives(program.body))),
+        "warnings": dict(Counter(d.code for d in program.diagnostics)),
+        "eager_error": report.eager_error,
+        **({} if report.ok else {"error": str(report)[:400]}),
+    }
+
+
+def said(error: Exception) -> Line:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = (
+        ""
+        if trace is None
+        else f"{trace.tb_frame.f_code.co_filename.rpartition('site-packages/')[2]}:{trace.tb_lineno}"
+    )
+    return {"error": f"{type(error).__name__}: {error}"[:300], "where": where}
+
+
+def in_process(entry: Entry, limit: float) -> list[Line]:
+    """The lines of one model, from a process that is ended after `limit` seconds."""
+    command = [sys.executable, "-m", "benchmarks.zoo", "--here", entry.name]
+    root = Path(__file__).parent.parent
+    line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR}
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=limit, check=False)
+        text, rest = (
+            done.stdout,
+            [] if done.returncode == 0 else [line | {"status": "crashed", "error": done.stderr[-300:]}],
+        )
+    except subprocess.TimeoutExpired as slow:
+        out = slow.stdout or b""
+        text, rest = out.decode() if isinstance(out, bytes) else out, [line | {"status": "timeout", "limit_s": limit}]
+    lines = [json.loads(row) for row in text.splitlines() if row.startswith('{"name"')]
+    if rest and lines:
+        rest[0]["mesh"] = EXPERT  # the first mesh was done
+    return lines + rest
+
+
+def chosen(every: list[Entry], only: list[str], shard: str) -> list[Entry]:
+    """Those of a shard `i/n`, or those whose name or type is given. Raises ValueError for one that is not there."""
+    if only:
+        names = {name: [e for e in every if name in (e.name, e.type)] for name in only}
+        if missing := [name for name, found in names.items() if not found]:
+            raise ValueError(f"no model type {', '.join(missing)}: `--list` shows those there are")
+        return [entry for found in names.values() for entry in found]
+    index, _, count = shard.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"--shard is i/n, counted from 1, not {shard!r}")
+    return every[int(index) - 1 :: int(count)]
+
+
+def summary(lines: Iterable[Line]) -> str:
+    """How many built, trained, compiled and verified, by kind and mesh; then every other line, by cause."""
+    last = {(line["name"], line["mesh"]): line for line in lines}
+    rows = [
+        "| kind | mesh | types | built | trained | compiled | verified | of those trained |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups = sorted({(name.partition("/")[0], mesh) for name, mesh in last})
+    for kind, mesh in [*groups, ("all", TENSOR), ("all", EXPERT)]:
+        of = Counter(
+            line["status"] for (name, m), line in last.items() if m == mesh and kind in ("all", name.partition("/")[0])
+        )
+        types = sum(of.values())
+        built = types - of["not built"]
+        trained = built - of["not trained"]
+        ready = of["verified"] + of["differs"]
+        share = f"{100 * of['verified'] / trained:.0f} %" if trained else ""
+        rows.append(f"| {kind} | {mesh} | {types} | {built} | {trained} | {ready} | {of['verified']} | {share} |")
+    causes: dict[str, list[str]] = {}
+    for (name, mesh), line in sorted(last.items()):
+        if line["status"] != "verified":
+            cause = " ".join(
+                filter(None, [line["status"], line.get("code", ""), line.get("error", "").partition("\n")[0][:110]])
+            )
+            causes.setdefault(cause, []).append(name if mesh == TENSOR else f"{name} ({mesh})")
+    return "\n".join([*rows, "", *(f"- {cause}: {', '.join(names)}" for cause, names in sorted(causes.items()))])
+
+
+def read(path: Path) -> list[Line]:
+    return [json.loads(row) for row in path.read_text().splitlines() if row.strip()] if path.exists() else []
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("zoo.jsonl"), help="lines are added; what it has is not run again"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="causal/llama, or llama; repeatable"
+    )
+    parser.add_argument("--shard", default="1/1", metavar="I/N")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of each model")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="sum up a file, and run nothing")
+    parser.add_argument("--list", action="store_true", help="names, and run nothing")
+    parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.summary:
+        print(summary(read(options.summary)))
+        return
+    every = entries()
+    if options.list:
+        print("\n".join(entry.name for entry in every))
+        return
+    if options.here:
+        for line in train_and_compile(chosen(every, [options.here], "")[0]):
+            print(json.dumps(line), flush=True)
+        return
+    try:
+        wanted = chosen(every, options.only, options.shard)
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    done = set() if options.only else {line["name"] for line in read(options.out)}
+    for entry in wanted:
+        if entry.name in done:
+            continue
+        with options.out.open("a") as file:
+            for line in in_process(entry, options.limit):
+                print(json.dumps(line), flush=True)
+                file.write(json.dumps(line) + "\n")
+    print(summary(read(options.out)))
+
+
+if __name__ == "__main__":
+    main()
