@@ -207,6 +207,37 @@ def test_what_is_refused(code: str, what: str, arguments: dict[str, Any]) -> Non
     assert caught.value.code == code
 
 
+GROUPED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=9.0, min_lr=[0.001]),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_that_a_scheduler_does_not_know(name: str) -> None:
+    """Torch itself fails there without a word of the group, or takes it; ours says what mends it."""
+    model = Line()
+    optimizer = torch.optim.SGD([model.a.weight], lr=RATE)
+    trainer = shardc.compile(model, batch(0), mesh="dp=2", plan={"inputs": {"x": "dp"}}, optimizer=optimizer).launch()
+    scheduler = GROUPED[name](optimizer)
+    monitor = "loss" if name == "ReduceLROnPlateau" else None
+    steps = trainer.train([batch(0)] * 5, 5, scheduler=scheduler, monitor=monitor, progress=False)
+    with trainer:
+        next(steps)
+        optimizer.add_param_group({"params": [model.a.bias]})
+        trainer.recompile()
+        if name == "StepLR":
+            assert [list(metrics.learning_rates) for metrics in steps][-1] == [RATE / 2**4, RATE / 2**3]
+            return
+        with pytest.raises(ShardcError, match=f"a {name} has values for 1 of the optimizer's 2 parameter") as caught:
+            list(steps)
+    assert caught.value.code == "SC553"
+    if name == "LambdaLR":
+        assert "scheduler.base_lrs.append(...), scheduler.lr_lambdas.append(...)" in str(caught.value)
+
+
 def test_a_metric_that_only_an_evaluation_shows_to_be_missing() -> None:
     trainer, optimizer = started()
     arguments = {"scheduler": plateau(optimizer), "monitor": "evaluated.nears", "evaluate": HELD_OUT}
