@@ -114,6 +114,31 @@ def test_a_checkpoint_holds_what_the_caller_did_after_its_step(tmp_path: Path) -
     assert optimizer.param_groups[0]["lr"] == reduced == RATE * 0.5**3
 
 
+@pytest.mark.parametrize("rate", [RATE, 0.4])
+def test_a_rate_that_the_caller_sets_is_in_the_checkpoint(tmp_path: Path, rate: float) -> None:
+    """It is taken up where the script begins as it did; one that begins with another rate means that one."""
+    whole = _set_by_hand(tmp_path / "whole", RATE, 6)
+    assert [used for _, used in whole] == [RATE] * 3 + [RATE / 4] * 3
+    first = _set_by_hand(tmp_path / "run", RATE, 4)
+    rest = _set_by_hand(tmp_path / "run", rate, 6)
+    if rate == RATE:
+        assert first + rest == whole
+    else:
+        assert [used for _, used in rest] == [rate] * 2
+
+
+def _set_by_hand(folder: Path, rate: float, steps: int) -> list[tuple[float | None, float]]:
+    """Each step's loss, and the rate by which it was made."""
+    trainer, optimizer = started(rate)
+    group, seen = optimizer.param_groups[0], list[tuple[float | None, float]]()
+    with trainer:
+        for metrics in trainer.train(batches(), steps, checkpoint=folder, every=2, progress=False):
+            seen.append((metrics.loss, group["lr"]))
+            if metrics.step == 3:
+                group["lr"] = RATE / 4
+    return seen
+
+
 def test_plain_gradient_descent_in_the_loop_is_in_the_checkpoint(tmp_path: Path) -> None:
     trainer = _without_optimizer()
     folder, killed = tmp_path / "run", tmp_path / "killed"
