@@ -34,7 +34,7 @@ from shardc.frontend.model_changes import CompiledModel, changed
 from shardc.frontend.optimizer import initial_state
 from shardc.frontend.own_values import computed_buffers
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
-from shardc.frontend.program_optimizers import Optimizers, fingerprint, learning_rates, optimizers_of
+from shardc.frontend.program_optimizers import Optimizers, cycles_momentum, fingerprint, learning_rates, optimizers_of
 from shardc.ir import program as data
 from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
@@ -383,9 +383,10 @@ class Program(data.Program):
         if self.optimizer is not None:
             if fingerprint(self.optimizer) != self.baked:
                 message = "the optimizer's parameters or hyperparameters changed since the program was compiled"
-                raise error(
-                    "SC107", message, hint="only learning rates may change; trainer.recompile() goes on with others"
-                )
+                hint = "only learning rates may change; trainer.recompile() goes on with others"
+                if cycles_momentum(self.optimizer):
+                    hint = "a scheduler changes the momentum: pass it cycle_momentum=False"
+                raise error("SC107", message, hint=hint)
             return learning_rates(self.optimizer)
         return {name: torch.tensor(rate, dtype=torch.float64) for name, rate in self.plan.get("rates", {}).items()}
 

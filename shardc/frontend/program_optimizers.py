@@ -78,6 +78,11 @@ def stored_state(given: Optimizers) -> dict[Tensor, Mapping[str, Any]]:
     return {p: state for optimizer in optimizers_of(given) for p, state in optimizer.state.items()}
 
 
+def cycles_momentum(given: Optimizers) -> bool:
+    """Was a scheduler made for one of them that changes the momentum beside the rate?"""
+    return any(key in group for _, group in groups_of(given) for key in CYCLED)
+
+
 def group_indices(given: Optimizers, model: nn.Module) -> Iterator[tuple[str, int]]:
     """(parameter's first name, index of its group). Raises ShardcError (SC107) for a parameter that is not the model's,
     one of two optimizers, and a scheduler that changes more than learning rates."""

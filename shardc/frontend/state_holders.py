@@ -346,8 +346,14 @@ def _in_environment(package: str) -> bool:
     if package in _LIBRARIES:
         return True
     file = getattr(sys.modules.get(package), "__file__", None)
-    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in installed)
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in _installed_folders())
+
+
+def _installed_folders() -> set[Path]:
+    """Where packages are installed: the environment's folders, and those of the path that say what was installed there
+    (`pip install --user`, `--target`, a distribution's). A project that is installed in place lies in none."""
+    folders = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    return folders | {Path(folder) for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)}
 
 
 def _content(cell: CellType) -> Any:

@@ -358,6 +358,16 @@ def test_a_scheduler_that_cycles_momentum() -> None:
         step_graph(model, batch, loss, optimizer)
 
 
+def test_a_scheduler_that_cycles_momentum_is_made_after_the_program() -> None:
+    model, batch, loss = mlp(width=6, hidden=10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = shardc.compile(model, batch, mesh="dp=2", loss=loss, optimizer=optimizer).launch()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    with pytest.raises(ShardcError, match="pass it cycle_momentum=False") as caught:
+        next(trainer.train([batch], 1, scheduler=schedule, progress=False))
+    assert caught.value.code == "SC107"
+
+
 def test_fingerprint() -> None:
     model, *_ = mlp(width=6, hidden=10)
     optimizer = OPTIMIZERS["adamw"](model)

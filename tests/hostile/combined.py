@@ -284,7 +284,9 @@ class Combination:
     def monitor(self) -> str | None:
         return {"plateau": "loss", "plateau of evaluations": "evaluated.loss"}.get(self.scheduler or "")
 
-    def change(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> bool:
+    def change(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], step: int
+    ) -> bool:
         """What happens to the model after a step, if anything."""
         last = self.event == "both" and step == self.at + 1
         if step != self.at and not last:
@@ -293,6 +295,9 @@ class Combination:
             model.embed.requires_grad_(True)  # type: ignore[union-attr]
         if self.event == "group":
             optimizers[0].add_param_group({"params": model.embed.parameters()})  # type: ignore[union-attr]
+            if self.scheduler == "lambda":  # torch's own lists, which it does not add to
+                schedulers[0].lr_lambdas.append(schedulers[0].lr_lambdas[0])
+                schedulers[0].base_lrs.append(optimizers[0].param_groups[-1]["lr"])
         if self.event == "freeze":
             model.b.requires_grad_(False)  # type: ignore[union-attr]
         if self.event == "both":
@@ -372,7 +377,7 @@ def eagerly(drawn: Combination) -> Trace:
             if averaged is not None:
                 averages = dict(averaged.module.named_parameters())
                 trace.note_all(step, "average of", averages if averaged.n_averaged else dict(model.named_parameters()))
-            drawn.change(model, optimizers, step)
+            drawn.change(model, optimizers, schedulers, step)
     return trace
 
 
@@ -502,7 +507,7 @@ def run_sharded(
     optimizers = drawn.optimizers(model)
     schedulers = drawn.schedulers(optimizers)
     for step in range(1, done + 1):  # as the script of a user who resumes does
-        drawn.change(model, optimizers, step)
+        drawn.change(model, optimizers, schedulers, step)
     sample = drawn.batch(0, ROWS, LENGTH)
     program = shardc.compile(model, sample, mesh=mesh, plan=plan, optimizer=optimizers)
     trainer = program.launch()
@@ -529,7 +534,7 @@ def run_sharded(
             trace.note_all(step, "average of", {name: averages[name] for name, _ in model.named_parameters()})
         if drawn.between and step % 2 == 0:
             between(drawn, trainer, ema, model, folder)
-        if drawn.change(model, optimizers, step):
+        if drawn.change(model, optimizers, schedulers, step):
             trainer.recompile()
         if step == stop:
             break

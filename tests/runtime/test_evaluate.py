@@ -89,6 +89,26 @@ def exact(model: nn.Module, trainer: Trainer, batches: list[dict[str, Tensor]]) 
     return float((losses * rows).sum() / rows.sum()), float((scalars * rows).sum() / rows.sum())
 
 
+class Weighed(nn.Module):
+    """Its first input is shared by all rows."""
+
+    def forward(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (x @ weights - y).square().mean()
+
+
+@pytest.mark.parametrize("inputs", [{}, {"x": "dp, -", "y": "dp"}])
+def test_rows_are_those_of_most_tensors_where_no_plan_says_so(inputs: dict[str, str]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = [
+        {"weights": torch.ones(6), "x": torch.randn(n, 6, generator=draw), "y": torch.randn(n, generator=draw)}
+        for n in (8, 8, 2)
+    ]
+    trainer = shardc.compile(Weighed(), given[0], mesh="dp=2", plan={"inputs": inputs}, mode="eval").launch()
+    losses = torch.tensor([float(Weighed()(**each)) for each in given], dtype=torch.float64)
+    rows = torch.tensor([8, 8, 2], dtype=torch.float64)
+    assert trainer.evaluate(given).loss == pytest.approx(float((losses * rows).sum() / rows.sum()), rel=1e-6)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_means_are_those_of_the_eager_model_on_the_present_weights(name: str) -> None:

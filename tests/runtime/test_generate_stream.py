@@ -206,9 +206,12 @@ def test_a_decode_step_sends_what_tensor_parallelism_must_and_a_prompt_that_join
             assert [c.kind for c in collectives] == ["all_reduce"] * 5 + choice
             assert {tuple(c.axes) for c in collectives} == {("tp",)}
             assert {c.payload_bytes for c in collectives[:5]} == {rows // 2 * width * 32 * 4}
-        decode, prefill = ({n: t.placement for n, (_, t) in s.inputs.items() if n.startswith("_cache.")}
-                           for s in (programs.decode, programs.prefill(11)))  # fmt: skip
-        assert set(decode.values()) == {(("dp",), ("tp",), (), ())}
+        decode, prefill = (
+            {n: [tuple(axis for atom in dim for axis in atom.axes) for dim in t.dims]
+             for n, (_, t) in step.inputs.items() if n.startswith("_cache.")}
+            for step in (programs.decode, programs.prefill(11))
+        )  # fmt: skip
+        assert all(dims == [("dp",), ("tp",), (), ()] for dims in decode.values())
         assert decode == prefill, "keys and values are made where they are held"
 
 

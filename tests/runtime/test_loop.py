@@ -8,13 +8,14 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
@@ -164,6 +165,18 @@ def test_a_scheduler_that_wants_a_metric_is_refused() -> None:
     with trainer, pytest.raises(ShardcError, match="ReduceLROnPlateau wants a metric") as caught:
         next(trainer.train(batches(), 2, scheduler=plateau))
     assert caught.value.code == "SC552"
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_what_is_counted_is_named(tokens: bool) -> None:
+    """Images and regressions have no tokens."""
+    model = nn.Embedding(8, 4) if tokens else nn.Linear(6, 4)
+    given = torch.zeros(4, 6, dtype=torch.int64) if tokens else torch.zeros(4, 6)
+    program = shardc.compile(model, given, mesh="dp=2", plan={}, loss=lambda y, _: y.square().mean())
+    metrics = next(program.launch().train([given], 1, progress=False))
+    assert metrics.items == (24 if tokens else 4)
+    assert f"{'tokens' if tokens else 'samples'}/s  " in str(replace(metrics, seconds=100.0))
+    assert ("0.24 tokens/s" if tokens else "0.04 samples/s") in str(replace(metrics, seconds=100.0))
 
 
 def test_metrics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,31 @@ def test_a_checkpoint_holds_what_the_caller_did_after_its_step(tmp_path: Path) -
     assert optimizer.param_groups[0]["lr"] == reduced == RATE * 0.5**3
 
 
+@pytest.mark.parametrize("rate", [RATE, 0.4])
+def test_a_rate_that_the_caller_sets_is_in_the_checkpoint(tmp_path: Path, rate: float) -> None:
+    """It is taken up where the script begins as it did; one that begins with another rate means that one."""
+    whole = _set_by_hand(tmp_path / "whole", RATE, 6)
+    assert [used for _, used in whole] == [RATE] * 3 + [RATE / 4] * 3
+    first = _set_by_hand(tmp_path / "run", RATE, 4)
+    rest = _set_by_hand(tmp_path / "run", rate, 6)
+    if rate == RATE:
+        assert first + rest == whole
+    else:
+        assert [used for _, used in rest] == [rate] * 2
+
+
+def _set_by_hand(folder: Path, rate: float, steps: int) -> list[tuple[float | None, float]]:
+    """Each step's loss, and the rate by which it was made."""
+    trainer, optimizer = started(rate)
+    group, seen = optimizer.param_groups[0], list[tuple[float | None, float]]()
+    with trainer:
+        for metrics in trainer.train(batches(), steps, checkpoint=folder, every=2, progress=False):
+            seen.append((metrics.loss, group["lr"]))
+            if metrics.step == 3:
+                group["lr"] = RATE / 4
+    return seen
+
+
 def test_plain_gradient_descent_in_the_loop_is_in_the_checkpoint(tmp_path: Path) -> None:
     trainer = _without_optimizer()
     folder, killed = tmp_path / "run", tmp_path / "killed"
@@ -205,6 +230,37 @@ def test_what_is_refused(code: str, what: str, arguments: dict[str, Any]) -> Non
     with trainer, pytest.raises(ShardcError, match=what) as caught:
         next(trainer.train(batches(), 2, progress=False, **arguments))
     assert caught.value.code == code
+
+
+GROUPED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=9.0, min_lr=[0.001]),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_that_a_scheduler_does_not_know(name: str) -> None:
+    """Torch itself fails there without a word of the group, or takes it; ours says what mends it."""
+    model = Line()
+    optimizer = torch.optim.SGD([model.a.weight], lr=RATE)
+    trainer = shardc.compile(model, batch(0), mesh="dp=2", plan={"inputs": {"x": "dp"}}, optimizer=optimizer).launch()
+    scheduler = GROUPED[name](optimizer)
+    monitor = "loss" if name == "ReduceLROnPlateau" else None
+    steps = trainer.train([batch(0)] * 5, 5, scheduler=scheduler, monitor=monitor, progress=False)
+    with trainer:
+        next(steps)
+        optimizer.add_param_group({"params": [model.a.bias]})
+        trainer.recompile()
+        if name == "StepLR":
+            assert [list(metrics.learning_rates) for metrics in steps][-1] == [RATE / 2**4, RATE / 2**3]
+            return
+        with pytest.raises(ShardcError, match=f"a {name} has values for 1 of the optimizer's 2 parameter") as caught:
+            list(steps)
+    assert caught.value.code == "SC553"
+    if name == "LambdaLR":
+        assert "scheduler.base_lrs.append(...), scheduler.lr_lambdas.append(...)" in str(caught.value)
 
 
 def test_a_metric_that_only_an_evaluation_shows_to_be_missing() -> None:

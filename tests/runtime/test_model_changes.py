@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import importlib
+import sys
 import warnings
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,25 +147,38 @@ def test_values_that_are_written_to_the_model_are_spoken_of() -> None:
     again.step(DATA[1])
 
 
+SOURCE = """
+import threading
+from types import SimpleNamespace
+
 class Monitor(threading.Thread):
-    """A thread that holds a number, which changes at any time."""
+    woken = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.woken = 0
+class Mark:
+    woken = 0
 
-
-class LibraryMonitor(Monitor):
-    """One that an installed package keeps for itself."""
-
-    __module__ = "pytest"
+version = SimpleNamespace(major=1)
+"""
 
 
-@pytest.mark.parametrize("kind", [Monitor, LibraryMonitor])
-def test_a_librarys_thread_changes_for_itself(kind: type[Monitor]) -> None:
+@pytest.fixture
+def library(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module of a folder on the path; if it is asked for by True, one where packages were installed."""
+    name = f"a_module_{'installed' if (installed := getattr(request, 'param', True)) else 'of_a_project'}"
+    (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
+    if installed:
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+@pytest.mark.parametrize("library", [True, False], indirect=True)
+def test_a_librarys_thread_changes_for_itself(library: Any) -> None:
     """`tqdm` keeps a thread on its class, which forward may read: the model is the same whatever that thread does.
     What a user's own thread holds is a part of the model, as all that forward reads is."""
-    monitor = kind()
+    monitor = library.Monitor()
+    monitor.woken = 0
 
     class Watched(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -174,10 +189,11 @@ def test_a_librarys_thread_changes_for_itself(kind: type[Monitor]) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         program.launch().close()
-    assert [("woken" in str(warning.message)) for warning in said] == ([True] if kind is Monitor else [])
+    changed = [True] if library.__name__ == "a_module_of_a_project" else []
+    assert [("woken" in str(warning.message)) for warning in said] == changed
 
 
-def test_what_is_a_librarys_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_a_librarys_is_not_looked_into(library: Any) -> None:
     """A library's function reads another library's state; a user's function that was put there is looked into."""
     state = SimpleNamespace(calls=0)
     scope: dict[str, Any] = {"__name__": "transformers.fake", "LEVEL": 1.0}
@@ -186,20 +202,19 @@ def test_what_is_a_librarys_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) 
         return h * (2.0 if state.calls else 1.0)
 
     def wrapped(h: Tensor) -> Tensor:
-        return library(h)
+        return of_transformers(h)
 
-    source = "def library(h):\n    assert pytest.version_tuple\n    Mark.woken += 0\n    return LEVEL * user(h)\n"
-    scope |= {"pytest": pytest, "Mark": pytest.Mark, "user": scaled}
+    source = "def of_transformers(h):\n    assert other.version\n    Mark.woken += 0\n    return LEVEL * user(h)\n"
+    scope |= {"other": library, "Mark": library.Mark, "user": scaled}
     exec(source, scope)
-    library = scope["library"]
-    monkeypatch.setattr(pytest.Mark, "woken", 0, raising=False)
+    of_transformers = scope["of_transformers"]
 
     class Wrapping(Net):
         def forward(self, x: Tensor) -> Tensor:
             return wrapped(super().forward(x))
 
     program = shardc.compile(made(Wrapping), DATA[0], mesh=MESH, plan=PLAN)
-    pytest.Mark.woken = 1
+    library.Mark.woken = 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         program.launch().close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -167,7 +168,7 @@ class Evaluator:
         return parts.joined(batch, math.gcd(self._rows(batch[0]), parts.microbatches))
 
     def _rows(self, batch: Any) -> int:
-        """How many rows a batch has: dim 0 of the first input whose rows the plan shards, else of its first tensor."""
+        """How many rows a batch has: dim 0 of the first input whose rows the plan shards, else of most tensors."""
         placed = {name: type for name, (port, type) in self._training.placed.items() if port.role == "input"}
         tensors = batch_inputs(batch, list(placed))
         sharded = (n for n, type in placed.items() if n in tensors and type.dims and any(a.axes for a in type.dims[0]))
@@ -204,9 +205,10 @@ def _when(step: int) -> str:
 
 
 def _rows(batch: Any) -> int:
-    """The dim 0 that a batch is split along: that of its first tensor."""
-    shapes = (tuple(leaf.shape) for _, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
-    return next((shape[0] for shape in shapes if shape), 1)
+    """The size of dim 0 that most tensors of a batch have; of equally many, the first: a table, or a mask that all rows
+    share, is beside inputs and labels that have the rows."""
+    sizes = [leaf.shape[0] for _, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return Counter(sizes).most_common(1)[0][0] if sizes else 1
 
 
 def _check(steps: object) -> None:

@@ -28,7 +28,7 @@ from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.device_copy import Copier
 from shardc.runtime.train.interruptions import Interruptions
 from shardc.runtime.train.loading import Loading, kept, resumed
-from shardc.runtime.train.loop_state import LoopState, Stateful
+from shardc.runtime.train.loop_state import LoopState, Rates, Stateful, rates_by_optimizer
 from shardc.runtime.train.lr_schedule import Scheduler, Schedulers, rates_of, schedulers_of
 from shardc.runtime.train.metrics import Evaluated, Metrics, measure
 from shardc.runtime.train.progress_line import ProgressLine
@@ -86,6 +86,7 @@ class Run:
     data: object = None  # and where among them, by `loading.kept`;
     call: int = 1  # of `train`, in which it was
     calls: int = 0  # of `train`, so far
+    rates: Rates = ()  # of the optimizers' groups, at the first call
 
     def take_up(self, trainer: Steps, folder: Path, state: LoopState) -> None:
         """Resume from a checkpoint, unless the trainer is already at it."""
@@ -120,9 +121,10 @@ def train(
     schedulers = schedulers_of(scheduler)
     after = AfterStep(trainer, schedulers, monitor, callbacks, evaluate, evaluate_every)
     after.check(batches)
-    state = LoopState.of(schedulers, stateful, callbacks, trainer.optimizers)
-    folder = None if checkpoint is None else place_of(checkpoint)
     run = trainer.run
+    run.rates = run.rates or rates_by_optimizer(trainer.optimizers)
+    state = LoopState.of(schedulers, stateful, callbacks, trainer.optimizers, run.rates)
+    folder = None if checkpoint is None else place_of(checkpoint)
     if folder is not None:
         state.check()
         trainer.checkpoints.reserve(folder)

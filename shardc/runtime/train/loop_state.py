@@ -1,6 +1,7 @@
 """What of the loop's objects a checkpoint holds: of the schedule, of callbacks, and of what the caller names.
 
     {"scheduler": {...}, "scheduled": [0], "learning_rates": [0.1],      of which of the program's optimizers, and rates
+     "set_rates": [[[0.1, 0.05]]],           of optimizers without a schedule: each group's first rate and its present
      "stateful": {"EarlyStopping": {"best": 3.2, ...}, "sampler": {...}}}
 
 It is JSON, which knows no keys but text (a MultiStepLR counts milestones by number) and no tensors (a rate may be one):
@@ -20,6 +21,7 @@ import torch
 from shardc.ir.diagnostic import error
 from shardc.runtime.train.lr_schedule import Scheduler, groups_of
 
+Rates = tuple[tuple[float, ...], ...]
 KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}  # of mappings with other keys than text
 
 
@@ -32,11 +34,12 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class LoopState:
-    """The objects by name, and the optimizers whose rates go with a schedule."""
+    """The objects by name, the program's optimizers, and the rates that their groups had at the first call."""
 
     schedulers: Sequence[Scheduler]
     stateful: Mapping[str, Stateful]
     optimizers: Sequence[torch.optim.Optimizer]
+    first_rates: Rates = ()
 
     @classmethod
     def of(
@@ -45,6 +48,7 @@ class LoopState:
         stateful: object,
         callbacks: Sequence[Any],
         optimizers: Sequence[torch.optim.Optimizer],
+        first_rates: Rates = (),
     ) -> LoopState:
         """Raises ShardcError (SC553) for what has no state to save."""
         if not isinstance(stateful, Mapping | None):
@@ -62,7 +66,7 @@ class LoopState:
                 number += 1
                 key = f"{name} {number}"
             named[key] = callback
-        return cls(schedulers, named, optimizers)
+        return cls(schedulers, named, optimizers, first_rates)
 
     def check(self) -> None:
         """Raise ShardcError (SC408) for a state that cannot be saved, before the first step is made."""
@@ -86,6 +90,9 @@ class LoopState:
         if groups := self._scheduled():
             # torch keeps the present rates with the optimizer, not with its schedule.
             extra["learning_rates"] = [float(group["lr"]) for group in groups]
+        since = self._set_since()
+        if any(first != rate for pairs in since for first, rate in pairs):
+            extra["set_rates"] = since
         return extra
 
     def load(self, extra: Mapping[str, Any]) -> None:
@@ -114,10 +121,24 @@ class LoopState:
                 value.load_state_dict(restored(saved[name]))
         if len(groups) == len(rates):
             for group, rate in zip(groups, rates, strict=True):
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                _set_rate(group, rate)
+        for optimizer, pairs in zip(self.optimizers, extra.get("set_rates", ()), strict=False):
+            if not self._has_schedule(optimizer):
+                for group, (first, rate) in zip(optimizer.param_groups, pairs, strict=False):
+                    if float(group["lr"]) == first:  # else the script begins with another rate by now, which is meant
+                        _set_rate(group, rate)
+
+    def _set_since(self) -> list[list[list[float]]]:
+        """Of each optimizer the first and the present rates of its groups, none where a schedule sets them."""
+        present = rates_by_optimizer(self.optimizers)
+        since: list[list[list[float]]] = []
+        for optimizer, first, now in zip(self.optimizers, self.first_rates or present, present, strict=True):
+            pairs = zip([*first, *now[len(first) :]], now, strict=True)
+            since.append([] if self._has_schedule(optimizer) else [list(pair) for pair in pairs])
+        return since
+
+    def _has_schedule(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(getattr(v, "optimizer", None) is optimizer for v in (*self.schedulers, *self.stateful.values()))
 
     def _owners(self) -> list[int]:
         """Which of the program's optimizers each scheduler is of."""
@@ -126,8 +147,19 @@ class LoopState:
 
     def _scheduled(self) -> list[dict[str, Any]]:
         """The parameter groups of the program's optimizers that a schedule is of."""
-        owners = [getattr(value, "optimizer", None) for value in (*self.schedulers, *self.stateful.values())]
-        return groups_of(o for o in self.optimizers if any(o is owner for owner in owners))
+        return groups_of(optimizer for optimizer in self.optimizers if self._has_schedule(optimizer))
+
+
+def rates_by_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> Rates:
+    """The present rates of each one's parameter groups."""
+    return tuple(tuple(float(group["lr"]) for group in optimizer.param_groups) for optimizer in optimizers)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardc.ir.diagnostic import error
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.runtime.train.metrics import Metrics
 from shardc.torch_compat import count_optimizer_step
 
@@ -27,6 +27,7 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+_PER_GROUP = ("base_lrs", "lr_lambdas", "min_lrs", "max_lrs")  # lists of torch's schedulers: an item a parameter group
 Schedulers = Scheduler | Sequence[Scheduler] | None  # as `train` takes them: of each of the program's optimizers
 
 
@@ -93,13 +94,38 @@ def check_metric(name: object, evaluates: bool) -> None:
 
 
 def step_schedules(schedulers: Sequence[Scheduler], monitor: str | None, metrics: Metrics) -> None:
-    """Step the schedules after a step; one that wants a metric of evaluations, after those."""
+    """Step the schedules after a step; one that wants a metric of evaluations, after those.
+
+    Raises ShardcError (SC553) for one that does not know a parameter group that was added after it was made."""
     for scheduler in schedulers:
         count_optimizer_step(scheduler.optimizer)
-        if not wants_metric(scheduler):
-            scheduler.step()
-        elif monitor is not None and (value := metrics.value(monitor)) is not None:
-            scheduler.step(value)
+        try:
+            if not wants_metric(scheduler):
+                scheduler.step()
+            elif monitor is not None and (value := metrics.value(monitor)) is not None:
+                scheduler.step(value)
+        except (ValueError, KeyError, RuntimeError) as failure:
+            if (unknown := _unknown_group(scheduler, failure)) is None:
+                raise
+            raise unknown from failure
+
+
+def _unknown_group(scheduler: Scheduler, failure: Exception) -> ShardcError | None:
+    """The error of a scheduler of torch that lacks values for a group which its optimizer was given since.
+
+    Those that read a group's own rate, as StepLR, take a new group as it is. The others keep a value a group.
+    """
+    groups, attributes = scheduler.optimizer.param_groups, vars(scheduler)
+    lists = [name for name in _PER_GROUP if isinstance(attributes.get(name), list)]
+    counts = [len(attributes[name]) for name in lists] + [sum("initial_lr" in group for group in groups)]
+    known = min((count for count in counts if count), default=0)
+    if not 0 < known < len(groups):
+        return None
+    message = f"a {type(scheduler).__name__} has values for {known} of the optimizer's {len(groups)} parameter groups"
+    hint = "a group was added after the scheduler was made: make the scheduler behind it"
+    if lists and not isinstance(failure, KeyError):
+        hint += ", or give it the group's values: " + ", ".join(f"scheduler.{name}.append(...)" for name in lists)
+    return error("SC553", message, hint=hint)
 
 
 def rates_of(schedulers: Sequence[Scheduler]) -> tuple[float, ...]:

@@ -79,6 +79,7 @@ class Metrics:
     loss_scale: float | None = None
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
     evaluated: Evaluated | None = None
+    unit: str = "tokens"  # what `items` are: or "samples"
 
     @property
     def items_per_second(self) -> float:
@@ -111,7 +112,7 @@ class Metrics:
         parts += [f"{name} {value:.4g}" for name, value in self.scalars.items()]
         if self.evaluated is not None:
             parts.append(f"evaluated: {self.evaluated}")
-        parts += [f"{short_count(self.items_per_second)} tokens/s", human_bytes(self.memory)]
+        parts += [f"{short_count(self.items_per_second)} {self.unit}/s", human_bytes(self.memory)]
         return "  ".join([*parts, *(["skipped"] if self.skipped else [])])
 
 
@@ -132,17 +133,25 @@ def measure(
         skipped=finite is not None and not bool(finite),
         loss_scale=None if scale is None else float(scale),
         scalars={name: float(value) for name, value in getattr(result, "scalars", {}).items() if name != "loss"},
+        unit="samples" if _tokens(batch[0] if isinstance(batch, Parts) else batch) is None else "tokens",
     )
 
 
 def count_items(batch: Any) -> int:
     """Tokens of a batch, or its samples; see `Metrics`."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else (batch,)
-    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
-    for tensor in tensors:
-        if tensor.ndim > 1 and not tensor.is_floating_point():
-            return tensor.numel()
+    tensors, tokens = _tensors(batch), _tokens(batch)
+    if tokens is not None:
+        return tokens.numel()
     return tensors[0].shape[0] if tensors else 0
+
+
+def _tokens(batch: Any) -> torch.Tensor | None:
+    return next((tensor for tensor in _tensors(batch) if tensor.ndim > 1 and not tensor.is_floating_point()), None)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else (batch,)
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
 
 
 def memory_held(device: torch.device) -> int:
@@ -154,8 +163,8 @@ def memory_held(device: torch.device) -> int:
 
 
 def short_count(count: float) -> str:
-    """`512`, `8.1k`, `1.2M`."""
+    """`0.47`, `512`, `8.1k`, `1.2M`."""
     for scale, unit in ((1e6, "M"), (1e3, "k")):
         if count >= scale:
             return f"{count / scale:.1f}{unit}"
-    return f"{count:.0f}"
+    return f"{count:.2g}" if count < 10 else f"{count:.0f}"
