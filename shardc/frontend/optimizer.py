@@ -22,6 +22,7 @@ from shardc.frontend.gradients import Final, finish
 from shardc.frontend.optimizer_trace import Update, check, hyperparameters, trace_update
 from shardc.frontend.precision import Precision
 from shardc.frontend.program_optimizers import Group, Optimizers, group_indices, groups_of, stored_state
+from shardc.frontend.update_cache import CHECKED, UPDATES, remember, shared_options
 from shardc.frontend.whole_matrices import Core, append_together, batched, core_of
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
@@ -203,7 +204,8 @@ class _Updates:
     groups: Sequence[Group]
     together: int  # matrices at most, 0 for as many as there are ranks
     known: dict[Hashable, Update] = field(default_factory=dict[Hashable, Update])
-    checked: set[Hashable] = field(default_factory=set[Hashable])
+    checked: dict[Hashable, None] = field(default_factory=dict[Hashable, None])
+    shared: dict[int, Hashable | None] = field(default_factory=dict[int, Hashable | None])  # options of each group
     cores: dict[int, Core | None] = field(default_factory=dict[int, "Core | None"])  # by the id of an update of `known`
     bodies: dict[tuple[int, int], Graph] = field(default_factory=dict[tuple[int, int], Graph])
 
@@ -221,12 +223,18 @@ class _Updates:
 
     def of(self, index: int, type: TensorType) -> Update:
         optimizer, group = self.groups[index]
-        options = (id(optimizer), hyperparameters(group))
-        tall = type.ndim > 1 and type.shape[0] > type.shape[-1]
-        if (options, type.ndim, tall) not in self.checked:
-            check(optimizer, group, type.ndim, tall=tall)
-            self.checked.add((options, type.ndim, tall))
+        if index not in self.shared:
+            self.shared[index] = shared_options(optimizer, group)
+        options = self.shared[index] or (id(optimizer), hyperparameters(group))
+        checked, known = (CHECKED, UPDATES) if self.shared[index] else (self.checked, self.known)
         key = (options, type.shape, type.dtype)
-        if key not in self.known:
-            self.known[key] = trace_update(optimizer, group, type.shape, type.dtype)
-        return self.known[key]
+        if key in self.known:
+            return self.known[key]
+        tall = type.ndim > 1 and type.shape[0] > type.shape[-1]
+        if (options, type.ndim, tall) not in checked:
+            check(optimizer, group, type.ndim, tall=tall)
+            remember(checked, (options, type.ndim, tall), None)
+        if key not in known:
+            remember(known, key, trace_update(optimizer, group, type.shape, type.dtype))
+        self.known[key] = known[key]
+        return known[key]

@@ -41,9 +41,8 @@ HINT = (
 )
 TOLERANCE = 1e-10
 # How a step is computed, and what schedulers keep in a group: not part of what the update is.
-INCIDENTAL = frozenset(("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr")) | frozenset(
-    ("foreach", "fused", "capturable", "differentiable")
-)
+FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+INCIDENTAL = frozenset(("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr")) | FLAGS
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,8 +41,7 @@ _LEAVES = (bool, int, float, complex, str, bytes, type(None))  # which hold noth
 _DEPTH = 4  # of containers and plain objects below a module
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a value lies: the module that holds it, and the way to it as the user would write it."""
 
     module: str = ""
@@ -86,8 +85,7 @@ class Change:
         return len(both) == 2 and both[0] != both[1]
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     place: Place
     holder: Holder
     items: Mapping[object, Any]  # what it held, in order
@@ -167,12 +165,13 @@ def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
         seen[id(value)] = value
         yield place, value
         deeper = isinstance(value, (tuple, partial))  # and not by going from an object to its class, or to a method
-        todo += [(place.item(i) if deeper else place, part) for i, part in enumerate(inside(value))]
+        parts = enumerate(inside(value))
+        todo += [(place.item(i) if deeper else place, part) for i, part in parts if id(part) not in seen]
         for holder in holders_of(value):
             todo += [
                 (_below(place, holder, key), item)
                 for key, item in holder.items().items()
-                if type(item) not in _LEAVES  # most of what modules hold
+                if type(item) not in _LEAVES and id(item) not in seen  # most of what modules hold
             ]
 
 

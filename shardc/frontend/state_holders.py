@@ -112,9 +112,13 @@ class Variables:
         names = function.__code__.co_freevars
         self._cells: dict[str, CellType] = dict(zip(names, function.__closure__ or (), strict=True))
         self._globals = function.__globals__
-        changing = (n for n in function.__code__.co_names if _changes(self._globals.get(n)))
         library = _package(function) in _LIBRARIES
-        self._names = [n for n in changing if not (library and _is_installed(self._globals.get(n)))]
+        self._names = [
+            name
+            for name in function.__code__.co_names
+            if name not in self._globals  # most are names of attributes; a step may make one of them a global
+            or (_changes(value := self._globals[name]) and not (library and _is_installed(value)))
+        ]
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._defaults = [value for value in defaults if _changes(value)]
 
@@ -327,7 +331,12 @@ def _changes(value: Any) -> bool:
     """Can a global or a class's attribute change from step to step, or hold what does? What is a user's own can."""
     if isinstance(value, (FunctionType, type)):
         return _package(value) not in (_NOBODYS if isinstance(value, FunctionType) else _LIBRARIES)
-    return isinstance(value, _CHANGING) or type(value).__name__ == "ndarray" or _package(type(value)) not in _LIBRARIES
+    return _instances_change(type(value))
+
+
+@lru_cache(maxsize=4096)
+def _instances_change(cls: type) -> bool:
+    return issubclass(cls, _CHANGING) or cls.__name__ == "ndarray" or _package(cls) not in _LIBRARIES
 
 
 def _package(value: Any) -> str:

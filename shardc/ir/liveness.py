@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.ir.buckets import pieces
 from shardc.ir.collectives import KINDS
-from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name, operands
+from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name
 from shardc.ir.in_place import writes
 from shardc.ir.microbatch import GIVEN, MADE
 from shardc.ir.ops.accumulate import ACCUMULATE
@@ -64,8 +64,9 @@ def lives(
     life_of: dict[Storage, Life] = {}
     earlier: list[Life] = []
     weights = {node for port, node in zip(body.inputs, body.placeholders, strict=True) if port.role == "param"}
+    moves: dict[int, bool] = {}  # by the id of an op, whose own hash is written in Python
     for index, call in enumerate(calls):
-        phase, sources = info(call).phase, operands(call)
+        phase, sources = info(call).phase, call.all_input_nodes
         of_weights = bool(sources) and weights.issuperset(sources)
         read = index if times is None else times.read[index]
         for source in sources:
@@ -82,7 +83,9 @@ def lives(
             owns_storage = storage.value is value or in_bucket
             if owns_storage and storage not in life_of and (value not in over or over[value].op is None):
                 target = call.target
-                moved = in_bucket or target in (PACK, UNPACK) or op_name(target) in KINDS
+                if (moved := moves.get(id(target))) is None:
+                    moved = moves[id(target)] = target in (PACK, UNPACK) or op_name(target) in KINDS
+                moved = moved or in_bucket
                 now = index if times is None else times.arrived[index]
                 forever = times is not None and target is axis_offset
                 born = 0 if forever or (several and target is ACCUMULATE) else now

@@ -121,6 +121,7 @@ def schema_of(op: Any) -> Any:
     return op._schema
 
 
+@lru_cache(maxsize=4096)
 def yields_one_tensor(op: OpOverload) -> bool:
     """Does a call hold its value itself, or does it take getitems to get at several?"""
     returns = schema_of(op).returns

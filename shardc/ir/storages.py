@@ -92,23 +92,34 @@ def layouts(body: Graph) -> Layouts:
     storage_of: dict[fx.Node, Storage] = {}
     operand_of: dict[fx.Node, Operand] = {}
     mesh = body.mesh
+    in_order: dict[int, Operand] = {}  # by the id of a type, of which few are many values'
+
+    def contiguous(value: fx.Node) -> Operand:
+        type = type_of(value)
+        operand = in_order.get(id(type))
+        if operand is None:
+            operand = in_order[id(type)] = _in_order(type.local_shape(mesh), type.dtype)
+        return operand
+
     for node in body.placeholders:
-        type = type_of(node)
-        operand_of[node] = operand = _in_order(type.local_shape(mesh), type.dtype)
+        operand_of[node] = operand = contiguous(node)
         storage_of[node] = Storage(node, operand.bytes)
     for node in body.calls():
         results = _layouts(node, operand_of)
         for value, position in yields(node):
-            type = type_of(value)
-            operand_of[value] = operand = _in_order(type.local_shape(mesh), type.dtype)
+            operand_of[value] = operand = contiguous(value)
             layout = results[position] if position < len(results) else None
             if layout is None or layout.shape != operand.shape:
                 storage_of[value] = Storage(value, operand.bytes)
                 continue
             if layout.strides != operand.strides:
                 operand_of[value] = _strided(operand.shape, layout.strides, operand.dtype, operand.bytes)
-            views = layout.views
-            storage_of[value] = Storage(value, operand.bytes) if views is None else storage_of[operands(node)[views]]
+            views, args = layout.views, node.args
+            if views is None:
+                storage_of[value] = Storage(value, operand.bytes)
+            else:  # nearly always of the first argument
+                source = args[0] if views == 0 and args else None
+                storage_of[value] = storage_of[source if type(source) is fx.Node else operands(node)[views]]
     return Layouts(storage_of, operand_of)
 
 

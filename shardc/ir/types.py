@@ -85,8 +85,10 @@ class TensorType:
     atoms: tuple[Atom, ...] = field(init=False, compare=False, repr=False)  # dims flattened
     placement: tuple[Axes, ...] = field(init=False, compare=False, repr=False)  # the axes of each flat atom
     is_sharded: bool = field(init=False, compare=False, repr=False)  # does some atom have axes?
+    _hash: int = field(init=False, compare=False, repr=False)  # types are keys of many caches
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.dtype, self.dims, self.partial, self.ragged)))
         sizes = tuple([tuple([a.size for a in dim]) for dim in self.dims])
         atoms = tuple([a for dim in self.dims for a in dim])
         object.__setattr__(self, "sizes", sizes)
@@ -97,6 +99,12 @@ class TensorType:
         placement = tuple([a.axes for a in atoms])
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "is_sharded", any(placement))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[TensorType], tuple[object, ...]]:
+        return TensorType, (self.dtype, self.dims, self.partial, self.ragged)  # another process hashes otherwise
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorType:

@@ -25,6 +25,15 @@ INPUT_ROLES = {"param", "buffer", "input", "seed", "share", "state", "hyper", "v
 OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state", "value", "sum"}
 REDUCTIONS = {"sum", "max", "min"}
 TENSORS = (fx.Node, int, float, complex)  # torch wraps numbers
+VALUES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "str": (str,),
+    "float": (int, float),
+    "number": (bool, int, float, complex),
+    # torch's dtypes, layouts and memory formats are ints to a schema
+    "int": (int, torch.dtype, torch.layout, torch.memory_format),
+}
+Test = Callable[[Any], bool]
 
 
 def violations(graph: Graph) -> list[str]:
@@ -99,23 +108,21 @@ def arguments_fit(graph: Graph) -> list[str]:
     """Every call gives its op's schema what it asks for, tensors where it says Tensor and there alone."""
     faults: list[str] = []
     for node in graph.calls():
-        kinds = _positional(node.target)
-        if (
-            not node.kwargs
-            and len(kinds[0]) <= len(node.args) <= len(kinds[1])
-            and all(map(_fits, node.args, kinds[1]))
-        ):
-            continue  # most calls: nothing by name, nothing left out
+        args = node.args
+        if not node.kwargs:
+            required, tests = _positional(node.target)
+            if required <= len(args) <= len(tests) and all(map(_passes, tests, args)):
+                continue  # most calls: nothing by name, nothing left out
         names = [name for name, _, _ in _arguments(node.target)]
-        bound = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
+        bound = dict(zip(names, args, strict=False)) | dict(node.kwargs)
+        if len(args) > len(names) or not set(node.kwargs) <= set(names[len(args) :]):
             faults.append(f"{info(node).name}: the arguments are not those of {schema_of(node.target)}")
             continue
         for name, kind, required in _arguments(node.target):
             if name not in bound:
                 if required:
                     faults.append(f"{info(node).name}: {op_name(node.target)} lacks {name!r}")
-            elif not _fits(bound[name], kind):
+            elif not _test_of(kind)(bound[name]):
                 faults.append(f"{info(node).name}: {name!r} is {bound[name]!r}, the schema wants {kind}")
     return faults
 
@@ -202,36 +209,30 @@ def _arguments(op: OpOverload) -> tuple[tuple[str, str, bool], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _positional(op: OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The types of a schema's arguments up to the last that a call must give, and of all."""
+def _positional(op: OpOverload) -> tuple[int, tuple[Test, ...]]:
+    """How many of a schema's arguments a call must give, up to the last that it must; and the tests of all."""
     arguments = _arguments(op)
     required = max((i + 1 for i, (_, _, required) in enumerate(arguments) if required), default=0)
-    kinds = tuple(kind for _, kind, _ in arguments)
-    return kinds[:required], kinds
+    return required, tuple([_test_of(kind) for _, kind, _ in arguments])
 
 
-def _fits(value: Any, kind: str) -> bool:
+def _passes(test: Test, value: Any) -> bool:
+    return test(value)
+
+
+@lru_cache(maxsize=4096)
+def _test_of(kind: str) -> Test:
     """Is a value of the schema's type? Types that graphs hold little of (generators, storages) are not looked at."""
-    if kind == "Tensor":
-        return isinstance(value, TENSORS)
     if kind.startswith("Optional["):
-        return value is None or _fits(value, kind.removeprefix("Optional[").removesuffix("]"))
+        value_test = _test_of(kind.removeprefix("Optional[").removesuffix("]"))
+        return lambda value: value is None or value_test(value)
     if kind.startswith("List["):
-        inner = kind.removeprefix("List[").removesuffix("]")
+        item_test = _test_of(kind.removeprefix("List[").removesuffix("]"))
         # `int[2] stride` takes one int for both, and so on.
-        return all(_fits(v, inner) for v in value) if isinstance(value, list | tuple) else _fits(value, inner)
-    if isinstance(value, fx.Node):
-        return False
-    match kind:
-        case "bool":
-            return isinstance(value, bool)
-        case "str":
-            return isinstance(value, str)
-        case "float":
-            return isinstance(value, int | float)
-        case "number":
-            return isinstance(value, bool | int | float | complex)
-        case "int":  # torch's dtypes, layouts and memory formats are ints to a schema
-            return isinstance(value, int | torch.dtype | torch.layout | torch.memory_format)
-        case _:
-            return True
+        return lambda value: all(map(item_test, value)) if isinstance(value, list | tuple) else item_test(value)
+    if kind == "Tensor":
+        return lambda value: isinstance(value, TENSORS)
+    types = VALUES.get(kind)
+    if types is None:
+        return lambda value: not isinstance(value, fx.Node)
+    return lambda value: isinstance(value, types)

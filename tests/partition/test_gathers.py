@@ -183,6 +183,7 @@ def _local_bytes(program: StagedProgram, node: Any) -> int:
     return type.local_bytes(program.body.mesh)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_the_only_stage_of_a_rank_is_gathered_once(schedule: str) -> None:
     for microbatches in (3, 8):

@@ -187,6 +187,7 @@ def test_clusters_whose_spaces_agree_have_a_common_space(graph: Graph, monkeypat
     assert agreed > 2
 
 
+@pytest.mark.sampled(3)
 def test_an_elementwise_call_has_a_space(graph: Graph) -> None:
     ops = build_fusion_graph(graph).lowered.values()
     elementwise = [op for op in ops if op.access.is_elementwise and not op.access.strided_reads]
@@ -194,6 +195,7 @@ def test_an_elementwise_call_has_a_space(graph: Graph) -> None:
     assert all(find_space(op.prims, op.constraint) is not None for op in elementwise)
 
 
+@pytest.mark.sampled(3)
 def test_the_facts_of_a_renamed_call_are_those_of_its_operations(graph: Graph) -> None:
     """They are renamed with it, instead of being found anew."""
     kinds: dict[object, object] = {}

@@ -121,7 +121,7 @@ FLOORS: list[dict[str, str]] = [
             gradients ingest lifted_casts loss_gradients made_anew model_changes model_outputs
             op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
             provenance python_random python_state sample_call sample_values saved_state state_holders substitution
-            token_weights trace traced traced_graph traced_scalar unsupported whole_matrices
+            token_weights trace traced traced_graph traced_scalar unsupported update_cache whole_matrices
         """,
     },
     {

@@ -122,6 +122,7 @@ def test_a_checkpoint_has_it_on_another_mesh(tmp_path: Path) -> None:
     launched("zero1").load(tmp_path / "run", strict=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_averages_that_a_checkpoint_lacks_start_from_its_parameters(layout: str, strict: bool, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def tokens_of(stream: Iterator[Any]) -> dict[int, list[int]]:
 
 
 # ---------------------------------------------------------------------- the library's tokens, for each prompt alone
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2, tp=2"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mixtral"])
 def test_sequences_are_those_of_the_library_for_each_prompt_alone(name: str, mesh: str) -> None:

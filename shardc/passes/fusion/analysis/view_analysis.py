@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, operands, results, type_of
+from shardc.ir.graph import Graph, results, type_of
 from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.storages import Operand, operand_layouts
 from shardc.passes.fusion.analysis.iteration_space import Read, Shape, Strides, strided_runs
@@ -66,9 +66,12 @@ class ViewAnalysis:
         for node in graph.placeholders:
             shape = type_of(node).local_shape(graph.mesh)
             self.of[node] = StridedView(node, shape, _contiguous_strides(shape))
+        kinds: dict[int, tuple[bool, bool]] = {}  # by the id of an op: is it a view, and can it be fused?
         for node in graph.calls():
             values = [value for value in results(node) if value is not None]
-            is_view = node.target in VIEWS
+            if (kind := kinds.get(id(node.target))) is None:
+                kind = kinds[id(node.target)] = (node.target in VIEWS, node.target in fusible)
+            is_view, is_fusible = kind
             if is_view and (views := self._view(node, meta_views)) is not None:
                 shapes = [type_of(value).local_shape(graph.mesh) for value in values]
                 if [view.shape for view in views] == shapes:
@@ -76,7 +79,7 @@ class ViewAnalysis:
                     continue
             if is_view:
                 self.copying_views.add(node)
-            is_contiguous = is_view or node.target in fusible
+            is_contiguous = is_view or is_fusible
             for value in values:
                 shape = type_of(value).local_shape(graph.mesh)
                 contiguous = _contiguous_strides(shape)
@@ -99,7 +102,7 @@ class ViewAnalysis:
 
     def _view(self, node: fx.Node, meta_views: dict[Any, Any]) -> list[StridedView] | None:
         """The view that each used result is; None if the call copies."""
-        (source,) = operands(node)
+        (source,) = node.all_input_nodes
         memory = self.of[source]
         key = (node.target, memory.shape, memory.strides, memory.offset, str(node.args[1:]), str(node.kwargs))
         if key not in meta_views:

@@ -226,7 +226,9 @@ class _Merger:
         for value in cluster.reads:
             if readers := self.fellow_readers.get(value):
                 roots = {i if parent[i] == i else dag.find(i) for i in readers}
-                if len(roots) < len(readers):
+                if len(roots) == 1:
+                    del self.fellow_readers[value]  # all of them are this cluster
+                elif len(roots) < len(readers):
                     self.fellow_readers[value] = roots
                 linked |= roots
         linked.discard(number)

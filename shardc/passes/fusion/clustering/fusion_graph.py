@@ -186,7 +186,7 @@ def build_fusion_graph(
                 else:
                     readers[value] = {i}
         else:
-            bases = dict.fromkeys(operands(node))
+            bases = node.all_input_nodes
             for value in () if node.target in VIEWS else bases:
                 readers.setdefault(views.of[value].base, set()).add(i)
         edges += [(number[value], i) for value in bases if value in number]

@@ -144,7 +144,7 @@ class NumericSensitivity:
         if Reproducibility.BITWISE not in self.required.values():
             return set()
         sensitive = {i for i, op in self.lowered.items() if not self.repeatable(op.prims)}
-        if not sensitive or len({(node.target, *node.all_input_nodes) for node in self.calls}) == len(self.calls):
+        if not sensitive:
             return set()
         first: dict[fx.Node, fx.Node] = {}
 
@@ -155,10 +155,24 @@ class NumericSensitivity:
                 return tuple([key(item) for item in cast("Sequence[Any]", arg)])
             return repr(arg)
 
+        candidates: dict[Hashable, list[int]] = {}  # calls of one op on the same values: few are equal in all else
         calls_by_key: dict[Hashable, list[int]] = {}
-        for i, node in enumerate(self.calls):
+
+        def add(i: int) -> list[int]:
+            node = self.calls[i]
             duplicates = calls_by_key.setdefault((node.target, key(node.args), key([*node.kwargs.items()])), [])
             duplicates.append(i)
+            return duplicates
+
+        for i, node in enumerate(self.calls):
+            candidate = (id(node.target), *[first.get(value, value) for value in node.all_input_nodes])
+            others = candidates.setdefault(candidate, [])
+            others.append(i)
+            if len(others) == 1:
+                continue
+            if len(others) == 2:
+                add(others[0])
+            duplicates = add(i)
             if len(duplicates) == 1:
                 continue
             for value, original in zip(results(node), results(self.calls[duplicates[0]]), strict=False):

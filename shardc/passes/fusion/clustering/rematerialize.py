@@ -131,8 +131,9 @@ class _Rematerializer:
 
     def _improved(self, group: FusionGroup) -> FusionGroup:
         chains: dict[fx.Node, tuple[list[Prim], frozenset[fx.Node]]] = {}
+        recipes = self.recipes
         for value in sorted(group.reads, key=lambda v: v.name):
-            if self._recipe_of(value) is not None:
+            if (recipes[value] if value in recipes else self._recipe_of(value)) is not None:
                 expansion = _Expansion()
                 is_short = self._expand(value, group.reads, expansion, self.graph.bytes[value] // FREE_LEAF_RATIO)
                 if is_short and not repeats_expensive(expansion.prims.values(), group.constraint.size):
@@ -171,7 +172,7 @@ class _Rematerializer:
         """Collect the operations that compute a value from what is `present`, from operands of up to `free` bytes, and
         from values without a recipe. False as soon as there are too many: chains are long, and join many times."""
         self.expansions += 1
-        recipe = self._recipe_of(value)
+        recipe, recipes = self._recipe_of(value), self.recipes
         assert recipe is not None
         expansion.visited.add(value)
         expansion.outs.update(recipe.prims)
@@ -180,7 +181,7 @@ class _Rematerializer:
         for read in recipe.reads:
             if read in present or read in expansion.visited or self.graph.bytes[read] <= free:
                 continue
-            if self._recipe_of(read) is None:
+            if (recipes[read] if read in recipes else self._recipe_of(read)) is None:
                 expansion.leaves.add(read)
             elif not self._expand(read, present, expansion, free):
                 return False
