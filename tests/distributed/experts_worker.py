@@ -14,8 +14,16 @@ import shardc
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS, ROWS, LENGTH = 20, 8, 32
 EXPERTS = {"params": {"**.experts.*": "ep"}, "inputs": {"input_ids": "dp, -", "labels": "dp, -"}}
+SENT = EXPERTS | {"inputs": {"input_ids": "dp.ep, -", "labels": "dp.ep, -"}, "experts": "all_to_all"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2ep2": ("dp=2, ep=2", EXPERTS),
+    "all-to-all": ("dp=2, ep=2", SENT),
+    "all-to-all zero3": ("dp=2, ep=2", SENT | {"storage": {"zero": 3, "axes": ["dp"]}}),
+    "all-to-all ep4": ("ep=4", SENT | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}}),
+    "all-to-all pipeline": (
+        "pp=2, ep=2",
+        SENT | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}, "pipeline": {"axis": "pp", "microbatches": 2}},
+    ),
     "zero3": ("dp=2, ep=2", EXPERTS | {"storage": {"zero": 3, "axes": ["dp"]}}),
 }
 
