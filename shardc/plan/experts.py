@@ -42,7 +42,8 @@ class Experts(FrozenValue):
         if value not in get_args(Dispatch):
             message = f"'experts.dispatch' should be one of {', '.join(get_args(Dispatch))}, not {value!r}"
             wrong = Diagnostic("SC208", message, hint=did_you_mean(str(value), get_args(Dispatch), "forms of dispatch"))
-            raise ShardcError(source_of(info).locate(wrong, "experts", "dispatch"))
+            source, path = source_of(info), ("experts", "dispatch")
+            raise ShardcError(source.locate(wrong, *(path if path in source.lines else path[:1])))  # else in short
         return value
 
     def dumped(self) -> object:

@@ -11,7 +11,7 @@ from tests.distributed.ranks import start
 
 WORKER = Path(__file__).parent / "experts_worker.py"
 LAYERS, ELEMENTS = 2, 4 * 32 * 48  # of the experts' down projections, of a layer
-PARTS = dict.fromkeys(
+PARTS: dict[str, int] = dict.fromkeys(
     ("zero3", "all-to-all zero3", "all-to-all ep4", "all-to-all pipeline"), 4
 )  # of which a rank has one
 LONG = ("all-to-all zero3", "all-to-all ep4", "all-to-all pipeline")
