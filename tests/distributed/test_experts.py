@@ -11,10 +11,8 @@ from tests.distributed.ranks import start
 
 WORKER = Path(__file__).parent / "experts_worker.py"
 LAYERS, ELEMENTS = 2, 4 * 32 * 48  # of the experts' down projections, of a layer
-PARTS: dict[str, int] = dict.fromkeys(
-    ("zero3", "all-to-all zero3", "all-to-all ep4", "all-to-all pipeline"), 4
-)  # of which a rank has one
-LONG = ("all-to-all zero3", "all-to-all ep4", "all-to-all pipeline")
+LONG = ("all-to-all zero3", "all-to-all ep4", "all-to-all, turned", "all-to-all pipeline")
+PARTS: dict[str, int] = dict.fromkeys(("zero3", *LONG), 4)  # of which a rank has one
 
 
 @cache
@@ -41,3 +39,6 @@ def test_ranks_train_as_one_device(case: str, tmp_path: Path) -> None:
         assert len(result["losses"]) == STEPS
         assert result["losses"] == pytest.approx(losses, rel=1e-5)
     assert {result["held"] for result in results} == {LAYERS * ELEMENTS // PARTS.get(case, 2)}
+    if case != "all-to-all pipeline":
+        reads = STEPS * LAYERS if case.startswith("all-to-all") else 0
+        assert {result["reads"] for result in results} == {reads}  # of the host: once a layer and step, forward's alone

@@ -48,20 +48,21 @@ def _exchange_counts(x: Tensor, axes: list[str], shape: list[int]) -> Steps:
     received = yield Exchange("all_to_all", mine, tuple(axes))
     counts = received.t().contiguous()
     if not counts.is_meta:
-        setattr(counts, _READ, _read(mine, counts))
+        setattr(counts, _READ, read(mine, counts))
     return counts
 
 
-def _read(mine: Tensor, counts: Tensor) -> Sizes:
-    sent, received = torch.stack([mine.sum(1), counts.sum(0)]).tolist()  # the one time that the host waits
+def read(mine: Tensor, counts: Tensor) -> Sizes:
+    """Sizes, by a rank's own counts and those of the rows that it gets: the host waits for the device."""
+    sent, received = torch.stack([mine.sum(1), counts.sum(0)]).tolist()
     return Sizes(tuple(sent), tuple(received))
 
 
 def sizes(offs: Tensor, counts: Tensor) -> Sizes:
     """How many rows are exchanged, by the offsets of a rank's own rows and the counts of those that it gets."""
-    read: Sizes | None = getattr(counts, _READ, None)
+    noted: Sizes | None = getattr(counts, _READ, None)
     each, ranks = counts.shape
-    return _read(_by_rank(offs, ranks, each), counts) if read is None else read
+    return read(_by_rank(offs, ranks, each), counts) if noted is None else noted
 
 
 def _order(counts: Tensor, total: int) -> Tensor:
