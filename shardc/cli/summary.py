@@ -19,6 +19,7 @@ from shardc.ir.collectives import Collective, human_bytes
 from shardc.ir.fold import Line, described, fold
 from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
 from shardc.ir.layers import layer_of
+from shardc.ir.ops.exchange import EXCHANGE_COUNTS
 from shardc.ir.program import Program
 from shardc.ir.types import TensorType
 from shardc.plan.schema import Plan
@@ -28,8 +29,15 @@ def summary(program: Program) -> list[RenderableType]:
     """Parameters and their bytes, the work of a rank, and collectives by phase, axis and kind."""
     calls = sum(1 for _ in program.body.calls())
     head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {calls} instructions; {parameters(program)}"
-    lines = [head, work(flops(program.body)), *fusion(program), batch_line(program)]
+    lines = [head, work(flops(program.body)), *host_reads(program), *fusion(program), batch_line(program)]
     return [Text("\n".join(lines)), collective_table(program.collectives())]
+
+
+def host_reads(program: Program) -> list[str]:
+    """How often the host of a rank waits for its device in a step: to know how many rows to send."""
+    microbatches = program.body.microbatches
+    reads = microbatches * sum(node.target is EXCHANGE_COUNTS for node in program.body.calls())
+    return [f"the host reads how many rows go to experts, {reads} times a step"] if reads else []
 
 
 def fusion(program: Program) -> list[str]:

@@ -52,6 +52,7 @@ class Options:
     verify: bool = True
     watch: Watch | None = None
     store: Store = field(default_factory=Store)
+    assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
     align: Align = field(default_factory=Align)
@@ -69,7 +70,7 @@ def body_passes(bound: Sequence[Bound], cuts: Sequence[DimCut], options: Options
         Propagate(),
         SplitSoftmax(),
         options.store,
-        Assign(),
+        options.assign,
         GroupSums(),
         SettlePartials(options.reduce, options.hardware),
         InsertReshards(options.keep_gathered, options.hardware),

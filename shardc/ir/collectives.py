@@ -8,6 +8,8 @@
     all_to_all        (k-1)/k n    n: what a rank holds before, padded to k equal chunks
     permute                   n    n: what a rank holds
 
+Rows that go to their experts are an all_to_all of the rows of a rank's tokens: so many are sent with even routing.
+
 Bytes are rounded up to whole ones. They are those of one run; in a step of several microbatches a collective may run
 several `times`.
 """
@@ -24,6 +26,7 @@ from torch import fx
 from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import UNPACK
+from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, EXCHANGE_COUNTS
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -34,6 +37,9 @@ KINDS: dict[str, CollectiveKind] = {
     "shardc.reduce_scatter": "reduce_scatter",
     "shardc.all_to_all": "all_to_all",
     "shardc.permute_ranks": "permute",
+    "shardc.exchange_counts": "all_to_all",
+    "shardc.dispatch_rows": "all_to_all",
+    "shardc.combine_rows": "all_to_all",
 }
 
 
@@ -146,7 +152,9 @@ def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.
         return operand_bytes * group
     if kind == "reduce_scatter":
         return result_bytes * group
-    if kind == "all_to_all":
+    if node.target is EXCHANGE_COUNTS or node.target is COMBINE_ROWS:
+        return result_bytes
+    if kind == "all_to_all" and node.target is not DISPATCH_ROWS:
         split_size: int = args["atoms"][args["split"]]
         return operand_bytes // split_size * (-(-split_size // group) * group) if split_size else 0
     return operand_bytes

@@ -33,8 +33,10 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
+from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.sharding.lower_reshards import transposition
 from shardc.rules.notation import Dims, RuleError
 from shardc.rules.projection import Projection, overlay
@@ -391,6 +393,8 @@ def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh
 _Handler = Callable[[fx.Node, Sequence[TensorType | None], Mesh], list[str]]
 _HANDLERS: Mapping[Any, _Handler] = {
     **dict.fromkeys((*collectives.COLLECTIVES, local.shard_slice), _moved),
+    EXCHANGE_COUNTS: counts_faults,
+    **dict.fromkeys(ROW_MOVES, move_faults),
     local.mask_pad: _masked,
     local.axis_offset: _offset,
     PACK: _packed,

@@ -25,6 +25,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.plan.clipping import Clipping
+from shardc.plan.experts import Experts
 from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
 from shardc.plan.packaged import PREFIX, plan_path
@@ -87,6 +88,7 @@ class Plan(BaseModel):
     align: Flag = True
     bucket: Bucketing = Bucketing()
     fuse: Annotated[Fusing, BeforeValidator(says_something)] = Fusing()
+    experts: Experts = Experts()
     precision: Dtypes | None = None
     nonfinite: Nonfinite | None = None
     accumulate: int = 1
@@ -114,6 +116,7 @@ class Plan(BaseModel):
         align: bool | None = None,
         bucket: bool | int | str | Mapping[str, object] | None = None,
         fuse: bool | Mapping[str, object] | None = None,
+        experts: str | Mapping[str, object] | None = None,
         precision: object = None,
         nonfinite: Nonfinite | None = None,
         accumulate: int | None = None,
@@ -130,8 +133,8 @@ class Plan(BaseModel):
         maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
         maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
         written_maps: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
-        values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "accumulate": accumulate}
-        values |= {"hardware": hardware, "align": align, "bucket": bucket}
+        values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "experts": experts}
+        values |= {"hardware": hardware, "align": align, "bucket": bucket, "accumulate": accumulate}
         values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss, "pad": pad}
         values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
@@ -271,6 +274,8 @@ class Plan(BaseModel):
             data["bucket"] = self.bucket.dumped()
         if self.fuse.enabled:
             data["fuse"] = self.fuse.dumped()
+        if self.experts != Experts():
+            data["experts"] = self.experts.dumped()
         if self.precision is not None:
             data["precision"] = self.precision.dumped()
         if self.nonfinite is not None:

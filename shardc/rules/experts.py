@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardc.ir.graph import type_of
+from shardc.ir.ops.exchange import EXCHANGED_PERM, GROUP_ENDS
 from shardc.ir.ops.experts import (
     EXPERT_MM,
     EXPERT_WGRAD,
@@ -54,6 +55,8 @@ def _group_rows_local(call: LocalCall) -> Any:
 
 
 rule(GROUP_ROWS, "s -> s; e, e; s", localize=_group_rows_local, ragged=True)
+rule(GROUP_ENDS, "e r; s -> e; s", whole="r", ragged=True)
+rule(EXCHANGED_PERM, "e r; s -> s; e", whole="r", ragged=True)
 rule(EXPERT_MM, "s k; e, e k n, e; s -> s n; e", sum="k", linear=(0, 1), ragged=True)
 rule(EXPERT_WGRAD, "s k; e, s n; e, e; s -> e k n", sum="s", linear=(0, 1), ragged=True)
 

@@ -10,12 +10,25 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.ops import exchange
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS, ROWS, LENGTH = 20, 8, 32
 EXPERTS = {"params": {"**.experts.*": "ep"}, "inputs": {"input_ids": "dp, -", "labels": "dp, -"}}
+SENT = EXPERTS | {"inputs": {"input_ids": "dp.ep, -", "labels": "dp.ep, -"}, "experts": "all_to_all"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2ep2": ("dp=2, ep=2", EXPERTS),
+    "all-to-all": ("dp=2, ep=2", SENT),
+    "all-to-all zero3": ("dp=2, ep=2", SENT | {"storage": {"zero": 3, "axes": ["dp"]}}),
+    "all-to-all ep4": ("ep=4", SENT | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}}),
+    "all-to-all, turned": (  # torch has ranks in another order
+        "dp=2, ep=2",
+        SENT | {"params": {"**.experts.*": "ep.dp"}, "inputs": {"input_ids": "ep.dp, -", "labels": "ep.dp, -"}},
+    ),
+    "all-to-all pipeline": (
+        "pp=2, ep=2",
+        SENT | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}, "pipeline": {"axis": "pp", "microbatches": 2}},
+    ),
     "zero3": ("dp=2, ep=2", EXPERTS | {"storage": {"zero": 3, "axes": ["dp"]}}),
 }
 
@@ -44,10 +57,18 @@ def main() -> None:
     model, text = mixtral(), batches()
     batch = {"input_ids": text[0], "labels": text[0]}
     program = shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer_of(model))
+    reads: list[int] = []
+    read = exchange.read
+
+    def counted(mine: Tensor, counts: Tensor) -> Any:
+        reads.append(1)
+        return read(mine, counts)
+
+    exchange.read = counted
     with program.launch(timeout=60.0) as trainer:
         losses = [float(trainer.step({"input_ids": ids, "labels": ids}).loss) for ids in text]
         held = sum(value.numel() for name, value in trainer.state.items() if name.endswith("experts.down_proj"))
-    found = {"losses": losses, "held": held}
+    found = {"losses": losses, "held": held, "reads": len(reads)}
     Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -1,4 +1,5 @@
-"""A small Mixtral on a text, in four processes over gloo: experts over ep, tokens over dp, the losses of one device."""
+"""A small Mixtral on a text, in four processes over gloo: experts over ep, tokens over dp or over both, the losses of
+one device."""
 
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,8 @@ from tests.distributed.ranks import start
 
 WORKER = Path(__file__).parent / "experts_worker.py"
 LAYERS, ELEMENTS = 2, 4 * 32 * 48  # of the experts' down projections, of a layer
+LONG = ("all-to-all zero3", "all-to-all ep4", "all-to-all, turned", "all-to-all pipeline")
+PARTS: dict[str, int] = dict.fromkeys(("zero3", *LONG), 4)  # of which a rank has one
 
 
 @cache
@@ -26,7 +29,7 @@ def eager() -> list[float]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] if c in LONG else []) for c in CASES])
 def test_ranks_train_as_one_device(case: str, tmp_path: Path) -> None:
     results = [result for result in start(case, 4, tmp_path, 240.0, WORKER) if result is not None]
     assert len(results) == 4
@@ -35,4 +38,7 @@ def test_ranks_train_as_one_device(case: str, tmp_path: Path) -> None:
     for result in results:
         assert len(result["losses"]) == STEPS
         assert result["losses"] == pytest.approx(losses, rel=1e-5)
-    assert {result["held"] for result in results} == {LAYERS * ELEMENTS // (4 if case == "zero3" else 2)}
+    assert {result["held"] for result in results} == {LAYERS * ELEMENTS // PARTS.get(case, 2)}
+    if case != "all-to-all pipeline":
+        reads = STEPS * LAYERS if case.startswith("all-to-all") else 0
+        assert {result["reads"] for result in results} == {reads}  # of the host: once a layer and step, forward's alone

@@ -201,5 +201,6 @@ def test_span_of_ten_over_two_axes() -> None:
 
 def test_every_collective_is_known_to_the_simulator() -> None:
     names = {str(op).removeprefix("shardc.").removesuffix(".default") for op in collectives.COLLECTIVES}
-    assert names == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks"}
+    rows = {"exchange_counts", "dispatch_rows", "combine_rows"}
+    assert names == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks", *rows}
     assert set(local.AXES_READ) == {OPS.shard_slice.default, OPS.mask_pad.default, OPS.axis_offset.default}

@@ -139,6 +139,43 @@ def test_recompute_round_trips(said: str | dict[str, object], dumped: str) -> No
 @pytest.mark.parametrize(
     ("said", "dumped"),
     [
+        ("auto", ""),
+        ("all_to_all", "experts: all_to_all\n"),
+        ({"dispatch": "all_gather"}, "experts: all_gather\n"),
+        ({}, ""),
+    ],
+)
+def test_experts_round_trip(said: str | dict[str, object], dumped: str) -> None:
+    plan = Plan.of(experts=said)
+    assert plan.dump() == dumped
+    assert Plan.parse(dumped).experts == plan.experts
+    assert Plan.of(experts="all_gather").merge(plan).experts == plan.experts
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("experts: all_to_al", r"'experts.dispatch' should be one of auto, all_to_all, all_gather, not 'all_to_al'"),
+        ("experts: {dispatch: [all_to_all]}", r"'experts.dispatch' should be one of .*, not \['all_to_all'\]"),
+        ("experts: {dispatch: true}", r"'experts.dispatch' should be one of .*, not True"),
+        ("experts: true", r"'experts' should be a mapping, not True"),
+        ("experts: [all_to_all]", r"'experts' should be a mapping"),
+        ("experts: {dispach: all_to_all}", r"experts has no key 'dispach'"),
+        ("experts: {capacity: 1.25}", r"experts has no key 'capacity'"),
+    ],
+)
+def test_bad_experts_are_refused(said: str, message: str) -> None:
+    with pytest.raises(ShardcError, match=message) as refused:
+        Plan.parse(said, "plan.yaml")
+    (wrong,) = refused.value.diagnostics
+    assert wrong.code == "SC208"
+    assert wrong.location == "plan.yaml:1"
+    assert wrong.hint
+
+
+@pytest.mark.parametrize(
+    ("said", "dumped"),
+    [
         ("mean", ""),
         ({"tokens": "labels"}, "loss:\n  tokens: labels\n"),
         ({"tokens": "y", "ignore": 0, "shift": 1}, "loss:\n  tokens: y\n  ignore: 0\n  shift: 1\n"),

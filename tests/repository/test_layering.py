@@ -23,11 +23,10 @@ FLOORS: list[dict[str, str]] = [
         "shardc.ir": """
             __init__ account annotation arena buckets call_slots caller collectives default_device
             derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands
-            layers liveness mesh microbatch ops ops.accumulate ops.assumed
-            ops.attention ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.experts
-            ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax
-            ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance python schema
-            storages text
+            layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
+            ops.check_index ops.collectives ops.context ops.exchange ops.experts ops.fused_attention ops.gathered
+            ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax ops.squares ops.streams overlap
+            overlap_schedule parse placement plain program provenance python schema storages text
             trees types verify version
         """,
     },
@@ -78,11 +77,11 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": "__init__ clipping fuse hardware hugging_face packaged pipeline schema values",
+        "shardc.plan": "__init__ clipping experts fuse hardware hugging_face packaged pipeline schema values",
     },
     {
         "shardc.passes": """
-            __init__ accumulate base communication communication.bucket communication.causes
+            __init__ accumulate base exchanged_rows communication communication.bucket communication.causes
             communication.combine communication.report_gathers fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
@@ -104,7 +103,7 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.losses normalize.decompositions.matmul normalize.decompositions.reductions
             normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
             normalize.group_experts normalize.normalize
-            sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts
+            sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch
             sharding.group_sums sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
             sharding.reshard_steps sharding.seed sharding.settle_partials sharding.store softmax
             softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify

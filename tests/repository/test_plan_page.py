@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from shardc.plan.clipping import Clipping
+from shardc.plan.experts import Experts
 from shardc.plan.fuse import Fusing
 from shardc.plan.hardware import HardwareChoice
 from shardc.plan.pipeline import Pipelining
@@ -24,6 +25,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "recompute": Recomputing,
     "hardware": HardwareChoice,
     "fuse": Fusing,
+    "experts": Experts,
     "precision": Dtypes,
     "pipeline": Pipelining,
     "loss": LossOver,

@@ -21,9 +21,12 @@ from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from kernels_triton.base.library import define
-from shardc.ir.ops.context import Communicator, current
+from shardc.ir.ops.context import Communicator, Sizes, current
 
-ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "all_to_all_uneven"]
+
+
+NO_ROWS = Sizes((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Exchange:
     axes: tuple[str, ...]
     op: str = ""  # of all_reduce and reduce_scatter
     source: tuple[int, ...] = ()  # of permute
+    sizes: Sizes = NO_ROWS  # of all_to_all_uneven
     spent: bool = False  # x is read by nobody else: an all_reduce may write its result over it
 
     def through(self, comm: Communicator) -> torch.Tensor:
@@ -49,6 +53,8 @@ class Exchange:
                 return comm.all_to_all(self.x, self.axes)
             case "permute":
                 return comm.permute(self.x, self.axes, self.source)
+            case "all_to_all_uneven":
+                return comm.all_to_all_uneven(self.x, self.axes, self.sizes)
 
 
 def landing(exchange: Exchange, members: int) -> torch.Tensor:
@@ -63,6 +69,8 @@ def landing(exchange: Exchange, members: int) -> torch.Tensor:
             return x.new_empty(x.shape[1:])
         case "all_to_all" | "permute":
             return torch.empty_like(x, memory_format=torch.contiguous_format)
+        case "all_to_all_uneven":
+            return x.new_empty((sum(exchange.sizes.received), *x.shape[1:]))
 
 
 Steps = Generator[Exchange, torch.Tensor, torch.Tensor]

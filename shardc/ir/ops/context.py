@@ -10,11 +10,18 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from shardc.ir.mesh import Mesh
+
+
+class Sizes(NamedTuple):
+    """How many rows a rank sends to each member of its group, and gets from each."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
 
 
 class Communicator(Protocol):
@@ -32,6 +39,10 @@ class Communicator(Protocol):
 
     def all_to_all(self, x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """[group, ...] -> [group, ...]: row i goes to group member i; row j comes from member j."""
+        ...
+
+    def all_to_all_uneven(self, x: torch.Tensor, axes: Sequence[str], sizes: Sizes) -> torch.Tensor:
+        """[sent, ...] -> [received, ...]: rows lie in the order of the members that they go to, or come from."""
         ...
 
     def permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
 from shardc.ir.ops import collectives, local
+from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.provenance import Cause, Requirement
 from shardc.ir.schema import given
 from shardc.passes.base import Pass, split_of
@@ -31,7 +32,8 @@ from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
 
 REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
-COLLECTIVES = (*REDUCTIONS, collectives.all_gather, collectives.all_to_all, collectives.permute_ranks)
+GATHERS = (collectives.all_gather, collectives.all_to_all, collectives.permute_ranks)
+COLLECTIVES = (*REDUCTIONS, *GATHERS, EXCHANGE_COUNTS, *ROW_MOVES)
 MOVES = (*COLLECTIVES, local.shard_slice)
 Place = tuple[fx.Node, int]  # a value and one of its flat atoms
 Way = list[tuple[Place, fx.Node | None]]  # from an annotated place on, each with the call that handed it the axis
@@ -217,7 +219,7 @@ def _groups(call: fx.Node) -> Iterator[tuple[str, tuple[Place, ...]]]:
     values = [*operands(call), *results(call)]
     pieces: dict[tuple[int, str], list[Place]] = {}
     if call.target in MOVES:
-        for value in values:
+        for value in (values[0], *results(call)):  # what it moves, without the counts of rows
             for atom, axes in enumerate(type_of(value).placement if value is not None else ()):
                 for axis in axes:
                     pieces.setdefault((atom, axis), []).append((value, atom))  # type: ignore[arg-type]

@@ -14,29 +14,37 @@ Ops on a parameter that is copied over an axis are not split over it, whatever t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import fx
 
+from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
 from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
-from shardc.ir.types import Axes, TensorType
+from shardc.ir.types import Atom, Axes, Dim, TensorType
 from shardc.passes.base import Pass
+from shardc.passes.exchanged_rows import misfit
 from shardc.passes.sharding.casts import carriers, gradients, narrows
+from shardc.passes.sharding.dispatch import Sent, calls_at_experts
 from shardc.passes.sharding.seed import copied_axes
 from shardc.passes.sharding.settle_partials import linear_in
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
 _NEVER = 99
+Dispatch = Literal["auto", "all_to_all", "all_gather"]
 
 
 @dataclass(frozen=True)
 class Assign(Pass):
-    """Choose the pieces that each op splits."""
+    """Choose the pieces that each op splits. `dispatch` says how rows come to experts over an axis of theirs."""
+
+    dispatch: Dispatch = "auto"
 
     def run(self, graph: Graph) -> Graph:
-        walk = _Walk(graph)
+        walk = _Walk(graph, self.dispatch)
         for node in list(graph.calls()):
             walk.visit(node)
         for value, type in walk.now.items():
@@ -45,8 +53,10 @@ class Assign(Pass):
 
 
 class _Walk:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, dispatch: Dispatch = "auto") -> None:
+        self.graph, self.dispatch = graph, dispatch
+        self.sent: dict[fx.Node, Sent] = {}  # by value: where its rows lie, if they are sent to experts
+        self.gathered: set[fx.Node] = set()  # groupings whose rows cannot be sent
         self.sizes = dict(graph.mesh.axes)
         self.order = list(self.sizes)
         self.copied = copied_axes(graph)
@@ -77,15 +87,19 @@ class _Walk:
                 axes = self.now[sources[0]].placement[atom]
                 if axes and piece not in projection.blocked:
                     split[piece] = axes
-        bound = self._bound(sources, projection)
+        bound = self._bound(node, sources, projection)
+        split = {piece: axes for piece, axes in split.items() if piece not in bound}
         split.update({piece: axes for piece, axes in bound.items() if axes})
+        exchanged = self._exchanged(node, outs, projection, barred) if node.target is GROUP_ROWS else ()
         for axis in self.order:
             if any(axis in axes for axes in split.values()):
                 continue
             candidates = self._candidates(sources, outs, projection, axis) if axis not in barred else {}
             candidates = {piece: rank for piece, rank in candidates.items() if piece not in bound}
-            if node.target is GROUP_ROWS and axis not in barred and self._shards_experts(node, axis):
+            if node.target is GROUP_ROWS and axis not in (*barred, *exchanged) and self._shards_experts(node, axis):
                 candidates = dict.fromkeys((p for p in projection.results[1] if p not in projection.operands[0]), 0)
+            if axis in exchanged:
+                candidates = {p: rank for p, rank in candidates.items() if p in projection.operands[0]}
             if not candidates:
                 if axis in self.waits.get(node, ()):
                     summed = [dict(self.now[v].partial).get(axis) == "sum" for v in sources]
@@ -111,20 +125,77 @@ class _Walk:
             if v is not None:
                 partial = [*projection.partial(split, k), *((axis, "sum") for axis in (*delayed, *carried))]
                 self.now[v] = self.wish[v].place([split.get(p, ()) for p in projection.results[k]], partial)
+        if exchanged and not self._sends(node, projection, split, exchanged):
+            self.visit(node)
+        elif sent := next((self.sent[v] for v in sources if v in self.sent), None):
+            self.sent.update({v: sent for v in outs if v is not None and self.now[v].ragged})
 
-    def _bound(self, sources: list[fx.Node], projection: Projection) -> dict[int, Axes]:
+    def _bound(self, node: fx.Node, sources: list[fx.Node], projection: Projection) -> dict[int, Axes]:
         """The pieces of rows and ragged dims: these lie as their grouping has chosen, whoever reads them."""
         bound: dict[int, Axes] = {}
         for value, pieces in zip(sources, projection.operands, strict=True):
             type = self.now[value]
+            if value in self.sent:
+                type = self.sent[value].needed(node, value, type)
             bound.update({pieces[atom]: type.placement[atom] for atom in type.bound_atoms})
         return bound
 
+    def _exchanged(
+        self, grouping: fx.Node, outs: list[fx.Node | None], projection: Projection, barred: set[str]
+    ) -> Axes:
+        """The axes over which rows are sent to their experts: those of tokens and of experts."""
+        tokens = {
+            axis
+            for axis in self.order
+            if axis not in barred
+            and any(p in projection.operands[0] for p in self._candidates(operands(grouping), outs, projection, axis))
+        }
+        experts = {axis for axis in self.order if self._shards_experts(grouping, axis)}
+        if self.dispatch != "all_to_all" or grouping in self.gathered or not tokens & experts:
+            return ()
+        placements = [self.wish[operands(product)[1]].dims[0] for product in _products(grouping)]
+        axes = placements[0][0].axes if placements[0] else ()
+        one_piece = all(not atom.axes for dim in placements for atom in dim[1:])
+        if not one_piece or any(dim[0].axes != axes for dim in placements) or set(axes) != tokens & experts:
+            lie = " and ".join(sorted({" ".join(map(str, dim)) for dim in placements}))
+            self._gathers(grouping, f"experts lie as {lie}, and tokens over {', '.join(sorted(tokens))}")
+            return ()
+        return axes
+
+    def _sends(self, grouping: fx.Node, projection: Projection, split: dict[int, Axes], axes: Axes) -> bool:
+        """Note what is sent of a grouping, unless its rows do not fit."""
+        rows = self._placed(projection, projection.operands[0], split)
+        experts = self._placed(projection, projection.results[1], split)[: -len(rows)]
+        if (why := misfit(rows, experts, axes, self.graph.mesh)) is not None:
+            self._gathers(grouping, why)
+            return False
+        sent = Sent(rows, experts, axes, frozenset(calls_at_experts(grouping)), results(grouping)[1])
+        self.sent.update({value: sent for value in results(grouping) if value is not None})
+        return True
+
+    @staticmethod
+    def _placed(projection: Projection, pieces: Sequence[int], split: dict[int, Axes]) -> Dim:
+        return tuple(Atom(projection.sizes[p], split.get(p, ())) for p in pieces)
+
+    def _gathers(self, grouping: fx.Node, why: str) -> None:
+        """Say that tokens are gathered where the plan asks for rows to be sent."""
+        self.gathered.add(grouping)
+        about = info(grouping)
+        self.graph.diagnostics.append(
+            Diagnostic(
+                "SC229",
+                f"tokens are gathered for the experts of {about.fqn or 'the model'}, not sent: {why}",
+                "warning",
+                location=about.source or None,
+                source_text=about.source_text or None,
+                fqn=about.fqn or None,
+                hint="put dim 0 of all weights of experts over the axis of tokens alone, in sizes that divide by it",
+            )
+        )
+
     def _shards_experts(self, grouping: fx.Node, axis: str) -> bool:
         """The weights of the experts that rows are grouped for lie over the axis: rows come to them."""
-        offs = results(grouping)[1]
-        products = [user for user in (offs.users if offs is not None else ()) if user.target is EXPERT_MM]
-        weights = [self.wish[operands(product)[1]] for product in products]
+        weights = [self.wish[operands(product)[1]] for product in _products(grouping)]
         return any(axis in atom.axes for type in weights for atom in type.dims[0])
 
     def _candidates(
@@ -192,6 +263,11 @@ class _Walk:
                 if set(axes) <= set(has):
                     return tuple(a for a in has if a in axes)
         return tuple(sorted(axes, key=self.order.index))
+
+
+def _products(grouping: fx.Node) -> list[fx.Node]:
+    offs = results(grouping)[1]
+    return [user for user in (offs.users if offs is not None else ()) if user.target is EXPERT_MM]
 
 
 def _waiting(graph: Graph, copied: dict[fx.Node, Axes]) -> dict[fx.Node, set[str]]:

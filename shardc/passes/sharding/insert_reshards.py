@@ -25,6 +25,7 @@ from shardc.ir.types import TensorType
 from shardc.passes.base import Pass, split_of
 from shardc.passes.sharding.atomize import UPDATES
 from shardc.passes.sharding.casts import narrow_copies
+from shardc.passes.sharding.dispatch import exchanged, is_exchange
 from shardc.passes.sharding.reshard_steps import Step, plan
 from shardc.passes.sharding.settle_partials import linear_in
 from shardc.rules.projection import project
@@ -198,6 +199,9 @@ class _Copies:
         for type, node in usable:
             if type == need:
                 return node
+        usable = [(type, node) for type, node in usable if not is_exchange(type, need)]
+        if not usable:  # rows that their experts' ranks get; sent once, and kept for backward
+            return self._exchange(value, need, phase)
         best: tuple[float, list[Step], fx.Node] | None = None
         for type, node in usable:
             planned = plan(type, need, self.graph.mesh, self.hardware)
@@ -214,6 +218,13 @@ class _Copies:
         kept_phase = phase if value not in self.keep and any(s.kind in _GATHERS for s in steps) else None
         self.have[value].append((need, copy, kept_phase))
         return copy
+
+    def _exchange(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node:
+        type, source, _ = self.have[value][0]
+        after = exchanged(type, need)
+        copy = self._reshard(value, source, after, phase)
+        self.have[value].append((after, copy, None))
+        return copy if after == need else self.get(value, need, phase)
 
     def _reshard(self, value: fx.Node, source: fx.Node, need: TensorType, phase: str) -> fx.Node:
         name = f"{info(value).name}.reshard"

@@ -1,7 +1,8 @@
 """lower_reshards: each reshard becomes slices and collectives, one a step.
 
 Needs: reshards whose source and target types are final. Ensures: no `reshard` is left; every collective
-names its mesh axes and carries, as plain data, the local atoms it moves, the same on every rank.
+names its mesh axes and carries, as plain data, the local atoms it moves, the same on every rank. Rows that go to their
+experts become exchanges (see `dispatch`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.provenance import Derivation
 from shardc.passes.base import Pass
+from shardc.passes.sharding.dispatch import Exchanges, is_exchange
 from shardc.passes.sharding.reshard_steps import Step, plan
 
 
@@ -27,11 +29,17 @@ class LowerReshards(Pass):
     hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
+        exchanges: Exchanges | None = None
         for node in list(graph.calls()):
             if node.target is not collectives.reshard:
                 continue
             source = node.args[0]
             assert isinstance(source, fx.Node)
+            if is_exchange(type_of(source), type_of(node)):
+                exchanges = exchanges or Exchanges(graph)
+                with graph.fx.inserting_before(node):
+                    _replace(graph, node, exchanges.lower(node, source))
+                continue
             planned = plan(type_of(source), type_of(node), graph.mesh, self.hardware)
             assert planned is not None
             value = source
@@ -39,10 +47,14 @@ class LowerReshards(Pass):
             with graph.fx.inserting_before(node):
                 for step in planned[0]:
                     value = emit_step(graph, value, step, node, origin)
-            node.replace_all_uses_with(value)
-            graph.activations = {k: value if v is node else v for k, v in graph.activations.items()}
-            graph.fx.erase_node(node)
+            _replace(graph, node, value)
         return graph
+
+
+def _replace(graph: Graph, node: fx.Node, value: fx.Node) -> None:
+    node.replace_all_uses_with(value)
+    graph.activations = {k: value if v is node else v for k, v in graph.activations.items()}
+    graph.fx.erase_node(node)
 
 
 def emit_step(graph: Graph, value: fx.Node, step: Step, like: fx.Node, origin: Derivation) -> fx.Node:

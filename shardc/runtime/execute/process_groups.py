@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, landing
+from shardc.ir.ops.context import Sizes
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
 PendingResult = Callable[[], torch.Tensor]
@@ -86,6 +87,9 @@ class ProcessGroupCommunicator:
     def permute(self, x: torch.Tensor, axes: Sequence[str], source: Sequence[int]) -> torch.Tensor:
         return self.begin(Exchange("permute", x, tuple(axes), source=tuple(source)))()
 
+    def all_to_all_uneven(self, x: torch.Tensor, axes: Sequence[str], sizes: Sizes) -> torch.Tensor:
+        return self.begin(Exchange("all_to_all_uneven", x, tuple(axes), sizes=sizes))()
+
     def begin(self, exchange: Exchange) -> PendingResult:
         """Start an exchange. The returned function waits for it and returns its result.
 
@@ -103,6 +107,8 @@ class ProcessGroupCommunicator:
                 return self._all_to_all(exchange, members)
             case "permute":
                 return self._permute(exchange, members)
+            case "all_to_all_uneven":
+                return self._all_to_all_uneven(exchange, members)
 
     def _all_reduce(self, exchange: Exchange, members: _Members) -> PendingResult:
         result = landing(exchange, members.count)
@@ -134,6 +140,18 @@ class ProcessGroupCommunicator:
         received, rows = landing(exchange, members.count), members.to_theirs(x).contiguous()
         work = dist.all_to_all_single(received, rows, group=members.group, async_op=True)
         return _pending_result(work, lambda: members.to_ours(received), rows)
+
+    def _all_to_all_uneven(self, exchange: Exchange, members: _Members) -> PendingResult:
+        x, (sent, received) = exchange.x, exchange.sizes
+        if members.count == 1:
+            return lambda: x.clone(memory_format=torch.contiguous_format)
+        arriving = landing(exchange, members.count)
+        rows, sent = members.parts_to_theirs(x, sent)
+        lengths = members.in_theirs(received)
+        work = dist.all_to_all_single(
+            arriving, rows.contiguous(), list(lengths), list(sent), group=members.group, async_op=True
+        )
+        return _pending_result(work, lambda: members.parts_to_ours(arriving, lengths), rows)
 
     def _permute(self, exchange: Exchange, members: _Members) -> PendingResult:
         x, source = exchange.x.contiguous(), exchange.source
@@ -190,3 +208,20 @@ class _Members:
 
     def to_theirs(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._theirs is None else rows[self._theirs]
+
+    def in_theirs(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        return lengths if self._theirs is None else tuple(lengths[i] for i in self._theirs)
+
+    def parts_to_theirs(self, rows: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Parts of these lengths, one for each member, and their lengths, in torch's order."""
+        if self._theirs is None:
+            return rows, lengths
+        parts = rows.split(list(lengths))
+        return torch.cat([parts[i] for i in self._theirs]), self.in_theirs(lengths)
+
+    def parts_to_ours(self, rows: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+        """The parts of these lengths in torch's order, in ours."""
+        if self._ours is None:
+            return rows
+        parts = rows.split(list(lengths))
+        return torch.cat([parts[i] for i in self._ours])

@@ -269,7 +269,7 @@ def _meet(
     """A collective on all ranks: everyone up to the exchange, then each group's exchange, then everyone to the end."""
     mesh = contexts[0].mesh
     arguments = [instruction.arguments(_Rank(env, rank)) for rank in range(len(contexts))]
-    operand: PerRank = operands[0]
+    operand_ids = [tuple(id(values[rank]) for values in operands) for rank in range(len(contexts))]
 
     def begin(rank: int) -> tuple[Steps, Exchange]:
         args, kwargs = arguments[rank]
@@ -277,31 +277,31 @@ def _meet(
         with running(contexts[rank]):
             return steps, next(steps)
 
-    waiting: dict[int, tuple[Steps, Exchange]] = {}
+    waiting: dict[tuple[int, ...], tuple[Steps, Exchange]] = {}
     brought: list[Exchange] = []
-    for rank, x in enumerate(operand):
-        if id(x) not in waiting:
-            waiting[id(x)] = begin(rank)
-        brought.append(waiting[id(x)][1])
+    for rank, ids in enumerate(operand_ids):
+        if ids not in waiting:
+            waiting[ids] = begin(rank)
+        brought.append(waiting[ids][1])
     exchanged: dict[tuple[int, ...], PerRank] = {}
     finished: dict[int, torch.Tensor] = {}
     results: list[Any] = [None] * len(contexts)
     for group in mesh.groups(brought[0].axes):
-        key = tuple(id(brought[rank].x) for rank in group)
+        key = tuple(id(brought[rank]) for rank in group)
         if key not in exchanged:
-            exchanged[key] = exchange([brought[rank].x for rank in group], brought[group[0]])
+            exchanged[key] = exchange([brought[rank] for rank in group])
         for rank, received in zip(group, exchanged[key], strict=True):
             if id(received) not in finished:
-                # Ranks with one operand share a generator, but may receive different things: then start another.
-                steps, _ = waiting.pop(id(operand[rank]), None) or begin(rank)
+                # Ranks with the same operands share a generator, but may receive different things: then start another.
+                steps, _ = waiting.pop(operand_ids[rank], None) or begin(rank)
                 finished[id(received)] = _finish(steps, received)
             results[rank] = finished[id(received)]
     return results
 
 
-def exchange(rows: Sequence[torch.Tensor], how: Exchange) -> PerRank:
-    """The tensor that each member of a group receives, given its operand. Equal results are one object."""
-    count = len(rows)
+def exchange(brought: Sequence[Exchange]) -> PerRank:
+    """The tensor that each member of a group receives, given what it brings. Equal results are one object."""
+    rows, how, count = [member.x for member in brought], brought[0], len(brought)
     match how.kind:
         case "all_reduce":
             return [reduce(REDUCE[how.op], rows)] * count
@@ -313,6 +313,12 @@ def exchange(rows: Sequence[torch.Tensor], how: Exchange) -> PerRank:
             return [torch.stack([row[i] for row in rows]) for i in range(count)]
         case "permute":
             return [rows[source] for source in how.source]
+        case "all_to_all_uneven":
+            parts = [member.x.split(list(member.sizes.sent)) for member in brought]
+            received = [torch.cat([sent[i] for sent in parts]) for i in range(count)]
+            expected = [sum(member.sizes.received) for member in brought]
+            assert [x.shape[0] for x in received] == expected, "ranks expect other rows than are sent"
+            return received
 
 
 def _finish(steps: Steps, received: torch.Tensor) -> torch.Tensor:
@@ -349,4 +355,4 @@ class _Nobody:
     def _refuse(self, *_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("a simulated rank cannot communicate by itself")
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = permute = _refuse
+    all_reduce = all_gather = reduce_scatter = all_to_all = permute = all_to_all_uneven = _refuse

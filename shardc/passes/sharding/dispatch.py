@@ -1,0 +1,188 @@
+"""Where experts lie over an axis of tokens: which calls run at the experts, and how rows get there and back.
+
+    %x  = gather_rows(...)                    : f32[(8@ep 16 2), 64; 4]    at the tokens
+    %x' = dispatch_rows(%x, ...)              : f32[(8 16 2), 64; 4@ep]    at the experts
+    %y' = expert_mm(silu(expert_mm(%x'...)))
+    %y  = combine_rows(%y', ...)              : f32[(8@ep 16 2), 64; 4]    at the tokens again
+    ungroup_rows(%y * %weight)
+
+`assign` asks `calls_at_experts`, and gives each call the axes on rows, or on experts. `insert_reshards` then puts a
+reshard wherever rows go from the one to the other, as for any operand that lies otherwise than its call needs it; and
+`lower_reshards` makes it an exchange. So propagation, pending sums, stored parameters and gradients know nothing of
+exchanges: they follow types.
+
+Products, and what belongs to groups, run at the experts; rows are gathered and put back at the tokens. All between goes
+row by row, and may run at either. The least is sent where a minimum cut divides the calls: a value that is made at one
+and read at the other costs the bytes of its row. So results are weighted at the tokens, since weights are of a row and
+results of its features; and so are their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, EXCHANGE_COUNTS, EXCHANGED_PERM, GROUP_ENDS
+from shardc.ir.ops.experts import (
+    EXPERT_MM,
+    EXPERT_WGRAD,
+    GATHER_ROWS,
+    GROUP_ROWS,
+    SPREAD_GROUPS,
+    SUM_GROUPS,
+    UNGROUP_ROWS,
+)
+from shardc.ir.provenance import Derivation
+from shardc.ir.types import Axes, Dim, TensorType
+from shardc.passes.exchanged_rows import by_experts, counts_of, experts_of, moved_axes, tokens_of
+from shardc.rules.projection import project
+
+AT_EXPERTS = (EXPERT_MM, EXPERT_WGRAD, SPREAD_GROUPS, SUM_GROUPS)
+AT_TOKENS = (GATHER_ROWS, UNGROUP_ROWS)
+
+
+def readers_of(grouping: fx.Node) -> list[fx.Node]:
+    """All calls that read rows of a grouping, in the order in which they are found."""
+    found: dict[fx.Node, None] = {}
+    todo = [value for value in results(grouping) if value is not None]
+    while todo:
+        for user in todo.pop().users:
+            if user.op != "call_function" or user in found:
+                continue
+            found[user] = None
+            todo += [value for value in results(user) if value is not None and type_of(value).ragged]
+    return list(found)
+
+
+def calls_at_experts(grouping: fx.Node) -> set[fx.Node]:
+    """The calls that read rows of a grouping and run where its experts are."""
+    readers = readers_of(grouping)
+    reading, order = set(readers), {value for value in results(grouping) if value is not None}
+    network: nx.DiGraph[object] = nx.DiGraph()
+    for call in readers:
+        if call.target in AT_TOKENS:
+            network.add_edge("tokens", call)
+        elif call.target in AT_EXPERTS:
+            network.add_edge(call, "experts")
+        else:
+            network.add_edge("tokens", call, capacity=1)  # ties are run at the tokens, where there is no tail
+    for value in {v: None for call in readers for v in operands(call) if type_of(v).ragged and v not in order}:
+        made, read = producer(value)[0], [user for user in value.users if user in reading]
+        if made not in reading:
+            continue
+        cost = len(readers) * _row_bytes(type_of(value)) + 1
+        network.add_edge(made, ("there", value), capacity=cost)
+        network.add_edge(("back", value), made, capacity=cost)
+        for user in read:
+            network.add_edge(("there", value), user)
+            network.add_edge(user, ("back", value))
+    if "tokens" not in network or "experts" not in network:
+        return {call for call in readers if call.target in AT_EXPERTS}
+    _, (_, far) = nx.minimum_cut(network, "tokens", "experts")
+    return reading & far
+
+
+def _row_bytes(type: TensorType) -> int:
+    return type.numel() // max(1, math.prod(atom.size for atom in type.dims[0])) * type.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Of a grouping, how its rows and groups lie at the tokens, and what is sent to the experts, over which axes."""
+
+    rows: Dim
+    experts: Dim
+    axes: Axes
+    at_experts: frozenset[fx.Node]  # calls
+    offs: fx.Node | None
+
+    def needed(self, call: fx.Node, value: fx.Node, type: TensorType) -> TensorType:
+        """How a call needs the rows or groups of a value."""
+        rows, experts = self.rows, self.experts
+        if call in self.at_experts:
+            rows, experts = tokens_of(rows, self.axes), experts_of(experts, self.axes)
+        first, last = (experts, rows) if value is self.offs else (rows, experts)
+        between = type.placement[len(first) : len(type.atoms) - len(last)]
+        return type.place([*(a.axes for a in first), *between, *(a.axes for a in last)], type.partial)
+
+
+# ---------------------------------------------------------------------- lowering
+def is_exchange(before: TensorType, after: TensorType) -> bool:
+    """Does a reshard move rows, or where their groups end, between tokens and experts?"""
+    return any(before.placement[i] != after.placement[i] for i in before.bound_atoms)
+
+
+def exchanged(type: TensorType, need: TensorType) -> TensorType:
+    """The type after the exchange alone that brings rows to where they are needed."""
+    bound = type.bound_atoms
+    return type.place([(need if i in bound else type).placement[i] for i in range(len(type.atoms))], type.partial)
+
+
+class Exchanges:
+    """Lowers reshards of rows; counts are exchanged once for each grouping."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.grouping = dict(_groupings(graph))  # of a value
+        self.counts: dict[tuple[fx.Node, Axes], fx.Node] = {}
+
+    def lower(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """What a reshard becomes, at the insertion point."""
+        graph, mesh, before, after = self.graph, self.graph.mesh, type_of(source), type_of(node)
+        grouping = self.grouping[source]
+        perm, offs = results(grouping)
+        assert offs is not None
+        origin = info(node).origin or Derivation("moved", info(source).name)
+        if source is offs:
+            axes = tuple(after.dims[0][0].axes)
+            counts = self._counted(grouping, offs, axes)
+            ends = graph.call(GROUP_ENDS, (counts,), like=node, type=after, origin=origin)
+            return _assigned(ends)
+        axes = moved_axes(before, after)
+        counts = self._counted(grouping, offs, axes)
+        rows = after.local_shape(mesh)[0]
+        if source is perm:
+            return _assigned(graph.call(EXCHANGED_PERM, (counts, rows), like=node, type=after, origin=origin))
+        target = DISPATCH_ROWS if by_experts(before, axes) == after else COMBINE_ROWS
+        name = f"{origin.of}.{'dispatch' if target is DISPATCH_ROWS else 'combine'}"
+        args = (source, offs, counts, list(axes), rows)
+        return graph.call(target, args, like=node, type=after, name=name, origin=origin)
+
+    def _counted(self, grouping: fx.Node, offs: fx.Node, axes: Axes) -> fx.Node:
+        counts = self.counts.get((grouping, axes))
+        if counts is None:
+            type = counts_of(type_of(offs), axes, self.graph.mesh)
+            args = (offs, list(axes), list(type.local_shape(self.graph.mesh)))
+            name = f"{info(offs).name}.exchange"
+            origin = Derivation("moved", info(offs).name)
+            with self.graph.fx.inserting_after(offs):
+                counts = self.graph.call(EXCHANGE_COUNTS, args, like=offs, type=type, name=name, origin=origin)
+            self.counts[grouping, axes] = counts
+        return counts
+
+
+def _groupings(graph: Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for node in graph.calls():
+        if node.target is GROUP_ROWS:
+            for value in (v for v in results(node) if v is not None):
+                yield value, node
+            for reader in readers_of(node):
+                yield from ((v, node) for v in results(reader) if v is not None and type_of(v).ragged)
+
+
+def _assigned(call: fx.Node) -> fx.Node:
+    """Says of a call how its pieces are split: as its operands lie."""
+    projection = project(call)
+    split = {
+        piece: axes
+        for value, pieces in zip(operands(call), projection.operands, strict=True)
+        for piece, axes in zip(pieces, type_of(value).placement, strict=True)
+        if axes and piece not in projection.blocked
+    }
+    update(call, assignment=tuple((projection.names[piece], axes) for piece, axes in split.items()))
+    return call
