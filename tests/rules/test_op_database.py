@@ -27,6 +27,7 @@ WITHOUT = {
     "aten.masked_scatter.default": "which element goes where depends on the whole mask",
     "aten.masked_scatter_backward.default": "which element goes where depends on the whole mask",
     "aten._efficientzerotensor.default": "the gradient of a constant, of which there is nothing to split",
+    "aten.renorm.default": "the example, in the documentation, of an op that gets its rule from the user",
     "aten._conj_physical.default": "of complex numbers that are marked as conjugates, which tracing makes at once",
     "aten.zero.default": "zeros, of which there is nothing to split",
     "aten._ctc_loss.Tensor": "a recurrence over the sequence, whose lengths differ from row to row",
