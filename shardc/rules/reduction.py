@@ -193,12 +193,6 @@ def aminmax(self: Dims, dim: int | None, keepdim: bool) -> Notation:
     return reduced(self, None if dim is None else [dim], keepdim, "whole", results=2)
 
 
-@rule(aten.renorm.default, examples=[((4, 6, 3), 2, 0, 1.0), ((4, 6), 1, -1, 0.5)])
-def renorm(self: Dims, p: float, dim: int, maxnorm: float) -> Notation:
-    """Each slice along `dim` is made no longer than `maxnorm`."""
-    return Notation(f"{self} -> {self}", whole=" ".join(x for d, x in enumerate(self.labels) if d != self.dim(dim)))
-
-
 # ------------------------------------------------------------------------------------------------ runs of rows
 def _segments(data: Dims, counts: Dims, axis: int, label: str) -> tuple[str, str, str]:
     """Labels of the counts and of the result. Counts of the dims before `axis` are checked, and padding's are wrong."""

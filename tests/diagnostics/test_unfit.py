@@ -140,16 +140,15 @@ class WritesElsewhere(Net):
         return (h + ELSEWHERE).square().mean()
 
 
-class Inverts(Net):
+class Renorms(Net):
     def forward(self, x: Tensor) -> Tensor:
-        inverse: Any = torch.linalg.inv_ex(self.a(x)[:, :4] + 10 * torch.eye(4))
-        return inverse[0].square().mean()
+        return torch.renorm(self.a(x), 2, 0, 1.0).square().mean()
 
 
 def test_a_program_that_could_not_be_read_back(tmp_path: Path) -> None:
-    program = compiled(Inverts())
+    program = compiled(Renorms())
     for write in (lambda: program.save(tmp_path / "program.json"), program.to_json):
-        with pytest.raises(ShardcError, match=r"SC301(.|\n)*calls linalg_inv_ex(.|\n)*inv_ex\(self(.|\n)*shardc.rule"):
+        with pytest.raises(ShardcError, match=r"SC301(.|\n)*calls renorm(.|\n)*renorm\(self(.|\n)*shardc.rule"):
             write()
     assert not list(tmp_path.iterdir())
 
