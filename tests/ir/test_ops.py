@@ -134,6 +134,9 @@ class Alone:
     def all_to_all(self, x, axes):
         return x.clone()
 
+    def all_to_all_uneven(self, x, axes, sizes):
+        return x.clone()
+
     def permute(self, x, axes, source):
         return x.clone()
 

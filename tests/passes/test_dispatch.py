@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.api import Program
+from shardc.cli.summary import host_reads
 from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import Graph, info, set_info, type_of, update
@@ -182,6 +183,11 @@ def test_gradients_of_experts_are_reduced_over_the_other_axes_of_tokens() -> Non
 def test_counts_are_exchanged_once_and_biases_need_no_perm_of_their_own() -> None:
     calls = Counter(node.target for node in program("ep2").body.calls())
     assert calls[EXCHANGE_COUNTS] == calls[GROUP_ENDS] == calls[EXCHANGED_PERM] == 1
+
+
+def test_a_summary_counts_what_the_host_reads() -> None:
+    assert host_reads(program("ep2")) == ["the host reads how many rows go to experts, 1 times a step"]
+    assert host_reads(program("ep2", dispatch="all_gather")) == []
 
 
 @pytest.mark.parametrize("name", MESHES)
