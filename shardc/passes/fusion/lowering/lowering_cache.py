@@ -34,18 +34,21 @@ class LoweringCache:
         self.entries: dict[Hashable, tuple[LoweredOp | None, list[fx.Node], list[fx.Node | None]]] = {}
         self.kinds: dict[fx.Node, int] = {}  # of values: equal where lowerings find them equal, but for their memory
         self.numbers: dict[Hashable, int] = {}
+        self.ops: dict[int, bool] = {}  # by the id of an op, whose own hash is written in Python: has it a lowering?
 
     def lower(self, node: fx.Node) -> LoweredOp | None:
         """The result of `lower_op`."""
-        is_copy = node in self.views.copying_views
-        if not is_copy and node.target not in LOWERINGS:
+        is_copy, op = node in self.views.copying_views, id(node.target)
+        if (has_lowering := self.ops.get(op)) is None:
+            has_lowering = self.ops[op] = node.target in LOWERINGS
+        if not is_copy and not has_lowering:
             return None
         bases: dict[fx.Node, int] = {}
-        results_of_call, kwargs = results(node), node.kwargs
+        results_of_call, kwargs, kinds = results(node), node.kwargs, self.kinds
         key = (
-            node.target,
+            op,
             is_copy,
-            tuple([None if value is None else self._kind(value) for value in results_of_call]),
+            tuple([None if value is None else kinds.get(value) or self._kind(value) for value in results_of_call]),
             tuple([self._argument_key(arg, bases) for arg in node.args]),
             tuple([(name, self._argument_key(arg, bases)) for name, arg in kwargs.items()]) if kwargs else (),
         )
@@ -71,12 +74,15 @@ class LoweringCache:
         base, dtype, number = view.base, type_of(value).dtype, constant_value(value)
         base_dtype = dtype if base is value else type_of(base).dtype
         kind = (view[1:], base in self.views.irregular, dtype, base_dtype, None if number is None else repr(number))
-        self.kinds[value] = kind_number = self.numbers.setdefault(kind, len(self.numbers))
+        self.kinds[value] = kind_number = self.numbers.setdefault(kind, 1 + len(self.numbers))
         return kind_number
 
     def _argument_key(self, arg: Any, bases: dict[fx.Node, int]) -> Hashable:
         if type(arg) is fx.Node:
-            return bases.setdefault(self.views.of[arg][0], len(bases)), self._kind(arg)
+            base, kinds = self.views.of[arg][0], self.kinds
+            if base not in bases:
+                bases[base] = len(bases)
+            return bases[base], kinds.get(arg) or self._kind(arg)
         if isinstance(arg, (list, tuple)):
             return tuple([self._argument_key(item, bases) for item in cast("Sequence[Any]", arg)])
         return repr(arg) if isinstance(arg, KEYED_TYPES) else object()  # equal to nothing
