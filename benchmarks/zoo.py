@@ -150,8 +150,8 @@ def in_process(entry: Entry, limit: float) -> list[Line]:
             [] if done.returncode == 0 else [line | {"status": "crashed", "error": done.stderr[-300:]}],
         )
     except subprocess.TimeoutExpired as slow:
-        out = slow.stdout or b""
-        text, rest = out.decode() if isinstance(out, bytes) else out, [line | {"status": "timeout", "limit_s": limit}]
+        out = slow.stdout or b""  # bytes, even where text was asked for
+        text, rest = cast(bytes, out).decode(), [line | {"status": "timeout", "limit_s": limit}]
     lines = [json.loads(row) for row in text.splitlines() if row.startswith('{"name"')]
     if rest and lines:
         rest[0]["mesh"] = EXPERT  # the first mesh was done

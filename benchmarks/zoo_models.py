@@ -95,6 +95,8 @@ class Entry:
         model_class = getattr(transformers, self.model_class)
         config = config_class(**shrunk(config_class().to_dict()))
         config.use_cache = False
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
         config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
         return model_class(config).train()
 
@@ -132,10 +134,16 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
             small[key] = 8 + value % 64
         elif isinstance(value, (list, tuple)) and key in ("depths", "num_attention_heads_per_stage", "layers"):
             small[key] = [1] * len(value)
+        elif isinstance(value, (list, tuple)) and "heads" in key and all(isinstance(v, int) for v in value):
+            small[key] = [2] * len(value)  # a width for each stage, which 3 heads need not divide
         elif isinstance(value, (list, tuple)) and key in SIZES and all(isinstance(v, int) for v in value):
             small[key] = [min(SIZES[key], v) for v in value]
         else:
             small[key] = value
+    if "kv_lora_rank" in small and small.get("num_key_value_heads"):
+        small["num_key_value_heads"] = small["num_attention_heads"]  # keys of all heads come of one latent
+    if {"expand", "num_heads", "head_dim", "hidden_size"} <= small.keys():
+        small["num_heads"] = small["hidden_size"] * small["expand"] // small["head_dim"]
     return small
 
 
