@@ -106,9 +106,9 @@ def test_a_malformed_rule_is_refused_at_registration(
 
 
 def test_an_op_has_one_rule(empty_registry: None) -> None:
-    rule("op", "a -> a")
+    rule(torch.ops.aten.relu.default, "a -> a")
     with pytest.raises(RuleError, match="has a rule already"):
-        rule("op", "b -> b")
+        rule(torch.ops.aten.relu.default, "b -> b")
 
 
 # ------------------------------------------------------------------------------------------------ dims and pieces
