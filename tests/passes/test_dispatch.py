@@ -130,6 +130,30 @@ def test_otherwise_tokens_are_gathered(dispatch: str) -> None:
     assert not [d for d in compiled.diagnostics if d.code == "SC229"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "why"),
+    [("ep", "-", "no experts lie over an axis"), ("-", "ep", "no experts lie over an axis"), ("ep", "-, ep", "no exp")],
+)
+def test_a_plan_that_sends_nothing_is_told_so(tokens: str, experts: str, why: str) -> None:
+    sample = routed(torch.randint(0, 4, (4, TOKENS, CHOSEN)))
+    params = {} if experts == "-" else {"experts.up": experts}
+    inputs = {} if tokens == "-" else dict.fromkeys(sample, tokens)
+    plan = {"mesh": "ep=2", "params": params, "inputs": inputs, "experts": "all_to_all"}
+    compiled = shardc.compile(Moved(4, bias=False), sample, plan=plan, loss=mean_of_squares)
+    assert not moves(compiled.body)
+    (said,) = [d for d in compiled.diagnostics if d.code == "SC229"]
+    assert f"no rows are sent: {why}" in said.message
+    assert said.location
+    assert said.hint
+
+
+def test_a_model_without_experts_is_told_that_nothing_is_sent() -> None:
+    plan = {"mesh": "ep=2", "inputs": {"input": "ep"}, "experts": "all_to_all"}
+    compiled = shardc.compile(nn.Linear(4, 4), {"input": torch.ones(4, 4)}, plan=plan, loss=mean_of_squares)
+    (said,) = [d for d in compiled.diagnostics if d.code == "SC229"]
+    assert "no rows are grouped by expert" in said.message
+
+
 # ------------------------------------------------------------------------------------------ what is sent
 @pytest.mark.parametrize("name", ["ep2", "ep4", "dp2 x ep2", "experts over both", "dp2 x ep2 x tp2"])
 def test_rows_are_sent_twice_each_way_and_no_weight_is_moved(name: str) -> None:
