@@ -21,7 +21,7 @@ from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import Graph, info, set_info, type_of, update
 from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, EXCHANGE_COUNTS, EXCHANGED_PERM, GROUP_ENDS
-from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS, UNGROUP_ROWS
+from shardc.ir.ops.experts import EXPERT_MM, GATHER_ROWS, GROUP_ROWS, UNGROUP_ROWS
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
@@ -326,6 +326,18 @@ def test_a_dispatch_that_is_left_out_is_refused() -> None:
         graph.fx.erase_node(dispatch)
 
     assert changed(drop)
+
+
+@pytest.mark.parametrize("each", [0, 1, 3, 4])
+def test_tokens_of_another_number_of_rows_are_refused(each: int) -> None:
+    """By their dims alone the types would fit: each row would be taken from another token."""
+
+    def change(graph: Graph) -> None:
+        gather = first(graph, GATHER_ROWS)
+        assert gather.args[2] == CHOSEN
+        gather.args = (*gather.args[:2], each)
+
+    assert any(f"tokens of {each} rows each are not" in fault for fault in changed(change))
 
 
 def test_too_little_room_is_refused() -> None:
