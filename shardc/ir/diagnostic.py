@@ -76,7 +76,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC225": Code("split-loss", "the mean of the microbatches' losses is not the loss of the whole batch"),
     "SC226": Code("data-parts", "ranks are to bring parts of a batch that has none, or not equal ones"),
     "SC228": Code("clip-returned", "a plan clips gradients, and no optimizer takes them: they are returned"),
-    "SC229": Code("not-sent", "a plan sends rows to their experts, and tokens have to be gathered instead"),
+    "SC229": Code("not-sent", "a plan sends rows to their experts, and none are: tokens are gathered, or need not be"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC303": Code("rule-misfit", "the sharding rule of an op does not fit a call of the op"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),

@@ -358,7 +358,7 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
     if problem["type"] == "extra_forbidden":
         section = path[0] if len(path) > 1 else None
         parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
-        parts |= {"fuse": Fusing, "pipeline": Pipelining, "clip_grad_norm": Clipping}
+        parts |= {"fuse": Fusing, "pipeline": Pipelining, "clip_grad_norm": Clipping, "experts": Experts}
         known = parts.get(section or "", Plan).model_fields
         key = problem["loc"][-1]
         hint = did_you_mean(str(key), known, f"keys of {section or 'a plan'}")

@@ -30,7 +30,7 @@ from shardc.ir.ops.experts import (
 from shardc.ir.ops.local import mask_pad
 from shardc.rules.embedding import owned, sharded
 from shardc.rules.local import LocalCall
-from shardc.rules.notation import Dims, Notation
+from shardc.rules.notation import Dims, Notation, RuleError
 from shardc.rules.registry import rule
 
 aten = torch.ops.aten
@@ -63,6 +63,8 @@ rule(EXPERT_WGRAD, "s k; e, s n; e, e; s -> e k n", sum="s", linear=(0, 1), ragg
 
 @rule(GATHER_ROWS, linear=(0,), ragged=True)
 def gather_rows(x: Dims, perm: Dims, each: int) -> str:
+    if x.shape[0] * each != perm.shape[0]:
+        raise RuleError(f"{x.shape[0]} tokens of {each} rows each are not {perm.shape[0]} rows")
     return f"{x.replace(0, 't')}, (t k); e -> (t k) {' '.join(x.labels[1:])}; e"
 
 

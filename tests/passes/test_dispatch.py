@@ -22,7 +22,7 @@ from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import Graph, info, set_info, type_of, update
 from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, EXCHANGE_COUNTS, EXCHANGED_PERM, GROUP_ENDS
-from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS, UNGROUP_ROWS
+from shardc.ir.ops.experts import EXPERT_MM, GATHER_ROWS, GROUP_ROWS, UNGROUP_ROWS
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
@@ -129,6 +129,30 @@ def test_otherwise_tokens_are_gathered(dispatch: str) -> None:
     compiled = program("ep2", dispatch=dispatch)
     assert not moves(compiled.body)
     assert not [d for d in compiled.diagnostics if d.code == "SC229"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "why"),
+    [("ep", "-", "no experts lie over an axis"), ("-", "ep", "no experts lie over an axis"), ("ep", "-, ep", "no exp")],
+)
+def test_a_plan_that_sends_nothing_is_told_so(tokens: str, experts: str, why: str) -> None:
+    sample = routed(torch.randint(0, 4, (4, TOKENS, CHOSEN)))
+    params = {} if experts == "-" else {"experts.up": experts}
+    inputs = {} if tokens == "-" else dict.fromkeys(sample, tokens)
+    plan = {"mesh": "ep=2", "params": params, "inputs": inputs, "experts": "all_to_all"}
+    compiled = shardc.compile(Moved(4, bias=False), sample, plan=plan, loss=mean_of_squares)
+    assert not moves(compiled.body)
+    (said,) = [d for d in compiled.diagnostics if d.code == "SC229"]
+    assert f"no rows are sent: {why}" in said.message
+    assert said.location
+    assert said.hint
+
+
+def test_a_model_without_experts_is_told_that_nothing_is_sent() -> None:
+    plan = {"mesh": "ep=2", "inputs": {"input": "ep"}, "experts": "all_to_all"}
+    compiled = shardc.compile(nn.Linear(4, 4), {"input": torch.ones(4, 4)}, plan=plan, loss=mean_of_squares)
+    (said,) = [d for d in compiled.diagnostics if d.code == "SC229"]
+    assert "no rows are grouped by expert" in said.message
 
 
 # ------------------------------------------------------------------------------------------ what is sent
@@ -308,6 +332,18 @@ def test_a_dispatch_that_is_left_out_is_refused() -> None:
         graph.fx.erase_node(dispatch)
 
     assert changed(drop)
+
+
+@pytest.mark.parametrize("each", [0, 1, 3, 4])
+def test_tokens_of_another_number_of_rows_are_refused(each: int) -> None:
+    """By their dims alone the types would fit: each row would be taken from another token."""
+
+    def change(graph: Graph) -> None:
+        gather = first(graph, GATHER_ROWS)
+        assert gather.args[2] == CHOSEN
+        gather.args = (*gather.args[:2], each)
+
+    assert any(f"tokens of {each} rows each are not" in fault for fault in changed(change))
 
 
 def test_too_little_room_is_refused() -> None:

@@ -152,6 +152,13 @@ def test_experts_round_trip(said: str | dict[str, object], dumped: str) -> None:
     assert Plan.of(experts="all_gather").merge(plan).experts == plan.experts
 
 
+def test_a_wrong_key_of_experts_is_hinted_at_by_those_of_experts() -> None:
+    for key, hint in (("dispach", "did you mean 'dispatch'?"), ("capacity", "keys of experts: dispatch")):
+        with pytest.raises(ShardcError) as refused:
+            Plan.parse(f"experts: {{{key}: all_to_all}}", "plan.yaml")
+        assert refused.value.diagnostics[0].hint == hint
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

@@ -49,7 +49,30 @@ class Assign(Pass):
             walk.visit(node)
         for value, type in walk.now.items():
             update(value, type=type)
+        if self.dispatch == "all_to_all" and not walk.sent and not walk.gathered:
+            graph.diagnostics.append(_nothing_sent(graph))
         return graph
+
+
+def _nothing_sent(graph: Graph) -> Diagnostic:
+    """Of a plan that asks for rows to be sent, where no experts lie over an axis of tokens."""
+    groupings = [node for node in graph.calls() if node.target is GROUP_ROWS]
+    if not groupings:
+        why = "no rows are grouped by expert"
+        hint = "leave the key out; experts are seen where rows are sorted, and multiplied in groups"
+    else:
+        why = "no experts lie over an axis of their tokens"
+        hint = "put dim 0 of all weights of experts, and the inputs, over one axis; or leave the key out"
+    about = info(groupings[0]) if groupings else None
+    return Diagnostic(
+        "SC229",
+        f"the plan says experts: all_to_all, and no rows are sent: {why}",
+        "warning",
+        location=(about.source or None) if about else None,
+        source_text=(about.source_text or None) if about else None,
+        fqn=(about.fqn or None) if about else None,
+        hint=hint,
+    )
 
 
 class _Walk:
