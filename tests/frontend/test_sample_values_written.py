@@ -91,6 +91,17 @@ def test_what_was_written_is_checked_in_every_step(asked: Callable[[Tensor, Tens
     assert caught.value.code == "SC512"
 
 
+def test_a_drawn_number_that_a_view_changes_is_refused() -> None:
+    def changed(tokens: Tensor, h: Tensor) -> Tensor:
+        number = torch.rand([])
+        number.view(1).sub_(1)
+        return h if number < 0.0 else h * 3
+
+    with pytest.raises(ShardcError) as caught:
+        shardc.compile(Asks(changed), TOKENS, mesh="dp=2")
+    assert caught.value.code == "SC101"
+
+
 def test_a_mask_that_is_broadcast_is_refused() -> None:
     def broadcast(tokens: Tensor, h: Tensor) -> Tensor:
         square = h[:, :4].sum(2)
