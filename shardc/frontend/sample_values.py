@@ -143,7 +143,8 @@ class SampleValues:
                 for number, leaf in zip(numbers, leaves, strict=True)
             ]
             dtype = kwargs.get("dtype") or torch.tensor(torch_compat.unflatten(typed, structure)).dtype
-        return torch.tensor(torch_compat.unflatten(numbers, structure), **{**kwargs, "dtype": dtype})
+        options: dict[str, Any] = {**kwargs, "dtype": dtype}
+        return torch.tensor(torch_compat.unflatten(numbers, structure), **options)
 
     def _repeated(self, args: Sequence[Any]) -> Any:
         """Elements by counts, where all of them are of the batch: a constant."""
