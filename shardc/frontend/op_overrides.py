@@ -174,7 +174,9 @@ class RandomOps:
         def less(x: Tensor, bound: float) -> Tensor:
             """Layers dropped at a rate of 0, as some of transformers' models decide it: `if torch.rand([]) < 0.0:`."""
             node = torch_compat.node_of(x) if x.dim() == 0 and bound <= 0.0 else None
-            return torch.tensor(False) if node is not None and node.target is RANDOM_UNIFORM else NotImplemented
+            if node is None or node.target is not RANDOM_UNIFORM or any(map(torch_compat.shares_memory, node.users)):
+                return NotImplemented  # a view may have written another number
+            return torch.tensor(False)
 
         def filled_by(draw: Callable[[Sequence[int]], Tensor]) -> Callable[..., Tensor]:
             def make(

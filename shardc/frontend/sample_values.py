@@ -3,7 +3,7 @@
     if labels.max() >= self.vocab_size: raise ...      of the batch's integers
     for t, h, w in grid_thw.tolist(): ...
     if not torch.isfinite(hidden).all(): ...           assumed to be finite
-    pixels[is_real]                                    a mask of the batch that leaves out nothing: a view
+    pixels[is_real]                                    a mask of the batch that leaves out nothing: a copy
     if torch.rand([]) < self.layerdrop: continue       of a layer drop of 0
 
 The answer becomes part of the program, as a shape does. So each is checked in every step (`assume`): a batch that
@@ -50,7 +50,7 @@ class SampleValues:
         self._samples = {
             node: real for traced, real in samples if _is_known(real) and (node := torch_compat.node_of(traced))
         }
-        self._assumed: set[tuple[fx.Node, str]] = set()
+        self._assumed: set[tuple[fx.Node, str, int]] = set()
         self._expected: dict[fx.Node, bool] = {}  # truth values that say whether numbers are finite
         self._drawn: set[fx.Node] = set()  # in [0, 1)
         self._certain: dict[fx.Node, bool] = {}  # truth values of every step
@@ -66,7 +66,7 @@ class SampleValues:
             self._drawn.add(node)
         elif function in _LESS and len(args) == 2 and (node := _node(result)) is not None:
             drawn, limit = _node(args[0]), args[1]
-            if drawn in self._drawn and isinstance(limit, int | float) and not 0 < limit < 1:
+            if drawn in self._drawn and isinstance(limit, int | float) and not 0 < limit < 1 and not _is_written(drawn):
                 self._certain[node] = limit >= 1
         elif function in _EITHER or function in _ALL or function in _ANY:
             asked = [self._expected.get(n) if (n := _node(arg)) else None for arg in args if isinstance(arg, Tensor)]
@@ -86,7 +86,8 @@ class SampleValues:
         if kwargs or not args or not isinstance(args[0], Tensor):
             return self.refused
         if function in _SELECTIONS and len(args) == 2 and isinstance(args[1], Tensor):
-            return self._all_of(args[0], args[1])
+            whole = function is Tensor.__getitem__ or args[0].dim() == args[1].dim()
+            return self._all_of(args[0], args[1]) if whole else self.refused
         if function is torch.repeat_interleave and len(args) == 2 and isinstance(args[1], Tensor):
             return self._repeated(args)
         return self._read(args[0], function) if function in _READS else self.refused
@@ -102,6 +103,8 @@ class SampleValues:
     def _read(self, t: Tensor, function: Any) -> Any:
         node = _node(t)
         if node is None:
+            return self.refused
+        if (node in self._certain or node in self._expected) and _is_written(node):
             return self.refused
         if (certain := self._certain.get(node)) is not None and function in (Tensor.__bool__, Tensor.item):
             return certain
@@ -126,7 +129,7 @@ class SampleValues:
             if value is None or not value.all():
                 return self.refused
         self._assume(node, "all", mask.all)
-        return t.flatten(0, dims - 1)
+        return t.flatten(0, dims - 1).clone()  # as eager PyTorch's: a write to it leaves `t` as it is
 
     def _of_numbers(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
         """A tensor made of a list, some of whose numbers are tensors."""
@@ -134,7 +137,14 @@ class SampleValues:
         numbers = [self._read(leaf, Tensor.item) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if any(number is self.refused for number in numbers):
             return self.refused
-        return torch.tensor(torch_compat.unflatten(numbers, structure), **kwargs)
+        with torch_compat.untraced():  # of tensors, torch takes the dtype; of Python's numbers, the default one
+            typed = [
+                torch.tensor(number, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+                for number, leaf in zip(numbers, leaves, strict=True)
+            ]
+            dtype = kwargs.get("dtype") or torch.tensor(torch_compat.unflatten(typed, structure)).dtype
+        options: dict[str, Any] = {**kwargs, "dtype": dtype}
+        return torch.tensor(torch_compat.unflatten(numbers, structure), **options)
 
     def _repeated(self, args: Sequence[Any]) -> Any:
         """Elements by counts, where all of them are of the batch: a constant."""
@@ -158,8 +168,9 @@ class SampleValues:
         self._assume(node, "", lambda: t.reshape(()) == expected if one else (t == torch.tensor(expected)).all())
 
     def _assume(self, node: fx.Node, how: str, holds: Callable[[], Tensor]) -> None:
-        if (node, how) not in self._assumed:
-            self._assumed.add((node, how))
+        asked = node, how, len(_writes(node.graph))  # a write through a view leaves a tensor's node as it is
+        if asked not in self._assumed:
+            self._assumed.add(asked)
             with torch.no_grad():
                 self.checked.append(assume(holds()))
 
@@ -170,7 +181,7 @@ class SampleValues:
         wanted: dict[fx.Node, bool] = {}  # and whether it is asked by equality alone
         if not self._collect(node, wanted):
             return None
-        values: dict[fx.Node, Any] = {n: self._samples[n] for n in wanted if n.op == "placeholder"}
+        values: dict[fx.Node, Any] = {n: self._samples[n].cpu() for n in wanted if n.op == "placeholder"}
         values |= {n: torch_compat.recorded_constant(str(n.target)) for n in wanted if n.op == "get_attr"}
         with torch_compat.untraced():
             if any(torch_compat.mutates(n) for n in wanted):
@@ -185,11 +196,11 @@ class SampleValues:
 
     def _collect(self, node: fx.Node, wanted: dict[fx.Node, bool]) -> bool:
         """Add the calls that lead to a node, and those that write to the memory of these; False if one is unknown."""
-        writes = [n for n in node.graph.nodes if torch_compat.mutates(n)]
+        writes = _writes(node.graph)
         todo = [(node, False)]
-        while todo:
+        while todo or (todo := _to_memory(wanted, writes)):
             one, compared = todo.pop()
-            if wanted.get(one, True) <= compared and one in wanted:
+            if one in wanted and wanted[one] <= compared:
                 continue
             wanted[one] = compared
             if one.op == "placeholder":
@@ -201,10 +212,6 @@ class SampleValues:
             equality = getattr(one.target, "overloadpacket", None) in (torch.ops.aten.eq, torch.ops.aten.ne)
             if not _reads_shapes(one):
                 todo += [(operand, compared or equality) for operand in one.all_input_nodes]
-            if not todo and writes:
-                memory = {_memory(n) for n in wanted}
-                todo += [(n, False) for n in writes if not memory.isdisjoint(map(_memory, torch_compat.written_by(n)))]
-                writes = [n for n in writes if (n, False) not in todo]
         return True
 
     def _expect(self, t: Any, finite: bool) -> None:
@@ -236,11 +243,33 @@ def _reads_shapes(node: fx.Node) -> bool:
     return name.removesuffix("_like") in _FILLS or name.removeprefix("new_") in _FILLS
 
 
+def _writes(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if torch_compat.mutates(n)]
+
+
+def _to_memory(wanted: Mapping[fx.Node, bool], writes: Sequence[fx.Node]) -> list[tuple[fx.Node, bool]]:
+    """The calls that write to the memory of some values, and are not among them."""
+    memory = {_memory(n) for n in wanted} if writes else set[fx.Node]()
+    return [
+        (n, False)
+        for n in writes
+        if wanted.get(n, True) and not memory.isdisjoint(map(_memory, torch_compat.written_by(n)))
+    ]
+
+
 def _memory(node: fx.Node) -> fx.Node:
     """The call whose memory a view lies in, and what is written in place."""
-    while (schema := getattr(node.target, "_schema", None)) and any(r.alias_info is not None for r in schema.returns):
-        node = node.all_input_nodes[0]
-    return node
+    while True:
+        if torch_compat.shares_memory(node):
+            node = node.all_input_nodes[0]
+        elif written := torch_compat.written_by(node):  # out=
+            node = written[0]
+        else:
+            return node
+
+
+def _is_written(node: fx.Node) -> bool:
+    return bool(_to_memory({node: False}, _writes(node.graph)))
 
 
 def _shaped(nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping
-from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,7 +36,9 @@ def shared_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     if not all(_is_plain(value) for key, value in group.items() if key not in INCIDENTAL):
         return None
     places = [place for base in cls.__mro__[:-1] for place in (base, sys.modules[base.__module__])]
-    code = tuple([value for place in places for value in vars(place).values() if isinstance(value, FunctionType)])
+    code: tuple[Any, ...] = tuple([value for place in places for value in vars(place).values() if callable(value)])
+    if not all(isinstance(value, Hashable) for value in code):
+        return None  # an object in the place of one of torch's functions
     flags = tuple(sorted(FLAGS & group.keys()))  # which of them there are, whatever they say
     dtypes = (torch.get_default_dtype(), *(param.dtype for param in group["params"][:1]))  # as in `explicit`
     return cls, code, hyperparameters(group), flags, dtypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,6 +100,15 @@ def test_what_else_decides_an_update_is_not_shared(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", sgd)
     assert options(torch.optim.SGD(parameters(), lr=0.1)) != ours
+
+
+def test_callables_in_the_place_of_torchs_functions_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["torch.optim.sgd"]
+    keys = []
+    for scale in (1, 2):
+        monkeypatch.setattr(module, "sgd", partial(module.sgd, scale=scale))
+        keys.append(options(torch.optim.SGD(parameters(), lr=0.1)))
+    assert keys[0] != keys[1]
 
 
 def test_the_default_dtype_decides_of_what_a_count_is() -> None:

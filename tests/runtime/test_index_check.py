@@ -14,6 +14,7 @@ from shardc.api import Program
 from shardc.cli.local_launch import run_processes
 from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.assumed import assume
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.instructions import rank_context
@@ -178,6 +179,16 @@ def test_a_rank_tells_the_others_which_index_it_failed_of() -> None:
             executor.run(held, [feed], own)  # type: ignore[arg-type]
         assert own.said[0].startswith("error[SC507 index-out-of-range]")
         assert "%check (mlp.py:" in own.said[0]
+
+
+def test_a_rank_tells_the_others_that_its_batch_answers_otherwise() -> None:
+    b = Builder(Mesh(pp=2))
+    b.output("output", "y", b.call("holds", "bool[]", assume, b.input("asked", "bool[]", "input")))
+    graph, own = b.graph(), Telling()
+    executor = BodyCode(graph, rank_context(graph.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ShardcError, match="SC512"):
+        executor.run({}, [{"asked": torch.tensor(False)}], own)  # type: ignore[arg-type]
+    assert own.said[0].startswith("error[SC512 assumption-broken]")
 
 
 def test_every_process_raises_before_it_sends_anything(monkeypatch: pytest.MonkeyPatch) -> None:

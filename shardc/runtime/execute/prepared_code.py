@@ -212,10 +212,11 @@ class Routine:
         if instruction.target in COLLECTIVES:
             return failure if monitor is None else monitor.blame(failure)
         index_error = out_of_range(instruction, self.rank, [env[slot] for slot in instruction.reads])
-        why = f"{type(failure).__name__}: {failure}" if index_error is None else str(index_error).partition("\n")[0]
+        known = index_error or instruction_failed(instruction, failure, f"on rank {self.rank}{within}")
+        why = f"{type(failure).__name__}: {failure}" if known is None else str(known).partition("\n")[0]
         if monitor is not None:
             monitor.report_own_failure(f"{why} in instruction {name}")
-        return index_error or instruction_failed(instruction, failure, f"on rank {self.rank}{within}") or failure
+        return known or failure
 
 
 def _action_line(
