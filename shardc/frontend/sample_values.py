@@ -189,7 +189,7 @@ class SampleValues:
             for one in node.graph.nodes:
                 if one in wanted and one not in values:
                     known = values if not _reads_shapes(one) else values | _shaped(one.all_input_nodes)
-                    args, kwargs = fx.node.map_arg((one.args, one.kwargs), known.__getitem__)
+                    args, kwargs = fx.map_arg((one.args, one.kwargs), known.__getitem__)
                     values[one] = one.target(*args, **kwargs)
         result = values[node]
         return result if isinstance(result, Tensor) else None

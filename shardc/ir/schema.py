@@ -85,7 +85,10 @@ def _find_own(name: str) -> OpOverload | None:
 
 
 # What an argument of a functional op is spelled as; a file's name is none of these.
-_TEXTS = {"approximate", "rounding_mode", "reduce", "padding", "padding_mode", "mode", "equation"}
+_TEXTS = {
+    *("approximate", "rounding_mode", "reduce", "padding", "padding_mode", "mode", "equation"),
+    *("UPLO", "driver", "side"),
+}
 _ARGUMENTS = re.compile(
     r"(Optional\[)?(List\[)?(Optional\[)?(Tensor|number|int|float|bool|str|Device|Layout|MemoryFormat|ScalarType"
     r"|complex|SymInt|Dimname|Scalar)\]*"

@@ -31,6 +31,8 @@ def eager() -> list[float]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] if c in LONG else []) for c in CASES])
 def test_ranks_train_as_one_device(case: str, tmp_path: Path) -> None:
+    if case.startswith("all-to-all"):
+        pytest.importorskip("transformers", minversion="5.24")  # before, experts are traced as they are written
     results = [result for result in start(case, 4, tmp_path, 240.0, WORKER) if result is not None]
     assert len(results) == 4
     losses = eager()

@@ -18,6 +18,8 @@ EVERY = models.entries()
 
 @pytest.mark.parametrize("name", ["masked/bert", "causal/mixtral", "vision/vit"])
 def test_a_model_type_compiles_and_verifies(name: str) -> None:
+    if name == "causal/mixtral":
+        pytest.importorskip("transformers", minversion="5.24")  # before, experts are traced as they are written
     (entry,) = zoo.chosen(EVERY, [name], "")
     lines = list(zoo.train_and_compile(entry))
     assert [line["mesh"] for line in lines] == [zoo.TENSOR, zoo.EXPERT][: 2 if "mixtral" in name else 1]
