@@ -9,7 +9,8 @@ Every model is small (`zoo_models.py`) and has a process of its own, which is en
 trained one step eagerly, then compiled over dp=2, tp=2 and, where it has experts, over dp=2, ep=2, with the library's
 own plan if it brings one. A line of JSON says for each mesh:
 
-    status   verified | differs | refused | crashed | timeout | not trained | not built
+    status   verified | alone | differs | refused | crashed | timeout | not trained | not built
+             alone: the ranks agree with one device, and eager PyTorch was not there to be asked
     code     of the diagnostic that refused it
     seconds  of compiling and of verifying; `collectives` of a step by kind, and `warnings` by code
 """
@@ -116,7 +117,7 @@ def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss:
     except Exception as error:  # a defect of ours
         return {"status": "crashed", **said(error)}
     return line | {
-        "status": "verified" if report.ok else "differs",
+        "status": "differs" if not report.ok else "alone" if report.eager_error is None else "verified",
         "verify_s": round(time.perf_counter() - started, 2),
         "calls": sum(1 for _ in program.body.calls()),
         "collectives": dict(Counter(f"{c.kind} {'.'.join(c.axes)}" for c in collectives(program.body))),
@@ -186,7 +187,7 @@ def summary(lines: Iterable[Line]) -> str:
         types = sum(of.values())
         built = types - of["not built"]
         trained = built - of["not trained"]
-        ready = of["verified"] + of["differs"]
+        ready = of["verified"] + of["alone"] + of["differs"]
         share = f"{100 * of['verified'] / trained:.0f} %" if trained else ""
         rows.append(f"| {kind} | {mesh} | {types} | {built} | {trained} | {ready} | {of['verified']} | {share} |")
     causes: dict[str, list[str]] = {}

@@ -1,4 +1,7 @@
-"""Options that commands share: --optimizer, --json, --fold, plans of ours; doctor; what does not fit is refused."""
+"""Options that commands share: --optimizer, --json, --fold, plans of ours; doctor; what does not fit is refused.
+
+Longer than 400 lines: a command that lacks one of them is seen beside those that have it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`trainer.evaluate` and `predict`: on the trainer's own tensors, beside its steps, without a trace of it in them."""
+"""`trainer.evaluate` and `predict`: on the trainer's own tensors, beside its steps, without a trace of it in them.
+
+Longer than 400 lines: what an evaluation may leave behind is asked of the same trainers.
+"""
 
 import warnings
 from collections.abc import Iterator
