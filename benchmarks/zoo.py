@@ -1,6 +1,7 @@
 """Which model types of the installed `transformers` compile and verify, unmodified, and what they communicate.
 
     python -m benchmarks.zoo --out zoo.jsonl                  all of them; goes on where an earlier run was ended
+    python -m benchmarks.zoo --out zoo.jsonl --jobs 64        64 processes at once, of one thread each
     python -m benchmarks.zoo --out zoo.jsonl --shard 2/8      the second eighth
     python -m benchmarks.zoo --only bert --only causal/llama  these, whatever the file says
     python -m benchmarks.zoo --summary zoo.jsonl              counts, and what became of each that did not verify
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,8 +147,11 @@ def in_process(entry: Entry, limit: float) -> list[Line]:
     command = [sys.executable, "-m", "benchmarks.zoo", "--here", entry.name]
     root = Path(__file__).parent.parent
     line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command, cwd=root, env=os.environ | threads, capture_output=True, text=True, timeout=limit, check=False
+        )
         text, rest = (
             done.stdout,
             [] if done.returncode == 0 else [line | {"status": "crashed", "error": done.stderr[-300:]}],
@@ -213,6 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--only", action="append", default=[], metavar="NAME", help="causal/llama, or llama; repeatable"
     )
     parser.add_argument("--shard", default="1/1", metavar="I/N")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of each model")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="sum up a file, and run nothing")
     parser.add_argument("--list", action="store_true", help="names, and run nothing")
@@ -234,13 +241,13 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as wrong:
         parser.error(str(wrong))
     done = set() if options.only else {line["name"] for line in read(options.out)}
-    for entry in wanted:
-        if entry.name in done:
-            continue
-        with options.out.open("a") as file:
-            for line in in_process(entry, options.limit):
+    with ThreadPoolExecutor(options.jobs) as pool, options.out.open("a") as file:
+        running = [pool.submit(in_process, entry, options.limit) for entry in wanted if entry.name not in done]
+        for ended in as_completed(running):
+            for line in ended.result():
                 print(json.dumps(line), flush=True)
                 file.write(json.dumps(line) + "\n")
+            file.flush()
     print(summary(read(options.out)))
 
 
