@@ -34,7 +34,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 import shardc
-from benchmarks.zoo_models import EXPERTS, ROWS, Entry, batch_of, entries, loss_of
+from benchmarks.zoo_batches import loss_of
+from benchmarks.zoo_models import Entry, NotReadyError, entries
+from benchmarks.zoo_sizes import EXPERTS, ROWS
 from shardc import Plan
 from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import ShardcError
@@ -81,23 +83,13 @@ def train_and_compile(entry: Entry) -> Iterable[Line]:
     """A line for each mesh, in this process."""
     line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR}
     try:
-        model = entry.build()
-        batch = batch_of(entry, model)
-    except Exception as error:  # of the library: a small configuration that it does not take
-        yield line | {"status": "not built", **said(error)}
+        model, batch, has_loss = entry.ready()
+    except NotReadyError as error:
+        yield line | {"status": error.stage, **said(error.cause)}
         return
     line["parameters"] = sum(p.numel() for p in model.parameters())
-    try:
-        output = model(**batch)
-        loss_of(output, batch).backward()
-    except Exception as error:  # of the library
-        yield line | {"status": "not trained", **said(error)}
-        return
-    model.zero_grad()
-    own = isinstance(getattr(output, "loss", None), Tensor) and output.loss.ndim == 0
-    del output
     for mesh in (TENSOR, EXPERT) if experts_of(model) else (TENSOR,):
-        yield line | {"mesh": mesh} | compiled(model, batch, mesh, has_loss=own)
+        yield line | {"mesh": mesh} | compiled(model, batch, mesh, has_loss=has_loss)
 
 
 def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss: bool) -> Line:
