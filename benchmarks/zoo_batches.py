@@ -24,20 +24,23 @@ class Named(Protocol):
     def model_class(self) -> str: ...
 
 
-def batch_of(entry: Named, model: nn.Module, *, masks: bool = False) -> dict[str, Tensor]:
-    """What the model's forward takes, of `masks` with a mask of ones. Raises ValueError where nothing is known for it."""
+def batch_of(entry: Named, model: nn.Module, *, masks: bool = False, labels: bool = True) -> dict[str, Tensor]:
+    """What the model's forward takes; `masks` adds a mask of ones. Raises ValueError where nothing is known for it."""
     takes = inspect.signature(model.forward).parameters
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     generator = torch.Generator().manual_seed(1)
     vocab = min(getattr(text, "vocab_size", None) or 96, 96)
-    tokens = torch.randint(72, vocab, (ROWS, LENGTH), generator=generator) if vocab > 80 else None
+    first = 72 if vocab > 80 else vocab // 2  # ids of images and the like are below
+    tokens = torch.randint(first, vocab, (ROWS, LENGTH), generator=generator) if vocab >= 16 else None
     batch: dict[str, Tensor] = {}
     if entry.kind in ("vision", "multimodal"):
         batch |= images(model, takes, generator, entry)
     if entry.kind == "audio":
         batch |= sound(config, takes, generator)
-    if "input_ids" in takes and tokens is not None:
+    is_encoder = "input_features" in batch or "input_values" in batch
+    is_encoder &= not (hasattr(model, "get_audio_features") or "LM" in entry.model_class)
+    if "input_ids" in takes and tokens is not None and not is_encoder:
         marks = placeholders(model, config, batch)
         batch["input_ids"] = tokens if marks is None else torch.cat([marks, tokens], 1)
         if entry.kind == "multimodal" and "attention_mask" in takes:
@@ -53,8 +56,8 @@ def batch_of(entry: Named, model: nn.Module, *, masks: bool = False) -> dict[str
         whole = batch.get("input_ids", batch.get("input_features", batch.get("input_values")))
         assert whole is not None
         batch["attention_mask"] = torch.ones(whole.shape[:2], dtype=torch.long)
-    if "labels" in takes and (labels := labels_of(entry, config, batch, tokens, generator)) is not None:
-        batch["labels"] = labels
+    if labels and "labels" in takes and (truth := labels_of(entry, config, batch, tokens, generator)) is not None:
+        batch["labels"] = truth
     return batch
 
 
@@ -71,7 +74,7 @@ def labels_of(
         return torch.rand(ROWS, config.num_labels, generator=generator)
     if "Classification" in entry.model_class:
         return torch.randint(0, 2, (ROWS,), generator=generator)
-    return batch.get("input_ids") if entry.kind != "vision" else None
+    return batch.get("input_ids", tokens) if entry.kind != "vision" else None
 
 
 def extras(config: Any, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
@@ -90,6 +93,12 @@ def extras(config: Any, batch: dict[str, Tensor], generator: torch.Generator) ->
         made["aspect_ratio_ids"] = torch.ones(ROWS, 1, dtype=torch.long)
         made["aspect_ratio_mask"] = torch.ones(ROWS, 1, tiles, dtype=torch.long)
         made["cross_attention_mask"] = torch.ones(ROWS, length, 1, tiles, dtype=torch.long)
+    if hasattr(config, "latent_query_num"):
+        made["image_embeds_position_mask"] = (
+            (torch.arange(length) < config.latent_query_num).expand(ROWS, length).long()
+        )
+    if "pixel_values" in batch and batch["pixel_values"].ndim == 5:
+        made["image_attention_mask"] = torch.ones(ROWS, length, batch["pixel_values"].shape[1], dtype=torch.long)
     if hasattr(config, "max_state_dim"):
         made["state"] = torch.randn(ROWS, config.max_state_dim, generator=generator)
     return made
@@ -99,6 +108,8 @@ def extras(config: Any, batch: dict[str, Tensor], generator: torch.Generator) ->
 def images(model: nn.Module, takes: Mapping[str, Any], generator: torch.Generator, entry: Named) -> dict[str, Tensor]:
     """Pixels, in the form that forward has for them: pictures, tiles of a picture, frames, or rows of patches."""
     config: Any = model.config
+    if getattr(config, "vision_config", config) is None:
+        return {}  # without one, the model is of text alone
     vision = part(config, "vision_config", "vision_tower_config", "image_config", "encoder")
     size = getattr(vision, "image_size", None) or IMAGE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
@@ -111,7 +122,10 @@ def images(model: nn.Module, takes: Mapping[str, Any], generator: torch.Generato
         return torch.randn(ROWS, *shape, generator=generator)
 
     side = 4 if height // patch < 1 else height // patch
-    inside = inspect.signature(model.get_image_features).parameters if hasattr(model, "get_image_features") else {}
+    inside: dict[str, inspect.Parameter] = {}
+    for holder in (getattr(model, "model", None), model):
+        if (method := getattr(holder, "get_image_features", None)) is not None:
+            inside |= inspect.signature(method).parameters
     asks = {**inside, **takes}
     grid = next((name for name in ("image_grid_thw", "grid_thw", "image_grid_hws") if name in asks), None)
     if "pixel_values_videos" in takes and "pixel_values" not in takes:
@@ -128,6 +142,8 @@ def images(model: nn.Module, takes: Mapping[str, Any], generator: torch.Generato
         count = merge * 2
         depth = getattr(vision, "temporal_patch_size", 1) or 1
         flat = torch.randn(ROWS * count * count, channels * depth * patch * patch, generator=generator)
+        if any(word in entry.model_class for word in ("Kimi", "PaddleOCR")):
+            flat = flat.reshape(-1, channels, patch, patch)
         made = {"pixel_values": flat, grid: torch.tensor([[1, count, count]] * ROWS)}
         if "image_merge_sizes" in asks:
             made["image_merge_sizes"] = torch.full((ROWS,), merge)
@@ -140,6 +156,7 @@ def images(model: nn.Module, takes: Mapping[str, Any], generator: torch.Generato
     if "aspect_ratio_ids" in takes:
         return {"pixel_values": random(1, getattr(vision, "max_num_tiles", 4), channels, height, width)}
     tiled = "LlavaNext" in entry.model_class or "LlavaOnevision" in entry.model_class or "Idefics" in entry.model_class
+    tiled |= entry.model_class in ("InstructBlipVideoForConditionalGeneration",)
     if tiled or "SmolVLM" in entry.model_class or "Granite4Vision" in entry.model_class:
         tiles = 1 if "Idefics" in entry.model_class or "SmolVLM" in entry.model_class else 2
         made = {"pixel_values": random(tiles, channels, height, width)}
@@ -170,7 +187,8 @@ def image_token(config: Any) -> int | None:
 
 def placeholders(model: nn.Module, config: Any, batch: dict[str, Tensor]) -> Tensor | None:
     """As many tokens of an image or sound as the model makes of it, for those that put these into the text."""
-    source, method = "pixel_values", getattr(model, "get_image_features", None)
+    holder: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", model)
+    source, method = "pixel_values", getattr(holder, "get_image_features", None)
     token = image_token(config)
     if source not in batch:
         source = "input_features" if "input_features" in batch else "input_values"
@@ -183,7 +201,9 @@ def placeholders(model: nn.Module, config: Any, batch: dict[str, Tensor]) -> Ten
     given = {name: value for name, value in known.items() if name in asks or name == source}
     with torch.no_grad():
         features = method(**given)
-    features = getattr(features, "pooler_output", features)
+    if not isinstance(features, (Tensor, list, tuple)):
+        pooled = getattr(features, "pooler_output", None)
+        features = features.last_hidden_state if pooled is None else pooled
     rows = list(features) if not isinstance(features, Tensor) else features.flatten(0, -2)
     count = len(rows) if isinstance(rows, Tensor) else sum(math.prod(row.shape[:-1]) for row in rows)
     return torch.full((ROWS, count // ROWS), token)
@@ -195,7 +215,7 @@ def sound(config: Any, takes: Any, generator: torch.Generator) -> dict[str, Tens
     encoder = part(config, "encoder_config", "audio_config", "encoder")
     bins = getattr(encoder, "num_mel_bins", None) or getattr(encoder, "input_feat_per_channel", None)
     bins = bins or getattr(encoder, "feature_projection_input_dim", None) or getattr(encoder, "input_dim", None) or 8
-    if "input_features" in takes:
+    if "input_features" in takes and not hasattr(encoder, "conv_dim"):
         frames = 2 * getattr(encoder, "max_source_positions", 32)
         is_whisper = any(name in type(encoder).__name__ for name in ("Whisper", "Qwen2Audio", "Voxtral"))
         shape = (ROWS, bins, frames) if is_whisper else (ROWS, frames, bins)

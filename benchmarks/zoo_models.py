@@ -60,8 +60,12 @@ class Variant(NamedTuple):
     image: int = 32
     kinds: bool = False
     """A layer of each kind that the configuration lists, and not the first two of its default."""
+    mrope: bool = False
+    """Positions of three axes, whose default sections do not fit a small head."""
     masks: bool = False
     """The batch has a mask of ones."""
+    labels: bool = True
+    """The batch has labels."""
 
 
 VARIANTS = (
@@ -73,6 +77,8 @@ VARIANTS = (
     Variant("eager", heads_of_keys=True),
     Variant("eager", fill=True, heads_of_keys=True),
     Variant("eager", masks=True, kinds=True),
+    Variant("eager", kinds=True, labels=False),
+    Variant("eager", kinds=True, mrope=True),
     Variant("eager", image=64),
     Variant("eager", image=224),
 )
@@ -132,7 +138,7 @@ class Entry:
             try:
                 model = self.build(variant)
                 stage = "not trained"
-                batch = batch_of(self, model, masks=variant.masks)
+                batch = batch_of(self, model, masks=variant.masks, labels=variant.labels)
                 output = model(**batch)
                 loss_of(output, batch).backward()
             except Exception as error:  # of the library: a small configuration or a batch that it does not take
@@ -213,6 +219,8 @@ def smaller(key: str, value: Any, layers: set[int], variant: Variant) -> Any:
         return {1: dict(smaller("", next(iter(value.values())), layers, variant))} if value else {}
     if isinstance(value, Mapping) and "model_type" in value:
         return shrunk(value, variant) | {"model_type": value["model_type"]}
+    if key == "rope_parameters" and variant.mrope and isinstance(value, Mapping):
+        value = {**value, "mrope_section": [2, 1, 1]}
     if isinstance(value, Mapping):
         return {k: smaller(str(k), v, layers, variant) for k, v in value.items()} if key != "backbone_kwargs" else value
     if key == "rope_theta" and value is None:
@@ -241,6 +249,8 @@ def smaller(key: str, value: Any, layers: set[int], variant: Variant) -> Any:
 def shorter(key: str, value: list[Any], layers: set[int], variant: Variant) -> list[Any]:
     """A list of a configuration: of layers, of stages, or of sizes."""
     whole = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    if key == "image_grid_pinpoints":
+        return [[variant.image, variant.image]]
     if key == "mrope_section" and whole:
         return [2, 1, 1][: len(value)]
     if key == "vision_feature_layer" and whole:

@@ -38,11 +38,16 @@ SMALL = """
 8 hidden_size_per_layer_input index_head_dim d_head rotary_dim linear_head_dim
 32 image_size img_size crop_size
 64 max_position_embeddings n_positions max_source_positions max_target_positions max_seq_len max_sequence_length
+32 reassemble_hidden_size d_latents v_channels qk_channels
+8 num_latents context_size
+4 num_queries latent_query_num
+2 num_self_attends_per_block
 192 patch_embed_hidden_size
 96 entity_vocab_size vocab_size vocab_size_per_layer_input text_vocab_size
 """  # sizes, and the names that have them
 SIZES = {name: int(size) for size, *names in map(str.split, SMALL.strip().splitlines()) for name in names}
 
+M = "linear_attention"
 DROP = object()  # the configuration's class chooses
 # By model type, then by the place in its configuration.
 BY_TYPE: dict[str, dict[str, Any]] = {
@@ -55,12 +60,15 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "dory": {"num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": DROP},
-    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
-    "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.3, "hidden_dim": 640},
-    "align": {"projection_dim": 640},
-    "align_vision_model": {"width_coefficient": 0.5, "depth_coefficient": 0.3, "hidden_dim": 640},
-    "dbrx": {"attn_config.clip_qkv": 8.0},
+    "zamba": {"num_hidden_layers": 5, "layers_block_type": [M, M, "hybrid", M, "hybrid"]},
+    "zamba2": {
+        "num_hidden_layers": 3,
+        "layers_block_type": [M, "hybrid", M],
+        "hybrid_layer_ids": [1],
+        "mamba_headdim": 8,
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+    },
     "longcat_flash": {"qk_head_dim": 16, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
     "blt": {
         "encoder_hash_byte_group_vocab": 96,
@@ -78,11 +86,6 @@ BY_TYPE: dict[str, dict[str, Any]] = {
         "decoder_config.cross_num_key_value_heads": 2,
         "decoder_config.cross_hidden_size": 32,
     },
-    "llama4": {
-        "vision_config.projector_input_dim": 32,
-        "vision_config.projector_output_dim": 32,
-        "vision_config.vision_output_dim": 32,
-    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "mllama": {
         "vision_config.vision_output_dim": 64,
@@ -91,10 +94,31 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     },
     "moonshine": {"pad_token_id": 2},
     "neomme": {"rope_parameters.full_attention.partial_rotary_factor": 0.5},
-    "qwen2_vl_text": {"rope_parameters.mrope_section": [2, 1, 1]},
-    "qwen2_5_vl_text": {"rope_parameters.mrope_section": [2, 1, 1]},
-    "glm4v_text": {"rope_parameters.mrope_section": [2, 1, 1]},
-    "glm46v_text": {"rope_parameters.mrope_section": [2, 1, 1]},
-    "glm_ocr_text": {"rope_parameters.mrope_section": [2, 1, 1]},
     "glm4v_moe_text": {"rope_parameters.mrope_section": [2, 1, 1], "head_dim": 16},
+    "blip-2": {"image_token_id": 50},
+    "instructblip": {"image_token_id": 50},
+    "instructblipvideo": {"video_token_id": 50, "image_token_id": 50},
+    "voxtral": {"audio_token_id": 50},
+    "encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 2},
+    "vision-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 2},
+    "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 2},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 51},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 51},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "esm": {"vocab_size": 96, "pad_token_id": 1, "mask_token_id": 4},
+    "levit": {"patch_size": 16, "image_size": 64, "hidden_sizes": [32, 32, 32], "key_dim": [8, 8, 8], "down_ops": DROP},
+    "llama4_vision_model": {
+        "intermediate_size": 128,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    },
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
 }
