@@ -14,7 +14,7 @@ from shardc.ir.ops import exchange
 from tests.distributed.experts_worker import STEPS, batches, mixtral, optimizer_of
 from tests.models.test_values_of_batches import llava, tokens
 
-RANK, DEVICE = int(os.environ["RANK"]), os.environ.get("DEVICE", "cuda")
+RANK, DEVICE = int(os.environ.get("RANK", "0")), os.environ.get("DEVICE", "cuda")
 TOGETHER = {"params": {"**.experts.*": "ep"}, "inputs": {"input_ids": "-, -", "labels": "-, -"}}
 SENT = {
     "params": {"**.experts.*": "ep"},
