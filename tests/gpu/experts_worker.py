@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all-to-all": SENT,
     "all-to-all fused": SENT | {"fuse": True},
     "all-to-all bf16": SENT | {"precision": "bf16"},
-    "all-to-all accumulate recompute": SENT | {"accumulate": 2, "recompute": "layers"},
+    "all-to-all accumulate recompute": SENT | {"accumulate": 2, "recompute": "full"},
 }
 
 
