@@ -1,6 +1,6 @@
 """Mixtures of experts of `transformers`, unmodified: experts over ep, tokens over dp, no expert is gathered.
 
-Those with experts of their own form (Llama 4 computes every expert for every token, DBRX looks at values) are not here.
+Those that do not go through the library's interface are in `test_library_experts.py`.
 """
 
 from __future__ import annotations
