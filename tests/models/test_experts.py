@@ -45,7 +45,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "Olmoe": FOUR,
     "GraniteMoe": LOCAL,
     "DeepseekV3": LATENT | {"moe_intermediate_size": 8},
+    "DeepseekV2": LATENT | {"moe_intermediate_size": 8, "topk_method": "group_limited_greedy"},
     "GptOss": LOCAL | {"head_dim": 4},
+    "Jamba": FOUR
+    | {
+        "num_hidden_layers": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+        "mamba_d_conv": 2,
+    },
 }
 
 
