@@ -29,7 +29,7 @@ from shardc.torch_compat import gradient_hooks, version_of
 HINT = "put it back as it was; or trainer.recompile(), which goes on with the model as it is now and keeps all state"
 GENERATION = "generation_config"  # of a model of transformers: no step reads how it generates
 _PLAIN = (bool, int, float, complex, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CompiledModel:
         recorded = (_plain_of(prefix, items, changed_attributes) for prefix, items in attributes)
         self._values = [record for record in recorded if record is not None]
         self._before = [record.before for record in self._values]
-        self._unhooked = [d for _, m in model.named_modules() for key in _HOOKS if not (d := vars(m).get(key))]
+        self._unhooked = [d for _, m in model.named_modules() for key in HOOKS if not (d := vars(m).get(key))]
         buffers = dict(model.named_buffers())
         self._state_names, self._state = [*params, *buffers], [*params.values(), *buffers.values()]
         self._state_versions = [version_of(t) for t in self._state]
@@ -154,8 +154,8 @@ def changed(changes: list[str]) -> ShardcError:
 
 
 def _plain_of(prefix: str, items: Mapping[str, Any], changed_attributes: Collection[str]) -> _Values | None:
-    plain_keys = (k for k, v in items.items() if f"{prefix}{k}" not in changed_attributes and (k not in _HOOKS or v))
-    keys = tuple(k for k in plain_keys if k in _HOOKS or _is_plain(items[k]))
+    plain_keys = (k for k, v in items.items() if f"{prefix}{k}" not in changed_attributes and (k not in HOOKS or v))
+    keys = tuple(k for k in plain_keys if k in HOOKS or _is_plain(items[k]))
     if not keys:
         return None
     read = itemgetter(*keys)
@@ -167,7 +167,7 @@ def _differences(record: _Values) -> Iterator[str]:
     recorded = record.before if len(record.keys) > 1 else (record.before,)
     for key, before in zip(record.keys, recorded, strict=True):
         current = record.items.get(key)
-        if key in _HOOKS and current != before:
+        if key in HOOKS and current != before:
             yield f"other hooks on {record.prefix.rstrip('.') or 'the model itself'}"
         elif current != before:
             yield f"{record.prefix}{key} = {current!r}, not {before!r}"

@@ -29,6 +29,7 @@ from shardc.frontend.buffers import buffers_after
 from shardc.frontend.carried_state import carried, refuse_written_constants
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.experts_form import grouped
+from shardc.frontend.library_experts import library_experts
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
@@ -165,6 +166,7 @@ class _Step:
             stack.enter_context(torch.set_grad_enabled(not self.forward_only))  # whatever the caller's mode
             stack.enter_context(torch_compat.hugging_face_patches(self.model))
             stack.enter_context(grouped(self.model))
+            stack.enter_context(library_experts(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
             stack.enter_context(torch_compat.undifferentiable(WHOLE_OPS, undifferentiated))
             stack.enter_context(self.random.numbered())

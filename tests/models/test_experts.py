@@ -1,6 +1,6 @@
 """Mixtures of experts of `transformers`, unmodified: experts over ep, tokens over dp, no expert is gathered.
 
-Those with experts of their own form (Llama 4 computes every expert for every token, DBRX looks at values) are not here.
+Those that do not go through the library's interface are in `test_library_experts.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "Olmoe": FOUR,
     "GraniteMoe": LOCAL,
     "DeepseekV3": LATENT | {"moe_intermediate_size": 8},
+    "DeepseekV2": LATENT | {"moe_intermediate_size": 8, "topk_method": "group_limited_greedy"},
     "GptOss": LOCAL | {"head_dim": 4},
+    "Jamba": FOUR
+    | {
+        "num_hidden_layers": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+        "mamba_d_conv": 2,
+    },
 }
 
 

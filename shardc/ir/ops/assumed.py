@@ -4,7 +4,9 @@ What Python asks of a batch while it is traced, `if labels.max() >= size`, is an
 of the program from then on. A step whose batch answers otherwise would be another program, and is refused. Nothing
 reads the result of a check, so the loss waits for it: else it would be dead code.
 
-On a GPU nothing is read back: an assumption that does not hold is a device-side assertion.
+The host reads the truth value, on a GPU too, as eager PyTorch does where a module asks: a device-side assertion would
+leave a process that can compute nothing more, and the job could not go on with the next batch. The questions are of
+the batch, so they come first in a step, and what waits is only the little that was launched before them.
 """
 
 from __future__ import annotations
@@ -12,15 +14,12 @@ from __future__ import annotations
 import torch
 
 from kernels_triton.base.library import define
-from shardc.torch_compat import assert_async
 
 BROKEN = "a value of the batch is another than in the batch that the program was compiled for"
 
 
 def _assume(holds: torch.Tensor) -> torch.Tensor:
-    if holds.is_cuda:
-        assert_async(holds, BROKEN)
-    elif not holds:
+    if not holds:
         raise ValueError(BROKEN)
     return holds.clone()
 

@@ -81,6 +81,17 @@ class _Index:
     each: int = 1
 
 
+@dataclass(frozen=True)
+class _Move:
+    """A call that takes the rows of `moved` at positions, or adds them there to zeros for `size` rows."""
+
+    call: fx.Node
+    index: _Index
+    moved: fx.Node
+    adds: bool = False
+    size: int = 0
+
+
 @dataclass
 class _Grouping:
     """One sort of rows by expert, and all that is made with it."""
@@ -90,7 +101,7 @@ class _Grouping:
     ids: fx.Node
     experts: int = 0
     offsets: set[fx.Node] = field(default_factory=set[fx.Node])
-    moves: list[tuple[fx.Node, _Index]] = field(default_factory=list[tuple[fx.Node, _Index]])  # calls by index
+    moves: list[_Move] = field(default_factory=list[_Move])
     counting: set[fx.Node] = field(default_factory=set[fx.Node])  # calls on the way from numbers to offsets
     products: list[fx.Node] = field(default_factory=list[fx.Node])
     rows: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])  # values in the order of experts
@@ -137,11 +148,8 @@ class _Grouping:
             elif target is aten.where.self:
                 _require(_from_front(user) is value)
                 self._follow(user, index)
-            elif target is aten.index.Tensor and args["indices"] == [value]:
-                self.moves.append((user, index))
-            elif target is aten.embedding_dense_backward.default and args["indices"] is value:
-                _require(args["padding_idx"] == -1 and not args["scale_grad_by_freq"])
-                self.moves.append((user, index))
+            elif (move := _move(user, value, index)) is not None:
+                self.moves.append(move)
             elif index.kind == "group" and user in self.counting:
                 continue
             else:  # a test that is part of `where` is looked at there
@@ -171,21 +179,15 @@ class _Grouping:
         """All values in the order of experts, and whether all that reads them may."""
         count = type_of(self.ids).shape[0]
         leaving: set[fx.Node] = set()
-        for call, index in self.moves:
-            args = _given(call)
-            if call.target is aten.index.Tensor:
-                shape, enters = type_of(args["self"]).shape, index.kind != "put"
-                size = self.experts if index.kind == "group" else count // index.each
-                _require(shape[0] == size and (index.kind == "group" or size * index.each == count))
-                moved = args["self"]
+        for move in self.moves:
+            index, rows = move.index, type_of(move.moved).shape[0]
+            size = self.experts if index.kind == "group" else count // index.each
+            _require(index.kind == "group" or size * index.each == count)
+            _require((move.size == size and rows == count) if move.adds else rows == size)
+            if move.adds == (index.kind == "put"):
+                self.rows[move.call] = None
             else:
-                enters, moved = index.kind == "put", args["grad_output"]
-                size = self.experts if index.kind == "group" else count // index.each
-                _require(args["num_weights"] == size and type_of(moved).shape[0] == count)
-            if enters:
-                self.rows[call] = None
-            else:
-                leaving.add(call)
+                leaving.add(move.call)
         for offsets in self.offsets:
             for user in offsets.users:
                 _require(user.target in (GROUPED_MM, GROUPED_MM_WGRAD) and _given(user)["offs"] is offsets)
@@ -207,21 +209,22 @@ class _Grouping:
                     if value is not None:
                         self.rows[value] = None
                         todo.append(value)
-        for call in entering | leaving:
-            first, *others = operands(call)
-            is_product = call in self.products
-            _require((first in self.rows) == (is_product or call in leaving))
-            _require((others[0] in self.rows) == (call.target is GROUPED_MM_WGRAD))
+        for move in self.moves:
+            in_order = [value for value in operands(move.call) if value in self.rows]
+            _require(in_order == ([move.moved] if move.call in leaving else []))
+        for call in self.products:
+            first, second, *_ = operands(call)
+            _require(first in self.rows and (second in self.rows) == (call.target is GROUPED_MM_WGRAD))
         for call in self.between:
             self._check_row_by_row(call)
         self._check_dropped_rows(leaving)
 
     def _check_dropped_rows(self, leaving: set[fx.Node]) -> None:
-        if are_of_experts(self.ids, self.experts) or any(index.kind == "group" for _, index in self.moves):
+        if are_of_experts(self.ids, self.experts) or any(move.index.kind == "group" for move in self.moves):
             return  # each id is a position among the experts
         products = [call for call in self.products if call.target is GROUPED_MM]
         zeros = zero_where_products_are(self.graph, products, self.between)
-        _require(all(call in self.products or operands(call)[0] in zeros for call in leaving))
+        _require(all(move.moved in zeros for move in self.moves if move.call in leaving))
 
     def _check_row_by_row(self, call: fx.Node) -> None:
         _require(find_rule(call.target) is not None and not any(type_of(v).ragged for v in operands(call)))
@@ -249,9 +252,9 @@ class _Grouping:
             for value in results(call):
                 if value is not None:
                     update(value, type=type_of(value).divided_by(by))
-        for call, index in self.moves:
-            with self.graph.fx.inserting_before(call):
-                self._replace(call, self._moved(call, index, perm, offs, by))
+        for move in self.moves:
+            with self.graph.fx.inserting_before(move.call):
+                self._replace(move.call, self._moved(move, perm, offs, by))
         for call in self.products:
             args = _given(call)
             with self.graph.fx.inserting_before(call):
@@ -273,14 +276,13 @@ class _Grouping:
             items.append(item)
         return items[0], items[1]
 
-    def _moved(self, call: fx.Node, index: _Index, perm: fx.Node, offs: fx.Node, by: Dim) -> fx.Node:
-        args, is_gradient = _given(call), call.target is not aten.index.Tensor
-        moved: fx.Node = args["grad_output"] if is_gradient else args["self"]
+    def _moved(self, move: _Move, perm: fx.Node, offs: fx.Node, by: Dim) -> fx.Node:
+        call, index, moved = move.call, move.index, move.moved
         if index.kind == "group":
-            if is_gradient:
+            if move.adds:
                 return self._emit(call, None, SUM_GROUPS, moved, offs)
             return self._emit(call, by, SPREAD_GROUPS, moved, perm, offs)
-        if is_gradient == (index.kind == "put"):
+        if move.adds == (index.kind == "put"):
             token, each = self._of_token(moved)
             return self._emit(call, by, GATHER_ROWS, token, perm, index.each * each)
         rows = self._emit(call, None, UNGROUP_ROWS, moved, perm, offs)
@@ -322,6 +324,25 @@ class _Grouping:
 def _given(call: fx.Node) -> dict[str, Any]:
     """A call's arguments by name, defaults filled in."""
     return bind_call(call.target, call.args, dict(call.kwargs), lambda _, value: value)
+
+
+def _move(call: fx.Node, positions: fx.Node, index: _Index) -> _Move | None:
+    """How a call moves rows by `positions`; None if it does something else with them."""
+    args = _given(call) if call.op == "call_function" else {}
+    if call.target is aten.index.Tensor and args["indices"] == [positions]:
+        return _Move(call, index, args["self"])
+    if call.target is aten.index_select.default and args["index"] is positions and args["dim"] == 0:
+        return _Move(call, index, args["self"])
+    if call.target is aten.embedding_dense_backward.default and args["indices"] is positions:
+        plain = args["padding_idx"] == -1 and not args["scale_grad_by_freq"]
+        return _Move(call, index, args["grad_output"], True, args["num_weights"]) if plain else None
+    if call.target is aten.index_add.default and args["index"] is positions and args["dim"] == 0:
+        zeros = producer(args["self"])[0]
+        plain = zeros.target in UNIFORM and _given(zeros)["fill_value"] == 0 and args["alpha"] == 1
+        same = type_of(args["self"]).dtype == type_of(args["source"]).dtype
+        size = type_of(args["self"]).shape[0]
+        return _Move(call, index, args["source"], True, size) if plain and same else None
+    return None
 
 
 def _from_front(node: fx.Node) -> fx.Node | None:
