@@ -180,7 +180,8 @@ def _backward(
         scan.run(body.after, values)
         sums = _Sums()
         for value, dims, g in of_yields:
-            sums.add(value, reordered(g.narrow(dims.index(TIME), start, steps), dims, TIME + body.letters[value]))
+            part = reordered(g.narrow(dims.index(TIME), start, steps), dims, TIME + body.letters[value])
+            sums.add(value, part if value in body.timed else part.sum(0))
         _through(scan, body.after, values, sums)
         of_states = _through_steps(scan, values, sums, of_states, steps)
         _through(scan, body.before, values, sums)
