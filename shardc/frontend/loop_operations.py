@@ -74,6 +74,7 @@ def _pointwise(name: str) -> None:
 
 for _name in HOISTED:
     _pointwise(_name)
+OPERATIONS["log_sigmoid"] = OPERATIONS["logsigmoid"]  # as torch's function calls itself
 
 
 @_operation("contiguous", "clone", "identity")

@@ -196,7 +196,8 @@ def called(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_of_torch(function: Any) -> bool:
     name = getattr(function, "__name__", "")
-    return any(getattr(home, name, None) is function for home in (torch, torch.nn.functional, torch.special))
+    home = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return home == "torch" or any(getattr(of, name, None) is function for of in (torch, torch.special))
 
 
 def _plain(function: types.FunctionType) -> Callable[..., Any]:
