@@ -37,6 +37,7 @@ from shardc.frontend.precision import Casts, Precision, place_casts, refuse_mixe
 from shardc.frontend.provenance import Origin, Origins, first_tensor
 from shardc.frontend.python_random import Generators
 from shardc.frontend.python_state import Snapshot, left_tensors, refuse_kept
+from shardc.frontend.rolled_loops import active
 from shardc.frontend.sample_call import Call
 from shardc.frontend.sample_values import SampleValues, assumed
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
@@ -167,6 +168,7 @@ class _Step:
             stack.enter_context(torch_compat.hugging_face_patches(self.model))
             stack.enter_context(grouped(self.model))
             stack.enter_context(library_experts(self.model))
+            stack.enter_context(active(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
             stack.enter_context(torch_compat.undifferentiable(WHOLE_OPS, undifferentiated))
             stack.enter_context(self.random.numbered())

@@ -15,6 +15,7 @@ from shardc.rules import (
     pointwise,
     random,
     reduction,
+    scan,
     section,
     view,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "reduction",
     "rule",
     "rule_of",
+    "scan",
     "section",
     "view",
 ]

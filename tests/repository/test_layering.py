@@ -25,7 +25,8 @@ FLOORS: list[dict[str, str]] = [
             derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands
             layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
             ops.check_index ops.collectives ops.context ops.exchange ops.experts ops.fused_attention ops.gathered
-            ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.softmax ops.squares ops.streams overlap
+            ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.scan ops.scan_body
+            ops.scan_steps ops.softmax ops.squares ops.streams overlap
             overlap_schedule parse placement plain program provenance python schema storages text
             trees types verify version
         """,
@@ -37,7 +38,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention conv creation embedding experts fft indexing linalg local matmul norm notation pointwise
-            projection random reduction registry section view
+            projection random reduction registry scan section view
         """,
         "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """

@@ -1,0 +1,441 @@
+"""Loops over time as one op, while a model is traced.
+
+A library's recurrence is a loop over the positions of a sequence (Mamba, RWKV, RG-LRU, xLSTM), or over chunks of it
+(gated delta rules); traced as it is, a sequence of 4,096 makes hundreds of thousands of nodes, most of which time goes
+into before any pass runs. `active` gives the functions of a model's classes and modules other code meanwhile
+(`loop_source`). Where the loop is reached, `roll` runs its body once, on stand-ins (`loop_values`), and calls
+`shardc::scan` with what the body computes. A body that does anything else leaves the loop as it was.
+
+Since one step stands for all, a body may not depend on the number of the step but for indexing tensors, keep Python
+values from step to step, draw random numbers, or write to tensors other than at the step's index.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from shardc import torch_compat
+from shardc.frontend import loop_operations
+from shardc.frontend.loop_source import Loop, plain_function, with_rolled_loops
+from shardc.frontend.loop_values import (
+    OPERATIONS,
+    Dim,
+    Index,
+    Method,
+    Recorder,
+    Same,
+    Step,
+    Symbol,
+    Unrolled,
+    Value,
+    as_value,
+    refuse,
+)
+from shardc.ir.ops.scan import scan
+from shardc.ir.ops.scan_body import TIME
+
+FEWEST_STEPS = 8  # below, the loop's own ops are few, and can be sharded over time and fused
+PURE_BUILTINS = (len, int, float, tuple, range, zip, enumerate, reversed)
+MODULES = (
+    nn.Linear, nn.Identity, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.SiLU, nn.Softplus, nn.Dropout, nn.RNNCell, nn.GRUCell,
+    nn.LSTMCell,
+)  # fmt: skip
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+# ------------------------------------------------------------------ the functions of a model
+def _functions(model: nn.Module) -> Iterator[types.FunctionType]:
+    """The functions that a model's modules may call: those of their classes, and of the files these lie in."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if not _is_foreign(cls.__module__)}
+    holders: list[Mapping[str, Any]] = [vars(cls) for cls in classes]
+    modules = {cls.__module__ for cls in classes}
+    holders += [vars(sys.modules[name]) for name in modules if name in sys.modules]
+    seen: set[int] = set()
+    for holder in holders:
+        for value in list(holder.values()):
+            function: Any = getattr(value, "__func__", value)
+            while isinstance(function, types.FunctionType) and id(function) not in seen:
+                seen.add(id(function))
+                if not _is_foreign(function.__module__ or ""):
+                    yield function
+                function = getattr(function, "__wrapped__", None)
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "builtins", "shardc", "abc", "typing", "collections")
+
+
+@contextmanager
+def active(model: nn.Module) -> Generator[None]:
+    """Meanwhile the loops of a model's functions may become one op."""
+    changed: list[tuple[types.FunctionType, types.CodeType]] = []
+    try:
+        for function in _functions(model):
+            code = function.__code__
+            if "range" in code.co_names and function.__name__ != "__init__":
+                rewritten = with_rolled_loops(code)
+                if rewritten is not None:
+                    changed.append((function, code))
+                    function.__code__ = rewritten
+        yield
+    finally:
+        for function, code in changed:
+            function.__code__ = code
+
+
+# ------------------------------------------------------------------ what a body holds
+class _Store:
+    """A tensor that steps store into, each at its index. Its values cannot be read."""
+
+    def __init__(self, recorder: Recorder, tensor: Tensor) -> None:
+        self._recorder, self._tensor = recorder, tensor
+        self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
+        self.stored: tuple[Tensor, tuple[int, int, int | None], Symbol] | None = None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.stored is not None:
+            refuse()
+        recorder, shape = self._recorder, self._tensor.shape
+        entries = loop_operations.full_key(key, len(shape))
+        places = [d for d, e in enumerate(entries) if not (type(e) is slice and e.start is e.stop is e.step is None)]
+        if len(places) != 1 or len(entries) != len(shape):
+            refuse()
+        (place,) = places
+        wide = loop_operations.window(recorder, entries[place], shape[place])
+        if wide is not None:
+            where = (place, *wide)
+            part = [*shape[:place], wide[1], *shape[place + 1 :]]
+        elif type(entries[place]) is Index:
+            where = (place, loop_operations.position(recorder, entries[place], shape[place]), None)
+            part = [*shape[:place], *shape[place + 1 :]]
+        else:
+            refuse()
+        symbol = (
+            value if isinstance(value, Symbol) else Same(recorder, value) if isinstance(value, Tensor) else refuse()
+        )
+        if list(symbol.shape) != part:
+            refuse()
+        self.stored = (self._tensor, where, symbol)
+
+
+class _List:
+    """A list that steps append to."""
+
+    def __init__(self) -> None:
+        self.values: list[Symbol] = []
+
+    def append(self, value: Any) -> None:
+        if self.values or not isinstance(value, (Value, Step)):
+            refuse()
+        self.values.append(value)
+
+
+class Appended(Sequence[Tensor]):
+    """What the steps of a loop have appended: one tensor, with the steps along a dim."""
+
+    def __init__(self, tensor: Tensor, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+
+    def __len__(self) -> int:
+        return self.tensor.shape[self.dim]
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        return (
+            list(self.tensor.unbind(self.dim))[index]
+            if isinstance(index, slice)
+            else self.tensor.select(self.dim, index)
+        )
+
+
+def joined(function: Callable[..., Any], parts: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.stack` or `torch.cat` of a list, which a loop may have filled."""
+    if not isinstance(parts, Appended):
+        return function(parts, *args, **kwargs)
+    dim = kwargs.get("dim", args[0] if args else 0)
+    if function is torch.stack:
+        dim %= parts.tensor.ndim
+        return parts.tensor if dim == parts.dim else parts.tensor.movedim(parts.dim, dim).contiguous()
+    if function is torch.cat:
+        dim %= parts.tensor.ndim - 1
+        return parts.tensor.movedim(parts.dim, dim).flatten(dim, dim + 1)
+    return function(list(parts), *args, **kwargs)
+
+
+# ------------------------------------------------------------------ calls in a body
+def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call in the body of a loop: of torch, of a module of torch without hooks, or of a plain Python function."""
+    if isinstance(function, Method):
+        return function(*args, **kwargs)
+    if any(function is pure for pure in PURE_BUILTINS):
+        return function(*args, **kwargs)
+    leaves = [*args, *kwargs.values()]
+    symbolic = any(isinstance(x, Symbol) for arg in leaves for x in (arg if isinstance(arg, (tuple, list)) else [arg]))
+    if isinstance(function, nn.Module):
+        return _module(function, args, kwargs)
+    if isinstance(function, types.MethodType) and not _is_foreign(function.__func__.__module__ or ""):
+        return _plain(function.__func__)(function.__self__, *args, **kwargs)
+    if isinstance(function, types.FunctionType) and not _is_foreign(function.__module__ or ""):
+        return _plain(function)(*args, **kwargs)
+    name = getattr(function, "__name__", "")
+    of_tensor = isinstance(getattr(function, "__self__", None), Tensor)
+    if name not in OPERATIONS or not (of_tensor or _is_of_torch(function)) or (name == "dropout" and not symbolic):
+        refuse()
+    return function(*args, **kwargs)
+
+
+def _is_of_torch(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    home = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return home == "torch" or any(getattr(of, name, None) is function for of in (torch, torch.special))
+
+
+def _plain(function: types.FunctionType) -> Callable[..., Any]:
+    return plain_function(function) or refuse()
+
+
+def _module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module):
+        refuse()
+    if type(module) in MODULES:
+        return module.forward(*args, **kwargs)
+    forward = type(module).forward
+    if _is_foreign(type(module).__module__) or not isinstance(forward, types.FunctionType):
+        refuse()
+    return _plain(forward)(module, *args, **kwargs)
+
+
+# ------------------------------------------------------------------ a loop
+def roll(step: Callable[..., dict[str, Any]], steps: Any, names: dict[str, Any], known: tuple[Any, ...]) -> Any:
+    """The values of names behind a loop that has become one op; None if it has not."""
+    if type(steps) is not range or steps.start or steps.step != 1 or len(steps) < FEWEST_STEPS:
+        return None
+    loop = Loop(*known)
+    wider: dict[str, torch.Size] = {}
+    while True:
+        try:
+            return _Roll(step, len(steps), names, loop, wider).results()
+        except _WiderState as state:
+            wider[state.path] = state.shape
+        except (
+            Exception
+        ):  # whatever a body makes of stand-ins: the loop as it is will say what is wrong, if anything is
+            return None
+
+
+class _WiderState(Unrolled):
+    """A state that the first step broadcasts: it is expanded first."""
+
+    def __init__(self, path: str, shape: torch.Size) -> None:
+        super().__init__()
+        self.path, self.shape = path, shape
+
+
+class _Roll:
+    def __init__(
+        self,
+        step: Callable[..., dict[str, Any]],
+        steps: int,
+        names: dict[str, Any],
+        loop: Loop,
+        wider: Mapping[str, torch.Size],
+    ) -> None:
+        self.names, self.loop, self.steps, self.wider = names, loop, steps, wider
+        self.recorder = Recorder(steps)
+        self.states: dict[str, tuple[Value, Tensor]] = {}  # by path: name, and place in a tuple
+        self.stores: dict[str, _Store] = {}
+        self.lists: dict[str, _List] = {}
+        parameters = step.__code__.co_varnames[: step.__code__.co_argcount]
+        self.index = parameters[0]
+        if self.index in loop.assigned:
+            refuse()
+        self.after = step(Index(), *(self._given(name) for name in parameters[1:]))
+
+    def _given(self, name: str) -> Any:
+        loop, value = self.loop, self.names.get(name, refuse)
+        if name in loop.appended:
+            if name in loop.assigned or type(value) is not list:
+                refuse()
+            self.lists[name] = _List()
+            return self.lists[name]
+        if name in loop.stored:
+            if name in loop.assigned or not isinstance(value, Tensor):
+                refuse()
+            self.stores[name] = _Store(self.recorder, value)
+            return self.stores[name]
+        if name in loop.assigned and name in loop.read and name in self.names:
+            return self._state(name, value)
+        return self._wrapped(value)
+
+    def _wrapped(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Same(self.recorder, value)
+        if type(value) is tuple:
+            return tuple(map(self._wrapped, value))
+        return value
+
+    def _state(self, path: str, value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(self._state(f"{path}.{place}", part) for place, part in enumerate(value))
+        if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+            refuse()
+        value = value.expand(self.wider[path]) if path in self.wider else value
+        self.states[path] = self.recorder.state(f"s{len(self.states)}", value), value
+        return self.states[path][0]
+
+    # -------------------------------------------------------------- behind the loop
+    def results(self) -> dict[str, Any]:
+        """Call the scan."""
+        pairs = self._next()
+        stored = [store.stored for store in self.stores.values() if store.stored is not None]
+        if len(stored) != len(self.stores) or any(len(of.values) != 1 for of in self.lists.values()):
+            refuse()
+        self._refuse_shared([tensor for tensor, _, _ in stored])
+        lasts = {n: v for n, v in self.after.items() if n in self.loop.wanted and n in self.loop.assigned}
+        carried_on = {path for path, _, _, _ in pairs}
+        yielded = [(of.values[0], self._stacked(name)) for name, of in self.lists.items()]
+        yielded += [(symbol, place) for _, (place, _, _), symbol in stored]
+        yielded += [(v, 0) for n, v in lasts.items() if n not in carried_on]
+        values = {v.name: (v, place) for v, place in reversed(yielded) if isinstance(v, Value)}
+        body, inputs = self.recorder.body([(before, after) for _, before, after, _ in pairs], list(values.values()))
+        if not any(TIME in letters for _, letters in body.inputs):
+            refuse()
+        ys, ends = scan(body, [_squeezed(initial, before) for _, before, _, initial in pairs], inputs)
+        self.of_value = {name: (y, place) for (name, (_, place)), y in zip(values.items(), ys, strict=True)}
+        self.of_state = {
+            path: _unsqueezed(end, after.dims).to(after.dtype)
+            for (path, _, after, _), end in zip(pairs, ends, strict=True)
+        }
+        found: dict[str, Any] = {self.index: self.steps - 1}
+        for name, value in lasts.items():
+            found[name] = self._last(name, value)
+        for name in self.lists:
+            found[name] = self._appended(name)
+        for store in self.stores.values():
+            self._fill(store)
+        return found
+
+    def _next(self) -> list[tuple[str, Value, Value, Tensor]]:
+        """Each state, and what the next step gets in its place."""
+        pairs: list[tuple[str, Value, Value, Tensor]] = []
+        read = {operand for _, _, operands, _ in self.recorder.statements for operand in operands}
+        ends = {name: value for name, value in self.after.items() if name in self.loop.assigned}
+        for name, value in ends.items():
+            paths = [path for path in self.states if path.partition(".")[0] == name]
+            if not paths and not isinstance(value, (Symbol, tuple)) and value is not self.names.get(name, value):
+                refuse()  # a Python value that the step has changed
+            if not paths and name in self.loop.read and name in self.names:
+                refuse()
+        for path, (before, initial) in self.states.items():
+            end = _part(ends[path.partition(".")[0]], path)
+            if not isinstance(end, (Symbol, Tensor)):
+                refuse()
+            if end is before:
+                after = before
+            else:
+                after = as_value(self.recorder, end)
+            if after.shape != before.shape:
+                if before.name not in read and not self._returned(before):
+                    continue  # a name that each step assigns before it reads it
+                if path in self.wider or torch.broadcast_shapes(after.shape, before.shape) != after.shape:
+                    refuse()
+                raise _WiderState(path, after.shape)
+            if not after.dtype.is_floating_point:
+                refuse()
+            for place in range(before.ndim):
+                label, other = before.dims[place], after.dims[place]
+                if label is not None and other is not None and not self.recorder.unify(label, other):
+                    after = self.recorder.renamed(after, place, label)
+            pairs.append((path, before, after, initial))
+        return pairs
+
+    def _returned(self, value: Value) -> bool:
+        """Does a step yield a state as it was, or carry it to another name?"""
+        lists = [v for of in self.lists.values() for v in of.values]
+        stores = [store.stored[2] for store in self.stores.values() if store.stored is not None]
+        ends = [_part(end, path) for path in self.states for name, end in self.after.items()
+                if name == path.partition(".")[0]]  # fmt: skip
+        return any(isinstance(v, Value) and v.name == value.name for v in (*lists, *stores, *ends))
+
+    def _refuse_shared(self, stored: Sequence[Tensor]) -> None:
+        """A tensor that steps store into may not be read by another name."""
+        memory = [torch_compat.storage_of(t) for t in stored]
+        symbols = [v for of in self.lists.values() for v in of.values]
+        symbols += [store.stored[2] for store in self.stores.values() if store.stored is not None]
+        bases = [v.base if isinstance(v, Step) else v.tensor for v in symbols if isinstance(v, (Step, Same))]
+        read = {torch_compat.storage_of(t) for t in (*self.recorder.alive, *bases)}
+        initial = {torch_compat.storage_of(t) for _, t in self.states.values()}
+        if len(set(memory)) != len(memory) or read.intersection(memory) or initial.intersection(memory):
+            refuse()
+
+    def _timed(self, symbol: Any, dim: int) -> Tensor:
+        """A value of all steps, with the steps along a dim."""
+        if isinstance(symbol, Step):
+            return symbol.base.movedim(symbol.time, dim)
+        if isinstance(symbol, Same):
+            return symbol.tensor.unsqueeze(0).expand(self.steps, *symbol.shape).movedim(0, dim)
+        y, place = self.of_value[symbol.name]
+        shaped = _unsqueezed(y, (*symbol.dims[:place], -1, *symbol.dims[place:]))
+        return (shaped if place == dim else shaped.movedim(place, dim)).to(symbol.dtype)
+
+    def _last(self, name: str, value: Any) -> Any:
+        def end(path: str, part: Any) -> Any:
+            if path in self.of_state:
+                return self.of_state[path]
+            if type(part) is tuple:
+                return tuple(end(f"{path}.{place}", inner) for place, inner in enumerate(part))
+            if isinstance(part, Same):
+                return part.tensor
+            return self._timed(part, 0).select(0, self.steps - 1) if isinstance(part, Symbol) else part
+
+        return end(name, value)
+
+    def _stacked(self, name: str) -> int:
+        """The dim that the values of a list are stacked along, of those that they then have."""
+        (symbol,) = self.lists[name].values
+        return dict(self.loop.stacked).get(name, 0) % (symbol.ndim + 1)
+
+    def _appended(self, name: str) -> Any:
+        (symbol,) = self.lists[name].values
+        if name not in dict(self.loop.stacked) or self.names[name]:
+            self.names[name].extend(self._timed(symbol, 0).unbind(0))
+            return self.names[name]
+        dim = self._stacked(name)
+        return Appended(self._timed(symbol, dim).contiguous(), dim)
+
+    def _fill(self, store: _Store) -> None:
+        assert store.stored is not None
+        tensor, (place, start, width), symbol = store.stored
+        value = self._timed(symbol, place)
+        value = value if width is None else value.flatten(place, place + 1)
+        tensor.narrow(place, start, value.shape[place]).copy_(value)
+
+
+def _part(value: Any, path: str) -> Any:
+    for place in path.split(".")[1:]:
+        if type(value) is not tuple or int(place) >= len(value):
+            refuse()
+        value = value[int(place)]
+    return value
+
+
+def _squeezed(tensor: Tensor, like: Value) -> Tensor:
+    for place in reversed([d for d, label in enumerate(like.dims) if label is None]):
+        tensor = tensor.squeeze(place)
+    return tensor
+
+
+def _unsqueezed(tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
+    for place in [d for d, label in enumerate(dims) if label is None]:
+        tensor = tensor.unsqueeze(place)
+    return tensor
