@@ -263,11 +263,29 @@ class _Component:
     @property
     def is_blocked(self) -> bool:
         """Is there anything to gain? Not where an op that counts positions reads what has bounds, unasked."""
+        if self.given:
+            return True
         counted = (link for link in self.found if isinstance(link, _Same) and link.counted)
-        asked = bool(self.given)
-        return any(self.bounds.values()) and (
-            asked or not any(self.bounds[c] for link in counted for c, _ in link.cells)
-        )
+        return self._sections_differ() and not any(self.bounds[c] for link in counted for c, _ in link.cells)
+
+    def _sections_differ(self) -> bool:
+        """Equal sections are two atoms; not so where they are unequal, or a dim is cut into several numbers of them."""
+        parent: dict[Cell, Cell] = {cell: cell for cell in self.bounds}
+
+        def of(cell: Cell) -> Cell:
+            while parent[cell] != cell:
+                cell = parent[cell]
+            return cell
+
+        for link in self.found:
+            if isinstance(link, _Same):
+                for cell, _ in link.cells[1:]:
+                    parent[of(cell)] = of(link.cells[0][0])
+        numbers: dict[Cell, set[int]] = {}
+        for link in self.found:
+            if isinstance(link, _Part):
+                numbers.setdefault(of(link.whole), set()).add(link.equal)
+        return any(0 in counts or len(counts) > 1 for counts in numbers.values())
 
     def write(self, classes: Classes, ranks: int) -> None:
         leaves = self._leaves()
