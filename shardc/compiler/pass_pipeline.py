@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
@@ -25,6 +26,7 @@ from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
+from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim, in_elements
 from shardc.passes.sharding.group_sums import GroupSums
 from shardc.passes.sharding.insert_reshards import InsertReshards
 from shardc.passes.sharding.localize import Localize
@@ -62,10 +64,13 @@ class Options:
     reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
 
 
-def body_passes(bound: Sequence[Bound], cuts: Sequence[DimCut], options: Options) -> list[Pass]:
+def body_passes(
+    bound: Sequence[Bound], cuts: Sequence[DimCut], sharded: Sequence[ShardedDim], options: Options
+) -> list[Pass]:
     """Every pass that makes the single-device graph of a step one rank's body, in order."""
     return [
         Atomize(tuple(cuts)),
+        FindBlocks(tuple(sharded)),
         SeedAnnotations(tuple(bound)),
         Propagate(),
         SplitSoftmax(),
@@ -215,6 +220,32 @@ def refuse_unfit(graph: Graph) -> None:
             ) from wrong
 
 
+def sharded_dims(graph: Graph, bound: Sequence[Bound], store: Store) -> list[ShardedDim]:
+    """The dims that annotations of parameters shard, which unequal sections may be taken of; and those that say so."""
+    held = dict(store.layout)
+    dims = [
+        ShardedDim(name, d, 1, in_elements(type.sizes[d]))
+        for name, type in held.items()
+        for d, dim in enumerate(type.dims)
+        if dim and isinstance(dim[0].size, Blocks) and name in graph.input_nodes()
+    ]
+    for annotation in bound:
+        value = find_value(graph, annotation)
+        if value is None or annotation.name in held:
+            continue
+        for d, placement in enumerate(annotation.placement.dims[: type_of(value).ndim]):
+            if placement.axes and placement.blocks == 1 and (annotation.kind == "param" or placement.unequal):
+                ranks = graph.mesh.size(graph.mesh.resolve(placement.axes))
+                if sum(map(abs, placement.unequal)) in (0, type_of(value).shape[d]):
+                    dims.append(ShardedDim(_port(graph, value, annotation), d, ranks, placement.unequal))
+    return dims
+
+
+def _port(graph: Graph, value: fx.Node, annotation: Bound) -> str:
+    pairs = zip(graph.inputs, graph.placeholders, strict=True)
+    return next((p.name for p, n in pairs if n is value), annotation.name)
+
+
 def cuts_of(graph: Graph, bound: Sequence[Bound]) -> list[DimCut]:
     """The factorisations that blocked placements ask for: `3*tp` of 96 is (3, 32)."""
     cuts: list[DimCut] = []
@@ -225,9 +256,7 @@ def cuts_of(graph: Graph, bound: Sequence[Bound]) -> list[DimCut]:
         shape = type_of(value).shape
         for d, dim_placement in enumerate(annotation.placement.dims[: len(shape)]):
             if dim_placement.blocks > 1 and shape[d] % dim_placement.blocks == 0:
-                port = next(
-                    (p.name for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n is value),
-                    annotation.name,
+                cuts.append(
+                    (_port(graph, value, annotation), d, (dim_placement.blocks, shape[d] // dim_placement.blocks))
                 )
-                cuts.append((port, d, (dim_placement.blocks, shape[d] // dim_placement.blocks)))
     return cuts

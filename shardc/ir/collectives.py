@@ -34,6 +34,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 KINDS: dict[str, CollectiveKind] = {
     "shardc.all_reduce": "all_reduce",
     "shardc.all_gather": "all_gather",
+    "shardc.gather_blocks": "all_gather",
     "shardc.reduce_scatter": "reduce_scatter",
     "shardc.all_to_all": "all_to_all",
     "shardc.permute_ranks": "permute",

@@ -2,6 +2,7 @@
 
     P(None, "tp")        "-, tp"       dim 1 over tp                P(("dp", "tp"))   "dp.tp"   dp major, then tp
     P(None, (3, "tp"))   "-, 3*tp"     three blocks, each over tp   P(OPEN, "tp")     "?, tp"   propagation decides
+    P(([8, 2, -1], "tp"))   "[8, 2, -1]*tp"   blocks of 8 and 2, each over tp, and one of 1 that every rank has
 
 A placement shorter than its tensor leaves the trailing dims unsharded, as in JAX. This is the annotation language only:
 inside the compiler, placements live on atoms and may be partial.
@@ -20,20 +21,27 @@ from shardc.ir.mesh import AXIS_NAME, Mesh
 
 @dataclass(frozen=True)
 class DimPlacement:
-    """One dim: its axes, major first; `blocks` equal parts of the dim that are each sharded on their own."""
+    """One dim: its axes, major first; `blocks` equal parts of the dim that are each sharded on their own.
+
+    `unequal` are the sizes of parts that differ: a negative one is that of a part which every rank has.
+    """
 
     axes: tuple[str, ...] = ()
     blocks: int = 1
     open: bool = False
+    unequal: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.axes or self.blocks == 1, "blocks without an axis mean nothing"
+        assert self.axes or (self.blocks == 1 and not self.unequal), "blocks without an axis mean nothing"
+        assert self.blocks == 1 or not self.unequal, "blocks are equal, or they are not"
         assert not (self.open and self.axes), "an open dim names no axes"
 
     def __str__(self) -> str:
         if self.open:
             return "?"
         axes = ".".join(self.axes) or "-"
+        if self.unequal:
+            return f"[{', '.join(map(str, self.unequal))}]*{axes}"
         return f"{self.blocks}*{axes}" if self.blocks > 1 else axes
 
 
@@ -123,6 +131,8 @@ class Placement:
 def _entry(dim: DimPlacement) -> str:
     if dim.open:
         return "OPEN"
+    if dim.unequal:
+        return repr((list(dim.unequal), *dim.axes))
     if dim.blocks > 1:
         return repr((dim.blocks, *dim.axes))
     return repr(dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None)
@@ -148,18 +158,29 @@ def _dim(value: object) -> DimPlacement:
         raise error("SC212", f"'{value}' is not one dim of a placement", hint=hint)
     if isinstance(value, Sequence):
         entries = list(cast(Sequence[object], value))
+        unequal = _sizes(entries.pop(0)) if entries and isinstance(entries[0], list) else ()
         blocks = entries.pop(0) if entries and isinstance(entries[0], int) else 1
         names = [entry for entry in entries if isinstance(entry, str) and AXIS_NAME.fullmatch(entry)]
         if isinstance(blocks, int) and blocks >= 1 and len(names) == len(entries) and names:
-            return DimPlacement(tuple(names), blocks)
+            return DimPlacement(tuple(names), blocks, unequal=unequal)
     hint = 'a dim is None, "tp", ("dp", "tp"), (3, "tp") or shardc.OPEN'
     raise error("SC212", f"{value!r} does not place a dim", hint=hint)
+
+
+def _sizes(value: list[object]) -> tuple[int, ...]:
+    """The sizes of unequal blocks."""
+    sizes = tuple(size for size in value if isinstance(size, int) and size and not isinstance(size, bool))
+    if len(sizes) == len(value) > 1 and any(size > 0 for size in sizes):
+        return sizes
+    hint = "write two sizes or more, [4096, 1024, 1024]; a negative one is that of a block which every rank has"
+    raise error("SC212", f"{value!r} are not the sizes of blocks", hint=hint)
 
 
 class _Reader:
     """A cursor over the text of a placement; its errors point at the character they mean.
 
-    placement := dim ("," dim)*      dim := "-" | "?" | (INT "*")? AXIS ("." AXIS)*
+    placement := dim ("," dim)*      dim := "-" | "?" | ((INT | SIZES) "*")? AXIS ("." AXIS)*
+    SIZES := "[" "-"? INT ("," "-"? INT)* "]"
     """
 
     def __init__(self, text: str) -> None:
@@ -180,13 +201,31 @@ class _Reader:
             return UNSHARDED
         if self.take(r"\?"):
             return OPEN
-        blocks = self.take(r"[1-9]\d*")
+        unequal = self.sizes() if self.take(r"\[") else ()
+        blocks = None if unequal else self.take(r"[1-9]\d*")
         if blocks and not self.take(r"\*"):
             raise self.expected("'*' after the number of blocks")
-        axes = [self.axis("an axis" if blocks else "an axis, '-' or '?'")]
+        axes = [self.axis("an axis" if blocks or unequal else "an axis, '-' or '?'")]
         while self.take(r"\."):
             axes.append(self.axis("an axis"))
-        return DimPlacement(tuple(axes), int(blocks or 1))
+        return DimPlacement(tuple(axes), int(blocks or 1), unequal=unequal)
+
+    def sizes(self) -> tuple[int, ...]:
+        sizes: list[int] = []
+        while True:
+            size = self.take(r"-?[1-9]\d*")
+            if size is None:
+                raise self.expected("the size of a block")
+            sizes.append(int(size))
+            if self.take(r"\]"):
+                break
+            if not self.take(r","):
+                raise self.expected("',' or ']'")
+        if not self.take(r"\*"):
+            raise self.expected("'*' after the sizes of blocks")
+        if len(sizes) < 2 or all(size < 0 for size in sizes):
+            raise self.expected("two sizes of blocks or more, one of which is cut")
+        return tuple(sizes)
 
     def axis(self, what: str) -> str:
         name = self.take(AXIS_NAME.pattern)
@@ -211,7 +250,7 @@ class _Reader:
     def expected(self, what: str) -> ShardcError:
         actual = f"'{char}'" if (char := self.peek()) else "the end"
         quoted = f"{self.text}\n{' ' * self.position}^"
-        hint = 'dims are separated by commas: "-" unsharded, "?" open, "tp", "dp.tp", "3*tp"'
+        hint = 'dims are separated by commas: "-" unsharded, "?" open, "tp", "dp.tp", "3*tp", "[8, 2, 2]*tp"'
         return error("SC212", f"expected {what}, found {actual}", source_text=quoted, hint=hint)
 
 

@@ -8,6 +8,8 @@ mesh axis may shard. A fused QKV weight of 3*8*64 columns sharded by heads print
 so splits, head reshapes and flattened batches need no communication and no strided-shard special
 case. A size-1 dim has no atoms. A pending reduction prints as ``|sum tp``.
 
+An atom of unequal *blocks*, which an axis cuts each by itself, prints its blocks: see `ir.blocks`.
+
 Uneven atoms are padded: sharding size n by k stores ceil(n/k) on every rank, axis by axis, major
 first, so that gathering the minor axis yields exactly the layout of the major axis alone.
 
@@ -32,16 +34,8 @@ from functools import lru_cache
 import torch
 
 from kernels_triton.base.dtypes import DTYPE_NAMES, DTYPES
+from shardc.ir.blocks import Axes, Blocks, local_size
 from shardc.ir.mesh import Mesh
-
-Axes = tuple[str, ...]
-
-
-def local_size(size: int, axes: Sequence[str], mesh: Mesh) -> int:
-    """Elements of an atom of `size` that one rank stores: ceil-divided by each axis in turn."""
-    for axis in axes:
-        size = -(-size // mesh.size(axis))
-    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,15 @@ class Atom:
         return local_size(self.size, self.axes, mesh)
 
     def uneven(self, mesh: Mesh) -> bool:
-        return self.size % math.prod(mesh.size(a) for a in self.axes) != 0
+        """Does some rank hold padding?"""
+        ranks = math.prod(mesh.size(a) for a in self.axes)
+        counts = [b.count for b in self.size.parts if b.cut] if isinstance(self.size, Blocks) else [self.size]
+        return any(count % ranks for count in counts)
+
+    def surplus(self, mesh: Mesh) -> bool:
+        """Does some rank hold what a sum over all ranks must not count: padding, or a copy of a whole block?"""
+        copies = isinstance(self.size, Blocks) and self.size.copied and mesh.size(self.axes) > 1
+        return bool(self.axes) and (copies or self.uneven(mesh))
 
     def __str__(self) -> str:
         return str(self.size) + (f"@{'.'.join(self.axes)}" if self.axes else "")
@@ -85,6 +87,7 @@ class TensorType:
     atoms: tuple[Atom, ...] = field(init=False, compare=False, repr=False)  # dims flattened
     placement: tuple[Axes, ...] = field(init=False, compare=False, repr=False)  # the axes of each flat atom
     is_sharded: bool = field(init=False, compare=False, repr=False)  # does some atom have axes?
+    in_blocks: tuple[int, ...] = field(init=False, compare=False, repr=False)  # the dims with an atom of blocks
     _hash: int = field(init=False, compare=False, repr=False)  # types are keys of many caches
 
     def __post_init__(self) -> None:
@@ -99,6 +102,8 @@ class TensorType:
         placement = tuple([a.axes for a in atoms])
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "is_sharded", any(placement))
+        in_blocks = tuple([d for d, dim in enumerate(sizes) if dim and isinstance(dim[0], Blocks)])
+        object.__setattr__(self, "in_blocks", in_blocks)
 
     def __hash__(self) -> int:
         return self._hash
@@ -187,6 +192,11 @@ class TensorType:
         bound = self.bound_atoms
         return [i for i, a in enumerate(self.atoms) if a.axes and a.uneven(mesh) and i not in bound]
 
+    def surplus_atoms(self, mesh: Mesh) -> list[int]:
+        """The same, and the atoms of which some rank holds a copy of a whole block."""
+        bound = self.bound_atoms
+        return [i for i, a in enumerate(self.atoms) if a.surplus(mesh) and i not in bound]
+
     def __str__(self) -> str:
         printed = ["1" if not d else str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims]
         dims = ", ".join(printed[: self.ndim]) + "".join(f"; {dim}" for dim in printed[self.ndim :])
@@ -215,9 +225,10 @@ def _parse_dim(text: str) -> Dim:
     atoms: list[Atom] = []
     for word in words:
         size, _, axes = word.partition("@")
-        if not size.isdigit():
+        if not size.isdigit() and "|" not in size:
             raise ValueError(f"not a dim: {text!r}")
-        atoms.append(Atom(int(size), tuple(axes.split(".")) if axes else ()))
+        count = int(size) if size.isdigit() else Blocks.parse(size)
+        atoms.append(Atom(count, tuple(axes.split(".")) if axes else ()))
     return tuple(atoms)
 
 

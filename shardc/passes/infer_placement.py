@@ -28,12 +28,14 @@ from torch._ops import OpOverload
 
 from kernels_triton.generated.op import FUSED
 from kernels_triton.match.op import OPS as TEMPLATES
+from shardc.ir.blocks import Blocks
 from shardc.ir.graph import info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
+from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.exchanged_rows import counts_faults, move_faults
@@ -186,11 +188,13 @@ def _laid(
     def extents(type: TensorType) -> tuple[int, ...]:
         return type.local_extents(mesh) if local_shapes else type.extents
 
+    made = next((t.in_blocks for t in all_types if t is not None), ())
+
     def thawed(name: str, value: Any) -> Any:
         if isinstance(value, _Slot):
             type = read[value.number]
             shape = extents(type) if entry.ragged else extents(type)[: type.ndim]
-            return Dims(name, shape, boolean=type.dtype in MASKS)
+            return Dims(name, shape, boolean=type.dtype in MASKS, in_blocks=type.in_blocks, made_in_blocks=made)
         if isinstance(value, tuple):
             return [thawed(f"{name}{k}_", item) for k, item in enumerate(value)]
         return value
@@ -209,12 +213,16 @@ def _laid(
         if not local_shapes:
             return type
         unseen.update(axis for atom in type.atoms if atom.local(mesh) == 1 for axis in atom.axes)
-        dims = [tuple([Atom(size, a.axes) for a in dim if (size := a.local(mesh)) != 1]) for dim in type.dims]
+        dims = [tuple([Atom(size, a.axes) for a in dim if (size := _held(a, mesh)) != 1]) for dim in type.dims]
         return TensorType(type.dtype, tuple(dims), type.partial, type.ragged)
 
     ins, outs = [seen(t) for t in read], [seen(t) for t in types]
     projection = overlay(rule, ins, outs)
     return _RuleLayout(projection, tuple(t.placement for t in ins), tuple(t.placement for t in outs), frozenset(unseen))
+
+
+def _held(atom: Atom, mesh: Mesh) -> int:
+    return atom.size.local(atom.axes, mesh) if isinstance(atom.size, Blocks) else atom.local(mesh)
 
 
 def _listed(pending: Iterable[tuple[str, str]]) -> str:
@@ -242,13 +250,29 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
             return [f"reduces by {args['op']} over {', '.join(lacking)}, pending is {_listed(before.partial)}"]
     elif set(axes) & before.partial_axes:
         return [f"moves what is pending over {', '.join(sorted(set(axes) & before.partial_axes))}"]
-    if node.target in (collectives.reduce_scatter, local.shard_slice):
+    if node.target in (local.slice_blocks, collectives.gather_blocks):
+        slices = node.target is local.slice_blocks
+        if not slices and placement[args["pos"]][-len(axes) :] != axes:
+            return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(placement[args['pos']]) or 'no axis'}"]
+        was = placement[args["pos"]]
+        placement[args["pos"]] = (*was, *axes) if slices else was[: -len(axes)]
+        size = before.atoms[args["pos"]].size
+        unsplit = was if slices else placement[args["pos"]]
+        if not isinstance(size, Blocks) or (args["counts"], args["units"]) != told(size.local(unsplit, mesh)):
+            return [f"takes {args['counts']} pieces of {args['units']} for the blocks of {size}"]
+    elif node.target in (collectives.reduce_scatter, local.shard_slice):
+        if isinstance(before.atoms[args["pos"]].size, Blocks):
+            return [f"cuts {before.atoms[args['pos']]} side by side"]
         placement[args["pos"]] += axes
     elif node.target in (collectives.all_gather, collectives.all_to_all):
         source = args["pos"] if node.target is collectives.all_gather else args["concat"]
         if placement[source][-len(axes) :] != axes:
             return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(placement[source]) or 'no axis'}"]
         placement[source] = placement[source][: -len(axes)]
+        if any(
+            isinstance(before.atoms[args[name]].size, Blocks) for name in ("pos", "split", "concat") if name in args
+        ):
+            return [f"moves the blocks of {before} side by side"]
         if node.target is collectives.all_to_all:
             placement[args["split"]] += axes
         if args["size"] != local_size(before.atoms[source].size, placement[source], mesh):
@@ -364,6 +388,18 @@ def _masked(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh
     return [] if fits else [f"masks the padding of {args['size']}@{'.'.join(args['axes'])}, where {atom} lies"]
 
 
+def _masked_blocks(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    args = given(node)
+    type, pos = type_of(args["x"]), args["pos"]
+    if result_types[0] != type:
+        return [f"yields {type}, the result says {result_types[0]}"]
+    if not 0 <= pos < len(type.atoms) or not isinstance(size := type.atoms[pos].size, Blocks):
+        return [f"masks blocks of atom {pos} of {type}"]
+    declared = (*map(list, told(size)), list(type.atoms[pos].axes), list(type.local_atoms(mesh)))
+    fits = declared == tuple(list(args[name]) for name in ("counts", "units", "axes", "atoms"))
+    return [] if fits else [f"masks other blocks than those of {type.atoms[pos]}"]
+
+
 def _offset(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     args = given(node)
     axes, strides = args["axes"], args["strides"]
@@ -396,6 +432,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     EXCHANGE_COUNTS: counts_faults,
     **dict.fromkeys(ROW_MOVES, move_faults),
     local.mask_pad: _masked,
+    local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,
     PACK: _packed,
     UNPACK: _unpacked,

@@ -14,7 +14,7 @@ import torch
 
 from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import by_block, example, rule
 
 aten = torch.ops.aten
 
@@ -35,6 +35,7 @@ class _Labels:
         self.whole = " ".join(f"{name}{i}" for name in "hwp" for i in range(space))
 
 
+@by_block
 def _local_groups(call: LocalCall) -> Any:
     return call.with_args(groups=call.size("g") if call.args["groups"] > 1 else 1)
 

@@ -9,6 +9,9 @@ A factor missing from a result must be named: `sum=`, `max=`, `min=` say how sha
 that no axis may split it. From this everything else is derived: propagation in both directions,
 legality, pending sums, local shapes, communication.
 
+`sections` say that factors are sections of another one: `("n", 4, "p")` that `p` is `n` from its 4th element on. Both are
+whole, unless the atom that `n` is has blocks that `p` is made of (see `ir.blocks`): an axis on `n` is then one on `p`.
+
 Ragged dims (see `ir.types`) stand behind a semicolon; a rule that names none is of tensors without, or goes row by row:
 `divided` gives the ragged dims of its operands to its results.
 """
@@ -18,13 +21,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 Shape = tuple[int, ...]
 Labels = tuple[tuple[str, ...], ...]  # one tensor: for each dim its factors, major first
 Linear = Literal["joint"] | tuple[int, ...]
+Sections = tuple[tuple[str, int, str], ...]  # (factor, start, the factor that is its section from there on)
 
 
 class RuleError(Exception):
@@ -45,6 +49,7 @@ class Notation:
     min: str = ""
     whole: str = ""
     linear: Literal["joint", "each"] | tuple[int, ...] = ()
+    sections: Sections = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +65,8 @@ class FactorRule:
     reduces: dict[str, str]  # factor -> "sum" | "max" | "min"
     whole: frozenset[str]
     linear: Linear = ()
+    sections: Sections = ()
+    by_block: bool = True  # does the op run on the blocks of an atom as on the atom?
 
     def __str__(self) -> str:
         def tensor(labels: Labels) -> str:
@@ -72,11 +79,22 @@ class Dims:
     """One tensor operand inside a rule function: prints as its dims, one factor each.
 
     `f"{x} -> {x.swap(0, 1)}"` is the rule of a transpose. `x[d]` is the name of dim d. `boolean`: as an index it picks
-    the places where it is true.
+    the places where it is true. `in_blocks`: the dims that have an atom of blocks, whose sections are blocks of it; `made_in_blocks`:
+    those of the call's first result.
     """
 
-    def __init__(self, name: str, shape: Sequence[int], labels: Sequence[str] | None = None, *, boolean: bool = False):
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        labels: Sequence[str] | None = None,
+        *,
+        boolean: bool = False,
+        in_blocks: Sequence[int] = (),
+        made_in_blocks: Sequence[int] = (),
+    ):
         self.name = name
+        self.in_blocks, self.made_in_blocks = in_blocks, made_in_blocks
         self.shape = tuple(shape)
         self.boolean = boolean
         self.labels = list(labels) if labels is not None else [f"{name}{i}" for i in range(len(self.shape))]
@@ -171,7 +189,13 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
         missing = {f for tensor in ins for dim in tensor for f in dim} - present - set(reduces) - whole
         if missing:
             raise RuleError(_missing(notation, missing))
-    return FactorRule(ins, outs, sizes, reduces, whole, linear)
+    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections)
+
+
+@lru_cache(maxsize=65536)
+def kept_together(rule: FactorRule) -> FactorRule:
+    """The rule of an op that counts positions, so that it takes an atom of blocks as a whole."""
+    return replace(rule, by_block=False)
 
 
 @lru_cache(maxsize=4096)
@@ -197,6 +221,7 @@ def divided(rule: FactorRule, operands: tuple[Shape, ...], results: tuple[Shape,
         rule.reduces,
         rule.whole,
         rule.linear,
+        by_block=False,
     )
 
 

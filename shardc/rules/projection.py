@@ -13,6 +13,7 @@ It is a pure function of the op and its tensors' atoms, so the verifier can deri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
+from shardc.ir.blocks import Block, Blocks
 from shardc.ir.graph import info, operands, results, type_of
 from shardc.ir.types import Axes, TensorType
 from shardc.rules.notation import FactorRule, Labels, Linear
@@ -41,6 +43,7 @@ class Projection:
     blocked: frozenset[Piece]  # no axis may split these
     reduces: dict[Piece, str]  # how shards of a result combine when the piece is missing from it
     linear: Linear
+    tied: frozenset[Piece] = frozenset()  # atoms of blocks, which stand for an atom of one block in other tensors
 
     @property
     def operand_pieces(self) -> frozenset[Piece]:
@@ -53,7 +56,7 @@ class Projection:
         return [
             (axis, self.reduces[piece])
             for piece, axes in split.items()
-            if piece not in present and piece in inputs
+            if piece not in present and piece in inputs and piece not in self.tied
             for axis in axes
         ]
 
@@ -119,6 +122,7 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
             for i, f in enumerate(dim):
                 if groups is None or split.setdefault(f, groups[i]) != groups[i]:
                     blocked.add(f)
+    blocked |= {f for f, run in split.items() if any(isinstance(n, Blocks) and _blocks_fail(rule, f, n) for n in run)}
     names: list[str] = []
     sizes: list[int] = []
     of_factor: dict[str, tuple[Piece, ...]] = {}
@@ -127,6 +131,7 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
         names += [f] if len(parts) == 1 else [f"{f}.{i}" for i in range(len(parts))]
         sizes += parts
     opaque: set[Piece] = set()
+    tied = _tied(rule, tensors, split, of_factor)
 
     def lay(labels: Labels, dims: AtomSizes) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
@@ -135,7 +140,10 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
             # Factor by factor: one that is cut differently elsewhere does not take its neighbours in the dim along.
             for run, f in zip(runs, dim, strict=True) if runs is not None else [(atoms, None)]:
                 run_pieces = of_factor.get(f, ()) if f is not None else ()
-                if tuple(sizes[p] for p in run_pieces) != run:
+                if f is not None and (of_block := tied.get(f)) is not None:
+                    atom, piece = of_block
+                    run_pieces = tuple(piece if i == atom else p for i, p in enumerate(run_pieces))
+                elif tuple(sizes[p] for p in run_pieces) != run:
                     run_pieces = tuple(range(len(names), len(names) + len(run)))
                     names.extend(f"?{p}" for p in run_pieces)
                     sizes.extend(run)
@@ -145,11 +153,81 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
 
     laid = [lay(labels, dims) for labels, dims in tensors]
     count = len(rule.operands)
-    closed = frozenset(p for f in blocked for p in of_factor.get(f, ())) | opaque
+    shared = frozenset(piece for _, piece in tied.values())
+    closed = (frozenset(p for f in blocked for p in of_factor.get(f, ())) | opaque) - shared
     reduces = {p: kind for f, kind in rule.reduces.items() for p in of_factor.get(f, ())}
     return Projection(
-        tuple(names), tuple(sizes), tuple(laid[:count]), tuple(laid[count:]), closed, reduces, rule.linear
+        tuple(names), tuple(sizes), tuple(laid[:count]), tuple(laid[count:]), closed, reduces, rule.linear, shared
     )
+
+
+def _blocks_fail(rule: FactorRule, factor: str, blocks: Blocks) -> bool:
+    """Must an atom of blocks be whole where another one need not?
+
+    So it must where the op counts positions. Of a block that every rank has all but one rank's copy is left out of a
+    sum: a result that has the factor would then miss it.
+    """
+    results = [any(factor in dim for dim in labels) for labels in rule.results]
+    return not rule.by_block or (blocks.copied and factor in rule.reduces and any(results))
+
+
+def _tied(
+    rule: FactorRule,
+    tensors: Sequence[tuple[Labels, AtomSizes]],
+    split: dict[str, tuple[int, ...]],
+    of_factor: dict[str, tuple[Piece, ...]],
+) -> dict[str, tuple[int, Piece]]:
+    """Factors that are sections of an atom of blocks: which of their atoms lies as that one does, and its piece.
+
+    None where a section ends inside of a block, or a tensor's atoms are not those of the blocks.
+    """
+    tied: dict[str, tuple[int, Piece]] = {}
+    ruled = {n for n, _, _ in rule.sections}
+    for whole in ruled:
+        run = split.get(whole, ())
+        if not run or not isinstance(blocks := run[0], Blocks) or not rule.by_block:
+            continue
+        trailing = math.prod(run[1:])
+        of_whole: dict[str, tuple[int, Piece]] = {whole: (0, of_factor[whole][0])}
+        for name, start, section in rule.sections:
+            size = rule.sizes.get(section, 1)
+            if name != whole:
+                continue
+            inner = blocks.between(start // trailing, (start + size) // trailing)
+            atom = None
+            if inner is not None and start % trailing == 0 and size % trailing == 0:
+                atom = _atom_of(split.get(section, ()), inner, trailing)
+            if atom is None:
+                of_whole = {}
+                break
+            if atom >= 0:
+                of_whole[section] = (atom, of_factor[whole][0])
+        consistent = all(
+            group(atoms, [rule.sizes[f] for f in dim]) is not None
+            for labels, dims in tensors
+            for dim, atoms in zip(labels, dims, strict=True)
+            if any(f in of_whole for f in dim)
+        )
+        tied.update(of_whole if consistent else {})
+    return tied
+
+
+def _atom_of(atoms: Sequence[int], blocks: Sequence[Block], trailing: int) -> int | None:
+    """Which of a section's atoms lies as its blocks: -1 if none does, since they are whole; None if they do not fit."""
+    if not any(block.cut for block in blocks):
+        return -1
+    if atoms and isinstance(atoms[0], Blocks):
+        inner, own = atoms[0], math.prod(atoms[1:])
+        same = [Block(b.count, b.unit * own, b.cut) for b in inner.parts]
+        return 0 if same == [Block(b.count, b.unit * trailing, b.cut) for b in blocks] else None
+    if len(set(blocks)) > 1:
+        return None
+    product, unit = 1, blocks[0].unit * trailing
+    for i, n in enumerate(atoms):
+        if product == len(blocks) and n == blocks[0].count and math.prod(atoms[i + 1 :]) == unit:
+            return i
+        product *= n
+    return -1 if blocks[0].count == 1 else None
 
 
 def group(atoms: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]] | None:

@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from shardc.ir.graph import info, operands, type_of
 from shardc.ir.schema import admit
 from shardc.ir.types import TensorType
-from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, divided, fit, validate
+from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, divided, fit, kept_together, validate
 
 Shape = tuple[int, ...]
 RuleFunction = Callable[..., "str | Notation"]
@@ -63,6 +63,16 @@ class OpRule:
     exact: bool = True  # False: shards agree with the whole only up to rounding of a different algorithm
     ragged: bool = False  # its notation names the ragged dims of its tensors
     padding: Literal["zero", "largest"] = "zero"  # what its sums do not notice: 0, or a value that no bin holds
+
+
+# What makes calls local of shapes alone, and not of positions: an atom of blocks is to them one like others.
+BY_BLOCK: set[Localize] = set()
+
+
+def by_block(localize: Localize) -> Localize:
+    """Say of a `localize` that it asks for shapes, never for where in a dim a rank's share lies."""
+    BY_BLOCK.add(localize)
+    return localize
 
 
 MASKS = (torch.bool, torch.uint8)  # as indices they pick the places where they are true
@@ -128,6 +138,22 @@ def rule_of(node: fx.Node) -> FactorRule:
     return fitted
 
 
+def rule_in_blocks(node: fx.Node) -> FactorRule:
+    """The rule of a call as it would be if all of its tensors' dims had atoms of blocks."""
+    entry, outs = _RULES[node.target], _result_types(node)
+    ins = tuple(type_of(v) for v in operands(node))
+    dims = range(max((t.ndim for t in (*ins, *outs)), default=0))
+    arguments = bind_call(
+        node.target,
+        node.args,
+        dict(node.kwargs),
+        lambda name, v: Dims(name, type_of(v).shape, in_blocks=dims, made_in_blocks=dims),
+    )
+    extents = tuple(t.extents for t in ins), tuple(t.extents for t in outs)
+    ragged = tuple(t.ragged for t in ins), tuple(t.ragged for t in outs)
+    return fit_call(notation_of(entry, arguments), *extents, *ragged, of=entry)
+
+
 def fit_call(
     notation: Notation,
     operands: tuple[Shape, ...],
@@ -139,7 +165,8 @@ def fit_call(
 ) -> FactorRule:
     """The rule of a call whose tensors have these extents, of which so many, at the end, are ragged dims."""
     if of.ragged or not any((*ragged_operands, *ragged_results)):
-        return fit(notation, operands, results)
+        fitted = fit(notation, operands, results)
+        return fitted if of.localize is None or of.localize in BY_BLOCK else kept_together(fitted)
 
     def cut(extents: tuple[Shape, ...], counts: tuple[int, ...]) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
         pairs = [(e[: len(e) - n], e[len(e) - n :]) for e, n in zip(extents, counts, strict=True)]
@@ -162,11 +189,12 @@ def notation_of(entry: OpRule, arguments: dict[str, Any]) -> Notation:
 
 def bind(node: fx.Node) -> dict[str, Any]:
     """The call's arguments by schema name, defaults filled in, tensors as `Dims`."""
+    made = next((t.in_blocks for t in _result_types(node)), ())
 
     def dims(name: str, value: fx.Node) -> Dims:
         type = type_of(value)
         shape = type.extents if _RULES[node.target].ragged else type.shape
-        return Dims(name, shape, boolean=type.dtype in MASKS)
+        return Dims(name, shape, boolean=type.dtype in MASKS, in_blocks=type.in_blocks, made_in_blocks=made)
 
     return bind_call(node.target, node.args, dict(node.kwargs), dims)
 
@@ -205,8 +233,8 @@ def _result_types(node: fx.Node) -> tuple[TensorType, ...]:
     return tuple(t for t in info(node).results if t is not None)
 
 
-def _sizes(type: TensorType) -> tuple[Shape, int]:
-    return type.extents, type.ragged
+def _sizes(type: TensorType) -> tuple[Shape, int, tuple[int, ...]]:
+    return type.extents, type.ragged, type.in_blocks
 
 
 def _freeze(value: Any) -> Any:

@@ -17,11 +17,12 @@ import torch
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.projection import refine
-from shardc.rules.registry import rule
+from shardc.rules.registry import by_block, rule
 
 aten = torch.ops.aten
 
 
+@by_block
 def to_local_shape(call: LocalCall) -> Any:
     """Say the result's shape outright: a dim of size 1 on this rank need not be one in the whole tensor."""
     return aten.view.default, (call.args["self"], list(call.result_shape())), {}

@@ -93,6 +93,22 @@ def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, si
     return _back(chunks.flatten(0, 1)[:size], pos, shape)
 
 
+def _gather_blocks(
+    x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, counts: list[int], units: list[int], shape: list[int]
+) -> Steps:
+    """The same of an atom of blocks: `counts` are those of the gathered atom, negative where a block is not cut."""
+    front = x.reshape(atoms).movedim(pos, 0).contiguous()
+    chunks = yield Exchange("all_gather", front, tuple(axes))
+    blocks: list[torch.Tensor] = []
+    start, members = 0, chunks.shape[0]
+    for count, unit in zip(counts, units, strict=True):
+        held = (-(-count // members) if count > 0 else -count) * unit
+        part = chunks[:, start : start + held]
+        blocks.append(part.flatten(0, 1)[: count * unit] if count > 0 else part[0])
+        start += held
+    return _back(torch.cat(blocks), pos, shape)
+
+
 def _reduce_scatter(x: torch.Tensor, op: str, axes: list[str], atoms: list[int], pos: int, shape: list[int]) -> Steps:
     rows = _cut(x.reshape(atoms), pos, axes).movedim(pos + 1, 1).contiguous()
     row = yield Exchange("reduce_scatter", rows, tuple(axes), op)
@@ -157,6 +173,11 @@ all_reduce = _collective("all_reduce(Tensor x, str op, str[] axes) -> Tensor", _
 all_gather = _collective(
     "all_gather(Tensor x, str[] axes, int[] atoms, int pos, int size, int[] shape) -> Tensor", _all_gather, _shaped
 )
+gather_blocks = _collective(
+    "gather_blocks(Tensor x, str[] axes, int[] atoms, int pos, int[] counts, int[] units, int[] shape) -> Tensor",
+    _gather_blocks,
+    _shaped,
+)
 reduce_scatter = _collective(
     "reduce_scatter(Tensor x, str op, str[] axes, int[] atoms, int pos, int[] shape) -> Tensor",
     _reduce_scatter,
@@ -175,6 +196,7 @@ reshard = define("reshard(Tensor x) -> Tensor", lambda x: x.clone(memory_format=
 COLLECTIVES: dict[Any, Callable[..., Steps]] = {
     all_reduce: _all_reduce,
     all_gather: _all_gather,
+    gather_blocks: _gather_blocks,
     reduce_scatter: _reduce_scatter,
     all_to_all: _all_to_all,
     permute_ranks: _permute_ranks,

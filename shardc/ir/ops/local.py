@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernels_triton.base.library import define
+from shardc.ir.blocks import Block, Blocks
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.context import current
 
@@ -40,6 +41,30 @@ def span(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, in
     return Span(min(start, size), extent, local)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Global indices [start, start + extent) of an atom, stored from the local index `local` on."""
+
+    start: int
+    extent: int
+    local: int
+
+
+def runs(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[Run, ...]:
+    """What the rank at `coordinate` holds of an atom: one run, or one of each block of which it holds something."""
+    if not isinstance(size, Blocks):
+        held = span(size, axes, mesh, coordinate)
+        return (Run(held.start, held.extent, 0),)
+    found: list[Run] = []
+    start = local = 0
+    for block in size.parts:
+        held = span(block.count, axes if block.cut else (), mesh, coordinate)
+        if held.extent:
+            found.append(Run(start + held.start * block.unit, held.extent * block.unit, local))
+        start, local = start + block.size, local + held.local * block.unit
+    return tuple(found)
+
+
 def take(x: torch.Tensor, pos: int, shard_span: Span) -> torch.Tensor:
     """The held part of dim `pos`, zero padded to its local size; always a fresh contiguous tensor."""
     if shard_span.extent == shard_span.local:
@@ -55,6 +80,54 @@ def _shard_slice(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, s
     context = current()
     shard_span = span(atoms[pos], axes, context.mesh, context.coordinate)
     return take(x.reshape(atoms), pos, shard_span).view(shape)
+
+
+def _blocks(counts: list[int], units: list[int]) -> Blocks:
+    """As the ops' arguments tell blocks: the number of pieces of one that is not cut is negative."""
+    return Blocks(Block(abs(count), unit, count > 0) for count, unit in zip(counts, units, strict=True))
+
+
+def told(blocks: Blocks) -> tuple[list[int], list[int]]:
+    """Blocks as the ops' arguments `counts` and `units`."""
+    return [b.count if b.cut else -b.count for b in blocks.parts], [b.unit for b in blocks.parts]
+
+
+def _slice_blocks(
+    x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, counts: list[int], units: list[int], shape: list[int]
+) -> torch.Tensor:
+    context = current()
+    blocks = _blocks(counts, units)
+    assert int(blocks) == atoms[pos], f"atom {pos} holds {atoms[pos]}, not {blocks}"
+    whole = x.reshape(atoms)
+    local = blocks.local(axes, context.mesh)
+    part = x.new_zeros([*atoms[:pos], int(local), *atoms[pos + 1 :]])
+    for run in runs(blocks, axes, context.mesh, context.coordinate):
+        part.narrow(pos, run.local, run.extent).copy_(whole.narrow(pos, run.start, run.extent))
+    return part.view(shape)
+
+
+def _mask_blocks(
+    x: torch.Tensor,
+    atoms: list[int],
+    pos: int,
+    counts: list[int],
+    units: list[int],
+    axes: list[str],
+    fill: float,
+    copies: bool,
+) -> torch.Tensor:
+    context = current()
+    blocks = _blocks(counts, units)
+    masked = x.reshape(atoms).clone(memory_format=torch.contiguous_format)
+    first = not any(context.coordinate[axis] for axis in context.mesh.resolve(axes))
+    start = 0
+    for block in blocks.parts:
+        held = span(block.count, axes if block.cut else (), context.mesh, context.coordinate)
+        extent = 0 if copies and not block.cut and not first else held.extent
+        masked.narrow(pos, start + extent * block.unit, (held.local - extent) * block.unit).fill_(fill)
+        start += held.local * block.unit
+    assert start == atoms[pos], f"atom {pos} holds {atoms[pos]}, not the {start} that {blocks} over {axes} has"
+    return masked.view(x.shape)
 
 
 def _mask_pad(x: torch.Tensor, atoms: list[int], pos: int, size: int, axes: list[str], fill: float) -> torch.Tensor:
@@ -85,6 +158,17 @@ shard_slice = define(
 mask_pad = define(
     "mask_pad(Tensor x, int[] atoms, int pos, int size, str[] axes, float fill) -> Tensor", _mask_pad, _same
 )
+slice_blocks = define(
+    "slice_blocks(Tensor x, str[] axes, int[] atoms, int pos, int[] counts, int[] units, int[] shape) -> Tensor",
+    _slice_blocks,
+    lambda x, axes, atoms, pos, counts, units, shape: x.new_empty(shape),
+)
+mask_blocks = define(
+    "mask_blocks(Tensor x, int[] atoms, int pos, int[] counts, int[] units, str[] axes, float fill, bool copies)"
+    " -> Tensor",
+    _mask_blocks,
+    _same,
+)
 axis_offset = define(
     "axis_offset(str[] axes, int[] strides) -> Tensor",
     _axis_offset,
@@ -96,5 +180,7 @@ axis_offset = define(
 AXES_READ: dict[Any, Callable[..., Sequence[str]]] = {
     shard_slice: lambda x, axes, atoms, pos, shape: axes,
     mask_pad: lambda x, atoms, pos, size, axes, fill: axes,
+    slice_blocks: lambda x, axes, atoms, pos, counts, units, shape: axes,
+    mask_blocks: lambda x, atoms, pos, counts, units, axes, fill, copies: axes,
     axis_offset: lambda axes, strides: axes,
 }

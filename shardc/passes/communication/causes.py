@@ -32,9 +32,9 @@ from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
 
 REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
-GATHERS = (collectives.all_gather, collectives.all_to_all, collectives.permute_ranks)
+GATHERS = (collectives.all_gather, collectives.gather_blocks, collectives.all_to_all, collectives.permute_ranks)
 COLLECTIVES = (*REDUCTIONS, *GATHERS, EXCHANGE_COUNTS, *ROW_MOVES)
-MOVES = (*COLLECTIVES, local.shard_slice)
+MOVES = (*COLLECTIVES, local.shard_slice, local.slice_blocks)
 Place = tuple[fx.Node, int]  # a value and one of its flat atoms
 Way = list[tuple[Place, fx.Node | None]]  # from an annotated place on, each with the call that handed it the axis
 Scope = Literal["upstream", "forward", "anywhere"]

@@ -22,8 +22,8 @@ from shardc.ir.ops import collectives, local
 from shardc.passes.base import Pass
 from shardc.passes.sharding.reshard_steps import even
 
-_GATHERS = {collectives.all_gather, collectives.all_to_all, collectives.permute_ranks}
-_MOVES = {*_GATHERS, collectives.all_reduce, collectives.reduce_scatter, local.shard_slice}
+_GATHERS = {collectives.all_gather, collectives.gather_blocks, collectives.all_to_all, collectives.permute_ranks}
+_MOVES = {*_GATHERS, collectives.all_reduce, collectives.reduce_scatter, local.shard_slice, local.slice_blocks}
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from shardc.rules.registry import find_rule, rule_of
 
 _GIVES: dict[object, int] = {
     collectives.all_gather: 3,
+    collectives.gather_blocks: 3,
     collectives.all_to_all: 4,
 }  # the argument that is the atom given up
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)

@@ -19,6 +19,7 @@ from shardc.passes.sharding.casts import narrows
 from shardc.passes.softmax.split_softmax import opened
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
+from shardc.rules.section import SECTION_OPS
 
 aten = torch.ops.aten
 Place = tuple[fx.Node, int]  # a value and one of its flat atoms
@@ -27,7 +28,8 @@ Place = tuple[fx.Node, int]  # a value and one of its flat atoms
 class Classes:
     """The classes of a graph's atoms, found in one walk over its calls."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, without_sections: bool = False) -> None:
+        """`without_sections`: as if no op took sections of a dim, which keeps whole what it takes unequal ones of."""
         self._parent: dict[Place, Place] = {}
         self._uses: dict[fx.Node, list[tuple[fx.Node, int]]] = {}  # value -> the calls that read it, as which operand
         blocked: list[Place] = []
@@ -35,6 +37,8 @@ class Classes:
         rivals: list[tuple[Place, Place]] = []
         for node in graph.calls():
             if find_rule(node.target) is None or info(node).constant:  # every rank can cut a constant as it likes
+                continue
+            if without_sections and node.target in SECTION_OPS:
                 continue
             projection = project(node)
             first: dict[int, Place] = {}

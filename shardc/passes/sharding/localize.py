@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.graph import Graph, operands, replace_operands, results, type_of
 from shardc.ir.index_operands import positions
 from shardc.ir.ops import local
-from shardc.ir.types import Axes
+from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.base import Pass, split_of
 from shardc.rules.local import LocalCall
 from shardc.rules.projection import Projection, project, result_types
@@ -53,7 +54,9 @@ class Localize(Pass):
     def run(self, graph: Graph) -> Graph:
         walk = _Walk(graph)
         for value in graph.placeholders:
-            walk.zero[value] = set(type_of(value).uneven_atoms(graph.mesh))  # the runtime pads inputs with 0
+            type = type_of(value)
+            # The runtime pads inputs with 0; copies of blocks that every rank has are no padding.
+            walk.zero[value] = {i for i in type.uneven_atoms(graph.mesh) if not _copied(type, i)}
         for node in list(graph.calls()):
             walk.visit(node)
         return graph
@@ -85,7 +88,7 @@ class _Walk:
             reduced_away = any(
                 piece not in r for r, v in zip(projection.results, results(node), strict=True) if v is not None
             )
-            if kind is None or not reduced_away or projection.sizes[piece] % mesh.size(axes) == 0:
+            if kind is None or not reduced_away or not Atom(projection.sizes[piece], axes).surplus(mesh):
                 continue
             for i, pieces in enumerate(projection.operands):
                 if piece not in pieces:
@@ -95,7 +98,8 @@ class _Walk:
                     continue  # the rows of padding are in the tail
                 fill = neutral(kind, type_of(values[i]).dtype, entry)
                 if fill != 0 or atom not in self.zero.get(values[i], ()):
-                    values[i] = self._mask_pad(node, values[i], atom, fill)
+                    copies = kind == "sum"  # the largest of copies is the largest
+                    values[i] = self._mask_pad(node, values[i], atom, fill, copies)
         indices = [p.value for p in positions(node)]
         for i, value in enumerate(operands(node) if indices else ()):
             if value in indices:
@@ -104,15 +108,14 @@ class _Walk:
                         values[i] = self._mask_pad(node, values[i], atom, 0.0)
         replace_operands(node, values)
 
-    def _mask_pad(self, node: fx.Node, value: fx.Node, atom: int, fill: float) -> fx.Node:
+    def _mask_pad(self, node: fx.Node, value: fx.Node, atom: int, fill: float, copies: bool = False) -> fx.Node:
         type = type_of(value)
         mesh = self.graph.mesh
-        masked = self.graph.call(
-            local.mask_pad,
-            (value, list(type.local_atoms(mesh)), atom, type.atoms[atom].size, list(type.atoms[atom].axes), fill),
-            like=node,
-            type=type,
-        )
+        held, size, axes = list(type.local_atoms(mesh)), type.atoms[atom].size, list(type.atoms[atom].axes)
+        if isinstance(size, Blocks):
+            args = (value, held, atom, *local.told(size), axes, fill, copies)
+            return self.graph.call(local.mask_blocks, args, like=node, type=type)
+        masked = self.graph.call(local.mask_pad, (value, held, atom, size, axes, fill), like=node, type=type)
         self.zero[masked] = self.zero.get(value, set()) | ({atom} if fill == 0 else set())
         return masked
 
@@ -123,7 +126,7 @@ class _Walk:
         for value in results(node):
             if value is None:
                 continue
-            uneven = type_of(value).uneven_atoms(mesh)
+            uneven = [i for i in type_of(value).uneven_atoms(mesh) if not _copied(type_of(value), i)]
             if len(sources) == 1 and len(type_of(sources[0]).atoms) == len(type_of(value).atoms):
                 nonzero = set(type_of(sources[0]).uneven_atoms(mesh)) - self.zero.get(sources[0], set())
                 self.zero[value] = {i for i in uneven if i not in nonzero}
@@ -139,6 +142,8 @@ class _Walk:
                 continue
             self.zero[value] = set()
             for atom in type_of(value).uneven_atoms(self.graph.mesh):
+                if _copied(type_of(value), atom) or pieces[atom] in projection.tied:
+                    continue
                 having = [i for i, operand_pieces in enumerate(projection.operands) if pieces[atom] in operand_pieces]
                 if not having or not set(having) <= set(linear):
                     continue
@@ -146,6 +151,11 @@ class _Walk:
                     continue  # a broadcast operand writes into the padding
                 if all(projection.operands[i].index(pieces[atom]) in self.zero.get(sources[i], ()) for i in having):
                     self.zero[value].add(atom)
+
+
+def _copied(type: TensorType, atom: int) -> bool:
+    size = type.atoms[atom].size
+    return isinstance(size, Blocks) and size.copied
 
 
 def _rewrite(graph: Graph, node: fx.Node, entry: OpRule, projection: Projection, split: dict[int, Axes]) -> None:

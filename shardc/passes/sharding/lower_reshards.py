@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from torch import fx
 from torch._ops import OpOverload
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
+from shardc.ir.ops.local import told
 from shardc.ir.provenance import Derivation
 from shardc.passes.base import Pass
 from shardc.passes.sharding.dispatch import Exchanges, is_exchange
@@ -71,6 +73,13 @@ def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[o
     axes = [step.axis]
     if step.kind == "all_reduce":
         return collectives.all_reduce, (value, step.reduction, axes)
+    if (moved := _moved_blocks(step)) is not None:
+        pos, blocks = moved
+        counts, units = told(
+            blocks.local(step.before.placement[pos] if step.kind == "slice" else step.after.placement[pos], mesh)
+        )
+        op = local.slice_blocks if step.kind == "slice" else collectives.gather_blocks
+        return op, (value, axes, atoms, pos, counts, units, shape)
     if step.kind == "slice":
         return local.shard_slice, (value, axes, atoms, step.target, shape)
     if step.kind == "reduce_scatter":
@@ -83,6 +92,13 @@ def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[o
         return collectives.all_to_all, (value, axes, atoms, step.target, step.source, size, shape)
     assert step.kind == "permute", step.kind
     return collectives.permute_ranks, (value, [step.axis, step.to_axis], transposition(mesh.size(step.axis)))
+
+
+def _moved_blocks(step: Step) -> tuple[int, Blocks] | None:
+    """The atom of blocks that a step takes a share of, or gathers."""
+    pos = {"slice": step.target, "all_gather": step.source}.get(step.kind, -1)
+    size = step.before.atoms[pos].size if pos >= 0 else 0
+    return (pos, size) if isinstance(size, Blocks) else None
 
 
 def transposition(k: int) -> list[int]:

@@ -11,7 +11,8 @@ Of two ways the one that takes less time is chosen: by the bytes that a rank sen
 as a link would send in the time that a collective takes to begin. So a small tensor moves in few steps.
 
 Reductions come first, while the tensor is large in ranks and small in each; gathers last. Each step
-touches an atom's minor-most axis only, which keeps unevenly padded layouts exact.
+touches an atom's minor-most axis only, which keeps unevenly padded layouts exact. An atom of blocks is only sliced and
+gathered.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
@@ -98,6 +100,8 @@ class _Planner:
                 if any(axis in axes for axes in self.now):
                     continue
                 k = self.mesh.size(axis)
+                if axis in self.pending and self._of_blocks(i):
+                    return self._resolve(axis)
                 self.now[i] = (*now, axis)
                 if axis in self.pending:
                     reduction = self.pending.pop(axis)
@@ -110,13 +114,20 @@ class _Planner:
     def _reduce(self) -> bool:
         """Resolve a pending reduction whose axis no atom will take."""
         target_axes = set[str]() if self.eager else {axis for axes in self.want for axis in axes}
-        for axis, reduction in list(self.pending.items()):
+        for axis in list(self.pending):
             if axis not in self.keep and axis not in target_axes:
-                k = self.mesh.size(axis)
-                del self.pending[axis]
-                self._emit("all_reduce", axis, 2 * self._bytes() * (k - 1) / k, reduction=reduction)
-                return True
+                return self._resolve(axis)
         return False
+
+    def _resolve(self, axis: str) -> bool:
+        k = self.mesh.size(axis)
+        reduction = self.pending.pop(axis)
+        self._emit("all_reduce", axis, 2 * self._bytes() * (k - 1) / k, reduction=reduction)
+        return True
+
+    def _of_blocks(self, atom: int) -> bool:
+        """Its shards are not chunks side by side: it is gathered and sliced, and in no other step."""
+        return isinstance(self.type.atoms[atom].size, Blocks)
 
     def _shrink(self) -> bool:
         """Take an axis away that is in the way: move it where it is wanted, or gather."""
@@ -129,7 +140,13 @@ class _Planner:
             k = self.mesh.size(axis)
             home = next((j for j, axes in enumerate(self.want) if axis in axes), None)
             self.now[i] = now[:-1]
-            if home is not None and home != i and self.now[home] == self.want[home][: self.want[home].index(axis)]:
+            moves = home is not None and not self._of_blocks(i) and not self._of_blocks(home)
+            if (
+                moves
+                and home is not None
+                and home != i
+                and self.now[home] == self.want[home][: self.want[home].index(axis)]
+            ):
                 self.now[home] = (*self.now[home], axis)
                 self._emit("all_to_all", axis, self._bytes() * (k - 1) / k, source=i, target=home)
             else:

@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from torch import fx
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.diagnostic import Diagnostic, Severity, ShardcError, error, merged
 from shardc.ir.graph import Graph, Seed, info, op_name, type_of
 from shardc.ir.mesh import Mesh
@@ -29,6 +30,7 @@ from shardc.ir.types import Atom, Axes
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atom_classes import Classes, Place
 from shardc.passes.sharding.atomize import linked_gradients
+from shardc.passes.sharding.find_blocks import in_elements
 from shardc.rules.projection import refine
 from shardc.rules.registry import rule_of
 
@@ -199,9 +201,18 @@ def _candidates(
             raise _refuse(
                 "SC203", message, bound, hint="use a block count that the model's splits and views agree with"
             )
+    found = in_elements(type.sizes[dim])
+    if dim_placement.unequal and dim_placement.unequal != found:
+        sections = f"the sections that the model takes of it are {list(found)}" if found else "no axis can follow them"
+        message = (
+            f"dim {dim} of {bound.name}, of size {type.shape[dim]}, does not fall into {dim_placement}: {sections}"
+        )
+        written = DimPlacement(dim_placement.axes, unequal=found)
+        raise _refuse("SC203", message, bound, hint=f'write "{written}" for this dim, or the axis alone')
     readers = [classes.needing_whole(value, i) for i, _ in atoms]
     if atoms and all(readers):
         raise _unshardable(classes, bound, value, dim, readers[0])
+    atoms = [(i, n.shards if isinstance(n, Blocks) else n) for i, n in atoms]
     clean = [(i, n) for i, n in atoms if classes.clean(value, i)]
     return clean or [(i, n) for i, n in atoms if not classes.selector(value, i)] or atoms
 
@@ -279,6 +290,11 @@ def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh
     start = sum(len(d) for d in type.dims[:dim])
     first = min(landing.axes, default=start)
     skipped = math.prod(atom.size for atom in type.atoms[start:first])
+    blocks = in_elements(type.sizes[dim])
+    if blocks and start in landing.axes and not dim_placement.unequal:
+        text = str(DimPlacement(dim_placement.axes, unequal=blocks))
+        message = f"{about} is sharded as {text}: the model takes sections of these sizes"
+        note("SC203", message, f'write "{text}" for this dim to say so')
     if landing.axes and skipped != dim_placement.blocks:
         text = f"{skipped}*{'.'.join(dim_placement.axes)}"
         message = f"{about} is sharded as {text}: its leading factor {skipped} selects or is needed whole"

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
@@ -50,7 +51,8 @@ def opened(node: fx.Node, projection: Projection) -> dict[int, int]:
     most = (type.shape[dim] * type.dtype.itemsize - 1) // (STATISTICS * max(4, type.dtype.itemsize))
     every = (*projection.operands, *projection.results)
     pieces = (projection.operands[0][atom] for atom in _atoms(type_of(node), node))
-    return {p: most for p in pieces if most > 1 and all(p in tensor for tensor in every)}
+    whole = (p for p in pieces if not isinstance(projection.sizes[p], Blocks))
+    return {p: most for p in whole if most > 1 and all(p in tensor for tensor in every)}
 
 
 def _dim(node: fx.Node) -> int:

@@ -1,6 +1,7 @@
 """Converts global tensors to shards and back, by the `TensorType` that says what each rank stores.
 
-A tensor is reshaped to its atoms; a rank holds one `span` of every atom, zero padded to the local size:
+A tensor is reshaped to its atoms; a rank holds one run of every atom, or one of each of its blocks, zero padded to the
+local size:
 
     f32[(3 8@tp 4)], tp=2     rank 1 holds, of each of the 3 blocks, heads 4..7
 
@@ -18,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.local import Span, span, take
+from shardc.ir.ops.local import Run, runs
 from shardc.ir.types import Dim, Partial, TensorType
 
 REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -40,10 +42,13 @@ def shard(tensor: torch.Tensor, type: TensorType, mesh: Mesh, rank: int) -> torc
     """One rank's part of a global tensor: a fresh contiguous tensor, padding 0. The type must have no partials."""
     assert not type.partial, f"a tensor cannot be cut into pending reductions: {type}"
     assert tuple(tensor.shape) == type.shape, f"a tensor of shape {tuple(tensor.shape)} is no {type}"
-    x = tensor.reshape([a.size for a in type.atoms])
-    for pos, (atom, atom_span) in enumerate(zip(type.atoms, _spans(type, mesh, rank), strict=True)):
+    x = tensor.reshape([int(a.size) for a in type.atoms])
+    for pos, (atom, held) in enumerate(zip(type.atoms, _held(type, mesh, rank), strict=True)):
         if atom.axes:
-            x = take(x, pos, atom_span)
+            part = x.new_zeros([*x.shape[:pos], atom.local(mesh), *x.shape[pos + 1 :]])
+            for run in held:
+                part.narrow(pos, run.local, run.extent).copy_(x.narrow(pos, run.start, run.extent))
+            x = part
     if not type.axes:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.reshape(type.local_shape(mesh))
@@ -57,45 +62,78 @@ def assemble(shards: Mapping[int, torch.Tensor], type: TensorType, mesh: Mesh) -
     whole: torch.Tensor | None = None
     for ranks in _holders(type, mesh).values():
         value = _resolve_partials(ranks[0], type.partial, shards, mesh)
-        spans = _spans(type, mesh, ranks[0])
         if whole is None:
-            whole = value.new_zeros([a.size for a in type.atoms])
-        part = value.reshape(type.local_atoms(mesh))
-        into = whole
-        for pos, atom_span in enumerate(spans):
-            part, into = part.narrow(pos, 0, atom_span.extent), into.narrow(pos, atom_span.start, atom_span.extent)
-        into.copy_(part)
+            whole = value.new_zeros([int(a.size) for a in type.atoms])
+        stored = value.reshape(type.local_atoms(mesh))
+        for runs_of_atoms in product(*_held(type, mesh, ranks[0])):
+            part, into = stored, whole
+            for pos, run in enumerate(runs_of_atoms):
+                part, into = part.narrow(pos, run.local, run.extent), into.narrow(pos, run.start, run.extent)
+            into.copy_(part)
     assert whole is not None
     return whole.reshape(type.shape)
 
 
 def replica_spread(shards: Mapping[int, torch.Tensor], type: TensorType, mesh: Mesh) -> float:
     """The largest difference between ranks that should hold the same, padding left out; 0 when they agree."""
+    spread = _spread(shards, type, mesh, type, None)
+    for pos, atom in enumerate(type.atoms):
+        if isinstance(atom.size, Blocks) and atom.size.copied and atom.axes:
+            # Ranks that hold different shares of the atom hold the same of its whole blocks.
+            held_alike = type.place([() if i == pos else axes for i, axes in enumerate(type.placement)], type.partial)
+            spread = max(spread, _spread(shards, type, mesh, held_alike, pos))
+    return spread
+
+
+def _spread(
+    shards: Mapping[int, torch.Tensor], type: TensorType, mesh: Mesh, alike: TensorType, copied: int | None
+) -> float:
+    """Of ranks whose coordinates on the axes of `alike` agree; `copied`: of this atom, the blocks that are not cut."""
     spread = 0.0
     names = [name for name in mesh.names if name in _resolve_axes(mesh, type.partial_axes)]
-    for ranks in _holders(type, mesh).values():
-        first_replica: dict[tuple[int, ...], torch.Tensor] = {}
-        spans = _spans(type, mesh, ranks[0])
+    for ranks in _holders(alike, mesh).values():
+        first_replica: dict[tuple[int, ...], int] = {}
         for rank in ranks:
             coordinate = mesh.coordinate(rank)
-            first = first_replica.setdefault(tuple(coordinate[name] for name in names), shards[rank])
-            if first is shards[rank]:
+            first = first_replica.setdefault(tuple(coordinate[name] for name in names), rank)
+            if first == rank:
                 continue
-            a, b = (x.reshape(type.local_atoms(mesh)) for x in (first, shards[rank]))
-            for pos, atom_span in enumerate(spans):
-                a, b = a.narrow(pos, 0, atom_span.extent), b.narrow(pos, 0, atom_span.extent)
-            if a.numel() and not torch.equal(a, b):
-                gap = (a.double() - b.double()).abs()
-                # Equal infinities differ by NaN, and so does a NaN from itself: neither is a disagreement.
-                gap = gap.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(nan=math.inf)
-                spread = max(spread, float(gap.max()))
+            of_first, of_rank = _compared(type, mesh, first, copied), _compared(type, mesh, rank, copied)
+            for those, these in zip(product(*of_first), product(*of_rank), strict=True):
+                a, b = (shards[r].reshape(type.local_atoms(mesh)) for r in (first, rank))
+                for pos, (run_a, run_b) in enumerate(zip(those, these, strict=True)):
+                    a, b = a.narrow(pos, run_a.local, run_a.extent), b.narrow(pos, run_b.local, run_b.extent)
+                if a.numel() and not torch.equal(a, b):
+                    gap = (a.double() - b.double()).abs()
+                    # Equal infinities differ by NaN, and so does a NaN from itself: neither is a disagreement.
+                    gap = gap.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(nan=math.inf)
+                    spread = max(spread, float(gap.max()))
     return spread
+
+
+def _compared(type: TensorType, mesh: Mesh, rank: int, copied: int | None) -> list[tuple[Run, ...]]:
+    held = list(_held(type, mesh, rank))
+    if copied is not None:
+        size, starts = type.atoms[copied].size, set[int]()
+        assert isinstance(size, Blocks)
+        start = 0
+        for block in size.parts:
+            starts |= set() if block.cut else {start}
+            start += block.size
+        held[copied] = tuple(run for run in held[copied] if run.start in starts and _whole(size, run))
+    return held
+
+
+def _whole(blocks: Blocks, run: Run) -> bool:
+    """Is the run a block that is not cut?"""
+    found = blocks.between(run.start, run.start + run.extent)
+    return found is not None and len(found) == 1 and not found[0].cut
 
 
 def shard_slices(type: TensorType, mesh: Mesh, rank: int) -> tuple[tuple[IndexRun, ...], ...]:
     """For each dim, the ranges of it that the rank holds. The shard is the product of these ranges over the dims."""
-    spans = iter(_spans(type, mesh, rank))
-    return tuple(_runs(dim, [next(spans) for _ in dim]) for dim in type.dims)
+    held = iter(_held(type, mesh, rank))
+    return tuple(_runs(dim, [next(held) for _ in dim], mesh) for dim in type.dims)
 
 
 def load_shard(
@@ -104,38 +142,46 @@ def load_shard(
     """One rank's shard, read block by block: `read` gets a contiguous slice of each dim of the global tensor."""
     shape = type.local_shape(mesh)
     local: torch.Tensor | None = None
-    for runs in product(*shard_slices(type, mesh, rank)):
-        block = read(tuple(run.whole for run in runs))
+    for of_dims in product(*shard_slices(type, mesh, rank)):
+        block = read(tuple(run.whole for run in of_dims))
         if local is None:
             local = block.new_zeros(shape)
-        local[tuple(run.local for run in runs)] = block
+        local[tuple(run.local for run in of_dims)] = block
     # A rank whose share of an uneven dim is padding alone reads nothing.
     return torch.zeros(shape, dtype=type.dtype) if local is None else local
 
 
-def _runs(dim: Dim, spans: Sequence[Span]) -> tuple[IndexRun, ...]:
-    """Cut a dim where its indices stop counting up by one, in the whole or in the shard."""
+def _runs(dim: Dim, held: Sequence[tuple[Run, ...]], mesh: Mesh) -> tuple[IndexRun, ...]:
+    """Cut a dim where its indices stop counting up by one, in the whole or in the shard, and between blocks."""
     if len(dim) == 1:  # almost every dim, and the longest ones
-        atom_span = spans[0]
-        run = IndexRun(slice(atom_span.start, atom_span.start + atom_span.extent), slice(0, atom_span.extent))
-        return (run,) if atom_span.extent else ()
-    whole, local = [0], [0]
-    for atom, atom_span in zip(dim, spans, strict=True):
-        whole = [base * atom.size + atom_span.start + i for base in whole for i in range(atom_span.extent)]
-        local = [base * atom_span.local + i for base in local for i in range(atom_span.extent)]
-    runs: list[IndexRun] = []
+        return tuple(
+            IndexRun(slice(run.start, run.start + run.extent), slice(run.local, run.local + run.extent))
+            for run in held[0]
+            if run.extent
+        )
+    indices = [(0, 0, 0)]  # in the whole, in the shard, and which run it is of
+    for atom, of_atom in zip(dim, held, strict=True):
+        local = atom.local(mesh)
+        indices = [
+            (whole * atom.size + run.start + i, base * local + run.local + i, part * len(of_atom) + k)
+            for whole, base, part in indices
+            for k, run in enumerate(of_atom)
+            for i in range(run.extent)
+        ]
+    found: list[IndexRun] = []
     start = 0
-    for index in range(1, len(whole) + 1):
-        if index == len(whole) or whole[index] != whole[index - 1] + 1 or local[index] != local[index - 1] + 1:
-            runs.append(IndexRun(slice(whole[start], whole[index - 1] + 1), slice(local[start], local[index - 1] + 1)))
+    for index in range(1, len(indices) + 1):
+        whole, base, part = indices[index - 1]
+        if index == len(indices) or indices[index] != (whole + 1, base + 1, part):
+            found.append(IndexRun(slice(indices[start][0], whole + 1), slice(indices[start][1], base + 1)))
             start = index
-    return tuple(runs) if whole else ()
+    return tuple(found) if indices else ()
 
 
 @lru_cache(maxsize=65536)
-def _spans(type: TensorType, mesh: Mesh, rank: int) -> tuple[Span, ...]:
+def _held(type: TensorType, mesh: Mesh, rank: int) -> tuple[tuple[Run, ...], ...]:
     coordinate = mesh.coordinate(rank)
-    return tuple(span(a.size, a.axes, mesh, coordinate) for a in type.atoms)
+    return tuple(runs(a.size, a.axes, mesh, coordinate) for a in type.atoms)
 
 
 def _resolve_axes(mesh: Mesh, axes: frozenset[str]) -> frozenset[str]:

@@ -1,0 +1,114 @@
+"""An atom of unequal blocks, each of which an axis cuts by itself: the columns of a fused weight.
+
+    f32[(32|8|8@tp 128), 4096]     32 heads of queries and 8 each of keys and values: of each, a rank of tp has its share
+    f32[32*64|-128|32@tp, 4096]    32 heads of 64 columns, 128 columns that every rank has, and 32 columns
+
+Equal blocks need no such thing: they are two atoms, as in `(3 32@tp)`. A block is `count` pieces of `unit` elements, and
+axes divide its pieces as they divide an atom's elements: padded, axis by axis, major first. A block that is not cut is
+whole on every rank (`-`). A rank's shard has its share of each block, in the order of the blocks.
+
+The size of such an atom is an int, the sum over its blocks, that knows them. So it differs from other ints, and two of
+them are equal where the blocks are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardc.ir.mesh import Mesh
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`count` pieces of `unit` elements. `cut`: axes divide the pieces; else every rank has all of them."""
+
+    count: int
+    unit: int = 1
+    cut: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.count * self.unit
+
+    def local(self, axes: Sequence[str], mesh: Mesh) -> Block:
+        """What one rank stores of it."""
+        return Block(local_size(self.count, axes, mesh), self.unit, self.cut) if self.cut else self
+
+    def __str__(self) -> str:
+        return f"{'' if self.cut else '-'}{self.count}{f'*{self.unit}' if self.unit > 1 else ''}"
+
+
+class Blocks(int):
+    """The size of an atom that is made of blocks."""
+
+    parts: tuple[Block, ...]
+
+    def __new__(cls, parts: Iterable[Block]) -> Blocks:
+        blocks = tuple(parts)
+        size = super().__new__(cls, sum(block.size for block in blocks))
+        size.parts = blocks
+        return size
+
+    @property
+    def copied(self) -> bool:
+        """Is some block whole on every rank?"""
+        return not all(block.cut for block in self.parts)
+
+    @property
+    def shards(self) -> int:
+        """How many ranks each find a share in each block that is cut."""
+        return min((block.count for block in self.parts if block.cut), default=1)
+
+    def local(self, axes: Sequence[str], mesh: Mesh) -> Blocks:
+        """The blocks of what one rank stores."""
+        return Blocks(block.local(axes, mesh) for block in self.parts)
+
+    def between(self, start: int, end: int) -> tuple[Block, ...] | None:
+        """The blocks that elements [start, end) are made of; None where these bounds lie inside of a block."""
+        bounds = [0]
+        for block in self.parts:
+            bounds.append(bounds[-1] + block.size)
+        if start not in bounds or end not in bounds:
+            return None
+        return self.parts[bounds.index(start) : bounds.index(end)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blocks) and self.parts == other.parts
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __getnewargs__(self) -> tuple[tuple[Block, ...]]:  # type: ignore[override]
+        return (self.parts,)
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self.parts))
+
+    __repr__ = __str__
+
+    @classmethod
+    def parse(cls, text: str) -> Blocks:
+        """Read what `str` prints. Raises ValueError on anything else."""
+        parts: list[Block] = []
+        for word in text.split("|"):
+            match = re.fullmatch(r"(-?)([1-9]\d*)(?:\*([1-9]\d*))?", word)
+            if match is None:
+                raise ValueError(f"not a block: {word!r}")
+            parts.append(Block(int(match[2]), int(match[3] or 1), not match[1]))
+        return cls(parts)
+
+
+def local_size(size: int, axes: Sequence[str], mesh: Mesh) -> int:
+    """Elements of an atom of `size` that one rank stores: ceil-divided by each axis in turn, or block by block."""
+    if isinstance(size, Blocks):
+        return int(size.local(axes, mesh))
+    for axis in axes:
+        size = -(-size // mesh.size(axis))
+    return size
