@@ -256,7 +256,7 @@ def _parse_tensor(part: str, text: str) -> Term:
 
 
 def _ellipsis_sizes(terms: Sequence[Term], shapes: Sequence[Shape]) -> dict[str, int]:
-    """Sizes of the `...` dims, named from the right: ~0 is the last of them. Broadcasting takes the largest."""
+    """Sizes of the `...` dims, named from the right: ~0 is the last of them. A size of 1 is broadcast, to 0 as well."""
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
         if ("...",) in term:
@@ -264,7 +264,8 @@ def _ellipsis_sizes(terms: Sequence[Term], shapes: Sequence[Shape]) -> dict[str,
             count = len(shape) - (len(term) - 1)
             for i in range(count):
                 name = f"~{count - 1 - i}"
-                sizes[name] = max(sizes.get(name, 1), shape[position + i])
+                if sizes.setdefault(name, 1) == 1:
+                    sizes[name] = shape[position + i]
     return sizes
 
 

@@ -28,6 +28,8 @@ WITHOUT = {
     "aten.masked_scatter.default": "which element goes where depends on the whole mask",
     "aten.masked_scatter_backward.default": "which element goes where depends on the whole mask",
     "aten._efficientzerotensor.default": "the gradient of a constant, of which there is nothing to split",
+    "aten.nonzero_static.default": "which positions come first depends on the whole tensor",
+    "aten.repeat_interleave.Tensor": "which row comes where depends on all numbers of repeats",
     "aten.renorm.default": "the example, in the documentation, of an op that gets its rule from the user",
     "aten._conj_physical.default": "of complex numbers that are marked as conjugates, which tracing makes at once",
     "torch_nn._linear_cross_entropy_batch_chunked.default": "a library's op: without chunks, the loss is sharded",
