@@ -78,6 +78,7 @@ class LayerDrop:
         try:
             yield
         finally:
+            self._calls, self._subject, self._pending = [], {}, None  # no tensor of a trace outlives it
             for hook in hooks:
                 hook.remove()
 
