@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.fx.config
@@ -63,6 +63,15 @@ def fake_like(mode: FakeTensorMode, t: Tensor) -> Tensor:
     """
     with mode:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+
+
+_W = TypeVar("_W", bound=Tensor)
+
+
+def wrapper(cls: type[_W], like: Tensor) -> _W:
+    """A tensor of a class of ours, without memory, that says of itself what `like` does."""
+    make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
 
 
 def is_fake(t: Tensor) -> bool:
@@ -418,10 +427,12 @@ def without_gradients(refuse: Callable[[], Exception]) -> TorchFunctionMode:
 
 
 class Answers(Protocol):
-    """`answer` gives what a function that wants a tensor's values returns, or its own token `refused`."""
+    """`answer` gives what a function that wants a tensor's values returns, or its own token `refused`; `instead` what
+    is computed in place of a call, or `refused` where it is to run."""
 
     refused: object
 
+    def instead(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
     def observe(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None: ...
     def answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
 
@@ -456,6 +467,8 @@ def substituting(
             if func == cast(Any, torch.Tensor).data.__set__:
                 assigned(args[0])
             args = replaced(args)
+            if (result := answers.instead(func, args, kwargs)) is not answers.refused:
+                return result
             try:
                 result = func(*args, **kwargs)
             except Exception as problem:

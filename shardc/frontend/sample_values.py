@@ -18,11 +18,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from shardc import torch_compat
+from shardc.frontend.layer_drop import LayerDrop
+from shardc.frontend.memory_writes import is_written, writes_of, writes_to
 from shardc.frontend.provenance import Origin
+from shardc.frontend.selected_rows import SelectedRows, places_of, put, select
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.ops.assumed import after, assume
+from shardc.ir.ops.ctc import ctc_loss
 from shardc.ir.trees import flatten
 
 _READS: tuple[Any, ...] = (
@@ -34,8 +39,11 @@ _UNBOUNDED: tuple[Any, ...] = (torch.isinf, Tensor.isinf, torch.isnan, Tensor.is
 _EITHER: tuple[Any, ...] = (torch.logical_or, Tensor.logical_or, Tensor.__or__, torch.bitwise_or, Tensor.bitwise_or)
 _ALL: tuple[Any, ...] = (torch.all, Tensor.all)
 _ANY: tuple[Any, ...] = (torch.any, Tensor.any)
-_LESS: tuple[Any, ...] = (torch.lt, Tensor.lt, Tensor.__lt__)
-_SELECTIONS: tuple[Any, ...] = (Tensor.__getitem__, torch.masked_select, Tensor.masked_select)
+_LESS: tuple[Any, ...] = (torch.lt, Tensor.lt, Tensor.__lt__, torch.le, Tensor.le, Tensor.__le__)
+_GREATER: tuple[Any, ...] = (torch.gt, Tensor.gt, Tensor.__gt__, torch.ge, Tensor.ge, Tensor.__ge__)
+_SELECTIONS: tuple[Any, ...] = (torch.masked_select, Tensor.masked_select)
+_PLACES: tuple[Any, ...] = (torch.nonzero, Tensor.nonzero, torch.where, torch.argwhere, Tensor.argwhere)
+_CTC: tuple[Any, ...] = (torch.ctc_loss, functional.ctc_loss)
 _FILLS = ("ones", "zeros", "full")
 _Value = Tensor | None
 
@@ -45,7 +53,8 @@ class SampleValues:
 
     refused = object()  # the answer to what cannot be answered
 
-    def __init__(self, samples: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], layers: LayerDrop) -> None:
+        self.layers = layers
         self.checked: list[Tensor] = []  # what `assume` returned
         self._samples = {
             node: real for traced, real in samples if _is_known(real) and (node := torch_compat.node_of(traced))
@@ -54,6 +63,7 @@ class SampleValues:
         self._expected: dict[fx.Node, bool] = {}  # truth values that say whether numbers are finite
         self._drawn: set[fx.Node] = set()  # in [0, 1)
         self._certain: dict[fx.Node, bool] = {}  # truth values of every step
+        self._decisions: dict[fx.Node, bool] = {}  # whether a layer is dropped, or kept, if this is true
 
     # -------------------------------------------------------------- events
     def observe(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -64,10 +74,8 @@ class SampleValues:
             self._expect(result, False)
         elif function is torch.rand and (node := _node(result)) is not None:
             self._drawn.add(node)
-        elif function in _LESS and len(args) == 2 and (node := _node(result)) is not None:
-            drawn, limit = _node(args[0]), args[1]
-            if drawn in self._drawn and isinstance(limit, int | float) and not 0 < limit < 1 and not _is_written(drawn):
-                self._certain[node] = limit >= 1
+        elif function in _LESS or function in _GREATER:
+            self._compare(function in _LESS, args, result)
         elif function in _EITHER or function in _ALL or function in _ANY:
             asked = [self._expected.get(n) if (n := _node(arg)) else None for arg in args if isinstance(arg, Tensor)]
             same = bool(asked) and all(each is not None and each == asked[0] for each in asked)
@@ -79,15 +87,54 @@ class SampleValues:
             ):
                 self._expect(result, asked[0] is True)
 
+    def instead(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call becomes that no trace has as it is: `refused` for all others."""
+        if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and not isinstance(args[0], SelectedRows):
+            masked = _mask_of(args[0], args[1])
+            if masked is not None and not masked[1] and not isinstance(masked[0], SelectedRows):
+                return put(args[0], masked[0], args[2], self)
+        if function in _CTC and not any(isinstance(arg, SelectedRows) for arg in (*args, *kwargs.values())):
+            return ctc_loss(*args, **kwargs)
+        return self.refused
+
+    def assume(self, holds: Tensor) -> bool:
+        """Let each step check a truth value, if it holds for the sample; False if it does not, or is unknown."""
+        node = _node(holds)
+        value = None if node is None else self._value(node)
+        with torch_compat.untraced():
+            known = value is not None and bool(value)
+        if known:
+            self._assume_equal(cast("fx.Node", node), holds, cast("Tensor", value))
+        return known
+
+    def _compare(self, less: bool, args: Sequence[Any], result: Any) -> None:
+        """A drawn number, compared with a rate."""
+        drawn, node = _node(args[0]), _node(result)
+        if drawn not in self._drawn or drawn is None or node is None or len(args) != 2 or is_written(drawn):
+            return
+        if not isinstance(args[1], int | float):
+            return
+        if 0 < args[1] < 1:
+            self._decisions[node] = less
+        elif less:
+            self._certain[node] = args[1] >= 1
+
     def answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `function` would return on the sample batch, or `refused`. The step then checks that it still would."""
         if function is torch.tensor and len(args) == 1:
             return self._of_numbers(args[0], kwargs)
-        if kwargs or not args or not isinstance(args[0], Tensor):
+        if not args or not isinstance(args[0], Tensor) or isinstance(args[0], SelectedRows):
             return self.refused
-        if function in _SELECTIONS and len(args) == 2 and isinstance(args[1], Tensor):
-            whole = function is Tensor.__getitem__ or args[0].dim() == args[1].dim()
-            return self._all_of(args[0], args[1]) if whole else self.refused
+        if function in _PLACES and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and args[0].dim():
+            mask = args[0] if args[0].dtype == torch.bool else args[0] != 0
+            return places_of(mask, self, function is torch.where or kwargs.get("as_tuple", False))
+        if kwargs:
+            return self.refused
+        if function is Tensor.__getitem__ and (masked := _mask_of(args[0], args[1])) is not None:
+            chosen = select(args[0], masked[0], self)
+            return chosen[slice(None), *masked[1]] if masked[1] else chosen
+        if function in _SELECTIONS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            return select(*torch.broadcast_tensors(args[0], args[1]), self)
         if function is torch.repeat_interleave and len(args) == 2 and isinstance(args[1], Tensor):
             return self._repeated(args)
         return self._read(args[0], function) if function in _READS else self.refused
@@ -104,8 +151,13 @@ class SampleValues:
         node = _node(t)
         if node is None:
             return self.refused
-        if (node in self._certain or node in self._expected) and _is_written(node):
+        if (node in self._certain or node in self._expected or node in self._decisions) and is_written(node):
             return self.refused
+        if (drops := self._decisions.get(node)) is not None and t.numel() == 1:
+            if function not in (Tensor.__bool__, Tensor.item):
+                return self.refused
+            one = t.reshape(())
+            return self.layers.ask(node, one if drops else one.logical_not()) == drops
         if (certain := self._certain.get(node)) is not None and function in (Tensor.__bool__, Tensor.item):
             return certain
         if (finite := self._expected.get(node)) is not None and function in (Tensor.__bool__, Tensor.item):
@@ -118,18 +170,6 @@ class SampleValues:
             answer = function(value)
         self._assume_equal(node, t, value)
         return answer
-
-    def _all_of(self, t: Tensor, mask: Tensor) -> Any:
-        """What a mask chooses that chooses everything."""
-        node, dims = _node(mask), mask.dim()
-        if node is None or mask.dtype != torch.bool or not dims or t.shape[:dims] != mask.shape:
-            return self.refused
-        value = self._value(node)
-        with torch_compat.untraced():
-            if value is None or not value.all():
-                return self.refused
-        self._assume(node, "all", mask.all)
-        return t.flatten(0, dims - 1).clone()  # as eager PyTorch's: a write to it leaves `t` as it is
 
     def _of_numbers(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
         """A tensor made of a list, some of whose numbers are tensors."""
@@ -168,7 +208,7 @@ class SampleValues:
         self._assume(node, "", lambda: t.reshape(()) == expected if one else (t == torch.tensor(expected)).all())
 
     def _assume(self, node: fx.Node, how: str, holds: Callable[[], Tensor]) -> None:
-        asked = node, how, len(_writes(node.graph))  # a write through a view leaves a tensor's node as it is
+        asked = node, how, len(writes_of(node.graph))  # a write through a view leaves a tensor's node as it is
         if asked not in self._assumed:
             self._assumed.add(asked)
             with torch.no_grad():
@@ -196,9 +236,9 @@ class SampleValues:
 
     def _collect(self, node: fx.Node, wanted: dict[fx.Node, bool]) -> bool:
         """Add the calls that lead to a node, and those that write to the memory of these; False if one is unknown."""
-        writes = _writes(node.graph)
+        writes = writes_of(node.graph)
         todo = [(node, False)]
-        while todo or (todo := _to_memory(wanted, writes)):
+        while todo or (todo := writes_to(wanted, writes)):
             one, compared = todo.pop()
             if one in wanted and wanted[one] <= compared:
                 continue
@@ -243,33 +283,16 @@ def _reads_shapes(node: fx.Node) -> bool:
     return name.removesuffix("_like") in _FILLS or name.removeprefix("new_") in _FILLS
 
 
-def _writes(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if torch_compat.mutates(n)]
-
-
-def _to_memory(wanted: Mapping[fx.Node, bool], writes: Sequence[fx.Node]) -> list[tuple[fx.Node, bool]]:
-    """The calls that write to the memory of some values, and are not among them."""
-    memory = {_memory(n) for n in wanted} if writes else set[fx.Node]()
-    return [
-        (n, False)
-        for n in writes
-        if wanted.get(n, True) and not memory.isdisjoint(map(_memory, torch_compat.written_by(n)))
-    ]
-
-
-def _memory(node: fx.Node) -> fx.Node:
-    """The call whose memory a view lies in, and what is written in place."""
-    while True:
-        if torch_compat.shares_memory(node):
-            node = node.all_input_nodes[0]
-        elif written := torch_compat.written_by(node):  # out=
-            node = written[0]
-        else:
-            return node
-
-
-def _is_written(node: fx.Node) -> bool:
-    return bool(_to_memory({node: False}, _writes(node.graph)))
+def _mask_of(t: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...]] | None:
+    """A mask over the leading dims of a tensor that is indexed by it, and by what the dims behind are; these are empty
+    if all of them are taken."""
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    if not isinstance(first, Tensor) or first.dtype != torch.bool or not first.dim():
+        return None
+    if t.shape[: first.dim()] != first.shape or any(isinstance(one, (Tensor, list)) for one in rest):
+        return None
+    whole = all(one is Ellipsis or one == slice(None) for one in rest)
+    return first, () if whole else tuple(rest)
 
 
 def _shaped(nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from shardc import torch_compat
 from shardc.frontend.provenance import Origin, about_tensor
+from shardc.frontend.selected_rows import SelectedRows
 from shardc.ir.diagnostic import Diagnostic, error
 from shardc.ir.overlap import Extent, extent_of, overlapping, refuse_overlap
 
@@ -133,6 +134,8 @@ class StandIns:
     def find(self, tensor: Tensor) -> Tensor | None:
         """The traced tensor for one of the model's, or the same view of it; None for any other tensor."""
         base = self._by_id.get(id(tensor))
+        if isinstance(tensor, SelectedRows):
+            return None
         if base is not None:
             return base.traced
         if (extent := extent_of(tensor)) is None:

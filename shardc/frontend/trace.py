@@ -29,6 +29,7 @@ from shardc.frontend.buffers import buffers_after
 from shardc.frontend.carried_state import carried, refuse_written_constants
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.experts_form import grouped
+from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
@@ -84,6 +85,7 @@ def trace(
         changed_attributes = frozenset(change.attribute for change in step.before.changes())
         notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))
         diagnostics = notes + carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
+        _try_decisions(step, gm)
     finally:
         step.before.restore()
         random_diagnostics = generators.drawn()
@@ -98,6 +100,16 @@ def trace(
         # Fresh ones: forward may have changed the shape of an input (`unsqueeze_`).
         gm, origins = _without_mutation(gm, step.fakes(), step.mode, origins)
     return replace(_finish(step, gm, origins), diagnostics=tuple(diagnostics), changed_attributes=changed_attributes)
+
+
+def _try_decisions(step: _Step, gm: fx.GraphModule) -> None:
+    """Where layers are dropped at random, see that a trace without them is the graph without them."""
+    for forced in patterns() if step.layers.asked else ():
+        tried = copy(step)
+        tried.forced = forced
+        other, _, _ = tried.record()
+        losses = [one.graph.output_node().args[0][0] for one in (gm, other)]  # pyright: ignore
+        step.layers.refuse_other(gm.graph, losses[0], other.graph, losses[1], forced)
 
 
 class _Step:
@@ -131,6 +143,7 @@ class _Step:
         self.written_buffers: list[str] = []
         self.hooks = Hooks.of({} if forward_only else self.params)
         self.before = Snapshot(model, loss, *self.hooks.functions)
+        self.forced: Callable[[int], bool] | None = None  # which of the layers are dropped that are so at random
         self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
         if not self.trainable and not forward_only:
             raise untrained(self.params)
@@ -204,11 +217,13 @@ class _Step:
         self.hooks.attach(params)
         for stand_in in used.values():
             torch_compat.mark_parameter(stand_in)
-        self.values = SampleValues(list(zip(inputs.values(), self.call.tensors, strict=True)))
+        self.layers = LayerDrop(lambda node: origins.of.get(node, Origin()), self.forced)
+        self.values = SampleValues(list(zip(inputs.values(), self.call.tensors, strict=True)), self.layers)
         stand_ins = StandIns(self.model, used | buffers, self.params, self.values)
-        with stand_ins.active():  # until backward has run: checkpointing runs forward again
+        with stand_ins.active(), self.layers.watching():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
+            self.layers.finish()
             returned = self._outputs(output, scalar := self._scalar(output, batch))
             loss = self._term(scalar, tensors)
             stand_ins.refuse_changed()

@@ -69,7 +69,15 @@ def long_integers(tokens: Tensor, h: Tensor) -> Tensor:
     return h * (torch.tensor([number, number], dtype=torch.long) + 100)[0]
 
 
-@pytest.mark.parametrize("asked", [*DEPEND, copied_by_mask, part_of_columns, small_integers, long_integers])
+def by_a_mask_that_is_broadcast(tokens: Tensor, h: Tensor) -> Tensor:
+    square = h[:, :4].sum(2)
+    return h * torch.masked_select(square, tokens[0, :4] >= 0).shape[0] + square.masked_select(tokens[0, :4] > 1).sum()
+
+
+COPIES = (copied_by_mask, part_of_columns, small_integers, long_integers, by_a_mask_that_is_broadcast)
+
+
+@pytest.mark.parametrize("asked", [*DEPEND, *COPIES])
 def test_a_step_is_that_of_eager_training(asked: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     model = Asks(asked).double()
@@ -99,14 +107,4 @@ def test_a_drawn_number_that_a_view_changes_is_refused() -> None:
 
     with pytest.raises(ShardcError) as caught:
         shardc.compile(Asks(changed), TOKENS, mesh="dp=2")
-    assert caught.value.code == "SC101"
-
-
-def test_a_mask_that_is_broadcast_is_refused() -> None:
-    def broadcast(tokens: Tensor, h: Tensor) -> Tensor:
-        square = h[:, :4].sum(2)
-        return h * torch.masked_select(square, tokens[:, 0] >= 0).shape[0]
-
-    with pytest.raises(ShardcError) as caught:
-        shardc.compile(Asks(broadcast), TOKENS, mesh="dp=2")
     assert caught.value.code == "SC101"

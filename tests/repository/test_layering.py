@@ -21,14 +21,13 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.ir": """
-            __init__ account annotation arena buckets call_slots caller collectives default_device
-            derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands
-            layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
-            ops.check_index ops.collectives ops.context ops.exchange ops.experts ops.fused_attention ops.gathered
-            ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.scan ops.scan_body
-            ops.scan_steps ops.softmax ops.squares ops.streams overlap
-            overlap_schedule parse placement plain program provenance python schema storages text
-            trees types verify version
+            __init__ account annotation arena buckets call_slots caller collectives default_device derive_provenance
+            diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands layers liveness mesh
+            microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums ops.check_index
+            ops.collectives ops.context ops.ctc ops.exchange ops.experts ops.fused_attention ops.gathered
+            ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.scan ops.scan_body ops.scan_steps
+            ops.softmax ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance
+            python schema storages text trees types verify version
         """,
     },
     {
@@ -37,8 +36,8 @@ FLOORS: list[dict[str, str]] = [
         """,
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
-            __init__ attention conv creation embedding experts fft indexing linalg local matmul norm notation pointwise
-            projection random reduction registry scan section view
+            __init__ attention conv creation ctc embedding experts fft indexing linalg local matmul norm notation
+            pointwise projection random reduction registry scan section view
         """,
         "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """
@@ -118,10 +117,11 @@ FLOORS: list[dict[str, str]] = [
         """,
         "shardc.frontend": """
             __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode experts_form
-            gradients ingest library_experts lifted_casts loss_gradients made_anew model_changes model_outputs
-            op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
-            provenance python_random python_state sample_call sample_values saved_state state_holders substitution
-            token_weights trace traced traced_graph traced_scalar unsupported update_cache whole_matrices
+            gradients ingest layer_drop library_experts lifted_casts loss_gradients made_anew memory_writes
+            model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision program_inputs
+            program_optimizers provenance python_random python_state row_wise sample_call sample_values saved_state
+            selected_rows state_holders substitution token_weights trace traced traced_graph traced_scalar unsupported
+            update_cache whole_matrices
         """,
     },
     {

@@ -1,0 +1,162 @@
+"""Rows that a mask chooses, in masked form: as eager PyTorch has them, whatever their number, under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+
+SIZES = 4, 6, 11  # batch, sequence, words
+FIRST = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 0, 0, 0, 0, 0], [1, 1, 9, 8, 0, 0], [2, 3, 0, 0, 0, 0]])
+OTHER = torch.tensor([[5, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [3, 0, 8, 8, 0, 2], [10, 10, 10, 10, 10, 10]])
+LAYOUTS = {
+    "dp2": ("dp=2", {"inputs": {"*": "dp"}}),
+    "dp2 tp2": ("dp=2, tp=2", {"inputs": {"*": "dp"}, "params": {"head.weight": "tp, -"}}),
+    "uneven": ("dp=3", {"inputs": {"*": "dp"}}),
+}
+
+
+class Masked(nn.Module):
+    def __init__(self, chosen: Callable[[Masked, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.head, self.norm = nn.Embedding(11, 8), nn.Linear(8, 11), nn.LayerNorm(8)
+        self.fill, self.chosen = nn.Parameter(torch.randn(8)), chosen
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.chosen(self, tokens, tokens != 0, self.table(tokens))
+
+
+def mean(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return m.head(h[mask]).square().mean()
+
+
+def total(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return torch.sum(m.norm(h[mask]).tanh()) + h[mask].sum(0).square().sum() + h[mask].mean(dim=0).norm()
+
+
+def cross_entropy(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(h)[mask], tokens[mask])
+
+
+def cross_entropy_sums(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    rows = F.cross_entropy(m.head(h[mask]), tokens[mask], reduction="none", label_smoothing=0.1)
+    return rows.sum() / rows.numel() + rows.mean()
+
+
+def sparse_prediction(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    labels = tokens.view(-1)
+    flat = h.view(labels.shape[0], -1)
+    keep = labels != 0
+    logits = m.head(F.gelu(m.norm(flat[keep])))
+    return F.cross_entropy(logits.view(-1, 11), labels[keep].view(-1))
+
+
+def losses(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x, y = h[mask], m.norm(h)[mask]
+    pairs = F.mse_loss(x, y) + F.l1_loss(x, y, reduction="sum") + F.smooth_l1_loss(x, y)
+    return (
+        pairs
+        + F.binary_cross_entropy_with_logits(x, y.sigmoid())
+        + F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean")
+    )
+
+
+def scattered(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h.clone()
+    x[mask] = m.norm(h[mask]) * 2
+    return m.head(x).square().mean()
+
+
+def scattered_by_index(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    where = mask.nonzero(as_tuple=True)
+    x = m.head(h)
+    x[where] = x[where].tanh()
+    return x.square().mean()
+
+
+def masked_scatter(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    wide = mask.unsqueeze(-1).expand_as(h)
+    return m.head(h.masked_scatter(wide, m.norm(h)[mask])).square().mean()
+
+
+def one_row(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h.clone()
+    x[mask] = m.fill
+    return m.head(x).square().mean()
+
+
+def indices(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    kept = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
+    return m.head(h.reshape(-1, 8)[kept]).square().sum()
+
+
+def of_logarithms(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    p = torch.where(mask[..., None], h.sigmoid(), 0.0)
+    return m.head(p[mask].log()).square().mean()
+
+
+def twice(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h[mask]
+    even = tokens[mask] % 2 == 0
+    return m.head(x[even]).square().sum()
+
+
+def columns(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return h[mask][:, 1:5].square().mean() + h[mask, :3].sum() + torch.masked_select(h[..., 0], mask).exp().mean()
+
+
+def joined(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return m.head(torch.cat([h[mask][:, :4], m.norm(h)[mask][:, 4:]], -1)).square().mean()
+
+
+def in_place(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h[mask]
+    x *= 2
+    x[:, 0] = 1.0
+    return m.head(x).square().mean() + h.square().mean()
+
+
+def extremes(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return h[mask].max() - h[mask].amin(0).sum() + (tokens[mask] > 9).any()
+
+
+def by_python_count(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = m.head(h[mask])
+    return x.square().sum() / x.shape[0] if x.shape[0] > 0 else h.sum() * 0
+
+
+WORK = [
+    *(mean, total, cross_entropy, cross_entropy_sums, sparse_prediction, losses, scattered, scattered_by_index),
+    *(masked_scatter, one_row, indices, of_logarithms, twice, columns, joined, in_place, extremes, by_python_count),
+]
+
+
+def equals_eager(model: nn.Module, trainer: shardc.Trainer, batch: Tensor) -> None:
+    model.zero_grad()
+    loss = model(batch)
+    loss.backward()
+    result = trainer.step(batch)
+    torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(result.grads[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chosen", WORK, ids=lambda chosen: chosen.__name__)
+def test_steps_are_those_of_eager_training(
+    chosen: Callable[[Masked, Tensor, Tensor, Tensor], Tensor], layout: str
+) -> None:
+    torch.manual_seed(0)
+    model = Masked(chosen).double()
+    mesh, plan = LAYOUTS[layout]
+    program = shardc.compile(model, FIRST, mesh=mesh, plan=plan)
+    assert program.verify().ok
+    trainer = program.launch()
+    equals_eager(model, trainer, FIRST)
+    equals_eager(model, trainer, OTHER)
