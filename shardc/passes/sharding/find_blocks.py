@@ -339,7 +339,7 @@ class _Component:
         stay_whole = self._stay_whole(leaves)
         choices: dict[Interval, _Choice] = {}
         taken: list[Place] = []
-        for leaf in sorted(members, key=lambda leaf: leaf[1] - leaf[2]):
+        for leaf in sorted(members, key=lambda leaf: -max(end - start for _, start, end in members[leaf])):
             options = self._options(members[leaf], classes)
             known = [option for option in options if option.kind in taken]
             fits = [o for o in options if o.count >= ranks and not (o.kind and together.with_any(o.kind, taken))]
@@ -364,7 +364,7 @@ class _Component:
         """The atoms at which an axis may cut a leaf, leading ones first."""
         options: dict[tuple[int, int], Place | None] = {}
         blocked: set[tuple[int, int]] = set()
-        size = members[0][2] - members[0][1]
+        sizes = [end - start for _, start, end in members]  # of the same pieces, which may be heads or their columns
         for cell, start, end in members:
             slot, dim = cell
             if not isinstance(slot, fx.Node) or (start, end) != (0, self.size(cell)):
@@ -378,8 +378,12 @@ class _Component:
                     blocked.add(key)
                 before *= atom.size
         if not options:  # no tensor of its own: as the user says
-            return [_Choice(1, size, None)] if self.given else []
-        return [_Choice(*key, kind) for key, kind in sorted(options.items()) if key not in blocked and key[1] > 1]
+            return [_Choice(1, min(sizes), None)] if self.given else []
+        return [
+            _Choice(*key, kind)
+            for key, kind in sorted(options.items())
+            if key not in blocked and key[1] > 1 and not any(size % (key[0] * key[1]) for size in sizes)
+        ]
 
     def _cut(self, cell: Cell, choice: _Choice) -> None:
         """Let a dim that is one leaf have the atom that is cut."""

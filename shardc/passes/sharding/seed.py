@@ -208,7 +208,8 @@ def _candidates(
             f"dim {dim} of {bound.name}, of size {type.shape[dim]}, does not fall into {dim_placement}: {sections}"
         )
         written = DimPlacement(dim_placement.axes, unequal=found)
-        raise _refuse("SC203", message, bound, hint=f'write "{written}" for this dim, or the axis alone')
+        hint = f'write "{written}" for this dim, or the axis alone' if found else "write the axis alone for this dim"
+        raise _refuse("SC203", message, bound, hint=hint)
     readers = [classes.needing_whole(value, i) for i, _ in atoms]
     if atoms and all(readers):
         raise _unshardable(classes, bound, value, dim, readers[0])
