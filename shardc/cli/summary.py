@@ -21,6 +21,7 @@ from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
 from shardc.ir.layers import layer_of
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS
 from shardc.ir.program import Program
+from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.plan.schema import Plan
 
@@ -36,7 +37,8 @@ def summary(program: Program) -> list[RenderableType]:
 def host_reads(program: Program) -> list[str]:
     """How often the host of a rank waits for its device in a step: to know how many rows to send."""
     microbatches = program.body.microbatches
-    reads = microbatches * sum(node.target is EXCHANGE_COUNTS for node in program.body.calls())
+    exchanges = (node for node in program.body.calls() if node.target is EXCHANGE_COUNTS)
+    reads = microbatches * sum(given(node).get("reads", True) for node in exchanges)
     return [f"the host reads how many rows go to experts, {reads} times a step"] if reads else []
 
 

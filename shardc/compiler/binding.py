@@ -29,6 +29,7 @@ from shardc.passes.communication.bucket import Bucket
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
+from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.seed import Bound
 from shardc.passes.sharding.store import Store
@@ -56,6 +57,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
     return replace(
         options,
         hardware=hardware,
+        limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
         assign=Assign(plan.experts.dispatch),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),

@@ -1,6 +1,6 @@
 """The driver: every step from a traced graph to what ranks run, top to bottom.
 
-    reference   ingest, normalize, accumulate, append_updates          on one device: what a program must equal
+    reference   ingest, normalize ... accumulate, append_updates       on one device: what a program must equal
     body        atomize ... localize, online_softmax                   one rank of the mesh without the pipeline's axis
     stages      cut                                                    by a plan's pipeline, else one: graphs and lists
     parts       align, bucket, fuse                                    each graph of each stage; of only one, the body
@@ -25,6 +25,7 @@ from shardc.compiler.pass_pipeline import (
 )
 from shardc.compiler.pipelining import stages_of
 from shardc.frontend.ingest import ingest
+from shardc.frontend.join_loads import JoinLoads
 from shardc.frontend.optimizer import AppendUpdates
 from shardc.frontend.trace import Traced
 from shardc.ir.diagnostic import Diagnostic
@@ -36,6 +37,7 @@ from shardc.passes.base import Pass
 from shardc.passes.fusion.analysis.traffic import Traffic, traffic
 from shardc.passes.fusion.fuse import check_excluded
 from shardc.passes.normalize.group_experts import GroupExperts
+from shardc.passes.normalize.limit_experts import group_as_ranks
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
@@ -79,10 +81,13 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     reference = single_device(task.traced, task.placed, options)
     reference.diagnostics += task.notes
     accumulate = Accumulate(plan.microbatches, always=plan.pipeline is not None)
-    reference = run(reference, [accumulate, *([task.updates] if task.updates is not None else [])], options)
+    reference = run(
+        reference, [accumulate, JoinLoads(), *([task.updates] if task.updates is not None else [])], options
+    )
     reference.tokens = task.tokens
 
     body = distribute(reference, task.bound, options)
+    group_as_ranks(reference, body)
     check_excluded(body, plan.fuse.exclude)
     staged = stages_of(plan, body, task.mesh, options, task.like)
     unfused = finish(staged, options, fused=False)
@@ -97,7 +102,7 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, SC303, under strict
     SC301)."""
-    graph = run(ingest(traced, mesh), [Normalize(), GroupExperts()], options)
+    graph = run(ingest(traced, mesh), [Normalize(), GroupExperts(), options.limit], options)
     refuse_unfit(graph)
     report_missing_rules(graph, strict=options.strict)
     return graph

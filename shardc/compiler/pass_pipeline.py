@@ -24,6 +24,7 @@ from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
+from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim, in_elements
@@ -54,6 +55,7 @@ class Options:
     verify: bool = True
     watch: Watch | None = None
     store: Store = field(default_factory=Store)
+    limit: LimitExperts = field(default_factory=LimitExperts)
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)

@@ -25,6 +25,7 @@ from shardc.ir.parse import parse as read
 from shardc.ir.program import SHOWN, PlanRecord, Program, refuse_unsound
 from shardc.partition.staged_check import bound_faults, stage_faults
 from shardc.partition.staged_program import StagedProgram
+from shardc.passes.normalize.limit_experts import LOAD, limits_differ
 from shardc.passes.type_check import Fault, single_faults, step_faults, type_faults
 from shardc.plan.schema import Plan
 from shardc.plan.values import Nonfinite
@@ -78,6 +79,7 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
     """The same inputs and outputs, in order: roles, names and global types."""
     if (body.microbatches, body.tokens) != (reference.microbatches, reference.tokens):
         yield Fault(body.name, "its microbatches, or what they are weighted by, are not the reference's")
+    yield from (Fault(body.name, line) for line in limits_differ(reference, body))
     inputs = [port.name for port in reference.inputs if port.role == "input"]
     if body.tokens is not None and body.tokens.input not in inputs:
         yield Fault(body.name, f"its loss is weighted by '{body.tokens.input}', which is no input")
@@ -167,6 +169,15 @@ def _state(value: object) -> bool:
     return bool(rows) and all(isinstance(row, list | tuple) and len(row) == 3 and _texts(list(row)) for row in rows)
 
 
+def _experts(value: object) -> bool:
+    rows: Any = value if isinstance(value, list | tuple) else ((),)
+    return all(isinstance(row, list | tuple) and len(row) == 3 and isinstance(row[0], str) for row in rows) and all(
+        isinstance(sizes, list | tuple) and sizes and all(_whole(n) and n for n in sizes) and len(sizes) == len(row[1])
+        for row in rows
+        for sizes in row[1:]
+    )
+
+
 def _plan(value: object) -> bool:
     if not isinstance(value, str):
         return False
@@ -194,6 +205,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "clip_grad_norm": lambda value: value is None or _number(value),
     "optimizer": lambda value: isinstance(value, str),
     "rates": _numbers,
+    "experts": _experts,
     "traffic": _traffic,
     "state": _state,
 }
@@ -212,6 +224,11 @@ def refuse_record(record: PlanRecord, reference: Graph) -> None:
         names = {port.name for port in reference.inputs if port.role == role}
         if not wrong and {*record.get(key, {})} != names:
             wrong.append(f"'{key}' has {len(record.get(key, {}))} numbers, for {len(names)} inputs")
+    layers = record.get("experts", ())
+    returned = zip(reference.outputs, reference.output_values, strict=True)
+    counted = sum(type_of(value).shape[0] for port, value in returned if port.name == LOAD)
+    if not wrong and counted != len(layers):
+        wrong.append(f"'experts' has {len(layers)} layers, and the count of their rows {counted}")
     if not wrong:
         names = {port.name for port in reference.inputs if port.role in ("param", "buffer")}
         wrong += [

@@ -48,6 +48,8 @@ from shardc.ir.microbatch import fewest_microbatches
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.memory.recompute import Recompute
+from shardc.passes.normalize.limit_experts import LOAD, LimitExperts
+from shardc.passes.sharding.dispatch import layers_of_experts
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.clipping import Clipping
 from shardc.plan.schema import Plan
@@ -123,7 +125,9 @@ def compiled(request: Request) -> Compiled:
     model, optimizer, trains = request.model, request.optimizer, request.trains
     plan = collect_plan(model, request.plan)
     if not request.updates:
-        plan = plan.model_copy(update={"clip_grad_norm": None, "nonfinite": None})
+        plan = plan.model_copy(
+            update={"clip_grad_norm": None, "nonfinite": None, "experts": plan.experts.without_refusal}
+        )
     if request.like is not None:
         plan = _in_parts(plan, request)
     if plan.clip_grad_norm is not None and trains and request.optimizer is None:
@@ -167,14 +171,15 @@ def compiled(request: Request) -> Compiled:
     options = bind_passes(plan, plan.hardware.value.on(mesh), options)
     updates = None
     if not trains:
-        options = replace(options, recompute=Recompute(hardware=options.hardware))
-    elif optimizer is not None or check_finite or plan.clip_grad_norm is not None:
+        options = replace(options, recompute=Recompute(hardware=options.hardware), limit=LimitExperts())
+    elif optimizer is not None or check_finite or plan.clip_grad_norm is not None or plan.experts.refuses_drops:
         updates = AppendUpdates(
             model,
             optimizer,
             None if plan.clip_grad_norm is None else plan.clip_grad_norm.norm,
             precision,
             check_finite,
+            refuses_drops=plan.experts.refuses_drops,
             together=0 if plan.pipeline is None else 1,  # the cut keeps apart what different stages hold
         )
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
@@ -191,6 +196,8 @@ def compiled(request: Request) -> Compiled:
         record["data"] = plan.data.dumped()
         if request.like is None:
             _refuse_unequal_parts(plan, graphs.body, record.get("split", ()))
+    if any(port.name == LOAD for port in graphs.body.outputs):
+        record["experts"] = layers_of_experts(graphs.body)
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
     return Compiled(graphs, record, traced, bound, plan, mesh, options.strict)

@@ -34,6 +34,7 @@ aten = torch.ops.aten
 EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 GOOD_STEPS = "loss:good_steps"  # in a row, without an overflow
 LARGEST_SCALE = 2.0**32
+FITS = "experts:fits"  # the output that says whether experts dropped no row
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Final:
     gradients: dict[str, fx.Node]
     norm: fx.Node | None = None  # of all of them, before clipping
     finite: fx.Node | None = None  # whether all of them are, one bool
+    fits: fx.Node | None = None  # whether experts dropped no row, where that fails a step
+    allowed: fx.Node | None = None  # whether the step may change anything: both, as far as they are asked for
     state: tuple[tuple[Port, fx.Node], ...] = ()  # the loss's scale from now on
     fills: Mapping[str, float] | None = None  # what that starts from
 
     @property
     def outputs(self) -> list[tuple[Port, fx.Node]]:
-        results = {"grad_norm": self.norm, "finite": self.finite}
+        results = {"grad_norm": self.norm, "finite": self.finite, FITS: self.fits}
         return [(Port("output", name), node) for name, node in results.items() if node is not None]
 
 
@@ -59,10 +62,11 @@ def finish(
     limit: float | None = None,
     check: bool = False,
     precision: Precision | None = None,
+    load: fx.Node | None = None,
 ) -> Final:
     """Clip by the global norm, as torch.nn.utils.clip_grad_norm_ does; `check` whether all is finite; unscale.
 
-    Without `check`, a norm that is not finite goes through.
+    Without `check`, a norm that is not finite goes through. A step whose `load` of experts has drops changes nothing.
     """
     scale = append.graph.input_nodes().get(SCALE)
     # Also of a norm that float32 cannot hold the factor is right.
@@ -84,10 +88,23 @@ def finish(
     if factor is not None:
         factor = append.cast("opt.clip", "", factor, widest)
         scaled = {name: _times(append, name, g, factor) for name, g in gradients.items()}
+    fits = None if load is None else _without_drops(append, load)
+    allowed = finite if fits is None else fits
+    if fits is not None and finite is not None:
+        allowed = append.call("opt.allowed", "", aten.logical_and.default, finite, fits)
     if scale is None or finite is None or precision is None:
-        return Final(scaled, norm, finite)
-    state = _adapted(append, scale, finite, precision)
-    return Final(scaled, norm, finite, state, {SCALE: precision.loss_scale, GOOD_STEPS: 0.0})
+        return Final(scaled, norm, finite, fits, allowed)
+    state = _adapted(append, scale, finite, precision, fits)
+    return Final(scaled, norm, finite, fits, allowed, state, {SCALE: precision.loss_scale, GOOD_STEPS: 0.0})
+
+
+def _without_drops(append: Append, load: fx.Node) -> fx.Node:
+    """Whether the last column of the loads of experts, which counts what they dropped, is 0."""
+    last = type_of(load).shape[1] - 1
+    dropped = append.call("opt.fits", "", aten.slice.Tensor, load, 1, last, last + 1)
+    return append.call(
+        "opt.fits", "", aten.eq.Scalar, append.call("opt.fits", "", aten.sum.dim_IntList, dropped, [0, 1]), 0
+    )
 
 
 def _squares(append: Append, gradients: Mapping[str, fx.Node]) -> fx.Node:
@@ -125,8 +142,10 @@ def _times(append: Append, name: str, g: fx.Node, factor: fx.Node) -> fx.Node:
     return append.call(f"opt.{name}.clip", module_of(name), aten.mul.Tensor, g, factor)
 
 
-def _adapted(append: Append, scale: fx.Node, finite: fx.Node, precision: Precision) -> tuple[tuple[Port, fx.Node], ...]:
-    """The scale of the next step, and the number of good ones before it."""
+def _adapted(
+    append: Append, scale: fx.Node, finite: fx.Node, precision: Precision, fits: fx.Node | None
+) -> tuple[tuple[Port, fx.Node], ...]:
+    """The scale of the next step, and the number of good ones before it; as they were in a step that is refused."""
 
     def call(target: object, *args: object) -> fx.Node:
         return append.call("opt.scale", "", target, *args)
@@ -139,4 +158,6 @@ def _adapted(append: Append, scale: fx.Node, finite: fx.Node, precision: Precisi
     bounded = call(aten.clamp.default, adapted, 1.0, LARGEST_SCALE)
     counted = call(aten.logical_and.default, finite, call(aten.logical_not.default, enough))
     count = call(aten.where.ScalarOther, counted, one_more, 0)
+    if fits is not None:
+        bounded, count = call(aten.where.self, fits, bounded, scale), call(aten.where.self, fits, count, good)
     return (Port("state", SCALE), bounded), (Port("state", GOOD_STEPS), count)

@@ -27,6 +27,7 @@ from shardc.frontend.whole_matrices import Core, append_together, batched, core_
 from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
+from shardc.passes.normalize.limit_experts import LOAD
 
 aten = torch.ops.aten
 
@@ -46,6 +47,7 @@ class AppendUpdates(Pass):
     clip_grad_norm: float | None = None
     precision: Precision | None = None
     check_finite: bool = False
+    refuses_drops: bool = False
     together: int = 0
     fills: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -58,6 +60,7 @@ class AppendUpdates(Pass):
                 clip_grad_norm=self.clip_grad_norm,
                 precision=self.precision,
                 check_finite=self.check_finite,
+                refuses_drops=self.refuses_drops,
                 together=self.together,
             )
         )
@@ -72,20 +75,22 @@ def append_updates(
     clip_grad_norm: float | None = None,
     precision: Precision | None = None,
     check_finite: bool = False,
+    refuses_drops: bool = False,
     together: int = 0,
 ) -> dict[str, float]:
     """Replace the graph's gradients by the parameters and the state after the optimizer's step.
 
     Returns what each new state input is filled with before the first step. Parameters in no group stay as they are,
-    and so do those without a gradient; with `check_finite` all do, in a step with a gradient that is not. Without an
-    optimizer the gradients are returned, of the loss as it is. `graph.gradients` names the gradients that the graph
-    still computes, as backward makes them.
+    and so do those without a gradient; with `check_finite` all do, in a step with a gradient that is not, and where it
+    `refuses_drops`, in one that drops rows of experts. Without an optimizer the gradients are returned, of the loss as
+    it is. `graph.gradients` names the gradients that the graph still computes, as backward makes them.
     """
     groups = _groups(graph, optimizer, model)
     outputs = list(zip(graph.outputs, graph.output_values, strict=True))
     gradients = {port.name: node for port, node in outputs if port.role == "grad"}
     append = Append(graph)
-    final = finish(append, gradients, limit=clip_grad_norm, check=check_finite, precision=precision)
+    load = next((node for port, node in outputs if port.name == LOAD), None) if refuses_drops else None
+    final = finish(append, gradients, limit=clip_grad_norm, check=check_finite, precision=precision, load=load)
     fills: dict[str, float] = dict(final.fills or {})
     updated: list[tuple[Port, fx.Node]] = []
     if optimizer is None:
@@ -129,10 +134,10 @@ def _updated(
     updated: list[tuple[Port, fx.Node]] = []
     for member in members:
         values, (param, _, _, *state) = results[member.name], member.inputs
-        if final.finite is not None:
+        if final.allowed is not None:
             prefix, fqn = f"opt.{member.name}", module_of(member.name)
             pairs = zip(values, (param, *state), strict=True)
-            values = [append.call(prefix, fqn, aten.where.self, final.finite, new, old) for new, old in pairs]
+            values = [append.call(prefix, fqn, aten.where.self, final.allowed, new, old) for new, old in pairs]
         updated += zip((Port("param", member.name), *member.ports), values, strict=True)
     return updated
 

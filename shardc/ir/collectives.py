@@ -8,7 +8,8 @@
     all_to_all        (k-1)/k n    n: what a rank holds before, padded to k equal chunks
     permute                   n    n: what a rank holds
 
-Rows that go to their experts are an all_to_all of the rows of a rank's tokens: so many are sent with even routing.
+Rows that go to their experts are an all_to_all of the rows of a rank's tokens: so many are sent with even routing. By a
+capacity it is one of as many rows as a rank has room for.
 
 Bytes are rounded up to whole ones. They are those of one run; in a step of several microbatches a collective may run
 several `times`.
@@ -153,6 +154,8 @@ def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.
         return operand_bytes * group
     if kind == "reduce_scatter":
         return result_bytes * group
+    if args.get("capacity"):  # as many rows as there is room for at the experts, filled or not
+        return max(operand_bytes, result_bytes)
     if node.target is EXCHANGE_COUNTS or node.target is COMBINE_ROWS:
         return result_bytes
     if kind == "all_to_all" and node.target is not DISPATCH_ROWS:

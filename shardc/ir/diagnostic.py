@@ -77,6 +77,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC226": Code("data-parts", "ranks are to bring parts of a batch that has none, or not equal ones"),
     "SC228": Code("clip-returned", "a plan clips gradients, and no optimizer takes them: they are returned"),
     "SC229": Code("not-sent", "a plan sends rows to their experts, and none are: tokens are gathered, or need not be"),
+    "SC230": Code("no-experts", "a plan limits or counts the rows of experts, and no rows are grouped by expert"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC303": Code("rule-misfit", "the sharding rule of an op does not fit a call of the op"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
@@ -109,6 +110,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC510": Code("no-timeline", "a measured timeline is asked of what is no pipeline, or does not run for real"),
     "SC511": Code("instruction-failed", "an op refused its operands while a program ran"),
     "SC512": Code("assumption-broken", "a batch answers a question of forward otherwise than the sample did"),
+    "SC513": Code("rows-dropped", "experts were given more rows than their capacity: the rest was dropped"),
     "SC517": Code("host-memory", "what a command would hold does not fit in the memory of this host"),
     "SC552": Code("no-metric", "a scheduler or a callback wants a metric that the training loop does not have"),
     "SC553": Code(

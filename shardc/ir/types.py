@@ -19,6 +19,7 @@ semicolon stand ragged dims, which say who else a value is divided by, and are o
     f32[(8@dp 16 2), 64; 4@ep]   rows (8 16 2) in the order of their experts: a rank has those of its tokens which are
                                  routed to its experts. How many is known at run time alone: there is room for all.
     i32[4@ep; (8@dp 16 2)]       for each of a rank's experts, a count over those of its tokens.
+    f32[(8 16 2)<=80, 64; 4@ep]  rows that came by a capacity: a rank has room for 80 of the 256.
 
 Order within dim 0 is each rank's own, so dim 0 and ragged dims of a value are never resharded.
 """
@@ -74,12 +75,16 @@ Partial = tuple[tuple[str, str], ...]  # (axis, reduction), sorted
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """dtype, global shape as atoms with their axes, and pending reductions. The last `ragged` of `dims` are ragged."""
+    """dtype, global shape as atoms with their axes, and pending reductions. The last `ragged` of `dims` are ragged.
+
+    `room` is how many rows of a ragged type a rank has at most, where a capacity says so; 0: as many as its dim 0.
+    """
 
     dtype: torch.dtype
     dims: tuple[Dim, ...]
     partial: Partial = ()
     ragged: int = 0
+    room: int = 0
     # Derived once: passes read these of every value many times.
     shape: tuple[int, ...] = field(init=False, compare=False, repr=False)  # global, without ragged dims
     extents: tuple[int, ...] = field(init=False, compare=False, repr=False)  # of all dims, the ragged ones too
@@ -91,7 +96,7 @@ class TensorType:
     _hash: int = field(init=False, compare=False, repr=False)  # types are keys of many caches
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.dtype, self.dims, self.partial, self.ragged)))
+        object.__setattr__(self, "_hash", hash((self.dtype, self.dims, self.partial, self.ragged, self.room)))
         sizes = tuple([tuple([a.size for a in dim]) for dim in self.dims])
         atoms = tuple([a for dim in self.dims for a in dim])
         object.__setattr__(self, "sizes", sizes)
@@ -109,7 +114,13 @@ class TensorType:
         return self._hash
 
     def __reduce__(self) -> tuple[type[TensorType], tuple[object, ...]]:
-        return TensorType, (self.dtype, self.dims, self.partial, self.ragged)  # another process hashes otherwise
+        return TensorType, (
+            self.dtype,
+            self.dims,
+            self.partial,
+            self.ragged,
+            self.room,
+        )  # another process hashes otherwise
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorType:
@@ -139,8 +150,9 @@ class TensorType:
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape every rank stores (the same on all of them; uneven atoms are padded)."""
         if not self.is_sharded:
-            return self.shape
-        return tuple([math.prod([a.local(mesh) for a in dim]) for dim in self.dims[: self.ndim]])
+            return (self.room, *self.shape[1:]) if self.room else self.shape
+        shape = tuple([math.prod([a.local(mesh) for a in dim]) for dim in self.dims[: self.ndim]])
+        return (self.room, *shape[1:]) if self.room else shape
 
     def local_extents(self, mesh: Mesh) -> tuple[int, ...]:
         """The local shape, and behind it the local sizes of ragged dims."""
@@ -174,13 +186,13 @@ class TensorType:
             return self
         it = iter(placement)
         dims = tuple([tuple([_atom(size, next(it)) for size in dim]) for dim in self.sizes])
-        return TensorType(self.dtype, dims, pending, self.ragged)
+        return TensorType(self.dtype, dims, pending, self.ragged, self.room)
 
     def replicated(self) -> TensorType:
         return self.place([()] * len(self.atoms))
 
     def with_dtype(self, dtype: torch.dtype) -> TensorType:
-        return TensorType(dtype, self.dims, self.partial, self.ragged)
+        return TensorType(dtype, self.dims, self.partial, self.ragged, self.room)
 
     def divided_by(self, *dims: Dim) -> TensorType:
         """The ragged type of the same tensor, unplaced dims behind its own."""
@@ -199,6 +211,8 @@ class TensorType:
 
     def __str__(self) -> str:
         printed = ["1" if not d else str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims]
+        if self.room:
+            printed[0] += f"<={self.room}"
         dims = ", ".join(printed[: self.ndim]) + "".join(f"; {dim}" for dim in printed[self.ndim :])
         pending = "".join(f" |{kind} {axis}" for axis, kind in self.partial)
         return f"{DTYPE_NAMES[self.dtype]}[{dims}]{pending}"
@@ -210,12 +224,18 @@ class TensorType:
         if match is None or match[1] not in DTYPES:
             raise ValueError(f"not a tensor type: {text!r}")
         stored, *ragged = match[2].split(";")
+        first, room = re.fullmatch(r"(.*?)(?:<=([1-9]\d*))?", stored.partition(",")[0]).groups()  # type: ignore[union-attr]
+        if room and not ragged:
+            raise ValueError(f"room for rows of a tensor that is not ragged: {text!r}")
+        stored = "".join([first, *stored.partition(",")[1:]])
         dims = tuple(_parse_dim(d) for d in stored.split(",")) if stored.strip() else ()
         if ragged and not dims:
             raise ValueError(f"ragged dims of a tensor without others: {text!r}")
         dims += tuple(map(_parse_dim, ragged))
         pending = re.findall(r"\|(\w+) ([\w:]+)", match[3])
-        return TensorType(DTYPES[match[1]], dims, tuple(sorted((axis, kind) for kind, axis in pending)), len(ragged))
+        return TensorType(
+            DTYPES[match[1]], dims, tuple(sorted((axis, kind) for kind, axis in pending)), len(ragged), int(room or 0)
+        )
 
 
 def _parse_dim(text: str) -> Dim:

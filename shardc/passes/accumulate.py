@@ -1,4 +1,4 @@
-"""accumulate: sum the loss and the gradients of a step's microbatches before anything is made of them.
+"""accumulate: sum the loss, the gradients and the loads of experts of a step's microbatches before they are read.
 
 Needs: a normalised joint graph of one microbatch, whose loss was divided by their number when it was traced. Ensures:
 an `accumulate` stands between each gradient, and the loss, and all that reads it; so does the graph's `microbatches`.
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import HALF
+from shardc.passes.normalize.limit_experts import OF_LAYER
 
 aten = torch.ops.aten
 
@@ -46,11 +47,15 @@ def accumulate(graph: Graph, microbatches: int, *, always: bool = False) -> Grap
     sums: dict[fx.Node, fx.Node] = {}
     with graph.fx.inserting_before(graph.output_node):
         for port, value in zip(graph.outputs, graph.output_values, strict=True):
-            if port.role in ("loss", "grad") and value not in sums:
+            if _is_summed(port) and value not in sums:
                 sums[value] = _summed(graph, value)
         outputs = zip(graph.outputs, graph.output_values, strict=True)
-        graph.output_node.args = (tuple(sums[v] if port.role in ("loss", "grad") else v for port, v in outputs),)
+        graph.output_node.args = (tuple(sums[v] if _is_summed(port) else v for port, v in outputs),)
     return graph
+
+
+def _is_summed(port: Port) -> bool:
+    return port.role in ("loss", "grad") or port.name.startswith(OF_LAYER)
 
 
 def _summed(graph: Graph, value: fx.Node) -> fx.Node:

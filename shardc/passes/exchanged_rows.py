@@ -6,19 +6,26 @@ false of a call of it.
 
 In each of these types the rows, or the groups, are dim 0, and what they are divided by is the last, ragged dim. An
 exchange takes all its axes from the one and puts them on the other's first atom, so that the experts of a rank are
-consecutive numbers.
+consecutive numbers. By a capacity fewer rows come than a rank's type has (`TensorType.room`):
+
+    f32[(8 16 2)<=80, 64; 4@ep]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import type_of
+from shardc.ir.graph import operands, producer, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.exchange import COMBINE_ROWS
+from shardc.ir.ops.collectives import reshard
+from shardc.ir.ops.exchange import COMBINE_ROWS, width_of
+from shardc.ir.ops.expert_capacity import LIMIT_ROWS, capacity_of
+from shardc.ir.ops.experts import GROUP_ROWS
+from shardc.ir.ops.local import mask_pad
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Dim, TensorType
 
@@ -34,11 +41,46 @@ def experts_of(dim: Dim, axes: Axes) -> Dim:
     return (Atom(first.size, axes), *rest)
 
 
-def by_experts(type: TensorType, axes: Axes) -> TensorType:
+def by_experts(type: TensorType, axes: Axes, room: int = 0) -> TensorType:
     """How rows lie after they are sent to their experts."""
     rows, *features, experts = type.dims
     dims = (tokens_of(rows, axes), *features, experts_of(experts, axes))
-    return TensorType(type.dtype, dims, type.partial, type.ragged)
+    return TensorType(type.dtype, dims, type.partial, type.ragged, room)
+
+
+def room_of(rows: Dim, experts: Dim, axes: Axes, capacity: int, mesh: Mesh) -> int:
+    """For how many rows a rank has room at its experts, where each takes `capacity` of the rows of a rank; 0: for all.
+
+    `rows` and `experts` lie as they do at the tokens.
+    """
+    own, each = math.prod(atom.local(mesh) for atom in rows), _each(experts, axes, mesh)
+    width = width_of(own, each, capacity)
+    return width * mesh.size(axes) if capacity and width < own else 0
+
+
+def _each(experts: Dim, axes: Axes, mesh: Mesh) -> int:
+    """How many experts a rank has."""
+    return math.prod(atom.local(mesh) for atom in experts_of(experts, axes))
+
+
+def capacity_by(offs: fx.Node, mesh: Mesh) -> int | None:
+    """How many rows of a rank each expert has at most, by what has limited the ids that were grouped; 0 where nothing
+    has, None where the grouping is not in the graph."""
+    grouping = producer(offs)[0]
+    if grouping.target is not GROUP_ROWS:
+        return None
+    ids = operands(grouping)[0]
+    while ids.op == "call_function" and ids.target in (mask_pad, reshard):
+        ids = operands(ids)[0]
+    if ids.target is not LIMIT_ROWS:
+        return 0
+    args, type = given(ids), type_of(ids)
+    own = math.prod(atom.local(mesh) for atom in type_of(offs).dims[-1])
+    experts = math.prod(atom.size for atom in type_of(offs).dims[0])
+    elsewhere = type.placement != type_of(operands(grouping)[0]).placement
+    if args["experts"] != experts or math.prod(type.local_shape(mesh)) != own or elsewhere:
+        return 0  # it was limited elsewhere
+    return capacity_of(own, args["experts"], args["factor"])
 
 
 def counts_of(offs: TensorType, axes: Axes, mesh: Mesh) -> TensorType:
@@ -101,7 +143,10 @@ def move_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: 
     by_tokens, there = (after, before) if node.target is COMBINE_ROWS else (before, after)
     if by_tokens.ragged != 1 or (by_tokens.dims[-1], by_tokens.dims[0]) != (offs.dims[0], offs.dims[-1]):
         return [f"moves {by_tokens}, whose groups end as {offs}"]
-    if there != by_experts(by_tokens, axes):
+    capacity = args.get("capacity", 0)
+    if (kept := capacity_by(args["offs"], mesh)) is not None and kept != capacity:
+        return [f"sends {capacity} rows for each expert, and nothing keeps to that"]
+    if there != by_experts(by_tokens, axes, room_of(by_tokens.dims[0], by_tokens.dims[-1], axes, capacity, mesh)):
         return [f"moves {before} to {after}"]
     rows = after.local_shape(mesh)[0]
     return [] if args["rows"] == rows else [f"has room for {args['rows']} rows, of {rows}"]

@@ -21,6 +21,7 @@ from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of
 from shardc.ir.ops.exchange import COMBINE_ROWS, EXCHANGE_COUNTS, EXCHANGES, ROW_MOVES
+from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.ops.experts import GATHER_ROWS, GROUP_ROWS, UNGROUP_ROWS
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
@@ -187,6 +188,8 @@ def groups_agree(graph: Graph) -> list[str]:
             if len(known) > 1:
                 faults.append(f"{name} reads rows of {' and '.join(sorted(known))}")
             of = next(iter(known), "")
+        if node.target is LIMIT_ROWS and given(node)["layout"] and type_of(node).is_sharded:
+            faults.append(f"{name} limits a rank's rows in groups")
         where, wrong = _where(node, rows, at_experts)
         faults += wrong
         for value in results(node):

@@ -1,5 +1,6 @@
 """Rows in the order of their experts: a row is of a token slot `s` and of an expert `e`, and may be split by both.
 
+    limit_rows     s -> s                                   each rank's rows are a group of their own
     group_rows     s -> s; e, e; s
     expert_mm      s k; e, e k n, e; s -> s n; e            sum="k"
     expert_wgrad   s k; e, s n; e, e; s -> e k n            sum="s"
@@ -18,6 +19,7 @@ import torch
 
 from shardc.ir.graph import type_of
 from shardc.ir.ops.exchange import EXCHANGED_PERM, GROUP_ENDS
+from shardc.ir.ops.expert_capacity import COUNT_ROWS, LIMIT_ROWS
 from shardc.ir.ops.experts import (
     EXPERT_MM,
     EXPERT_WGRAD,
@@ -31,18 +33,31 @@ from shardc.ir.ops.local import mask_pad
 from shardc.rules.embedding import owned, sharded
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation, RuleError
-from shardc.rules.registry import rule
+from shardc.rules.registry import example, rule
 
 aten = torch.ops.aten
+COUNTED = [example((8,), (8,), 4, 6, ints={"ids": 4, "limited": range(-1, 5)})]
 
 
-def _group_rows_local(call: LocalCall) -> Any:
-    """Global numbers of experts become local ones, negative where the expert, or the token, is not this rank's."""
+def _without_padding(call: LocalCall) -> Any:
+    """The ids of a call, negative for padding: that is of no expert."""
     mesh, ids = call.graph.mesh, call.args["ids"]
     type = type_of(ids)
     for atom in type.uneven_atoms(mesh):
         where = (list(type.local_atoms(mesh)), atom, type.atoms[atom].size, list(type.atoms[atom].axes))
         ids = call.emit(mask_pad, ids, *where, -1.0, type=type)
+    return ids
+
+
+def _limit_rows_local(call: LocalCall) -> Any:
+    """The rows of a rank are one group, whatever their atoms are."""
+    return call.with_args(ids=_without_padding(call), layout=[])
+
+
+def _group_rows_local(call: LocalCall) -> Any:
+    """Global numbers of experts become local ones, negative where the expert, or the token, is not this rank's."""
+    mesh, ids = call.graph.mesh, _without_padding(call)
+    type = type_of(ids)
     experts = call.results[1].dims[0]
     if sharded(experts):
         numbers, is_own = owned(call, ids, experts, known=True)
@@ -55,6 +70,8 @@ def _group_rows_local(call: LocalCall) -> Any:
 
 
 rule(GROUP_ROWS, "s -> s; e, e; s", localize=_group_rows_local, ragged=True)
+rule(LIMIT_ROWS, "s -> s", localize=_limit_rows_local, ragged=True)  # what a rank limits is not a part of the whole
+rule(COUNT_ROWS, "s, s -> c", whole="c", sum="s", padding="largest", examples=COUNTED)
 rule(GROUP_ENDS, "e r; s -> e; s", whole="r", ragged=True)
 rule(EXCHANGED_PERM, "e r; s -> s; e", whole="r", ragged=True)
 rule(EXPERT_MM, "s k; e, e k n, e; s -> s n; e", sum="k", linear=(0, 1), ragged=True)

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.ops import exchange
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS, ROWS, LENGTH = 20, 8, 32
 EXPERTS = {"params": {"**.experts.*": "ep"}, "inputs": {"input_ids": "dp, -", "labels": "dp, -"}}
 SENT = EXPERTS | {"inputs": {"input_ids": "dp.ep, -", "labels": "dp.ep, -"}, "experts": "all_to_all"}
+
+
+def capacity(factor: float, overflow: str = "drop") -> dict[str, Any]:
+    return {"experts": {"dispatch": "all_to_all", "capacity": factor, "overflow": overflow}}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2ep2": ("dp=2, ep=2", EXPERTS),
     "all-to-all": ("dp=2, ep=2", SENT),
@@ -30,6 +37,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         SENT | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}, "pipeline": {"axis": "pp", "microbatches": 2}},
     ),
     "zero3": ("dp=2, ep=2", EXPERTS | {"storage": {"zero": 3, "axes": ["dp"]}}),
+    "capacity": ("dp=2, ep=2", SENT | capacity(1.0)),
+    "capacity of all": ("dp=2, ep=2", SENT | capacity(4.0)),
+    "capacity pipeline": (
+        "pp=2, ep=2",
+        SENT
+        | capacity(1.25)
+        | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}, "pipeline": {"axis": "pp", "microbatches": 2}},
+    ),
+    "capacity zero3": ("dp=2, ep=2", SENT | capacity(1.25) | {"storage": {"zero": 3, "axes": ["dp"]}}),
+    "overflow": ("dp=2, ep=2", SENT | capacity(1.0, overflow="error")),
+    "overflow pipeline": (
+        "pp=2, ep=2",
+        SENT
+        | capacity(1.0, overflow="error")
+        | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}, "pipeline": {"axis": "pp", "microbatches": 2}},
+    ),
 }
 
 
@@ -52,11 +75,29 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
+def compiled(case: str) -> shardc.Program:
+    mesh, plan = CASES[case]
+    model, ids = mixtral(), batches()[0]
+    batch = {"input_ids": ids, "labels": ids}
+    return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer_of(model))
+
+
+def train(trainer: Any) -> dict[str, list[Any]]:
+    """The loss of each step, or the code of the error that it ends in, and what experts were given."""
+    losses, loads = list[float | str](), list[Any]()
+    for ids in batches():
+        try:
+            result = trainer.step({"input_ids": ids, "labels": ids})
+        except ShardcError as wrong:
+            losses.append(wrong.diagnostics[0].code)
+        else:
+            losses.append(float(result.loss))
+            loads.append(None if result.load is None else result.load.tolist())
+    return {"losses": losses, "loads": loads}
+
+
 def main() -> None:
-    mesh, plan = CASES[sys.argv[1]]
-    model, text = mixtral(), batches()
-    batch = {"input_ids": text[0], "labels": text[0]}
-    program = shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer_of(model))
+    program = compiled(sys.argv[1])
     reads: list[int] = []
     read = exchange.read
 
@@ -66,9 +107,11 @@ def main() -> None:
 
     exchange.read = counted
     with program.launch(timeout=60.0) as trainer:
-        losses = [float(trainer.step({"input_ids": ids, "labels": ids}).loss) for ids in text]
+        start = {name: value.clone() for name, value in trainer.state.items()}
+        found = train(trainer)
+        changed = sum(not torch.equal(value, start[name]) for name, value in trainer.state.items())
         held = sum(value.numel() for name, value in trainer.state.items() if name.endswith("experts.down_proj"))
-    found = {"losses": losses, "held": held, "reads": len(reads)}
+    found |= {"held": held, "reads": len(reads), "changed": changed}
     Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

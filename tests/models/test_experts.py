@@ -20,6 +20,7 @@ from shardc.api import Program
 from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import info
+from shardc.ir.ops.exchange import EXCHANGE_COUNTS
 from shardc.ir.ops.experts import GROUP_ROWS
 
 T = pytest.importorskip("transformers")
@@ -259,6 +260,22 @@ def test_steps_of_adamw_with_rows_sent(name: str, mixtral: nn.Module) -> None:
     again = 3 if name == "recomputed with collectives" else 0
     assert exchanged(program) == {"fwd": 3 * layers, "bwd": 2 * layers + again}
     assert program.verify().ok
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("factor", [1.0, 4.0])  # with 4, an expert may take all
+@pytest.mark.parametrize("name", PLANS_OF_SENT)
+def test_steps_of_adamw_with_a_capacity(name: str, factor: float, mixtral: nn.Module) -> None:
+    """Under every plan as with exact counts: what is dropped, the single device drops too."""
+    mesh, plan = PLANS_OF_SENT[name]
+    model = model_of("Mixtral", num_hidden_layers=2) if "pipeline" in plan else mixtral
+    plan = plan | {"experts": {"dispatch": "all_to_all", "capacity": factor}}
+    program = sent(model, mesh, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
+    assert {node.args[3] for node in program.body.calls() if node.target is EXCHANGE_COUNTS} == {False}
+    report = program.verify()
+    assert report.ok, str(report)
+    assert [d.code for d in report.diagnostics] == ["SC513"] * (factor == 1.0)
+    assert program.simulate().load is not None
 
 
 @pytest.mark.parametrize("form", ["eager", "batched_mm", "grouped_mm"])

@@ -143,6 +143,12 @@ def test_recompute_round_trips(said: str | dict[str, object], dumped: str) -> No
         ("all_to_all", "experts: all_to_all\n"),
         ({"dispatch": "all_gather"}, "experts: all_gather\n"),
         ({}, ""),
+        ({"capacity": "exact", "overflow": "drop", "load": False}, ""),
+        ({"capacity": 2}, "experts:\n  capacity: 2.0\n"),
+        (
+            {"dispatch": "all_to_all", "capacity": 1.25, "overflow": "error", "load": True},
+            "experts:\n  dispatch: all_to_all\n  capacity: 1.25\n  overflow: error\n  load: true\n",
+        ),
     ],
 )
 def test_experts_round_trip(said: str | dict[str, object], dumped: str) -> None:
@@ -153,7 +159,10 @@ def test_experts_round_trip(said: str | dict[str, object], dumped: str) -> None:
 
 
 def test_a_wrong_key_of_experts_is_hinted_at_by_those_of_experts() -> None:
-    for key, hint in (("dispach", "did you mean 'dispatch'?"), ("capacity", "keys of experts: dispatch")):
+    for key, hint in (
+        ("dispach", "did you mean 'dispatch'?"),
+        ("room", "keys of experts: dispatch, capacity, overflow, load"),
+    ):
         with pytest.raises(ShardcError) as refused:
             Plan.parse(f"experts: {{{key}: all_to_all}}", "plan.yaml")
         assert refused.value.diagnostics[0].hint == hint
@@ -168,7 +177,15 @@ def test_a_wrong_key_of_experts_is_hinted_at_by_those_of_experts() -> None:
         ("experts: true", r"'experts' should be a mapping, not True"),
         ("experts: [all_to_all]", r"'experts' should be a mapping"),
         ("experts: {dispach: all_to_all}", r"experts has no key 'dispach'"),
-        ("experts: {capacity: 1.25}", r"experts has no key 'capacity'"),
+        ("experts: {room: 2}", r"experts has no key 'room'"),
+        ("experts: {capacity: 0.9}", r"'experts.capacity' should be exact, or a factor of 1 or more, not 0.9"),
+        ("experts: {capacity: .nan}", r"'experts.capacity' should be exact, or a factor of 1 or more, not nan"),
+        ("experts: {capacity: .inf}", r"'experts.capacity' should be exact, or a factor of 1 or more, not inf"),
+        ("experts: {capacity: true}", r"'experts.capacity' should be exact, or a factor of 1 or more, not True"),
+        ("experts: {capacity: '1.25'}", r"'experts.capacity' should be exact, or a factor of 1 or more, not '1.25'"),
+        ("experts: {capacity: 2, overflow: skip}", r"'experts.overflow' should be one of drop, error, not 'skip'"),
+        ("experts: {overflow: error}", r"'experts.overflow' is error, and experts without a capacity take every row"),
+        ("experts: {load: 1}", r"'experts.load' should be true or false, not 1"),
     ],
 )
 def test_bad_experts_are_refused(said: str, message: str) -> None:

@@ -24,10 +24,10 @@ FLOORS: list[dict[str, str]] = [
             __init__ account annotation arena buckets call_slots caller collectives default_device derive_provenance
             diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands layers liveness mesh
             microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums ops.check_index
-            ops.collectives ops.context ops.ctc ops.exchange ops.experts ops.fused_attention ops.gathered
-            ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.scan ops.scan_body ops.scan_steps
-            ops.softmax ops.squares ops.streams overlap overlap_schedule parse placement plain program provenance
-            python schema storages text trees types verify version
+            ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention
+            ops.gathered ops.group_norm ops.grouped ops.kernels ops.linear ops.local ops.scan ops.scan_body
+            ops.scan_steps ops.softmax ops.squares ops.streams overlap overlap_schedule parse placement plain program
+            provenance python schema storages text trees types verify version
         """,
     },
     {
@@ -102,7 +102,7 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.embedding_bag normalize.decompositions.indexing
             normalize.decompositions.losses normalize.decompositions.matmul normalize.decompositions.reductions
             normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
-            normalize.group_experts normalize.normalize
+            normalize.group_experts normalize.limit_experts normalize.normalize
             sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch
             sharding.group_sums sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
             sharding.reshard_steps sharding.seed sharding.settle_partials sharding.store softmax
@@ -117,7 +117,7 @@ FLOORS: list[dict[str, str]] = [
         """,
         "shardc.frontend": """
             __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode experts_form
-            gradients ingest layer_drop library_experts lifted_casts loss_gradients made_anew memory_writes
+            gradients ingest join_loads layer_drop library_experts lifted_casts loss_gradients made_anew memory_writes
             model_changes model_outputs op_overrides optimizer optimizer_trace own_values precision program_inputs
             program_optimizers provenance python_random python_state row_wise sample_call sample_values saved_state
             selected_rows state_holders substitution token_weights trace traced traced_graph traced_scalar unsupported
@@ -145,9 +145,9 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.train": """
-            __init__ after_step agreement callbacks consensus device_copy ema engine evaluate feeding interruptions
-            job launched loader_state loading loop loop_state lr_schedule metrics model_state nonfinite padding
-            padding_trial programs progress_line rank_part rank_session recompile replicas result shapes
+            __init__ after_step agreement callbacks consensus device_copy ema engine evaluate expert_load feeding
+            interruptions job launched loader_state loading loop loop_state lr_schedule metrics model_state nonfinite
+            padding padding_trial programs progress_line rank_part rank_session recompile replicas result shapes
             starting_values trainer
         """,
     },

@@ -21,13 +21,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
-from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, EXCHANGE_COUNTS, EXCHANGED_PERM, GROUP_ENDS
+from shardc.ir.ops.exchange import (
+    COMBINE_ROWS,
+    DISPATCH_ROWS,
+    EXCHANGE_COUNTS,
+    EXCHANGED_PERM,
+    GROUP_ENDS,
+    ROW_MOVES,
+)
+from shardc.ir.ops.expert_capacity import COUNT_ROWS
 from shardc.ir.ops.experts import (
     EXPERT_MM,
     EXPERT_WGRAD,
@@ -38,8 +46,17 @@ from shardc.ir.ops.experts import (
     UNGROUP_ROWS,
 )
 from shardc.ir.provenance import Derivation
-from shardc.ir.types import Axes, Dim, TensorType
-from shardc.passes.exchanged_rows import by_experts, counts_of, experts_of, moved_axes, tokens_of
+from shardc.ir.schema import given
+from shardc.ir.types import Atom, Axes, Dim, TensorType
+from shardc.passes.exchanged_rows import (
+    by_experts,
+    capacity_by,
+    counts_of,
+    experts_of,
+    moved_axes,
+    room_of,
+    tokens_of,
+)
 from shardc.rules.projection import project
 
 AT_EXPERTS = (EXPERT_MM, EXPERT_WGRAD, SPREAD_GROUPS, SUM_GROUPS)
@@ -111,6 +128,19 @@ class Sent:
         return type.place([*(a.axes for a in first), *between, *(a.axes for a in last)], type.partial)
 
 
+def layers_of_experts(graph: Graph) -> list[list[object]]:
+    """Of each layer whose rows are counted: the module, its experts as the sizes of atoms, and among how many ranks
+    each of these is divided."""
+    counts = {info(node).name.removesuffix(".load"): node for node in graph.calls() if node.target is COUNT_ROWS}
+    layers: list[list[object]] = []
+    for name, node in counts.items():
+        products = [call for call in readers_of(graph.by_name(name)) if call.target is EXPERT_MM]
+        experts = type_of(operands(products[0])[1]).dims[0] if products else (Atom(given(node)["experts"]),)
+        sizes, ranks = [atom.size for atom in experts], [graph.mesh.size(atom.axes) for atom in experts]
+        layers.append([info(node).fqn, sizes or [1], ranks or [1]])
+    return layers
+
+
 # ---------------------------------------------------------------------- lowering
 def is_exchange(before: TensorType, after: TensorType) -> bool:
     """Does a reshard move rows, or where their groups end, between tokens and experts?"""
@@ -130,6 +160,7 @@ class Exchanges:
         self.graph = graph
         self.grouping = dict(_groupings(graph))  # of a value
         self.counts: dict[tuple[fx.Node, Axes], fx.Node] = {}
+        self.arrived: dict[fx.Node, int] = {}  # values at the experts, and for how many rows they have room
 
     def lower(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """What a reshard becomes, at the insertion point."""
@@ -145,25 +176,53 @@ class Exchanges:
             return _assigned(ends)
         axes = moved_axes(before, after)
         counts = self._counted(grouping, offs, axes)
+        capacity = capacity_by(offs, mesh) or 0
+        sent = source is perm or by_experts(before, axes) == after
+        if sent and (room := room_of(before.dims[0], before.dims[-1], axes, capacity, mesh)):
+            after = replace(after, room=room)
         rows = after.local_shape(mesh)[0]
         if source is perm:
-            return _assigned(graph.call(EXCHANGED_PERM, (counts, rows), like=node, type=after, origin=origin))
-        target = DISPATCH_ROWS if by_experts(before, axes) == after else COMBINE_ROWS
-        name = f"{origin.of}.{'dispatch' if target is DISPATCH_ROWS else 'combine'}"
-        args = (source, offs, counts, list(axes), rows)
-        return graph.call(target, args, like=node, type=after, name=name, origin=origin)
+            moved = _assigned(graph.call(EXCHANGED_PERM, (counts, rows), like=node, type=after, origin=origin))
+        else:
+            target = DISPATCH_ROWS if sent else COMBINE_ROWS
+            name = f"{origin.of}.{'dispatch' if sent else 'combine'}"
+            args = (source, offs, counts, list(axes), rows, capacity)
+            moved = graph.call(target, args, like=node, type=after, name=name, origin=origin)
+        if after.room:
+            self.arrived[moved] = after.room
+        return moved
+
+    def make_room(self) -> None:
+        """What is computed of rows that came by a capacity has room for as many."""
+        todo = list(self.arrived.items())
+        while todo:
+            value, room = todo.pop()
+            for user in value.users:
+                if user.op != "call_function" or user.target in ROW_MOVES:
+                    continue
+                for result in results(user):
+                    if result is not None and not type_of(result).room and _has_rows(type_of(result), value):
+                        update(result, type=replace(type_of(result), room=room))
+                        todo.append((result, room))
 
     def _counted(self, grouping: fx.Node, offs: fx.Node, axes: Axes) -> fx.Node:
         counts = self.counts.get((grouping, axes))
         if counts is None:
             type = counts_of(type_of(offs), axes, self.graph.mesh)
-            args = (offs, list(axes), list(type.local_shape(self.graph.mesh)))
+            reads = not capacity_by(offs, self.graph.mesh)
+            args = (offs, list(axes), list(type.local_shape(self.graph.mesh)), reads)
             name = f"{info(offs).name}.exchange"
             origin = Derivation("moved", info(offs).name)
             with self.graph.fx.inserting_after(offs):
                 counts = self.graph.call(EXCHANGE_COUNTS, args, like=offs, type=type, name=name, origin=origin)
             self.counts[grouping, axes] = counts
         return counts
+
+
+def _has_rows(type: TensorType, like: fx.Node) -> bool:
+    """Is the first dim of a type that of the rows of a value, and its last that of their groups?"""
+    rows = type_of(like)
+    return type.ragged == 1 and (type.dims[0], type.dims[-1]) == (rows.dims[0], rows.dims[-1])
 
 
 def _groupings(graph: Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -171,7 +171,7 @@ def _rewrite(graph: Graph, node: fx.Node, entry: OpRule, projection: Projection,
         )
         target, args, kwargs = entry.localize(call)
         node.target, node.args, node.kwargs = target, tuple(args), dict(kwargs)
-    elif entry.shape_arg and split:
+    elif entry.shape_arg and (split or result_types(node)[0].room):
         shape = list(result_types(node)[0].local_shape(graph.mesh))
         _set_argument(node, entry.shape_arg, shape)
 

@@ -50,6 +50,8 @@ class LowerReshards(Pass):
                 for step in planned[0]:
                     value = emit_step(graph, value, step, node, origin)
             _replace(graph, node, value)
+        if exchanges is not None:
+            exchanges.make_room()
         return graph
 
 

@@ -154,7 +154,7 @@ class _Pieces:
         wide = self.wish.with_dtype(self.wide)
         self.full = wide
         dims = tuple(() if d == self.dim else dim_atoms for d, dim_atoms in enumerate(wide.dims))
-        self.row = TensorType(self.wide, dims, ragged=wide.ragged)
+        self.row = TensorType(self.wide, dims, ragged=wide.ragged, room=wide.room)
 
     def put(self) -> None:
         node = self.node

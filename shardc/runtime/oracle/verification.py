@@ -23,10 +23,11 @@ from shardc.frontend.program_inputs import model_state
 from shardc.frontend.program_optimizers import Optimizers, optimizers_of
 from shardc.frontend.token_weights import counted
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.ops.grouped import grouped_mm
 from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
+from shardc.passes.normalize.limit_experts import LOAD
 from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.oracle.eager_witness import EagerTraining, Witness
 from shardc.runtime.oracle.report import EAGER_HALF, EAGER_OWN, EAGER_TOLERANCE, Report, worst_of
@@ -75,6 +76,7 @@ def verify_program(
     has_state = any(port.role in LEFT for port in reference.outputs)
     reports: list[Report] = []
     next_state: dict[str, Tensor] = {}
+    drops: list[str] = []
     with _Eager(program, batch, dtype, params is not None) as eager:
         for part in (batch, other_rows(batch))[: 2 if has_state else 1]:
             inputs = {**program.inputs(part, params), **next_state}
@@ -82,16 +84,35 @@ def verify_program(
                 inputs |= other_rows({name: inputs[name] for name in names})
             expected = reference_step(reference, inputs, dtype)
             gradients = {port.name: value for port, value in expected.items() if port.role == "grad"}
-            witness = eager.step(part, gradients)
-            against = witness, eager.absent, eager.near, expected
+            dropped = rows_dropped(expected)
+            if dropped is not None:
+                drops.append(dropped)
+            witness = eager.step(part, gradients) if not drops else None
+            against = witness, eager.absent or "".join(drops[:1]), eager.near, expected
             reports.append(verify(program.staged, reference, inputs, dtype, *against, order))
             if not reports[-1].ok:
                 break
-            if not has_state and witness is not None and (second_witness := eager.step(part, gradients)) is not None:
+            again = not has_state and witness is not None
+            if again and (second_witness := eager.step(part, gradients)) is not None:
                 reports[-1] = beside_another(reports[-1], reference, inputs, dtype, expected, second_witness)
             next_state = {port.name: value for port, value in expected.items() if port.role in LEFT}
     report = worst_of(reports)
-    return replace(report, diagnostics=_of_the_whole_batch(program, batch, dtype)) if report.ok else report
+    found = _of_the_whole_batch(program, batch, dtype) if report.ok else ()
+    return replace(report, diagnostics=(*map(_of_drops, drops[:1]), *found))
+
+
+def rows_dropped(outputs: Mapping[Port, Tensor]) -> str | None:
+    """What is said of a step whose experts dropped rows; None if they did not."""
+    load = next((value for port, value in outputs.items() if port.name == LOAD), None)
+    if load is None or not int(load[:, -1].sum()):
+        return None
+    return f"{int(load[:, -1].sum())} of {int(load[:, :-1].sum())} rows of experts are over their capacity"
+
+
+def _of_drops(said: str) -> Diagnostic:
+    message = f"{said}, and were dropped; the single device dropped the same"
+    hint = "eager PyTorch drops none: it is compared where a capacity is large enough for the batch"
+    return Diagnostic("SC513", message, "note", hint=hint)
 
 
 def _of_the_whole_batch(program: CompiledStep, batch: Any, dtype: torch.dtype) -> tuple[Diagnostic, ...]:

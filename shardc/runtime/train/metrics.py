@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.runtime.execute.data_parts import Parts
+from shardc.runtime.train.expert_load import ExpertLoad, Layer
 
 
 class Result(Protocol):
@@ -34,6 +35,8 @@ class Stepped(Protocol):
     def device(self) -> torch.device: ...
     @property
     def data_ranks(self) -> int: ...
+    @property
+    def expert_layers(self) -> Sequence[Layer]: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Metrics:
     `memory` is the most bytes that this rank held so far: on its GPU, or as a process. `skipped` says that the step
     was not made, because a gradient was not finite. `scalars` are those among the model's outputs that the plan's
     `outputs` ask for, each a mean over the step's microbatches. `evaluated` is the evaluation that the loop made after
-    this step, if it made one.
+    this step, if it made one. `experts` says what experts were given, where the plan has a capacity, or asks for their
+    load.
     """
 
     step: int
@@ -80,16 +84,20 @@ class Metrics:
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
     evaluated: Evaluated | None = None
     unit: str = "tokens"  # what `items` are: or "samples"
+    experts: ExpertLoad | None = None
 
     @property
     def items_per_second(self) -> float:
         return self.items / self.seconds if self.seconds else 0.0
 
     def value(self, name: str) -> float | None:
-        """A number by name: `loss`, `grad_norm`, a scalar's name; `evaluated.loss`, `evaluated.accuracy`, None after a
-        step that was not evaluated. Raises ShardcError (SC552) for one that there is not."""
+        """A number by name: `loss`, `grad_norm`, a scalar's name, `experts.imbalance`, `experts.dropped`;
+        `evaluated.loss`, `evaluated.accuracy`, None after a step that was not evaluated. Raises ShardcError (SC552) for
+        one that there is not."""
         group, _, evaluated_name = name.partition("evaluated.")
         numbers: dict[str, float | None] = {"loss": self.loss, "grad_norm": self.grad_norm, **self.scalars}
+        if self.experts is not None:
+            numbers |= {"experts.dropped": self.experts.dropped, "experts.imbalance": self.experts.imbalance}
         if evaluated_name and not group:
             if self.evaluated is None:
                 return None
@@ -110,6 +118,8 @@ class Metrics:
         if self.loss_scale is not None:
             parts.append(f"scale {self.loss_scale:g}")
         parts += [f"{name} {value:.4g}" for name, value in self.scalars.items()]
+        if self.experts is not None:
+            parts.append(str(self.experts))
         if self.evaluated is not None:
             parts.append(f"evaluated: {self.evaluated}")
         parts += [f"{short_count(self.items_per_second)} {self.unit}/s", human_bytes(self.memory)]
@@ -122,6 +132,7 @@ def measure(
     """The metrics of a step that was begun at `start`, by time.perf_counter; waits for its loss."""
     loss, norm = float(result.loss), result.grad_norm
     finite, scale = getattr(result, "finite", None), getattr(result, "loss_scale", None)
+    load: torch.Tensor | None = getattr(result, "load", None)
     return Metrics(
         step=trainer.steps,
         loss=loss,
@@ -133,6 +144,7 @@ def measure(
         skipped=finite is not None and not bool(finite),
         loss_scale=None if scale is None else float(scale),
         scalars={name: float(value) for name, value in getattr(result, "scalars", {}).items() if name != "loss"},
+        experts=None if load is None else ExpertLoad.of(load, trainer.expert_layers),
         unit="samples" if _tokens(batch[0] if isinstance(batch, Parts) else batch) is None else "tokens",
     )
 

@@ -9,13 +9,15 @@ from typing import Literal
 
 import torch
 
+from shardc.frontend.gradients import FITS
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, Port, type_of
+from shardc.passes.normalize.limit_experts import LOAD
 
 Tensors = dict[str, torch.Tensor]
 Kept = Literal["all", "scalars"]  # of the model's outputs, by an evaluation
 Whole = Callable[[Port, torch.Tensor | None], torch.Tensor]  # an output, given what this rank has of it
-NUMBERS = ("grad_norm", "finite")  # what clipping and checks give, of the whole step
+NUMBERS = ("grad_norm", "finite", FITS, LOAD)  # what clipping, checks and counts give, of the whole step
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,22 @@ class StepResult:
     def skipped(self) -> torch.Tensor | None:
         """Whether the step changed nothing because some gradient is not finite; None where the plan does not check."""
         return None if self.finite is None else ~self.finite
+
+    @property
+    def load(self) -> torch.Tensor | None:
+        """For each layer of experts a line: the rows routed to each expert, and last how many of all were dropped. Over
+        the whole batch; None where the plan neither has a capacity nor asks for it."""
+        return self.numbers.get(LOAD)
+
+    @property
+    def dropped(self) -> torch.Tensor | None:
+        """How many rows experts dropped, in all layers; None where they are not counted."""
+        return None if self.load is None else self.load[:, -1].sum()
+
+    @property
+    def fits(self) -> torch.Tensor | None:
+        """Whether experts dropped nothing, one bool; None where a step may drop rows."""
+        return self.numbers.get(FITS)
 
     @property
     def loss_scale(self) -> torch.Tensor | None:

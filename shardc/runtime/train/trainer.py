@@ -42,6 +42,7 @@ from shardc.runtime.train.device_copy import Copied, Copier
 from shardc.runtime.train.ema import EMA, KEY, ROLE
 from shardc.runtime.train.engine import Engine, Engines
 from shardc.runtime.train.evaluate import Evaluator
+from shardc.runtime.train.expert_load import ExpertLoad, overfull
 from shardc.runtime.train.feeding import Feeding
 from shardc.runtime.train.launched import Launchable, Launched
 from shardc.runtime.train.loop import Run, train
@@ -83,6 +84,7 @@ class Trainer:
         own = None if parts is None or parts.count == 1 else engine.brings(parts)
         self._feeding = Feeding(body, plan.get("batch"), program.check, plan.get("split", ()), parts, own)
         self._raises = plan.get("nonfinite") == "raise"
+        self.expert_layers = plan.get("experts", ())
         self.rates = program.rates
         self.body, self.engine, self.seed, self.steps = body, engine, seed, 0
         self._inputs = {p.name: (p, type_of(n)) for p, n in zip(body.inputs, body.placeholders, strict=True)}
@@ -148,6 +150,10 @@ class Trainer:
         if self._raises and result.finite is not None and not result.finite:
             self.intact = True
             raise nonfinite(self.steps, float(result.loss), run.engine.nonfinite(state, fed))
+        if result.fits is not None and not result.fits:
+            self.intact = True
+            assert result.load is not None
+            raise overfull(self.steps, ExpertLoad.of(result.load, self.expert_layers))
         self._grads = result.grads
         self._finite = result.finite
         for name, value in result.buffers.items():

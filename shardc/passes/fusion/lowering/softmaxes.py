@@ -40,7 +40,7 @@ def split_softmaxes(graph: Graph, exclude: Collection[str] = ()) -> None:
         if type.dtype not in NARROW or type_of(x).dtype not in NARROW or math.prod(shape[dim + 1 :]) != 1:  # type: ignore[arg-type]
             continue
         dims = tuple(() if d == dim else atoms for d, atoms in enumerate(type.dims))
-        rows = TensorType(torch.float32, dims, ragged=type.ragged)
+        rows = TensorType(torch.float32, dims, ragged=type.ragged, room=type.room)
         with graph.fx.inserting_before(node):
             call = graph.call(
                 SOFTMAX_PARTS, (x, dim, type.dtype), like=node, type=None, results=(type, rows, rows), name=about.name
