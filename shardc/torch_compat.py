@@ -678,7 +678,7 @@ def is_data_dependent(error: BaseException) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
     text = str(error)
-    if ".numpy() is not supported for tensor subclasses" in text or "its data is not allocated yet" in text:
+    if "() is not supported for tensor subclasses" in text or "its data is not allocated yet" in text:
         return True
     return "_local_scalar_dense" in text or "get value out of a tracing tensor" in text or "data-dependent" in text
 

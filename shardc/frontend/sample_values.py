@@ -121,6 +121,10 @@ class SampleValues:
 
     def answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `function` would return on the sample batch, or `refused`. The step then checks that it still would."""
+        answer = self._answer(function, args, kwargs)
+        return self._by_numbers(function, args, kwargs) if answer is self.refused else answer
+
+    def _answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function is torch.tensor and len(args) == 1:
             return self._of_numbers(args[0], kwargs)
         if not args or not isinstance(args[0], Tensor) or isinstance(args[0], SelectedRows):
@@ -196,6 +200,30 @@ class SampleValues:
         for arg, value in zip(args, values, strict=True):
             self._assume_equal(cast("fx.Node", _node(arg)), arg, cast("Tensor", value))
         return torch.tensor(result, dtype=args[0].dtype)
+
+    def _by_numbers(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call that takes sizes, with the numbers that it would have read: `arange(counts.sum())`, `x[:, :length]`."""
+        asked: list[Any] = []
+
+        def number(value: Any) -> Any:
+            if type(value) in (list, tuple):
+                return type(value)(number(item) for item in value)
+            if isinstance(value, slice):
+                return slice(number(value.start), number(value.stop), number(value.step))
+            if not isinstance(value, Tensor) or value.dim() or value.is_floating_point() or _node(value) is None:
+                return value
+            asked.append(self._read(value, Tensor.item))
+            return asked[-1]
+
+        numbers, options = [number(arg) for arg in args], {key: number(value) for key, value in kwargs.items()}
+        if not asked or any(answer is self.refused for answer in asked):
+            return self.refused
+        try:
+            return function(*numbers, **options)
+        except Exception as problem:
+            if not torch_compat.is_data_dependent(problem):
+                raise
+            return self.refused
 
     def _assume_equal(self, node: fx.Node, t: Tensor, value: Tensor) -> None:
         wanted: dict[fx.Node, bool] = {}
