@@ -43,6 +43,8 @@ _LESS: tuple[Any, ...] = (torch.lt, Tensor.lt, Tensor.__lt__, torch.le, Tensor.l
 _GREATER: tuple[Any, ...] = (torch.gt, Tensor.gt, Tensor.__gt__, torch.ge, Tensor.ge, Tensor.__ge__)
 _SELECTIONS: tuple[Any, ...] = (torch.masked_select, Tensor.masked_select)
 _PLACES: tuple[Any, ...] = (torch.nonzero, Tensor.nonzero, torch.where, torch.argwhere, Tensor.argwhere)
+# Their results have as many elements as values say. `torch.unique` and others are wrappers of several functions.
+_COUNTED = ("repeat_interleave", "unique", "unique_consecutive", "_unique2", "unique_dim", "bincount")
 _CTC: tuple[Any, ...] = (torch.ctc_loss, functional.ctc_loss)
 _FILLS = ("ones", "zeros", "full")
 _Value = Tensor | None
@@ -132,15 +134,17 @@ class SampleValues:
         if function in _PLACES and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and args[0].dim():
             mask = args[0] if args[0].dtype == torch.bool else args[0] != 0
             return places_of(mask, self, function is torch.where or kwargs.get("as_tuple", False))
+        if getattr(function, "__name__", "") in _COUNTED:
+            return self._counted(function, args, kwargs)
         if kwargs:
             return self.refused
         if function is Tensor.__getitem__ and (masked := _mask_of(args[0], args[1])) is not None:
+            if (places := self._constant_places(masked[0])) is not None:
+                return args[0][(*places, *masked[1])]
             chosen = select(args[0], masked[0], self)
             return chosen[slice(None), *masked[1]] if masked[1] else chosen
         if function in _SELECTIONS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return select(*torch.broadcast_tensors(args[0], args[1]), self)
-        if function is torch.repeat_interleave and len(args) == 2 and isinstance(args[1], Tensor):
-            return self._repeated(args)
         return self._read(args[0], function) if function in _READS else self.refused
 
     def behind_checks(self, result: Tensor) -> Tensor:
@@ -175,6 +179,16 @@ class SampleValues:
         self._assume_equal(node, t, value)
         return answer
 
+    def _constant_places(self, mask: Tensor) -> tuple[Tensor, ...] | None:
+        """Where a mask is true that is the same in every step; None for others."""
+        node, wanted = _node(mask), dict[fx.Node, bool]()
+        if node is None or not self._collect(node, wanted) or any(one.op == "placeholder" for one in wanted):
+            return None
+        value = cast("Tensor", self._value(node))
+        with torch_compat.untraced():
+            places: list[list[int]] = [dim.tolist() for dim in value.nonzero(as_tuple=True)]
+        return tuple(torch.tensor(dim) for dim in places)
+
     def _of_numbers(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
         """A tensor made of a list, some of whose numbers are tensors."""
         leaves, structure = flatten(data)
@@ -190,16 +204,31 @@ class SampleValues:
         options: dict[str, Any] = {**kwargs, "dtype": dtype}
         return torch.tensor(torch_compat.unflatten(numbers, structure), **options)
 
-    def _repeated(self, args: Sequence[Any]) -> Any:
-        """Elements by counts, where all of them are of the batch: a constant."""
-        values = [self._value(node) if (node := _node(arg)) is not None else None for arg in args]
-        if any(value is None or value.is_floating_point() for value in values):
+    def _counted(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Elements by counts, values without repeats: constants, where all that they are made of is of the batch."""
+        if function is torch.repeat_interleave and len(args) > 1 and isinstance(args[1], Tensor):
+            t, (repeats, *rest) = args[0], args[1:]
+            dim: int | None = (rest[0] if rest else None) if not kwargs else kwargs.get("dim")
+            if t.is_floating_point() and kwargs.keys() <= {"dim"}:
+                places = self._counted(function, (torch.arange(t.numel() if dim is None else t.shape[dim]), repeats), {})
+                return places if places is self.refused else (t.flatten() if dim is None else t).index_select(dim or 0, places)
+        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+        nodes = [_node(arg) for arg in given]
+        values = [None if node is None else self._value(node) for node in nodes]
+        if any(value is None or value.is_floating_point() or value.is_complex() for value in values):
             return self.refused
+        real = {id(arg): value for arg, value in zip(given, values, strict=True)}
         with torch_compat.untraced():
-            result: list[int] = torch.repeat_interleave(*cast("list[Tensor]", values)).tolist()
-        for arg, value in zip(args, values, strict=True):
-            self._assume_equal(cast("fx.Node", _node(arg)), arg, cast("Tensor", value))
-        return torch.tensor(result, dtype=args[0].dtype)
+            result = function(
+                *(real.get(id(arg), arg) for arg in args),
+                **{key: real.get(id(arg), arg) for key, arg in kwargs.items()},
+            )
+            results: list[Tensor] = [result] if isinstance(result, Tensor) else list(result)
+            numbers = [(one.tolist(), one.dtype) for one in results]
+        for arg, node, value in zip(given, nodes, values, strict=True):
+            self._assume_equal(cast("fx.Node", node), arg, cast("Tensor", value))
+        made = [torch.tensor(number, dtype=dtype) for number, dtype in numbers]
+        return made[0] if isinstance(result, Tensor) else tuple(made)
 
     def _by_numbers(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call that takes sizes, with the numbers that it would have read: `arange(counts.sum())`, `x[:, :length]`."""
