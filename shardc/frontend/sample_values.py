@@ -261,7 +261,8 @@ class SampleValues:
 
 def assumed(graph: fx.Graph, origin_of: Callable[[fx.Node], Origin]) -> list[Diagnostic]:
     """A note for each line of forward whose answer is part of the program."""
-    origins = dict.fromkeys(origin_of(node) for node in graph.nodes if node.target is assume)
+    asked = dict.fromkeys(origin_of(node) for node in graph.nodes if node.target is assume)
+    origins = [one for one in asked if one.phase == "fwd"] or [*asked]  # a checkpoint asks in backward again
     lines = {origin.source: origin for origin in origins}
     return [
         Diagnostic(
