@@ -77,13 +77,15 @@ class SampleValues:
         elif function in _LESS or function in _GREATER:
             self._compare(function in _LESS, args, result)
         elif function in _EITHER or function in _ALL or function in _ANY:
-            asked = [self._expected.get(n) if (n := _node(arg)) else None for arg in args if isinstance(arg, Tensor)]
+            nodes = [_node(arg) for arg in args if isinstance(arg, Tensor)]
+            asked = [None if n is None or n not in self._expected else self._expected[n] for n in nodes]
             same = bool(asked) and all(each is not None and each == asked[0] for each in asked)
             if (
                 same
                 and len(args) == len(asked)
                 and not kwargs
                 and asked[0] is not (function in _ANY or function in _EITHER)
+                and not any(is_written(n) for n in nodes if n is not None)
             ):
                 self._expect(result, asked[0] is True)
 
