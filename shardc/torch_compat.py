@@ -426,6 +426,39 @@ def without_gradients(refuse: Callable[[], Exception]) -> TorchFunctionMode:
     return _NoGradient(refuse)
 
 
+@contextmanager
+def converting(converted: Callable[[str, str, Tensor, Tensor], None]) -> Generator[None]:
+    """While a model is traced, `module.to(...)` in forward converts nothing: `converted` is told of each tensor what it
+    is called, `to` or `half`, and what it would become. torch would put traced tensors in the place of each other."""
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            for name, t in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
+                converted(type(self).__name__, name, t, fn(t))
+        return self
+
+    nn.Module._apply = apply
+    try:
+        yield
+    finally:
+        nn.Module._apply = original
+
+
+def without_device(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments that name a GPU, naming the CPU: traced tensors lie there, and a program is for no device."""
+
+    def plain(value: Any) -> Any:
+        gpu = isinstance(value, torch.device | str) and str(value).partition(":")[0] in ("cuda", "xpu", "mps")
+        return torch.device("cpu") if gpu else value
+
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": plain(kwargs["device"])}
+    if function is Tensor.to and len(args) > 1:
+        args = (args[0], plain(args[1]), *args[2:])
+    return args, kwargs
+
+
 class Answers(Protocol):
     """`answer` gives what a function that wants a tensor's values returns, or its own token `refused`; `instead` what
     is computed in place of a call, or `refused` where it is to run."""
@@ -466,7 +499,9 @@ def substituting(
             kwargs = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
             if func == cast(Any, torch.Tensor).data.__set__:
                 assigned(args[0])
-            args = replaced(args)
+            args, kwargs = without_device(func, replaced(args), kwargs)
+            if func is Tensor.cuda:
+                return args[0]
             if (result := answers.instead(func, args, kwargs)) is not answers.refused:
                 return result
             try:
@@ -487,12 +522,22 @@ def substituting(
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return original.__get__(None, cls)(*replaced(args), **kwargs)
 
+    # `autograd.grad` and `backward` are torch functions themselves, within which the mode is off; checkpoints and hooks
+    # run the model's code there.
+    engine = torch.autograd._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with Substitute():
+            return engine(*args, **kwargs)
+
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign]
+    torch.autograd._engine_run_backward = run_backward
     try:
         with Substitute():
             yield
     finally:
         torch.autograd.Function.apply = original
+        torch.autograd._engine_run_backward = engine
 
 
 # ------------------------------------------------------------------ autograd

@@ -55,8 +55,10 @@ from shardc.plan.clipping import Clipping
 from shardc.plan.schema import Plan
 from shardc.runtime.execute.batch import describe_sample, leaves_of
 from shardc.runtime.execute.data_parts import DataParts
+from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import split
 from shardc.runtime.train.result import Kept
+from shardc.torch_compat import is_fake
 
 Mode = Literal["train", "eval"]
 
@@ -187,11 +189,14 @@ def compiled(request: Request) -> Compiled:
     on = placed if request.like is None else request.like.body.mesh  # with its sub-axes
     task = Task(traced, plan, mesh, on, bound, updates, tokens, notes, request.like)
     record = _record(request, call, plan, traced, options, updates)
+    asks = any(d.code == "SC128" for d in traced.diagnostics)
     if plan.microbatches > 1 and any(_output_shapes(traced).values()):
         record["by_row"] = _by_row(request, call, traced, plan.microbatches)
     if plan.microbatches > 1:
         record["split"] = split_inputs(call)
     graphs = compile_step(task, options)
+    if asks and plan.microbatches > 1:
+        _refuse_divided(request, graphs.reference, plan.microbatches)
     if plan.data.per_rank:
         record["data"] = plan.data.dumped()
         if request.like is None:
@@ -232,6 +237,16 @@ def _record(
         names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers_of(request.optimizer))
         record |= {"optimizer": ", ".join(names), "rates": rates}
     return record
+
+
+def _refuse_divided(request: Request, reference: Graph, count: int) -> None:
+    """Raise ShardcError (SC512) for a sample whose microbatches answer what forward asks of them differently."""
+    assumptions = IndexCheck(reference).assumptions
+    for place, micro in enumerate(split(request.batch, count)):
+        part = Call(request.model, micro, request.loss)
+        if not any(t.is_meta or is_fake(t) for t in part.tensors):
+            feed = dict(zip(part.names, part.tensors, strict=True))
+            assumptions.check(feed, f": microbatch {place} of the sample answers otherwise than microbatch 0")
 
 
 def _refuse_clipped(clipping: Clipping) -> None:

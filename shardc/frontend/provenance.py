@@ -42,6 +42,8 @@ _OF_TORCH = {
     "num_batches_tracked": "give it a momentum, such as 0.1: under None torch divides by a count that is a tensor",
 }
 
+_EXPERTS = "a model of Hugging Face's: model.set_experts_implementation('grouped_mm')"
+
 # What torch says of what cannot be traced, and what to do instead.
 _FORWARD_MODE = (
     "forward-mode derivatives do not pass through here; take torch.autograd.functional.jvp, or "
@@ -196,6 +198,8 @@ class Origins:
         if first.location or first.fqn or not source:
             return refusal
         diagnostic = replace(first, location=source, source_text=text or None, fqn=self.fqn or None)
+        if first.code == "SC101" and "expert" in f"{self.fqn} {text}".lower():
+            diagnostic = replace(diagnostic, hint=f"{first.hint}; {_EXPERTS}")
         return ShardcError(diagnostic, *rest)
 
     def diagnosed(self, problem: BaseException, cast: bool) -> ShardcError:
@@ -205,7 +209,7 @@ class Origins:
         if torch_compat.is_data_dependent(problem):
             hint = "choose with torch.where, or by Python values"
             if "expert" in f"{self.fqn} {text}".lower():
-                hint += "; a model of Hugging Face's: model.set_experts_implementation('grouped_mm')"
+                hint += f"; {_EXPERTS}"
             looking = self._line_of_torch(problem.__traceback__)
             if looking:
                 text_of_torch = looking[1]

@@ -79,13 +79,15 @@ class SampleValues:
         elif function in _LESS or function in _GREATER:
             self._compare(function in _LESS, args, result)
         elif function in _EITHER or function in _ALL or function in _ANY:
-            asked = [self._expected.get(n) if (n := _node(arg)) else None for arg in args if isinstance(arg, Tensor)]
+            nodes = [_node(arg) for arg in args if isinstance(arg, Tensor)]
+            asked = [None if n is None or n not in self._expected else self._expected[n] for n in nodes]
             same = bool(asked) and all(each is not None and each == asked[0] for each in asked)
             if (
                 same
                 and len(args) == len(asked)
                 and not kwargs
                 and asked[0] is not (function in _ANY or function in _EITHER)
+                and not any(is_written(n) for n in nodes if n is not None)
             ):
                 self._expect(result, asked[0] is True)
 
@@ -318,7 +320,8 @@ class SampleValues:
 
 def assumed(graph: fx.Graph, origin_of: Callable[[fx.Node], Origin]) -> list[Diagnostic]:
     """A note for each line of forward whose answer is part of the program."""
-    origins = dict.fromkeys(origin_of(node) for node in graph.nodes if node.target is assume)
+    asked = dict.fromkeys(origin_of(node) for node in graph.nodes if node.target is assume)
+    origins = [one for one in asked if one.phase == "fwd"] or [*asked]  # a checkpoint asks in backward again
     lines = {origin.source: origin for origin in origins}
     return [
         Diagnostic(

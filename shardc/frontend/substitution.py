@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
+from shardc.frontend.precision import KEEP_HINT
 from shardc.frontend.provenance import Origin, about_tensor
 from shardc.frontend.selected_rows import SelectedRows
 from shardc.ir.diagnostic import Diagnostic, error
@@ -82,6 +83,7 @@ class StandIns:
         """A context in which the model and its functions use the traced tensors."""
         with (
             torch_compat.swapped(self.entries),
+            torch_compat.converting(_refuse_conversion),
             torch_compat.substituting(self.find, self.value_reads, self._refuse_assigned, self.values),
         ):
             yield
@@ -144,6 +146,14 @@ class StandIns:
             if whole.contains(extent) and (view := view_like(tensor, base, extent.start - whole.start)) is not None:
                 return view
         return None
+
+
+def _refuse_conversion(kind: str, name: str, t: Tensor, converted: Tensor) -> None:
+    """Raise ShardcError (SC104) where forward converts a module's tensor to another dtype, for good."""
+    if t.dtype != converted.dtype:
+        message = f"forward converts {kind}.{name} from {t.dtype} to {converted.dtype}, and leaves it so"
+        hint = "convert the module before it is compiled, or in forward what it is given and what it returns; under a "
+        raise error("SC104", message.replace("torch.", ""), hint=f"{hint}plan's precision, {KEEP_HINT}")
 
 
 def first_names(model: nn.Module) -> dict[int, str]:

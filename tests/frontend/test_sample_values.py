@@ -127,6 +127,17 @@ def test_a_batch_that_answers_otherwise_is_refused(
     if asked is by_least:
         assert caught.value.code == "SC512"
         assert "test_sample_values.py:" in (caught.value.diagnostics[0].location or "")
+    assert trainer.step(TOKENS).loss.isfinite(), "no rank has begun the step that is refused"
+
+
+def test_a_sample_whose_microbatches_answer_differently_is_refused_while_compiling() -> None:
+    for plan in ({"accumulate": 2}, {"pipeline": {"microbatches": 2, "stages": 2}}):
+        mesh = "pp=2" if "pipeline" in plan else "dp=2"
+        with pytest.raises(ShardcError) as caught:
+            shardc.compile(Asks(by_least), torch.cat([TOKENS[:2], TOKENS[:2] | 1]), mesh=mesh, plan=plan)
+        assert caught.value.code == "SC512"
+        assert "microbatch 1 of the sample" in str(caught.value)
+        assert "test_sample_values.py:" in (caught.value.diagnostics[0].location or "")
 
 
 def test_numbers_that_are_no_longer_finite_are_refused() -> None:

@@ -69,6 +69,18 @@ def long_integers(tokens: Tensor, h: Tensor) -> Tensor:
     return h * (torch.tensor([number, number], dtype=torch.long) + 100)[0]
 
 
+def not_finite_by_a_write(tokens: Tensor, h: Tensor) -> Tensor:
+    finite = torch.isfinite(h)
+    finite[0] = False
+    return h if finite.all() else h * 2
+
+
+def test_a_truth_value_that_is_written_to_is_refused() -> None:
+    with pytest.raises(ShardcError) as caught:
+        shardc.compile(Asks(not_finite_by_a_write), TOKENS, mesh="dp=2")
+    assert caught.value.code == "SC101"
+
+
 def by_a_mask_that_is_broadcast(tokens: Tensor, h: Tensor) -> Tensor:
     square = h[:, :4].sum(2)
     return h * torch.masked_select(square, tokens[0, :4] >= 0).shape[0] + square.masked_select(tokens[0, :4] > 1).sum()

@@ -10,8 +10,8 @@ from torch import fx
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import info, op_name, operands
 from shardc.ir.index_operands import declared_shape, positions
-from shardc.ir.ops.assumed import BROKEN, assume
-from shardc.runtime.execute.index_check import counts_on, index_diagnostic
+from shardc.ir.ops.assumed import assume
+from shardc.runtime.execute.index_check import assumption_diagnostic, counts_on, index_diagnostic
 from shardc.runtime.execute.instructions import CallInstruction
 
 # What torch's ops raise for operands that they do not take. Their subclasses say something else: no memory, a singular
@@ -50,14 +50,7 @@ def instruction_failed(instruction: CallInstruction, failure: Exception, locatio
         return None
     about = info(instruction.node)
     if instruction.target is assume:
-        return error(
-            "SC512",
-            BROKEN,
-            location=about.source or None,
-            source_text=about.source_text or None,
-            fqn=about.fqn or None,
-            hint="what this line reads is part of the program: compile another for such a batch, or use torch.where",
-        )
+        return ShardcError(assumption_diagnostic(instruction.node))
     reason = str(failure).strip().partition("\n")[0]
     return error(
         "SC511",

@@ -4,6 +4,8 @@ Every rank gets the whole batch, so every rank finds the same bad token, reports
 sent anything. `IndexCheck` evaluates on the CPU the part of the single-device graph that leads from the batch's
 integers to the ops that index with them: a shift of labels, a mask of padding. Indices that depend on weights exist
 only during the step; `out_of_range` names the call that fails on one.
+
+What forward asked of the sample's values (`assume`) is found out in the same way, where it depends on the batch alone.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.index_operands import Positions, positions
+from shardc.ir.ops.assumed import BROKEN, assume
 from shardc.ir.ops.check_index import check_index
-from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
+from shardc.runtime.execute.instructions import CallInstruction, Listing, Numerics, list_calls
 
 HINT = "was the data made for another vocabulary or table?"
+ANOTHER = "what this line reads is part of the program: compile another for such a batch, or use torch.where"
 TOO_LONG = "the sequence is longer than the model's table of {} positions: cut it, or make the model for longer ones"
 
 
@@ -48,13 +53,20 @@ class IndexCheck:
                 names = set[str]().union(*(input_names[slot] for slot in instruction.reads))
                 input_names |= {slot: names for _, _, slot in instruction.yields}
         self._code = _needed_for(computed, [slot for _, _, slot, _ in self._uses])
+        self.assumptions = Assumptions(listing)
 
     @torch.no_grad()
-    def __call__(self, feed: Mapping[str, torch.Tensor]) -> None:
+    def __call__(self, feed: Mapping[str, torch.Tensor], *, whole: bool = True) -> None:
         """Raise ShardcError naming every use of an index of a microbatch that is out of range.
 
-        Tensors on a device are left to the device's own checks. Wrong shapes and dtypes are checked elsewhere.
+        Tensors on a device are left to the device's own checks. Wrong shapes and dtypes are checked elsewhere. What is
+        assumed is checked of a `whole` microbatch, not of the part that a rank brings.
         """
+        self._check_indices(feed)
+        if whole:
+            self.assumptions.check(feed)
+
+    def _check_indices(self, feed: Mapping[str, torch.Tensor]) -> None:
         env: list[torch.Tensor | None] = [None] * self._size
         for slot, (port, type) in self._inputs.items():
             value = feed.get(port.name)
@@ -98,6 +110,64 @@ class IndexCheck:
             return f"input '{name}' holds {bad} at {bad_positions[name][0].tolist()}", name
         name = f"%{info(index).name}"
         return f"{name}, computed from {' and '.join(sorted(names))}, holds {bad} at {position}", name
+
+
+class Assumptions:
+    """The part of a single-device graph that leads from a batch to what is assumed of it."""
+
+    def __init__(self, listing: Listing) -> None:
+        graph = listing.graph
+        ports = zip(graph.inputs, graph.placeholders, listing.inputs, strict=True)
+        self._inputs = {slot: (port.name, type_of(n)) for port, n, slot in ports if port.role == "input"}
+        self._size = listing.size
+        known = set(self._inputs)
+        computed: list[CallInstruction] = []
+        self._assumed: list[CallInstruction] = []
+        for instruction in listing.instructions:
+            if not known.issuperset(instruction.reads) or instruction.target is RANDOM_UNIFORM:
+                continue
+            if instruction.target is assume:
+                self._assumed.append(instruction)
+            else:
+                computed.append(instruction)
+                known |= {slot for _, _, slot in instruction.yields}
+        self._code = _needed_for(computed, [slot for one in self._assumed for slot in one.reads])
+
+    @torch.no_grad()
+    def check(self, feed: Mapping[str, torch.Tensor], which: str = "") -> None:
+        """Raise ShardcError (SC512) for a microbatch that answers otherwise than the sample: `which` it is."""
+        env: list[Any] = [None] * self._size
+        for slot, (name, type) in self._inputs.items() if self._assumed else ():
+            value = feed.get(name)
+            if value is None or value.device.type != "cpu":
+                return
+            if (tuple(value.shape), value.dtype) != (type.shape, type.dtype):
+                return
+            env[slot] = value.detach()
+        for instruction in self._code:
+            args, kwargs = instruction.arguments(env)
+            try:
+                results = instruction.target(*args, **kwargs)
+            except (IndexError, RuntimeError):
+                return  # the step says which call fails
+            for _, position, slot in instruction.yields:
+                env[slot] = results if position is None else results[position]
+        broken = [one for one in self._assumed if env[one.reads[0]] is not None and not env[one.reads[0]]]
+        if broken:
+            raise ShardcError(*(assumption_diagnostic(one.node, which) for one in broken))
+
+
+def assumption_diagnostic(node: fx.Node, which: str = "") -> Diagnostic:
+    """What is said of an assumption that does not hold."""
+    about = info(node)
+    return Diagnostic(
+        "SC512",
+        BROKEN + which,
+        location=about.source or None,
+        source_text=about.source_text or None,
+        fqn=about.fqn or None,
+        hint=ANOTHER,
+    )
 
 
 def counts_on(indices: torch.Tensor, p: Positions, position: Sequence[int]) -> bool:

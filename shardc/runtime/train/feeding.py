@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from shardc.ir.ops.streams import step_key
 from shardc.ir.types import TensorType
 from shardc.runtime.execute.batch import Inputs, Sample, batch_inputs
 from shardc.runtime.execute.data_parts import DataParts, Parts
+from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.oracle.simulate import supplied
 from shardc.runtime.train.device_copy import Copied
@@ -28,7 +29,7 @@ class Feeding:
 
     body: Graph
     sample: Sample | None = None
-    check: Callable[[Feed], None] | None = None
+    check: IndexCheck | None = None
     split: Collection[str] = ()  # the inputs that are split into microbatches, of a step that has several
     parts: DataParts | None = None  # how a batch is given in parts
     own: RankPart | None = None  # the part that this rank is given, if not all of it
@@ -82,7 +83,7 @@ class Feeding:
             if host is not inputs:
                 on_host = feeds(self.body, host, types=types, split=self.split)
             for feed in on_host:
-                self.check(feed if own is None else own.parts.repeated(feed))
+                self.check(feed if own is None else own.parts.repeated(feed), whole=own is None)
         return feeds_by_microbatch
 
     def items(self, fed: Sequence[Feed]) -> list[Item]:
