@@ -136,6 +136,8 @@ class SampleValues:
         if function in _PLACES and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and args[0].dim():
             mask = args[0] if args[0].dtype == torch.bool else args[0] != 0
             return places_of(mask, self, function is torch.where or kwargs.get("as_tuple", False))
+        if function is torch.repeat_interleave and args[0].is_floating_point() and len(args) > 1:
+            return self._repeated(*args, **kwargs)
         if getattr(function, "__name__", "") in _COUNTED:
             return self._counted(function, args, kwargs)
         if kwargs:
@@ -208,12 +210,6 @@ class SampleValues:
 
     def _counted(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Elements by counts, values without repeats: constants, where all that they are made of is of the batch."""
-        if function is torch.repeat_interleave and len(args) > 1 and isinstance(args[1], Tensor):
-            t, (repeats, *rest) = args[0], args[1:]
-            dim: int | None = (rest[0] if rest else None) if not kwargs else kwargs.get("dim")
-            if t.is_floating_point() and kwargs.keys() <= {"dim"}:
-                places = self._counted(function, (torch.arange(t.numel() if dim is None else t.shape[dim]), repeats), {})
-                return places if places is self.refused else (t.flatten() if dim is None else t).index_select(dim or 0, places)
         given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         nodes = [_node(arg) for arg in given]
         values = [None if node is None else self._value(node) for node in nodes]
@@ -231,6 +227,14 @@ class SampleValues:
             self._assume_equal(cast("fx.Node", node), arg, cast("Tensor", value))
         made = [torch.tensor(number, dtype=dtype) for number, dtype in numbers]
         return made[0] if isinstance(result, Tensor) else tuple(made)
+
+    def _repeated(self, t: Tensor, repeats: Any, dim: int | None = None, **others: Any) -> Any:
+        """Rows of any tensor, by counts of the batch: they are taken from where they are."""
+        if others or not isinstance(repeats, Tensor):
+            return self.refused
+        rows = torch.arange(t.numel() if dim is None else t.shape[dim])
+        places = self._counted(torch.repeat_interleave, (rows, repeats), {})
+        return places if places is self.refused else (t.flatten() if dim is None else t).index_select(dim or 0, places)
 
     def _by_numbers(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call that takes sizes, with the numbers that it would have read: `arange(counts.sum())`, `x[:, :length]`."""

@@ -49,6 +49,10 @@ _CLASSES = (F.cross_entropy, F.nll_loss)
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _SCATTERS = (Tensor.masked_scatter, torch.masked_scatter, Tensor.masked_scatter_)
 _SELECTS = (torch.masked_select, Tensor.masked_select)
+_ELEMENTWISE = {
+    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv"),
+    *("where", "lerp", "maximum", "minimum", "addcmul"),
+}
 
 
 class Questions(Protocol):
@@ -193,8 +197,10 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
+    head = next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows))
+    if _name_of(func).strip("_") in _ELEMENTWISE:
+        args, kwargs = _in_places(args, head), _in_places(kwargs, head)
     leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows)]
-    head = leaves[0]
     if any(not _alike(head, other) for other in leaves[1:]):
         return _OTHERWISE
     count = _count(head)
@@ -237,6 +243,23 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
         return SelectedRows.of(value, mask, head.questions)
 
     return wrapped(result)
+
+
+def _in_places(value: Any, head: SelectedRows) -> Any:
+    """Tensors of as many rows as the mask chooses, with these in the places of the chosen: what an elementwise call adds
+    to them, or multiplies them by, can have no other number of rows."""
+    if type(value) in (list, tuple):
+        return type(value)(_in_places(item, head) for item in value)
+    if isinstance(value, dict):
+        return {key: _in_places(item, head) for key, item in cast("dict[str, Any]", value).items()}
+    every, rank = head.rows.shape[0], head.rows.dim()
+    if not isinstance(value, Tensor) or isinstance(value, SelectedRows) or value.dim() != rank:
+        return value
+    if value.shape[0] in (1, every) or not head.questions.assume(head.mask.sum() == value.shape[0]):
+        return value
+    places = head.mask.reshape(-1, *(1 for _ in range(rank - 1))).expand(every, *value.shape[1:])
+    rows = value.new_zeros(every, *value.shape[1:]).masked_scatter(places, value)
+    return SelectedRows.of(rows, head.mask, head.questions)
 
 
 def _reduced(func: Any, selection: SelectedRows, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
