@@ -39,7 +39,16 @@ SHAPES: dict[str, dict[str, int]] = {
            "vocab_size": 32000, "num_hidden_layers": 32},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
             "vocab_size": 128256, "num_hidden_layers": 80},
+    "mixtral-8x7b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                     "num_key_value_heads": 8, "vocab_size": 32000, "num_hidden_layers": 32, "num_local_experts": 8,
+                     "num_experts_per_tok": 2},
 }  # fmt: skip
+PLANS: dict[str, Any] = {  # by shape; the others have the file's
+    "mixtral-8x7b": {
+        "params": {"**.experts.gate_up_proj": "ep, -, -", "**.experts.down_proj": "ep, -, -"},
+        "inputs": {"*": "dp, -"},
+    },
+}
 # shape, layers (None: the shape's own), mesh, limit in seconds (None: measured only)
 BARS: list[tuple[str, int | None, str, float | None]] = [
     ("7b", 8, "dp=2,tp=4", None),
@@ -61,7 +70,7 @@ def _module_that_traces() -> Any:
 def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str, object]:
     """Compile once, in this process. With `calls`, the calls of functions are counted, which makes it slower."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     import shardc
 
@@ -71,7 +80,10 @@ def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str,
     parsed = shardc.Mesh.parse(mesh)
     batch = 2 * parsed.size("dp")
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+        if "num_local_experts" in sizes:
+            model: torch.nn.Module = MixtralForCausalLM(MixtralConfig(**sizes, use_cache=False))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
         tokens = torch.zeros(batch, 2048, dtype=torch.int64)
     shares: dict[str, float] = {}
     traced = tracing.trace
@@ -92,7 +104,7 @@ def measure(shape: str, layers: int | None, mesh: str, calls: bool) -> dict[str,
         model,
         {"input_ids": tokens, "labels": tokens},
         mesh=parsed,
-        plan=PLAN,
+        plan=PLANS.get(shape, PLAN),
         watch=lambda one, _graph, seconds: shares.__setitem__(one.name, round(seconds, 2)),
     )
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start

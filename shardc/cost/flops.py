@@ -6,6 +6,8 @@ an element, bound by memory, and not counted. What counts is what a rank compute
     sdpa        2 products:  q k^T, p v
     sdpa_bwd    5 products:  q k^T again, as scores are not kept; those of dv, dp, dq and dk
     causal      half of either: what lies above the diagonal is not computed
+    scan        every statement of its body, for each step: elements once, `dot` twice; a third of scan_backward, which
+                runs forward again
     expert_mm   routing is taken to be balanced: of its tokens' rows, a rank's experts have an even part
 
 A transformer of N weights in its products spends 6 N a token, a third of it in forward, and its attention.
@@ -14,7 +16,7 @@ A transformer of N weights in its products spends 6 N a token, a third of it in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch import fx
 
 from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.scan import sizes_of
+from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.schema import given
 
 Shape = tuple[int, ...]
@@ -46,6 +50,18 @@ def _convolution_backward(a: Arguments) -> int:
     return once * sum(map(bool, a["output_mask"][:2]))
 
 
+def _scan(text: str, states: Sequence[Shape], inputs: Sequence[Shape]) -> int:
+    body = parse_body(text)
+    sizes = sizes_of(body, states, inputs)
+    total = 0
+    for st in body.statements:
+        dims = {TIME} if st.name in body.timed else set[str]()
+        for operand in st.operands:
+            dims.update(body.letters[operand])
+        total += math.prod(sizes[x] for x in dims) * (2 if st.op == "dot" else st.op != "rename")
+    return total
+
+
 # op -> operations of a call, given its arguments and the shape of its first result
 COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "mm": lambda a, y: 2 * math.prod(y) * a["self"][-1],
@@ -64,6 +80,8 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "shardc.expert_wgrad": lambda a, y: 2 * math.prod(a["a"]) * a["g"][-1],
     "shardc.sdpa": lambda a, y: _attention(a, 1, 1),
     "shardc.sdpa_bwd": lambda a, y: _attention(a, 3, 2),
+    "shardc.scan": lambda a, y: _scan(a["body"], a["carried"], a["inputs"]),
+    "shardc.scan_backward": lambda a, y: 3 * _scan(a["body"], [state[1:] for state in a["starts"]], a["inputs"]),
     "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y),
     "convolution_backward": lambda a, y: _convolution_backward(a),
 }
@@ -109,7 +127,12 @@ def node_flops(body: Graph, node: fx.Node) -> int:
     def shape(value: fx.Node) -> Shape:
         return type_of(value).local_shape(body.mesh)
 
-    arguments = {name: shape(arg) if isinstance(arg, fx.Node) else arg for name, arg in given(node).items()}
+    def argument(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [argument(v) for v in value]
+        return shape(value) if isinstance(value, fx.Node) else value
+
+    arguments = {name: argument(value) for name, value in given(node).items()}
     return count(arguments, shape(node) if info(node).type is not None else ()) // _divided(body, node)
 
 

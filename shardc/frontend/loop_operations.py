@@ -183,6 +183,18 @@ _binary_operation("maximum")
 _binary_operation("pow")
 
 
+def _comparison(name: str) -> None:
+    def operation(x: Any, number: Any) -> Any:
+        known = isinstance(x, (Step, Same)) and type(number) in Number
+        return _of(x, lambda t: getattr(torch, name)(t, number)) if known else refuse()
+
+    OPERATIONS[name] = operation
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _comparison(_name)
+
+
 @_operation("max")
 def larger(a: Any, b: Any = None, **kwargs: Any) -> Any:
     return binary("maximum", a, b) if isinstance(b, (Symbol, Tensor)) and not kwargs else refuse()

@@ -227,7 +227,7 @@ class Symbol:
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = __ipow__ = refuse  # they write to their tensor
     __bool__ = __int__ = __float__ = __index__ = __hash__ = __iter__ = __contains__ = refuse  # type: ignore[assignment]
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __setitem__ = refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __setitem__ = refuse  # type: ignore[assignment]
 
 
 def _operator(name: str, *, swapped: bool = False) -> Callable[[Any, Any], Any]:
@@ -241,6 +241,10 @@ for _name, _op in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "
                    ("pow", "pow")):  # fmt: skip
     setattr(Symbol, f"__{_name}__", _operator(_op))
     setattr(Symbol, f"__r{_name}__", _operator(_op, swapped=True))
+
+
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Symbol, f"__{_name}__", _operator(_name))
 
 
 class Method:

@@ -1,0 +1,150 @@
+"""Models with recurrences of `transformers`, unmodified: one scan a layer, as many calls for 128 steps as for 16."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.api import Program
+from shardc.cost.flops import flops
+from shardc.ir.collectives import collectives
+from shardc.ir.graph import info
+from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
+from shardc.ir.parse import parse
+from shardc.ir.text import print_graph
+from shardc.runtime.oracle.simulate import simulate
+from tests.in_double import InDouble
+from tests.replanned import replanned
+
+T = pytest.importorskip("transformers")
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "use_cache": False}
+STATE_SPACE = {"state_size": 4, "time_step_rank": 4}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+HYBRID = {"mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 2, "num_experts_per_tok": 1} | {
+    f"{kind}_layer_{word}": n for kind in ("attn", "expert") for word, n in (("period", 2), ("offset", 1))
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mamba": STATE_SPACE,
+    "FalconMamba": STATE_SPACE,
+    "Jamba": ATTENTION | HYBRID,
+    "Rwkv": {"attention_hidden_size": 16},
+    "RecurrentGemma": ATTENTION | {"num_key_value_heads": 1, "lru_width": 16, "attention_window_size": 256},
+}
+SCANS = {"Jamba": 1}  # of two layers, one is attention
+IN_COLUMNS = {"**.in_proj.weight": "2*tp, -", "**.out_proj.weight": "-, tp"}
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return getattr(T, f"{name}ForCausalLM")(getattr(T, f"{name}Config")(**(SMALL | MODELS[name]))).train()
+
+
+def compiled(model: nn.Module, plan: dict[str, Any], steps: int = 16) -> Program:
+    tokens = torch.randint(32, (4, steps), generator=torch.Generator().manual_seed(1))
+    inputs = {"*": "dp, -"} if "dp" in plan["mesh"] else {}
+    return shardc.compile(model, {"input_ids": tokens, "labels": tokens}, plan={"inputs": inputs, **plan})
+
+
+def eager(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Its loss and gradients in float64, with the loop over time as it is written."""
+    model.zero_grad()
+    model.double()
+    with InDouble():
+        loss = model(**batch).loss
+    loss.backward()
+    found = {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.float()
+    return found
+
+
+def gap(program: Program, wanted: dict[str, Tensor]) -> float:
+    """The greatest error of the simulated ranks, of a loss or gradient, relative to its greatest element."""
+    found = {port.name: value for port, value in simulate(program.body, program.inputs(), dtype=torch.float64).items()}
+    assert found.keys() == wanted.keys()
+    return max(float((found[n] - w).abs().max() / w.abs().max().clamp(min=1e-3)) for n, w in wanted.items())
+
+
+def calls(program: Program) -> Counter[Any]:
+    return Counter(node.target for node in program.body.calls())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_many_calls_for_any_number_of_steps(name: str) -> None:
+    model = model_of(name)
+    programs = [compiled(model, {"mesh": "dp=2"}, steps) for steps in (16, 128)]
+    for program in programs:
+        assert calls(program)[SCAN] == calls(program)[SCAN_BACKWARD] == SCANS.get(name, 2)
+        assert {c.kind for c in collectives(program.body)} == {"all_reduce"}
+    assert calls(programs[0]) == calls(programs[1])
+    assert gap(programs[0], eager(model, programs[0].sample)) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def mamba() -> nn.Module:
+    return model_of("Mamba")
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2, tp=2"])
+def test_mamba_over_tp(mesh: str, mamba: nn.Module) -> None:
+    """Each way two sums a layer: of what the state space reads of the channels, and of the stream."""
+    program = compiled(mamba, {"mesh": mesh, "params": IN_COLUMNS})
+    assert not program.diagnostics
+    assert program.verify().ok
+    assert gap(program, eager(mamba, program.sample)) < 1e-12
+    over_tp = Counter(c.phase for c in collectives(program.body) if c.axes == ("tp",))
+    assert over_tp == {"fwd": 2 * 2, "bwd": 2 * 2}
+    assert {c.kind for c in collectives(program.body)} == {"all_reduce"}
+    scans = [node for node in program.body.calls() if node.target in (SCAN, SCAN_BACKWARD)]
+    assert all("tp" in str(info(node).split) for node in scans)
+    whole = [flops(program.reference).of_op(f"shardc.{op}") for op in ("scan", "scan_backward")]
+    parts = [flops(program.body).of_op(f"shardc.{op}") for op in ("scan", "scan_backward")]
+    assert [part * program.mesh.world_size for part in parts] == whole
+    assert whole[1] == 3 * whole[0] > 0
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "pipeline": {"mesh": "pp=2", "pipeline": {"axis": "pp", "microbatches": 2}},
+    "zb-h1": {"mesh": "pp=2, tp=2", "pipeline": {"axis": "pp", "microbatches": 2, "schedule": "zb-h1"},
+              "params": IN_COLUMNS},
+    "zero 3": {"mesh": "dp=2, tp=2", "params": IN_COLUMNS, "storage": {"zero": 3, "axes": ["dp"]}},
+    "accumulate": {"mesh": "dp=2", "accumulate": 2},
+    "uneven": {"mesh": "tp=3", "params": {"**.in_proj.weight": "2*tp, -", "**.out_proj.weight": "-, tp"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_mamba_as_on_one_device(name: str, mamba: nn.Module) -> None:
+    program = compiled(mamba, PLANS[name])
+    report = program.verify()
+    assert report.ok, str(report)
+
+
+def test_mamba_recomputed_and_fused(mamba: nn.Module) -> None:
+    plain = compiled(mamba, {"mesh": "dp=2, tp=2", "params": IN_COLUMNS})
+    for said in ({"recompute": "full"}, {"recompute": "cheap"}, {"fuse": True}, {"fuse": True, "recompute": "full"}):
+        program = replanned(plain, **said)
+        assert program.verify().ok, said
+        assert calls(program)[SCAN] == (4 if said.get("recompute") == "full" else 2)
+    assert replanned(plain, recompute="full").memory().row("activations").most < plain.memory().row("activations").most
+
+
+def test_mamba_in_half_precision(mamba: nn.Module) -> None:
+    program = compiled(mamba, {"mesh": "dp=2, tp=2", "params": IN_COLUMNS, "precision": {"compute": "bf16"}})
+    assert program.verify().ok
+
+
+def test_text_and_json(mamba: nn.Module) -> None:
+    program = compiled(mamba, {"mesh": "dp=2, tp=2", "params": IN_COLUMNS})
+    text = print_graph(program.body)
+    assert print_graph(parse(text)) == text
+    read = Program.from_json(program.to_json())
+    assert print_graph(read.body) == text
+    first, second = (simulate(p.body, program.inputs(), dtype=torch.float64) for p in (program, read))
+    for (port, value), (other, same) in zip(first.items(), second.items(), strict=True):
+        assert port.name == other.name
+        assert torch.equal(value, same)
