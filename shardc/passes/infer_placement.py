@@ -428,7 +428,7 @@ def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh
 
 _Handler = Callable[[fx.Node, Sequence[TensorType | None], Mesh], list[str]]
 _HANDLERS: Mapping[Any, _Handler] = {
-    **dict.fromkeys((*collectives.COLLECTIVES, local.shard_slice), _moved),
+    **dict.fromkeys((*collectives.COLLECTIVES, local.shard_slice, local.slice_blocks), _moved),
     EXCHANGE_COUNTS: counts_faults,
     **dict.fromkeys(ROW_MOVES, move_faults),
     local.mask_pad: _masked,

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.derive_provenance import parameter_of_state
 from shardc.ir.graph import Graph, Port, ValueInfo, set_info
 from shardc.ir.mesh import Mesh
@@ -67,7 +68,7 @@ def types(draw: st.DrawFn) -> TensorType:
         count = draw(st.integers(0, len(free)))
         return tuple(free.pop() for _ in range(count))
 
-    atoms = st.lists(st.sampled_from([0, 2, 3, 17, 64]), max_size=3)
+    atoms = st.lists(st.sampled_from([0, 2, 3, 17, 64, Blocks.parse("8*2|-3|1"), Blocks.parse("5|7")]), max_size=3)
     dims = tuple(tuple(Atom(size, take()) for size in draw(atoms)) for _ in range(draw(st.integers(0, 3))))
     partial = tuple(sorted((axis, draw(st.sampled_from(["sum", "max"]))) for axis in take()))
     return TensorType(draw(st.sampled_from(list(DTYPE_NAMES))), dims, partial)

@@ -27,6 +27,9 @@ MOVES = {
     "gather": (TP, "f64[6@tp, 3]", [("all_gather", (["tp"], [3, 3], 0, 6, [6, 3]), "f64[6, 3]")]),
     "gather the inner dim": (TP, "f64[3, 6@tp]", [("all_gather", (["tp"], [3, 3], 1, 6, [3, 6]), "f64[3, 6]")]),
     "gather uneven": (TP, "f64[2, 5@tp]", [("all_gather", (["tp"], [2, 3], 1, 5, [2, 5]), "f64[2, 5]")]),
+    "slice blocks": (TP, "f64[2, 5|-1]", [("slice_blocks", (["tp"], [2, 6], 1, [5, -1], [1, 1], [2, 4]), "f64[2, 5|-1@tp]")]),
+    "gather blocks": (TP, "f64[3*2|-1@tp]", [("gather_blocks", (["tp"], [5], 0, [3, -1], [2, 1], [7]), "f64[3*2|-1]")]),
+    "blocks masked": (TP, "f64[5|3@tp]", [("mask_blocks", ([5], 0, [5, 3], [1, 1], ["tp"], 9.0, False), "f64[5|3@tp]")]),
     "gather an atom": (TP, "f64[(3 5@tp 2)]", [("all_gather", (["tp"], [3, 3, 2], 1, 5, [30]), "f64[(3 5 2)]")]),
     "gather two axes at once": (AB, "f64[8@a.b]", [("all_gather", (["a", "b"], [2], 0, 8, [8]), "f64[8]")]),
     "gather two axes, minor first": (AB, "f64[8@b.a]", [("all_gather", (["b", "a"], [2], 0, 8, [8]), "f64[8]")]),
@@ -154,6 +157,9 @@ CALLS = {
     "permute_ranks": (["tp"], [0]),
     "shard_slice": (["tp"], [4, 6], 0, [4, 6]),
     "mask_pad": ([4, 6], 1, 6, ["tp"], 0.0),
+    "slice_blocks": (["tp"], [4, 6], 1, [2, -2], [2, 1], [4, 6]),
+    "gather_blocks": (["tp"], [4, 6], 1, [2, -2], [2, 1], [4, 6]),
+    "mask_blocks": ([4, 6], 1, [2, -2], [2, 1], ["tp"], 0.0, True),
 }
 
 

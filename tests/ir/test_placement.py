@@ -10,6 +10,8 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import OPEN, UNSHARDED, DimPlacement, P, Placement
 
+SIZES = st.tuples(st.integers(1, 99), st.integers(-9, -1) | st.integers(1, 9), st.integers(1, 9))
+
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
@@ -19,7 +21,8 @@ def placements(draw: st.DrawFn) -> Placement:
         count = draw(st.integers(0, len(axes)))
         taken, axes = tuple(axes[:count]), axes[count:]
         blocks = draw(st.integers(1, 3)) if taken else 1
-        dims.append(DimPlacement(taken, blocks, open=not taken and draw(st.booleans())))
+        unequal = draw(SIZES) if taken and blocks == 1 and draw(st.booleans()) else ()
+        dims.append(DimPlacement(taken, blocks, not taken and draw(st.booleans()), unequal))
     return Placement(tuple(dims))
 
 
@@ -41,6 +44,8 @@ def test_text_round_trips(placement: Placement) -> None:
         (P(None, (3, "tp")), "-, 3*tp"),
         (P((2, "dp", "tp")), "2*dp.tp"),
         (P((1, "tp")), "tp"),
+        (P(([8, 2, -1], "tp")), "[8, 2, -1]*tp"),
+        (P(None, ([5, 7], "dp", "tp")), "-, [5, 7]*dp.tp"),
         (P(OPEN, "tp"), "?, tp"),
         (P("dp.tp", "-"), "dp.tp, -"),
     ],
@@ -49,6 +54,20 @@ def test_python_and_text_agree(placement: Placement, text: str) -> None:
     assert str(placement) == text
     assert Placement.parse(text) == placement
     assert Placement.of(text) == Placement.of(placement) == Placement.of(list(placement.dims)) == placement
+
+
+@pytest.mark.parametrize(
+    "text", ["[8]*tp", "[-8, -2]*tp", "[8, 0]*tp", "[8, 2]", "[8, 2*tp", "[8, 2]*", "[8 2]*tp", "[]*tp"]
+)
+def test_sizes_of_blocks_that_are_none(text: str) -> None:
+    with pytest.raises(ShardcError, match="SC212"):
+        Placement.parse(text)
+
+
+@pytest.mark.parametrize("sizes", [[], [8], [8, 0], [-8, -2], [8, 2.5], [8, True], [8, "2"]])
+def test_a_list_that_is_no_blocks(sizes: list[object]) -> None:
+    with pytest.raises(ShardcError, match="SC212"):
+        P((sizes, "tp"))
 
 
 def test_padded() -> None:

@@ -24,6 +24,8 @@ MESHES = [Mesh(a=2, b=2), Mesh(a=2, b=3)]
 # One atom that nothing divides, and a dim of two; both meshes make uneven shards of some.
 WHOLE = TensorType(torch.float64, ((Atom(5),), (Atom(3), Atom(4))))
 
+BLOCKED = TensorType.parse("f64[3|-2|4*2, (3 4)]")
+
 
 def placements() -> Iterator[tuple[Axes, ...]]:
     """Each axis on one atom or on none; two on one atom in both orders."""
@@ -33,12 +35,12 @@ def placements() -> Iterator[tuple[Axes, ...]]:
             yield tuple(tuple(axis for axis in order if where[axis] == atom) for atom in range(3))
 
 
-def types(kind: str = "sum") -> Iterator[TensorType]:
+def types(kind: str = "sum", whole: TensorType = WHOLE) -> Iterator[TensorType]:
     """Every placement, with the axes that shard nothing pending or not."""
     for placement in placements():
         free = [axis for axis in "ab" if not any(axis in axes for axes in placement)]
         for pending in product((False, True), repeat=len(free)):
-            yield WHOLE.place(placement, [(axis, kind) for axis, p in zip(free, pending, strict=True) if p])
+            yield whole.place(placement, [(axis, kind) for axis, p in zip(free, pending, strict=True) if p])
 
 
 def resharding(before: TensorType, after: TensorType, mesh: Mesh) -> Graph:
@@ -98,6 +100,14 @@ def check(before: TensorType, after: TensorType, mesh: Mesh) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_pair_of_placements(mesh: Mesh, before: TensorType) -> None:
     for after in types():
+        check(before, after, mesh)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("before", list(types(whole=BLOCKED)), ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_pair_of_placements_of_blocks(mesh: Mesh, before: TensorType) -> None:
+    for after in types(whole=BLOCKED):
         check(before, after, mesh)
 
 

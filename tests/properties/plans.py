@@ -25,8 +25,19 @@ EXCLUDED = ("add", "mul", "where", "sum", "native_layer_norm", "tanh", "_to_copy
 
 
 @st.composite
+def unequal(draw: st.DrawFn, size: int) -> tuple[str, ...]:
+    """Blocks of a dim, some of which every rank has; none of a dim that is too small."""
+    if size < 4:
+        return ()
+    bounds = sorted(draw(st.sets(st.integers(1, size - 1), min_size=1, max_size=3)))
+    sizes = [b - a for a, b in zip((0, *bounds), (*bounds, size), strict=True)]
+    whole = draw(st.integers(0, len(sizes)))  # one of them, or none
+    return (f"[{', '.join(f'-{n}' if i == whole else str(n) for i, n in enumerate(sizes))}]*",)
+
+
+@st.composite
 def placements(draw: st.DrawFn, shape: Shape, mesh: Mesh) -> str:
-    """The text of one placement: axes in any order on any dims, several on one dim, blocks where they divide, OPEN."""
+    """The text of one placement: axes in any order on any dims, several on one dim, blocks equal and not, OPEN."""
     free = list(draw(st.permutations(mesh.names)))
     dims: list[str] = ["-"] * len(shape)
     for dim in draw(st.permutations(range(len(shape)))):
@@ -35,7 +46,7 @@ def placements(draw: st.DrawFn, shape: Shape, mesh: Mesh) -> str:
         axes = [free.pop() for _ in range(count)]
         blocks = [n for n in (2, 3) if shape[dim] % n == 0 and shape[dim] > n]
         if axes:
-            block = draw(st.sampled_from(("", "", *(f"{n}*" for n in blocks))))
+            block = draw(st.sampled_from(("", "", *(f"{n}*" for n in blocks), *(draw(unequal(shape[dim]))))))
             dims[dim] = block + ".".join(axes)
         elif draw(st.integers(0, 5)) == 5:
             dims[dim] = "?"

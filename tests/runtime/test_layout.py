@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardc.ir.blocks import Block, Blocks
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Atom, TensorType
 from shardc.runtime.execute.layout import assemble, load_shard, replica_spread, shard, shard_slices
@@ -14,11 +15,16 @@ from shardc.runtime.execute.layout import assemble, load_shard, replica_spread, 
 MESHES = [Mesh(a=2), Mesh(a=2, b=3), Mesh(a=3, b=2), Mesh(a=2, b=2, c=2), Mesh(a=1, b=4)]
 
 
+BLOCKS = st.lists(st.builds(Block, st.integers(1, 5), st.integers(1, 2), st.booleans()), min_size=2, max_size=3).map(
+    Blocks
+)
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[TensorType, Mesh]:
-    """Any mesh, up to three dims of up to three atoms each, every axis put on some atom or on none."""
+    """Any mesh, up to three dims of up to three atoms each, some of blocks, every axis put on some atom or on none."""
     mesh = draw(st.sampled_from(MESHES))
-    dims = draw(st.lists(st.lists(st.integers(2, 7), max_size=3), max_size=3))
+    dims = draw(st.lists(st.lists(st.one_of(st.integers(2, 7), BLOCKS), max_size=3), max_size=3))
     count = sum(len(dim) for dim in dims)
     axes: list[list[str]] = [[] for _ in range(count)]
     for axis in draw(st.permutations(mesh.names)):
@@ -60,6 +66,18 @@ def test_shards_of_a_fused_weight() -> None:
     assert [run.whole for run in rows] == [slice(0, 2)]
     assert [run.whole for run in columns] == [slice(16, 32), slice(48, 64), slice(80, 96)]
     assert [run.local for run in columns] == [slice(0, 16), slice(16, 32), slice(32, 48)]
+
+
+def test_shards_of_unequal_blocks() -> None:
+    """Heads of queries, keys and values, of which each rank has its share; and the one head that both have."""
+    mesh, type = Mesh(tp=2), TensorType.parse("f32[(4|2|-1@tp 4), 2]")
+    rows, _ = shard_slices(type, mesh, 1)
+    assert [run.whole for run in rows] == [slice(8, 16), slice(20, 24), slice(24, 28)]
+    assert [run.local for run in rows] == [slice(0, 8), slice(8, 12), slice(12, 16)]
+    shards = {rank: shard(numbered(type), type, mesh, rank) for rank in range(2)}
+    assert torch.equal(shards[0][12:], shards[1][12:])
+    shards[1][-1] += 1
+    assert replica_spread(shards, type, mesh) == 1
 
 
 def test_nested_uneven_gathers_to_the_layout_of_the_major_axis() -> None:
