@@ -45,7 +45,7 @@ DERIVED = (
     *("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "no_rope_layers", "stage_names"),
     *("id2label", "label2id", "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"),
 )
-OFF = ("dropout", "drop", "layerdrop", "mask_time_prob", "mask_feature_prob")
+OFF = ("dropout", "drop", "layerdrop", "jitter", "mask_time_prob", "mask_feature_prob")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
 
 

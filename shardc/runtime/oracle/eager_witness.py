@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.frontend.evaluation_mode import evaluating
-from shardc.frontend.lifted_casts import LiftedCasts
+from shardc.frontend.lifted_casts import LiftedCasts, lifted_code
 from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.optimizer_trace import explicit
 from shardc.frontend.program_optimizers import groups_of, stored_state
@@ -38,7 +38,8 @@ class EagerTraining:
     they are run one after the other. What is `stored` of a parameter may have been rounded; it is
     what the model then has. Gradients are clipped to `clip_grad_norm`, on their way to the optimizer or where they are
     returned. A step with a gradient that is not finite is skipped if `check_finite`. If it `evaluates`, a step is a
-    forward of `model.eval()` under `no_grad`, and gives the model's outputs.
+    forward of `model.eval()` under `no_grad`, and gives the model's outputs. With `lifted_code`, floats that the model
+    makes by itself and casts to float32 are lifted too.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class EagerTraining:
         clip_grad_norm: float | None = None,
         check_finite: bool = False,
         evaluates: bool = False,
+        lifted_code: bool = False,
     ) -> None:
         self.model, self.loss, self.dtype = model, loss, dtype
         self.microbatches, self.stored, self.counted = microbatches, stored or {}, counted
         self.optimizers, self.limit, self.check_finite = optimizers, clip_grad_norm, check_finite
         self.evaluates = evaluates
+        self.lifted_code = lifted_code
         self._dtypes = [g["params"][0].dtype if g["params"] else None for _, g in groups_of(optimizers)]
         self._state: dict[Tensor, dict[str, Any]] = {}
         self._updates: list[Callable[[], Any]] = []
@@ -85,8 +88,11 @@ class EagerTraining:
         checkpointing's). Buffers that the step left as they were are given too.
         """
         batch = copied_batch(dict(batch) if isinstance(batch, Mapping) else batch, self.dtype)
-        if self.evaluates:
-            return self._evaluated(batch)
+        own = self.dtype if self.lifted_code else None
+        with nullcontext() if own is None else lifted_code(own, torch.float32):
+            return self._evaluated(batch) if self.evaluates else self._trained(batch, gradients or {})
+
+    def _trained(self, batch: Any, gradients: Mapping[str, Tensor]) -> Witness:
         sums: dict[Tensor, Tensor] = {}
         before = {name: b.detach().clone() for name, b in self._changeable()}
         total = torch.zeros((), dtype=self.dtype or torch.float32)
@@ -120,7 +126,7 @@ class EagerTraining:
             if p.grad is not None and (every or id(p) in used)
         }
         if self.optimizers:
-            results |= self._updated(params, gradients or {})
+            results |= self._updated(params, gradients)
         return results | self._buffers_after(before)
 
     def _evaluated(self, batch: Any) -> Witness:

@@ -167,8 +167,11 @@ class _Eager:
         values = (v for v in program.reference.values() if info(v).phase != "opt")  # an optimizer's casts are lifted
         if lifted and any(type_of(v).dtype in HALF for v in values):
             self.near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
-        # A model may make float32 of its own, which does not mix with `dtype`: then it is asked in its own.
-        self._kinds: list[torch.dtype | None] = [dtype, *([None] if dtypes == {torch.float32} else [])]
+        # A model may make float32 of its own, which is lifted too. Where it takes no other, it is asked in its own.
+        self._kinds: list[tuple[torch.dtype | None, bool]] = [(dtype, False)]
+        if dtypes == {torch.float32}:
+            lifted_first = [(dtype, True)] if dtype == torch.float64 else []
+            self._kinds = [*lifted_first, (dtype, False), (None, False)]
         self._stored = model_state(program.model, program.reference)
 
     def __enter__(self) -> _Eager:
@@ -185,23 +188,23 @@ class _Eager:
             if started := self.training is None:
                 # PyTorch's own products of groups take no float64, and no rows of odd widths.
                 self._stack.enter_context(override_aten({"_grouped_mm": grouped_mm}))
-                self.training = self._stack.enter_context(self._training(self._kinds[0]).active())
+                self.training = self._stack.enter_context(self._training(*self._kinds[0]).active())
             try:
                 return self.training.step(batch, gradients)
             except Exception as failed:
                 self._stack.close()
                 self.training = None
-                kind = self._kinds.pop(0)
+                kind, lifted_code = self._kinds.pop(0)
                 if started and self._kinds:
-                    self.near = max(self.near, EAGER_OWN)
-                    self._first = failed
+                    if not lifted_code:
+                        self.near, self._first = max(self.near, EAGER_OWN), failed
                     continue
                 problem = getattr(self, "_first", failed)
                 reason = str(problem).strip().partition("\n")[0]
                 self.absent = f"the model does not run in {kind}: {type(problem).__name__}: {reason}"
         return None
 
-    def _training(self, dtype: torch.dtype | None) -> EagerTraining:
+    def _training(self, dtype: torch.dtype | None, lifted_code: bool) -> EagerTraining:
         program = self.program
         assert program.model is not None
         return EagerTraining(
@@ -215,6 +218,7 @@ class _Eager:
             clip_grad_norm=program.plan.get("clip_grad_norm"),
             check_finite=any(port.name == "finite" for port in program.reference.outputs),
             evaluates=program.reference.is_forward_only,
+            lifted_code=lifted_code,
         )
 
 
