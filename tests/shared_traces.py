@@ -3,10 +3,10 @@
     llama(8, 16), dp=2, tp=2, zero-3       traced
     llama(8, 16), tp=4, fused, AdamW       a copy of that trace: the plan and the mesh come after it
 
-A trace is shared only where all that it may depend on is known: the model is of torch's and transformers' modules
-alone, each with plain attributes and no hooks; buffers and the batch are the same to the bit. Whoever takes one gets a
-copy, since compiling edits it. Tests that change what is called (`monkeypatch`), those of the tracer, and long tests
-trace for themselves.
+A trace is shared only where all that it may depend on is known: the classes of the model's modules are found under
+their names, and each has plain attributes and no hooks; buffers and the batch are the same to the bit. Whoever takes
+one gets a copy, since compiling edits it. A test traces for itself from where it changes code by `monkeypatch` on; so
+do those of the tracer, and long tests.
 """
 
 from __future__ import annotations
@@ -46,16 +46,23 @@ class UnknownStateError(Exception):
 def install() -> None:
     """From now on `shardc.compile` takes its traces from here, in tests for which that is switched on."""
     requests.trace = cached_model.trace = shared  # type: ignore[attr-defined]
+    for name in ("setattr", "delattr", "setitem", "delitem"):
+        setattr(pytest.MonkeyPatch, name, _switching_off(getattr(pytest.MonkeyPatch, name)))
 
 
 def switch(item: pytest.Item) -> None:
     global _active
-    room = item.path.parent.name
-    _active = not (
-        room in OWN_TRACES
-        or "monkeypatch" in getattr(item, "fixturenames", ())
-        or item.get_closest_marker("long") is not None
-    )
+    _active = item.path.parent.name not in OWN_TRACES and item.get_closest_marker("long") is None
+
+
+def _switching_off(change: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(change)
+    def changed(*arguments: Any, **keywords: Any) -> None:
+        global _active
+        _active = False
+        change(*arguments, **keywords)
+
+    return changed
 
 
 @functools.wraps(trace)

@@ -107,7 +107,6 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]).double())[0, 1])
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DRAWS)
 def test_drawn_as_eager_draws(name: str) -> None:
     (first, second), (_, together) = (step[name] for step, _ in ours()), DRAWS[name]
