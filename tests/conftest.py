@@ -10,13 +10,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import shared_traces
+
 gc.disable()  # until all is imported: little of it is garbage
 
 # One process a core runs tests; more threads would only compete, and sum in another order.
 torch.set_num_threads(1)
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=20)
-# Each night every property has other examples, and three times as many.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=8)
+# Each night every property has other examples, and seven times as many.
 settings.register_profile("night", deadline=None, max_examples=60)
 # `make fuzz`: other examples each time, or those of --hypothesis-seed.
 settings.register_profile("fuzz", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5000")))
@@ -70,12 +72,18 @@ def _slow_first(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage has to look at it again. Tracing makes thousands of
     objects, nearly all to keep: at 20,000 new ones instead of 700, collections are 2 % of a compile instead of 6 %."""
+    shared_traces.install()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
     # At the end all of it goes: what is kept then, some libraries take for a leak. After pytest's own last collections.
     atexit.register(gc.unfreeze)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    shared_traces.switch(item)
 
 
 @pytest.fixture

@@ -343,7 +343,7 @@ def _first_largest(logits: Tensor) -> Tensor:
 
 def cache_tensors(causal: CausalModel, form: Form, **traced: Any) -> CacheTensors:
     """The shape and dtype of each tensor of the cache, by name: what the model hands to a cache that takes anything."""
-    probe = CachedModel(causal, replace(form, chosen="token"), False, None)
+    probe = CachedModel(causal, replace(form, prompt=1, length=1, chosen="token"), False, None)  # as little as tells
     with evaluating(probe):
         try:
             outputs = trace(probe, probe.sample(), with_outputs=True, forward_only=True, **traced).outputs

@@ -107,7 +107,7 @@ def test_outputs_are_those_of_the_eager_model_in_float64(name: str) -> None:
     assert {row.name for row in report.rows} == {"y", "spread", "right"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_text_and_file_round_trip(name: str, tmp_path: Path) -> None:
     mesh, plan = PLANS[name]
@@ -208,6 +208,7 @@ def test_rows_are_joined_and_nothing_else_is(plan: dict[str, Any]) -> None:
     near(read.launch(state=model.state_dict()).step(X).outputs["2"].full(), y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision_computes_with_copies_and_scales_nothing(precision: str) -> None:
     model = Net().float()

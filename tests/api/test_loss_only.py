@@ -45,6 +45,7 @@ def named() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), "weight": torch.rand(8, 6)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -59,6 +59,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_recovers(zero: int, tra
     assert len(set(good)) == 7
 
 
+@pytest.mark.long  # the test of an overflow halves and doubles the scale
 def test_the_scale_finds_its_size() -> None:
     """From far too large it halves until gradients fit; the losses are then those of a scale that fitted at once."""
     large, batch = compiled("mlp", {"compute": "fp16", "loss_scale": 2**32})

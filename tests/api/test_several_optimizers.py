@@ -68,6 +68,7 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(actual[name], value, rtol=1e-11, atol=1e-12, msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_are_eagers(layout: str) -> None:
     built = Built()

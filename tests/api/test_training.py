@@ -163,6 +163,7 @@ def test_the_single_device_is_eager_training(model: str, microbatches: int) -> N
             assert gap <= 1e-11, f"{port.name} differs by {gap:.1e}"
 
 
+@pytest.mark.long  # `partition/test_reduces.py` and `test_accumulate.py` count reductions
 def test_accumulation_reduces_once() -> None:
     """Four microbatches of a quarter move, over dp, what one of the whole batch moves."""
     one, four = (collectives(distributed("llama", "dp2tp2", 1, k)) for k in (1, 4))

@@ -138,7 +138,7 @@ def eager(make: Callable[[nn.Module], Any], x: Tensor, clip: float | None) -> tu
     return before, model
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_are_eagers(layout: str, name: str) -> None:

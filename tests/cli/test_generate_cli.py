@@ -89,6 +89,7 @@ def test_what_is_refused(args: list[str], said: str) -> None:
     assert "hint:" in found
 
 
+@pytest.mark.long  # in ranks, `distributed/test_generation.py` generates; a command's processes, `test_cli.py` runs
 def test_processes_print_what_a_simulation_does() -> None:
     command = [*TARGET, *PLAN, *PROMPTS, "--prompt", "3 9", "--max-new-tokens", "4", "--rows", "2"]
     simulated = ran(*command)

@@ -87,7 +87,7 @@ def test_the_optimizer_is_counted(golden: Golden) -> None:
     golden("cost_adamw.txt", ran.out)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_compiled_and_verified(name: str) -> None:
     ran = shardc_cli("verify", MODEL, *PLAN, "--optimizer", name)

@@ -95,7 +95,7 @@ REFUSED: Mapping[str, tuple[Callable[[Content], Any], str]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_instruction(name: str) -> None:
     change, said = REFUSED[name]
@@ -107,6 +107,7 @@ def test_refused_by_instruction(name: str) -> None:
 FLAT: Mapping[str, tuple[int, Any]] = {"another size": (4, 0), "another dim": (3, 1), "other atoms": (2, [5])}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FLAT)
 def test_refused_of_a_bucket(name: str) -> None:
     at, value = FLAT[name]
@@ -173,7 +174,7 @@ STAGES: Mapping[str, tuple[Callable[[Content], Any], str]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", STAGES)
 def test_refused_of_a_pipeline(name: str) -> None:
     change, code = STAGES[name]

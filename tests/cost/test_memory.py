@@ -188,6 +188,7 @@ def adamw(storage: dict[str, Any]) -> ProgramMemory:
     return report
 
 
+@pytest.mark.long  # `test_categories` counts activations
 def test_sequence_parallelism_saves_activations() -> None:
     assert compiled("llama_sp").memory().row("activations").most < compiled("llama").memory().row("activations").most
 

@@ -31,6 +31,7 @@ def worker(case: str) -> ModuleType:
         sys.argv = argv
 
 
+@pytest.mark.long  # each of the three has a test in ranks or in a simulation of its own
 @pytest.mark.parametrize(
     "case",
     [

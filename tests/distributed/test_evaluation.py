@@ -29,6 +29,7 @@ def eager(layers: int) -> list[float]:
     return losses
 
 
+@pytest.mark.long  # `test_data.py` evaluates in ranks, in parts; `runtime/test_evaluate.py` has the values
 @pytest.mark.parametrize(
     "case", [case if case in SAMPLE else pytest.param(case, marks=pytest.mark.long) for case in RANKS]
 )

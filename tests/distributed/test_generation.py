@@ -50,6 +50,7 @@ def test_ranks_that_are_given_different_prompts_are_named(tmp_path: Path) -> Non
     assert first == {"prompts": ["SC542", "prompts"], "settings": ["SC542", "settings"]}
 
 
+@pytest.mark.long  # `test_generate_stream.py` shows it in a simulation
 def test_prompts_join_where_their_row_is_held(tmp_path: Path) -> None:
     results = [result for result in start("streams", 4, tmp_path, 240.0, WORKER) if result is not None]
     model, batch = gpt2(batch=4, seq=8, vocab=96, width=32)

@@ -41,7 +41,7 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_limit(tmp_path: Path) 
     assert first["seconds"] < LIMIT + SLACK
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["raised", "open"])
 def test_a_process_that_fails_exits_as_python_does(how: str) -> None:
     """Not by SIGABRT: no thread of ours is in the store's C++ when Python finalizes."""

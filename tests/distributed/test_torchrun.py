@@ -33,6 +33,7 @@ def end_of(job: subprocess.Popen[str], folder: Path) -> tuple[str, float]:
     return said, time.time() - float((folder / "broke_at").read_text())
 
 
+@pytest.mark.long  # in forked ranks, `test_gloo.py` shows it
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     """How ranks that were not waiting for it learn of it, `test_gloo.py` shows on four."""
     job = torchrun("dead", 2, tmp_path)

@@ -158,10 +158,10 @@ def fuzzed(count: int, seed: int, plans: list[str]) -> Counter[str]:
 
 
 def test_altered_plans_are_refused_or_right() -> None:
-    assert fuzzed(25, 1, WRITTEN)["SC208"] > 4
-    outcomes = fuzzed(25, 2, FITTING)
-    assert outcomes["SC208"] > 4
-    assert outcomes["right"] > 4
+    assert fuzzed(12, 1, WRITTEN)["SC208"] > 2
+    outcomes = fuzzed(12, 2, FITTING)
+    assert outcomes["SC208"] > 2
+    assert outcomes["right"] > 1
 
 
 @pytest.mark.long

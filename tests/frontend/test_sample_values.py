@@ -81,6 +81,7 @@ def never_dropped(tokens: Tensor, h: Tensor) -> Tensor:
 HOLD = (bounded, by_list, by_repeats, written_in_place, as_numbers, without_padding, finite, unbounded, never_dropped)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("asked", HOLD, ids=lambda asked: asked.__name__)
 def test_steps_are_those_of_eager_training(asked: Callable[[Tensor, Tensor], Tensor], layout: str) -> None:

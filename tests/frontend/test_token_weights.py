@@ -76,6 +76,7 @@ def test_a_step_in_pieces_is_the_step_in_one(microbatches: int, mesh: str) -> No
         assert any((mean[port] - value).abs().max() > 1e-4 for port, value in wanted.items() if port in mean)
 
 
+@pytest.mark.long  # a plan with a pipeline is ordinary
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("stages", "schedule", "virtual", "mesh"),

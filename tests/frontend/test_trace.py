@@ -182,7 +182,7 @@ def counts(traced: Traced) -> Counter[Any]:
     return Counter(n.target for n in traced.graph.nodes if n.op == "call_function")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_traced_step_equals_eager_autograd(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)

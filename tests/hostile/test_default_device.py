@@ -49,7 +49,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_eager_training(way: str, plan: str) -> None:

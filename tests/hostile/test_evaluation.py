@@ -70,7 +70,7 @@ def near(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), tolerance, tolerance, equal_nan=True)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(34)
 @pytest.mark.parametrize("name", CASES)
 def test_evaluates_as_eager(name: str) -> None:
     case = CASES[name]

@@ -42,7 +42,7 @@ def checked(name: str, optimizer: str, layout: str) -> None:
     assert outcome(case, layout, optimizer) == (case.code(layout) or case.warned or "right")
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(34)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_eager(name: str) -> None:
     checked(name, *drawn(name))

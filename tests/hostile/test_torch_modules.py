@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-PARTS, SAMPLE = 64, 320  # a sample is of so many parts one
+PARTS, SAMPLE = 64, 640  # a sample is of so many parts one
 # What is refused, and is right to be: by the module's name.
 REFUSED = {
     # momentum=None divides by a count that is a tensor; CTC reads lengths, a transformer its mask, and the Gaussian

@@ -49,6 +49,7 @@ LONG: dict[str, Combination] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [s if s < ORDINARY else pytest.param(s, marks=pytest.mark.long) for s in range(ALL)])
 def test_what_is_drawn_trains_as_eager(seed: int, tmp_path: Path) -> None:
     drawn = Combination.drawn(seed)
@@ -57,6 +58,7 @@ def test_what_is_drawn_trains_as_eager(seed: int, tmp_path: Path) -> None:
     assert compared(drawn, tmp_path) == [], drawn
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*DIRECTED, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_what_went_wrong_once_trains_as_eager(name: str, tmp_path: Path) -> None:
     drawn = {**DIRECTED, **LONG}[name]

@@ -68,7 +68,7 @@ def held(interpreted: Interpreter, line: str, style: PlanStyle | None, schedule:
         torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 def test_pointwise(interpreted: Interpreter, line: str) -> None:
     held(interpreted, line, None, None)

@@ -88,7 +88,7 @@ def test_rows_of_a_sum(interpreted: Interpreter, schedule: Schedule | None) -> N
     assert torch.equal(mean, total[:, 0].float())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", GROUPS)
 def test_groups(interpreted: Interpreter, kind: str) -> None:
     dtype, channels, space, schedule = GROUPS[kind]
@@ -222,6 +222,7 @@ def test_no_number(interpreted: Interpreter, dtype: torch.dtype, schedule: Sched
     assert not y[::2].isnan().any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ["held", "twice", "meeting", "twice, tail", "meeting, brain"])
 def test_no_number_in_a_group(interpreted: Interpreter, kind: str, bad: float) -> None:

@@ -128,6 +128,7 @@ def test_an_ignored_row_has_no_gradient_whatever_its_logits(interpreted: Interpr
         assert torch.equal(again.nan_to_num(7.0), whole.nan_to_num(7.0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "dtype"),
     [

@@ -19,7 +19,7 @@ from kernels_triton.launch.row_schedule import Schedule
 from kernels_triton.library import reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEW = settings(max_examples=12)
+FEW = settings(max_examples=max(5, settings().max_examples // 5))
 
 
 @st.composite
@@ -120,7 +120,7 @@ def test_causal_rows_by_blocks(interpreted: Interpreter) -> None:
     assert relative(interpreted(*args), reference.softmax_backward(wide(dy), wide(y), 2.0, True)) < 2e-6
 
 
-@settings(max_examples=20)
+@settings(max_examples=max(8, settings().max_examples // 3))
 @given(x=rows(), scale=st.sampled_from([1.0, 0.125, 40.0]), data=st.data())
 def test_softmax(interpreted: Interpreter, x: Tensor, scale: float, data: st.DataObject) -> None:
     """Scales that would overflow an exponential without the maximum; masks of every shape; causal edges."""

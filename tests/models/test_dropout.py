@@ -67,7 +67,7 @@ def test_masks_are_the_same_for_every_layout(plan: str, mesh: str, batch: int, h
         assert torch.equal(one[name], many[name]), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @layouts
 def test_what_a_dropout_yields_is_the_same(plan: str, mesh: str) -> None:
     program = compiled(plan, mesh, 8, 4)

@@ -66,7 +66,11 @@ class Compiled:
         return self.programs[mesh]
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=[m.name for m in MODELS])
+LONG = ("qwen3", "bert", "vit", "whisper", "cnn")  # `test_zoo.py` and other rooms compile BERT, ViT and Qwen3 too
+PARAMS = [pytest.param(m, id=m.name, marks=[pytest.mark.long] if m.name in LONG else []) for m in MODELS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     model: Model = request.param
     module, batch, loss = model.make()

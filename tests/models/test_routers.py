@@ -61,7 +61,7 @@ def gap(program: Program, wanted: dict[str, Tensor]) -> float:
     return max(float((found[n] - w).abs().max() / w.abs().max().clamp(min=1e-3)) for n, w in wanted.items())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_is_eager_pytorchs(name: str) -> None:
     model = routed(name)
@@ -80,7 +80,7 @@ def test_the_correction_decides_who_is_chosen_and_has_no_gradient() -> None:
     assert not torch.equal(before["loss"], eager(model, sample)["loss"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", BALANCED)
 def test_the_balance_of_experts_is_the_global_batchs(name: str) -> None:
     """Counts of experts are summed over ranks, once for all layers; the ids themselves are not gathered."""
@@ -146,6 +146,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("coefficient", [0.02, 0.001, 0.0])
 def test_the_balance_is_each_microbatchs_and_verify_says_so(name: str, coefficient: float) -> None:

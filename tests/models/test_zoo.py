@@ -16,7 +16,7 @@ models = pytest.importorskip("benchmarks.zoo_models")
 EVERY = models.entries()
 
 
-@pytest.mark.parametrize("name", ["masked/bert", "causal/mixtral", "vision/vit"])
+@pytest.mark.parametrize("name", ["masked/bert", "causal/mixtral", pytest.param("vision/vit", marks=pytest.mark.long)])
 def test_a_model_type_compiles_and_verifies(name: str) -> None:
     if name == "causal/mixtral":
         pytest.importorskip("transformers", minversion="5.24")  # before, experts are traced as they are written

@@ -137,6 +137,7 @@ def test_a_layer_of_more_than_a_stages_share_is_divided() -> None:
     assert half.units[second].name in blocks
 
 
+@pytest.mark.long  # a layer is not divided: an ordinary test of another model
 def test_blocks_of_t5_stay_whole() -> None:
     body = compiled("t5", "alone", 1)[0].body
     analysis = divide_large_layers(StepAnalysis(body), 3)

@@ -108,6 +108,7 @@ def test_recomputation_sends_nothing_gpt2(mode: Any, mesh: str) -> None:
         assert all(list(values.values()) == [size] for values in found.values()), found
 
 
+@pytest.mark.long  # GPT-2's is ordinary, and `passes/test_recompute.py` has the memory
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "split", "sizes"),
@@ -132,6 +133,7 @@ def test_recomputation_sends_nothing(model: str, split: list[str], sizes: dict[s
             agree(scheduled(found, schedule), inputs, expected, seed=len(schedule))
 
 
+@pytest.mark.long  # GPT-2's is ordinary, and `passes/test_recompute.py` has the memory
 def test_recomputation_holds_less() -> None:
     """Each stage keeps what it is given, and makes the rest of its part of a layer again."""
     module, batch, loss = make("t5", batch=4, layers=2)

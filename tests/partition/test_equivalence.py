@@ -51,7 +51,7 @@ def test_every_schedule(schedule: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000 if FUZZ else 5)
+@settings(max_examples=2000 if FUZZ else 3)
 @given(
     st.sampled_from(ORDERED),
     st.sampled_from((2, 3, 4)),

@@ -145,6 +145,7 @@ def test_nothing_is_gathered_for_one_microbatch() -> None:
         assert all(one.kind == "all_gather" for graph in stage.gathers.values() for one in collectives(graph))
 
 
+@pytest.mark.long  # `schedule` has the lists, `test_reduces.py` a program of that schedule
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_breadth_first_gathers_a_stage_twice_a_step(ranks: int) -> None:
@@ -222,6 +223,7 @@ def _regather(value: bool) -> dict[str, Any]:
     return {"storage": {"zero": 3, "axes": ["dp"], "regather": value}}
 
 
+@pytest.mark.long  # `api/test_precision.py` gathers casts
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_master_copies(zero: int) -> None:
@@ -235,6 +237,7 @@ def test_master_copies(zero: int) -> None:
     assert bool(names) == (zero == 1)
 
 
+@pytest.mark.long  # `test_nothing_is_gathered_for_one_microbatch` is ordinary
 def test_without_storage_nothing_is_gathered() -> None:
     for variant in ("alone", "tp2", "zero1"):
         program = scheduled(staged("gpt2", variant, 1 if variant == "tp2" else 3, 4), "1f1b")

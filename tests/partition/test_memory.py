@@ -122,6 +122,7 @@ def test_every_instruction_holds_what_the_report_says(
             assert one.instruction == real.index(max(real))
 
 
+@pytest.mark.long  # every instruction's bytes are an ordinary test
 def test_buffers_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation keeps every buffer that a microbatch leaves, until the end; a rank keeps the last."""
     program = scheduled(staged("resnet", "alone", 8, 3), "1f1b")

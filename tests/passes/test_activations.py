@@ -78,13 +78,14 @@ def split(graph: Graph, name: str) -> set[str]:
     return {axis for node in calls for value in operands(node) for axis in type_of(value).axes}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ACTS)
 def test_trains_as_on_the_single_device(name: str, plan: str) -> None:
     exact(Block(8, 16, ACTS[name](16)), torch.randn(4, 6, 8), *PLANS[plan])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fused", [False, True], ids=["calls", "fused"])
 @pytest.mark.parametrize("params", [{}, {"conv.weight": "tp"}, {"act.weight": "tp"}], ids=str)
 def test_a_weight_for_each_channel(params: dict[str, str], fused: bool) -> None:

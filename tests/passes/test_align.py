@@ -114,7 +114,7 @@ def rows(graph: Graph) -> set[int]:
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("name", PLANS)
 def test_equal_to_the_single_device(name: str) -> None:

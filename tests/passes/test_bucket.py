@@ -324,6 +324,7 @@ def test_a_pipelines_parts_have_buckets_of_their_own() -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.long  # `properties/test_random_training.py` draws buckets under storage of any sizes
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [3_000, 20_000])
 def test_shards_that_do_not_divide(size: int) -> None:

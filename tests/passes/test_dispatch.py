@@ -93,7 +93,7 @@ def moves(graph: Graph) -> Counter[object]:
     return Counter(node.target for node in graph.calls() if node.target in (DISPATCH_ROWS, COMBINE_ROWS))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MESHES)
 def test_any_routing_and_size_is_as_on_one_device(name: str) -> None:
     """Batches and experts that ranks do not divide are padded; padding is of no expert, and is not sent."""
@@ -156,6 +156,7 @@ def test_a_model_without_experts_is_told_that_nothing_is_sent() -> None:
 
 
 # ------------------------------------------------------------------------------------------ what is sent
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["ep2", "ep4", "dp2 x ep2", "experts over both", "dp2 x ep2 x tp2"])
 def test_rows_are_sent_twice_each_way_and_no_weight_is_moved(name: str) -> None:
     compiled = program(name, 8, bias=False)
@@ -228,6 +229,7 @@ def test_a_saved_program_is_the_same(tmp_path: Path) -> None:
     assert loaded.verify().ok
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("index", range(5))
 def test_each_exchange_is_explained(index: int) -> None:
     compiled = program("dp2 x ep2", bias=False)

@@ -89,6 +89,7 @@ RAGGED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("table", ["tp, -", "-, tp", ""])
 @pytest.mark.parametrize("name", RAGGED)
 def test_bags_that_begin_at_offsets(name: str, table: str) -> None:

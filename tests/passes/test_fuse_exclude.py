@@ -44,6 +44,7 @@ def single(program: shardc.Program) -> set[str]:
     return {f"{name} {info(node).name}" for node, name in names.items() if not name.startswith("shardc.")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("pattern", "stays", "goes"),
     [

@@ -67,7 +67,7 @@ EXPECTED: dict[str, dict[str, Counter[str]]] = {  # by precision
 
 @pytest.mark.parametrize("precision", ["", "bf16"])
 @pytest.mark.parametrize("name", EXPECTED)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_each_models_templates(name: str, precision: str) -> None:
     body = body_of(name, precision)
     plain, ours = fuse(body, templates=()), fuse(body)

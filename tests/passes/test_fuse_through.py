@@ -115,6 +115,7 @@ def test_a_transposed_value_is_not_copied() -> None:
     assert made.verify().ok, str(made.verify())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=2"])
 def test_rotary_embeddings_go_back_in_one_kernel_each(mesh: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM

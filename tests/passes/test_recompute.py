@@ -184,11 +184,12 @@ def test_the_optimizer_is_left_alone() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- budgets
-def test_a_budget_is_kept_with_few_flops() -> None:
+@pytest.mark.parametrize("shares", [(1.0, 0.6), pytest.param((1.0, 0.8, 0.6, 0.45), marks=pytest.mark.long)])
+def test_a_budget_is_kept_with_few_flops(shares: tuple[float, ...]) -> None:
     arguments = (("layers", 4),)
     none, expected, held = plain("gpt2", arguments)
     spent: list[int] = []
-    for share in (1.0, 0.8, 0.6, 0.45):
+    for share in shares:
         program = replanned(none, recompute={"budget": int(share * held)})
         found, _, activations = run(program)
         assert activations <= share * held
@@ -198,7 +199,7 @@ def test_a_budget_is_kept_with_few_flops() -> None:
     assert spent == sorted(spent)
     assert spent[0] == flops(none.body).total
     full = replanned(none, recompute="full")
-    assert spent[-2] < flops(full.body).total
+    assert spent[shares.index(0.6)] < flops(full.body).total
 
 
 def test_an_impossible_budget() -> None:

@@ -44,6 +44,7 @@ def calls(program: shardc.Program) -> set[str]:
     return {op_name(node.target) for node in program.body.calls()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "split", "shape"),
     [

@@ -101,6 +101,7 @@ def test_near_misses_of_a_biased_loss() -> None:
     assert name("=%19", "=%19, f32[8,16]=%5") is None  # the sum itself is wanted
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", [{"label_smoothing": 0.1}, {"weight": True}, {"reduction": "sum"}], ids=str)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_other_losses_are_few_kernels_and_right(loss: dict[str, Any], precision: str | None) -> None:

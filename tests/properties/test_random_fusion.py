@@ -27,7 +27,7 @@ from tests.properties.grower import Program
 from tests.properties.plans import fusions
 from tests.properties.test_random_programs import cases
 
-EXAMPLES = max(12, settings().max_examples // 4)
+EXAMPLES = max(6, settings().max_examples // 4)
 
 
 @given(cases(), st.sampled_from((iteration_space.MAX_SPLIT_COLUMNS, 4)), fusions, st.sampled_from((None, None, 2000)))

@@ -31,7 +31,7 @@ from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
 from tests.properties.programs import programs
 
-EXAMPLES = max(6, settings().max_examples // 2)
+EXAMPLES = max(4, settings().max_examples // 2)
 Placed = dict[str, dict[str, str]]
 
 

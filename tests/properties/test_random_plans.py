@@ -25,7 +25,7 @@ from tests.properties.plans import Shapes, meshes, plans
 
 pytest.importorskip("transformers")
 
-EXAMPLES = max(5, settings().max_examples // 5)
+EXAMPLES = max(3, settings().max_examples // 5)
 Model = tuple[nn.Module, dict[str, Tensor]]
 Case = tuple[str, bool, Mesh, dict[str, dict[str, str]]]
 

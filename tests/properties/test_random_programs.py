@@ -22,7 +22,7 @@ from tests.properties.grower import Program
 from tests.properties.plans import meshes, plans
 from tests.properties.programs import programs
 
-EXAMPLES = max(20, settings().max_examples)
+EXAMPLES = max(8, settings().max_examples)
 
 
 @st.composite

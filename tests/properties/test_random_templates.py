@@ -19,7 +19,7 @@ from shardc.ir.graph import op_name
 from shardc.passes.fusion.analysis.traffic import traffic
 from tests.passes.test_fuse_templates import agree
 
-EXAMPLES = max(3, settings().max_examples // 10)
+EXAMPLES = max(2, settings().max_examples // 10)
 WIDTH, INNER = 12, 20
 
 

@@ -27,7 +27,7 @@ from tests.properties.test_random_plans import MODELS
 
 pytest.importorskip("transformers")
 
-EXAMPLES = max(3, settings().max_examples // 20)
+EXAMPLES = max(2, settings().max_examples // 20)
 OPTIMIZERS = {
     "none": None,
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-4),

@@ -21,7 +21,7 @@ GPT2 = {"**.wte.weight": "tp, -", "**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_
 T5 = {"shared.weight": "tp, -"} | dict.fromkeys(("**.q.weight", "**.k.weight", "**.v.weight", "**.wi.weight"), "tp, -")
 
 
-def mixtral(layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
+def mixtral(layers: int = 1) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -35,10 +35,11 @@ def mixtral(layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 Made = tuple[nn.Module, dict[str, Tensor]]
+# Of one layer, but for Llama and T5: what a step does for a layer's cache it does for another's.
 MODELS: dict[str, tuple[Callable[[], Made], dict[str, str]]] = {
-    "gpt2": (lambda: gpt2(batch=4, seq=8, vocab=96, width=32), GPT2),
+    "gpt2": (lambda: gpt2(batch=4, seq=8, layers=1, vocab=96, width=32), GPT2),
     "llama": (lambda: llama(batch=4, seq=8, vocab=96, width=32), ATTENTION | MLP | HEAD),
-    "qwen3": (lambda: qwen3(batch=4, seq=8, vocab=96), ATTENTION | MLP | HEAD),
+    "qwen3": (lambda: qwen3(batch=4, seq=8, layers=1, vocab=96), ATTENTION | MLP | HEAD),
     "mixtral": (mixtral, ATTENTION | HEAD | {"**.experts.gate_up_proj": "-, 2*tp, -"}),
     "t5": (lambda: t5(batch=4, seq=8, vocab=96), T5),
 }

@@ -83,7 +83,7 @@ def in_parts(parts: DataParts, whole: Batch) -> Parts:
     return Parts(parts.part(whole, index) for index in range(parts.count))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_make_the_steps_that_their_rows_make_on_one_device(layout: str) -> None:
     """To the bit, dropout included: with a microbatch that has no tokens, a part that has none, and a whole batch."""

@@ -42,7 +42,7 @@ def programs() -> Any:
 
 
 # ---------------------------------------------------------------------- the library's tokens
-SHORT = ("gpt2", "t5")  # whose trainers on dp=2, tp=2 other tests use too; other models and meshes are long
+SHORT = ("gpt2",)  # whose trainer on dp=2, tp=2 other tests use too; T5's tokens are compared under changed scores
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 SMALL = [[p % 61 for p in prompt] for prompt in PROMPTS]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("rows", [4, 3])
 @pytest.mark.parametrize("name", PLANS)
 def test_tokens_under_a_plan_of_training(name: str, rows: int) -> None:
@@ -185,7 +185,7 @@ def test_sliding_windows_see_what_the_library_lets_them_see() -> None:
 def test_a_decode_step_sends_what_tensor_parallelism_must(name: str) -> None:
     model, batch, params = made(name)
     program = shardc.compile(model, batch, mesh="dp=2, tp=2", plan={"params": params, "inputs": DP}, mode="eval")
-    source, layers = (16, 2) if name == "t5" else (0, 2)
+    source, layers = 16 if name == "t5" else 0, 1 if name == "gpt2" else 2
     each = 3 if name == "t5" else 2  # cross attention has a product of its own
     choices = {"token": ["all_reduce", "all_reduce"], "logits": ["all_gather"]}
     for chosen, choice in choices.items() if name != "t5" else [("logits", choices["logits"])]:
@@ -222,7 +222,7 @@ def test_the_cache_is_placed_once_and_written_in_place(name: str) -> None:
     assert placements == {(("dp",), ("tp",), (), ())}
     made_ = _cache(decode.body.outputs, decode.body.output_values)
     assert made_ == {key: read[key] for key in made_}
-    assert len(made_) == 4, "keys and values of two layers; those of the encoder are read"
+    assert len(made_) == (2 if name == "gpt2" else 4), "keys and values of each layer; those of the encoder are read"
     into = {info(write.over).name: write.op for write in writes(decode.body)}
     assert sorted(into) == sorted(made_)
     assert set(into.values()) == {torch.ops.aten.index_copy.out}

@@ -17,7 +17,7 @@ MESHES = ["tp=2", "dp=2, tp=2", "dp=3", "tp=4", "dp=2, tp=3", "pp=2, tp=2", "pp=
 
 
 def model_of(pick: random.Random) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
-    layers, vocab = pick.choice([2, 3]), pick.choice([32, 37, 61])
+    layers, vocab = pick.choice([1, 2]), pick.choice([32, 37, 61])
     kind = pick.choice(["gpt2", "llama", "llama", "t5"])
     if kind == "gpt2":
         return *gpt2(batch=6, seq=6, layers=layers, vocab=vocab, heads=pick.choice([3, 4]) * 2, width=48), GPT2

@@ -88,7 +88,7 @@ def trainer() -> Trainer:
     return compiled(full()).launch()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_from_a_folder_and_back(name: str, tmp_path: Path) -> None:
     model = full(name)

@@ -86,6 +86,7 @@ def losses(make: Callable[[], tuple[Any, Any]], folder: Path, stop: int = 0) -> 
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["the same", "shared", "shared, stateful"])
 def test_an_evaluation_draws_nothing_of_the_training_s_order(kind: str, tmp_path: Path) -> None:
     def loaders(evaluates: bool = True) -> tuple[Any, Any]:

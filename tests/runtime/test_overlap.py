@@ -65,6 +65,7 @@ def test_everything_happens_once_and_all_else_in_order(instructions: Sequence[Ca
         assert 0 <= under_way <= IN_FLIGHT
 
 
+@pytest.mark.sampled(3)
 def test_reductions_are_waited_for_late(instructions: Sequence[CallInstruction]) -> None:
     actions = schedule_overlap(instructions, 0, len(instructions))
     begun, waited = where(actions, "begin"), where(actions, "wait")

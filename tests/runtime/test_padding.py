@@ -143,7 +143,7 @@ def test_a_mask_of_another_name_is_named_by_the_plan() -> None:
         shardc.compile(model, named((8, 6)), mesh="dp=2", plan={**plan, "pad": "vallid"})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("flaw", "shape", "what"),
     [
@@ -231,6 +231,7 @@ class Measured(Reader):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "right": right}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_a_scalar_that_would_count_what_is_added_is_refused(drop: float) -> None:
     """The loss does not see it; the metric would be another one."""
