@@ -97,6 +97,9 @@ class SampleValues:
             masked = _mask_of(args[0], args[1])
             if masked is not None and not masked[1] and not isinstance(masked[0], SelectedRows):
                 return put(args[0], masked[0], args[2], self)
+        if function is torch.tensor and args and _node(args[0]) is not None:
+            copy = args[0].detach().clone()  # which is what torch makes of a tensor
+            return copy if kwargs.get("dtype") is None else copy.to(kwargs["dtype"])
         if function in _CTC and not any(isinstance(arg, SelectedRows) for arg in (*args, *kwargs.values())):
             return ctc_loss(*args, **kwargs)
         return self.refused

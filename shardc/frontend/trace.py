@@ -41,6 +41,7 @@ from shardc.frontend.python_state import Snapshot, left_tensors, refuse_kept
 from shardc.frontend.rolled_loops import active
 from shardc.frontend.sample_call import Call
 from shardc.frontend.sample_values import SampleValues, assumed
+from shardc.frontend.spec_augment import drawn_in_each_step
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.traced_graph import calls_of, copied, rewrite_meta
@@ -182,6 +183,7 @@ class _Step:
             stack.enter_context(grouped(self.model))
             stack.enter_context(library_experts(self.model))
             stack.enter_context(active(self.model))
+            stack.enter_context(drawn_in_each_step(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
             stack.enter_context(torch_compat.undifferentiable(WHOLE_OPS, undifferentiated))
             stack.enter_context(self.random.numbered())
