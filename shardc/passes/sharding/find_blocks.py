@@ -6,10 +6,11 @@ blocks (`ir.blocks`) where some op takes unequal sections of it, and an axis can
     %w = param : f32[768, 64]      linear      split into 512, 128, 128      view as (8 64), (2 64), (2 64)
     %w : f32[8*64|2*64|2*64, 64]   a rank of tp=2 has 4 heads of queries and one each of keys and values
 
-The bounds of sections spread along the ops' factors to a fixpoint, from the annotated dims. What lies between two bounds
-is a *leaf*. An axis cuts a leaf at the first atom that no op keeps whole: heads, not what is inside of them. Leaves of
-which an op would have to split two atoms at once, as a state space's heads and its state, cannot be cut together: the
-smaller one is whole on every rank. So is one that has no such atom, as the only head of keys that all queries share.
+The bounds of sections spread along the ops' factors to a fixpoint, from the annotated dims. What lies between two
+bounds is a *leaf*. An axis cuts a leaf at the first atom that no op keeps whole: heads, not what is inside of them.
+Leaves of which an op would have to split two atoms at once, as a state space's heads and its state, cannot be cut
+together: the smaller one is whole on every rank. So is one that has no such atom, as the only head of keys that all
+queries share.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from torch import fx
 
@@ -305,7 +307,7 @@ class _Component:
 
     def _intervals(self, cell: Cell) -> list[Interval]:
         bounds = [0, *sorted(self.bounds[cell]), self.size(cell)]
-        return [(cell, start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+        return [(cell, start, end) for start, end in pairwise(bounds)]
 
     def _leaves(self) -> dict[Interval, Interval]:
         """Each interval with the one that stands for its leaf."""
