@@ -99,7 +99,7 @@ class _Part:
     whole: Cell
     start: int
     size: int
-    part: Cell
+    part: Cell | None  # None: of size 1, which is no factor
     equal: int  # the number of equal sections of which it is one; 0 if it is one of unequal ones
 
 
@@ -157,9 +157,10 @@ class _Links:
             if factor not in rule.whole or factor in of_sections
         ]
         for whole, start, part in rule.sections:
-            if whole in alone and part in alone:
-                equal = 0 if plain.sections else rule.sizes[whole] // rule.sizes[part]
-                links.append(_Part(alone[whole], start, rule.sizes[part], alone[part], equal))
+            size = rule.sizes.get(part, 1)
+            if whole in alone and (part in alone or size == 1):
+                equal = 0 if plain.sections else rule.sizes[whole] // size
+                links.append(_Part(alone[whole], start, size, alone.get(part), equal))
         return links
 
 
@@ -175,7 +176,9 @@ def _result_slots(node: fx.Node) -> list[Slot]:
 
 
 def _cells(link: _Same | _Part) -> list[Cell]:
-    return [cell for cell, _ in link.cells] if isinstance(link, _Same) else [link.whole, link.part]
+    if isinstance(link, _Same):
+        return [cell for cell, _ in link.cells]
+    return [link.whole] if link.part is None else [link.whole, link.part]
 
 
 def _type(slot: Slot) -> TensorType:
@@ -255,6 +258,8 @@ class _Component:
     def _told(self, link: _Same | _Part) -> list[tuple[Cell, set[int]]]:
         if isinstance(link, _Part):
             ends = {link.start, link.start + link.size}
+            if link.part is None:
+                return [(link.whole, ends)]
             inner = {link.start + b for b in self.bounds[link.part]}
             return [(link.whole, ends | inner), (link.part, {b - link.start for b in self.bounds[link.whole]})]
         shared = {
@@ -324,7 +329,7 @@ class _Component:
 
         for link in self.found:
             if isinstance(link, _Part):
-                for _, start, end in self._intervals(link.part):
+                for _, start, end in self._intervals(link.part) if link.part is not None else ():
                     join((link.part, start, end), (link.whole, link.start + start, link.start + end))
                 continue
             (first, n), *others = link.cells
