@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc import ShardcError
 
 SIZES = 4, 6, 11  # batch, sequence, words
 FIRST = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 0, 0, 0, 0, 0], [1, 1, 9, 8, 0, 0], [2, 3, 0, 0, 0, 0]])
@@ -130,7 +131,24 @@ def by_python_count(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tenso
     return x.square().sum() / x.shape[0] if x.shape[0] > 0 else h.sum() * 0
 
 
+def mask_written_between(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    before = h[mask]
+    mask[0] = False
+    return before.square().sum() + m.head(h[mask]).square().sum()
+
+
+def by_another_mask(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h.clone()
+    x[mask.flip(0)] = m.norm(h[mask])
+    return m.head(x).square().mean()
+
+
+def by_two_equal_masks(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return F.mse_loss(h[tokens != 0], m.norm(h)[tokens != 0].detach(), reduction="sum")
+
+
 WORK = [
+    *(mask_written_between, by_another_mask, by_two_equal_masks),
     *(mean, total, cross_entropy, cross_entropy_sums, sparse_prediction, losses, scattered, scattered_by_index),
     *(masked_scatter, one_row, indices, of_logarithms, twice, columns, joined, in_place, extremes, by_python_count),
 ]
@@ -160,3 +178,69 @@ def test_steps_are_those_of_eager_training(
     trainer = program.launch()
     equals_eager(model, trainer, FIRST)
     equals_eager(model, trainer, OTHER)
+
+
+def test_a_mask_that_leaves_out_nothing_is_no_mask_and_each_step_checks_it() -> None:
+    def running(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+        return h[tokens < 10].cumsum(0).tanh().mean()
+
+    model = Masked(running).double()
+    program = shardc.compile(model, FIRST, mesh="dp=2", plan={"inputs": {"*": "dp"}})
+    assert [d.code for d in program.diagnostics if d.code == "SC128"]
+    trainer = program.launch()
+    equals_eager(model, trainer, FIRST)
+    with pytest.raises(ShardcError) as caught:
+        trainer.step(OTHER)
+    assert caught.value.code == "SC512"
+
+
+def running_sum(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return h[mask].cumsum(0).mean()
+
+
+def batch_norm(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return F.batch_norm(h[mask], None, None, training=True).mean()
+
+
+def attention(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return (h[mask] @ h[mask].T).softmax(-1).square().mean()
+
+
+def reversed_rows(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return (h[mask] * h[mask].flip(0)).sum()
+
+
+def one_of_them(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return h[mask][0].sum()
+
+
+def positions(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return (h[mask] * torch.arange(24)[:, None]).sum()
+
+
+def less_the_mean(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return (h[mask] - h[mask].std(0)).sum()
+
+
+def two_masks(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return (h[mask] * h[h[..., 0] > 0]).sum()
+
+
+def written_by_two_masks(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h.clone()
+    x[mask] = h[h[..., 0] > 0]
+    return x.sum()
+
+
+REFUSED = [running_sum, batch_norm, attention, reversed_rows, one_of_them, positions, less_the_mean, two_masks]
+
+
+@pytest.mark.parametrize("chosen", [*REFUSED, written_by_two_masks], ids=lambda chosen: chosen.__name__)
+def test_what_does_not_go_row_by_row_is_refused(chosen: Callable[[Masked, Tensor, Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(ShardcError) as caught:
+        shardc.compile(Masked(chosen), FIRST, mesh="dp=2")
+    (found,) = caught.value.diagnostics
+    assert found.code == "SC101"
+    assert "test_selected_rows.py:" in (found.location or "")
+    assert "h[" in (found.source_text or "")
+    assert "torch.where" in (found.hint or "")
