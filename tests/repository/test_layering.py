@@ -118,9 +118,11 @@ FLOORS: list[dict[str, str]] = [
         """,
         "shardc.frontend": """
             __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode experts_form
-            gradients ingest lifted_casts loss_gradients made_anew model_changes model_outputs
+            gradients ingest lifted_casts local_mutation loop_operations loop_source loop_values loss_gradients
+            made_anew model_changes model_outputs
             op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
-            provenance python_random python_state sample_call sample_values saved_state state_holders substitution
+            provenance python_random python_state rolled_loops sample_call sample_values saved_state state_holders
+            substitution
             token_weights trace traced traced_graph traced_scalar unsupported update_cache whole_matrices
         """,
     },
