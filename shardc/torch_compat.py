@@ -575,7 +575,9 @@ def undifferentiable(ops: Iterable[OpOverload], refuse: Callable[[OpOverload], E
 
     def guard(op: OpOverload) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            values = (*args, *kwargs.values())
+            leaves = (leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else [value]))
+            tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
                 raise refuse(op)
             with torch._C._AutoDispatchBelowAutograd():

@@ -84,19 +84,19 @@ def _is_plain(body: list[ast.stmt], *, in_loop: bool) -> bool:
                 return False
             if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name):
                 return False
-            if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
-                if isinstance(node, ast.Attribute) or not in_loop or not isinstance(node.value, ast.Name):
-                    return False
-            if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-                if not in_loop or _appends(node) is None:
-                    return False
+            stores = isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store)
+            if stores and not (in_loop and isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
+                return False
+            acts = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+            if acts and not (in_loop and _appends(node) is not None):
+                return False
     return True
 
 
 class _Calls(ast.NodeTransformer):
     """Each call goes through `called`, but for appends to lists."""
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "append":
             return node
@@ -149,18 +149,18 @@ class _Rewriter(ast.NodeTransformer):
         self.function, self.local, self.count = function, local, 0
         self.known = {id(n): self._known(n) for n in ast.walk(function) if isinstance(n, ast.For) and _is_loop(n)}
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self.generic_visit(node) if node is self.function else node
 
     visit_Lambda = visit_AsyncFunctionDef = visit_ClassDef = lambda self, node: node  # noqa: N815
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if _joined(node) is not None:
             return ast.copy_location(ast.Call(_helper("joined"), [node.func, *node.args], node.keywords), node)
         return node
 
-    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:  # noqa: N802
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         loop = self.known.get(id(node))
         if loop is None or not self.local.issuperset(loop.assigned):
             return self.generic_visit(node)
@@ -319,7 +319,7 @@ def _plain_code(code: CodeType) -> CodeType | None:
 
 
 def plain_function(function: FunctionType) -> FunctionType | None:
-    """A function that computes its result and does nothing else, whose calls are looked into; None if it may do more."""
+    """A function that does nothing but compute its result, whose calls are looked into; None if it may do more."""
     code = _plain_code(function.__code__)
     if code is None or hasattr(function, "__wrapped__"):
         return None

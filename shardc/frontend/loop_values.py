@@ -7,7 +7,7 @@ then on. If some tensor has both (the k and n of `h @ w`, whose result is the ne
 split. Three kinds: `Same` is a tensor that every step reads, `Step` is its part of one step, `Value` is computed.
 What reshapes a `Same` or a `Step`, or casts it, happens to the whole tensor before the loop.
 
-Whatever is not known here raises `Unrolled`, and the loop then runs as it is written.
+Whatever is not known here raises `UnrolledError`, and the loop then runs as it is written.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardc.ir.ops.scan_body import LETTERS, RENAME, TIME, Body, Statement
 Dim = int | None  # a label; None for a dim of size 1
 
 
-class Unrolled(Exception):
+class UnrolledError(Exception):
     """A loop that is not one op."""
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
-    raise Unrolled
+    raise UnrolledError
 
 
 class Index:
@@ -296,7 +296,7 @@ def as_value(recorder: Recorder, x: Any) -> Value:
         return x
     if isinstance(x, Step):
         name, dims = recorder.input(x.base, x.time)
-    elif isinstance(x, Same) or isinstance(x, Tensor):
+    elif isinstance(x, (Same, Tensor)):
         tensor = x.tensor if isinstance(x, Same) else x
         name, dims = recorder.input(tensor, None)
     else:

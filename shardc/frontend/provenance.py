@@ -110,6 +110,11 @@ class Origins:
                 self._first.setdefault(number, origin)
         self.of[node] = origin
 
+    def replaced(self, old: fx.Node, new: fx.Node) -> None:
+        """A node has become another."""
+        self.of[new] = self.of[old] if old in self.of else Origin()
+        self.module_outputs = [(name, new if node is old else node) for name, node in self.module_outputs]
+
     def before_backward(self, number: int) -> None:
         self._number = number
 

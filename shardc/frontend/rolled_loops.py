@@ -33,7 +33,7 @@ from shardc.frontend.loop_values import (
     Same,
     Step,
     Symbol,
-    Unrolled,
+    UnrolledError,
     Value,
     as_value,
     refuse,
@@ -225,7 +225,7 @@ def roll(step: Callable[..., dict[str, Any]], steps: Any, names: dict[str, Any],
     while True:
         try:
             return _Roll(step, len(steps), names, loop, wider).results()
-        except _WiderState as state:
+        except _WiderStateError as state:
             wider[state.path] = state.shape
         except (
             Exception
@@ -233,7 +233,7 @@ def roll(step: Callable[..., dict[str, Any]], steps: Any, names: dict[str, Any],
             return None
 
 
-class _WiderState(Unrolled):
+class _WiderStateError(UnrolledError):
     """A state that the first step broadcasts: it is expanded first."""
 
     def __init__(self, path: str, shape: torch.Size) -> None:
@@ -340,16 +340,13 @@ class _Roll:
             end = _part(ends[path.partition(".")[0]], path)
             if not isinstance(end, (Symbol, Tensor)):
                 refuse()
-            if end is before:
-                after = before
-            else:
-                after = as_value(self.recorder, end)
+            after = before if end is before else as_value(self.recorder, end)
             if after.shape != before.shape:
                 if before.name not in read and not self._returned(before):
                     continue  # a name that each step assigns before it reads it
                 if path in self.wider or torch.broadcast_shapes(after.shape, before.shape) != after.shape:
                     refuse()
-                raise _WiderState(path, after.shape)
+                raise _WiderStateError(path, after.shape)
             if not after.dtype.is_floating_point:
                 refuse()
             for place in range(before.ndim):

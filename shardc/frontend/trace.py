@@ -31,6 +31,7 @@ from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.experts_form import grouped
 from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
+from shardc.frontend.local_mutation import rewritten
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
@@ -98,8 +99,9 @@ def trace(
     diagnostics += written_inputs(step.written, batch_tensors)
     if any(torch_compat.mutates(node) for node in gm.graph.nodes):
         refuse_written_constants(gm, origins)
-        # Fresh ones: forward may have changed the shape of an input (`unsqueeze_`).
-        gm, origins = _without_mutation(gm, step.fakes(), step.mode, origins)
+        if not rewritten(gm.graph, step.mode, origins.replaced, set(step.decompositions())):
+            # Fresh ones: forward may have changed the shape of an input (`unsqueeze_`).
+            gm, origins = _without_mutation(gm, step.fakes(), step.mode, origins)
     return replace(_finish(step, gm, origins), diagnostics=tuple(diagnostics), changed_attributes=changed_attributes)
 
 
@@ -167,6 +169,9 @@ class _Step:
         seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
         return [*params, *buffers, *map(fake, self.call.tensors), *scale, *share, seed]
 
+    def decompositions(self) -> torch_compat.Decompositions:
+        return torch_compat.decompositions(SMALL_DECOMPOSITIONS) | self.random.decompositions()
+
     @torch_compat.checkpoints_ended()
     def record(self) -> tuple[fx.GraphModule, list[Tensor], Origins]:
         names = {module: name for name, module in self.model.named_modules()}
@@ -176,7 +181,7 @@ class _Step:
             return self.joint(tensors, origins)
 
         origins = Origins(names, joint.__code__)
-        decompositions = torch_compat.decompositions(SMALL_DECOMPOSITIONS) | self.random.decompositions()
+        decompositions = self.decompositions()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(not self.forward_only))  # whatever the caller's mode
             stack.enter_context(torch_compat.hugging_face_patches(self.model))

@@ -1,7 +1,4 @@
-"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are.
-
-
-"""
+"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are."""
 
 from __future__ import annotations
 
@@ -283,7 +280,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return bodies
 
 
-@pytest.mark.parametrize("form", (*ONE_OP, *LEFT))
+@pytest.mark.parametrize("form", [*ONE_OP, *LEFT])
 def test_what_a_loop_computes(form: str, scans: list[str]) -> None:
     torch.manual_seed(0)
     model = Loops(form).double()
@@ -306,7 +303,7 @@ def test_code_is_put_back() -> None:
     assert Loops.elman.__code__ is before
 
 
-@pytest.mark.parametrize("form", ["elman", "leaky", "cells", "submodule"])
+@pytest.mark.parametrize("form", ["elman", "leaky", "cells", "widened"])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3"])
 def test_compiled(form: str, mesh: str) -> None:
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from shardc.ir.graph import op_name
 from shardc.ir.ops.attention import attention
 from shardc.ir.ops.grouped import grouped_mm
 from shardc.ir.ops.linear import LINEAR, linear
+from shardc.ir.ops.scan import scan
+from shardc.ir.ops.scan_body import parse_body
 from shardc.ir.schema import register_ops
 from tests.trained import MESH, PLAN, batches, made
 
@@ -33,7 +36,28 @@ def draw(*shape: int) -> Tensor:
 OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)  # an empty group, and a row after the last
 SEEN = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]], dtype=torch.bool)  # a row without keys
 Q, K, V = draw(1, 4, 3, 2), draw(1, 2, 5, 2), draw(1, 2, 5, 3)
+# Every op that a step may have: before the loop, inside it and after it.
+EVERY = (
+    "h:bk g:bn | x:btk w:kn m:n p:t | a=exp(x) b=sigmoid(h) c=mul(a,b) d=tanh(c) e=dot(d,w:k) f=add(e,g) i=softplus(f) "
+    "j=shift(i:1.5) l=log(j) n=sqrt(j) o=rsqrt(j) q=div(l,n) r=sub(q,o) s=keep(r,m) u=neg(s) v=scale(u:0.7) "
+    "z=maximum(v,e) y=abs(z) A=relu(y) B=sum(A:n) D=mul(B,p) E=mul(d,D) F=dot(E,w:k) H=rename(x:kn) G=mul(F,H) "
+    "| h=E g=A | btn=G kbt=h"
+)
+RNN = "h:bk | x:tbn U:kn | s=dot(h,U:k) p=add(s,x) q=tanh(p) r=rename(q:nk) | h=r | tbn=q"
+
+
+def scanned(text: str, states: int) -> Callable[..., Tensor]:
+    def run(*tensors: Tensor) -> Tensor:
+        yields, lasts = scan(parse_body(text), tensors[:states], tensors[states:])
+        return torch.cat([t.flatten() * (place + 1) for place, t in enumerate([*yields, *lasts])])
+
+    return run
+
+
+KEPT = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
 CHECKS: dict[str, Check] = {
+    "scan": (scanned(EVERY, 2), (draw(2, 3), draw(2, 3) * 2, draw(2, 4, 3), draw(3, 3), KEPT, draw(4))),
+    "scan, a dim that is another": (scanned(RNN, 1), (draw(2, 3), draw(4, 2, 3), draw(3, 3))),
     "linear": (linear, (draw(2, 3, 4), draw(5, 4), draw(5))),
     "linear of a vector": (linear, (draw(3, 4), draw(4), draw(1).sum())),
     "_grouped_mm": (lambda a, b: grouped_mm(a, b, OFFSETS), (draw(6, 3), draw(3, 3, 2))),
@@ -42,6 +66,15 @@ CHECKS: dict[str, Check] = {
     "attention, a mask": (lambda q, k, v: attention(q, k, v, SEEN), (draw(1, 2, 3, 2), K, V)),
     "attention, a bias": (attention, (draw(1, 2, 3, 2), K, V, draw(3, 5))),
     "attention, grouped": (lambda q, k, v: attention(q, k, v, enable_gqa=True, scale=0.3), (Q, K, V)),
+}
+
+
+OPERANDS: dict[str, Callable[[], Any]] = {
+    "Tensor": lambda: draw(2, 2),
+    "List[Tensor]": lambda: [draw(2, 2)],
+    "str": str,
+    "List[int]": list,
+    "List[bool]": list,
 }
 
 
@@ -58,7 +91,7 @@ def test_every_op_that_a_trace_may_hold_is_checked() -> None:
     register_ops()
     for op in WHOLE_OPS:
         with torch_compat.undifferentiable(WHOLE_OPS, undifferentiated), pytest.raises(ShardcError, match=op_name(op)):
-            op(*[draw(2, 2) if str(a.type) == "Tensor" else None for a in op._schema.arguments])
+            op(*[OPERANDS.get(str(a.type), lambda: None)() for a in op._schema.arguments])
     assert LINEAR(draw(2, 2), draw(2, 2)).shape == (2, 2)  # outside of a trace they are as they were
 
 

@@ -13,7 +13,6 @@ import shardc
 from shardc.api import Program
 from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
-from shardc.ir.graph import info
 from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
@@ -41,7 +40,9 @@ IN_COLUMNS = {"**.in_proj.weight": "2*tp, -", "**.out_proj.weight": "-, tp"}
 
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return getattr(T, f"{name}ForCausalLM")(getattr(T, f"{name}Config")(**(SMALL | MODELS[name]))).train()
+    config = getattr(T, f"{name}Config")(**(SMALL | MODELS[name]))
+    config._experts_implementation = "eager"
+    return getattr(T, f"{name}ForCausalLM")(config).train()
 
 
 def compiled(model: nn.Module, plan: dict[str, Any], steps: int = 16) -> Program:
@@ -99,8 +100,9 @@ def test_mamba_over_tp(mesh: str, mamba: nn.Module) -> None:
     over_tp = Counter(c.phase for c in collectives(program.body) if c.axes == ("tp",))
     assert over_tp == {"fwd": 2 * 2, "bwd": 2 * 2}
     assert {c.kind for c in collectives(program.body)} == {"all_reduce"}
-    scans = [node for node in program.body.calls() if node.target in (SCAN, SCAN_BACKWARD)]
-    assert all("tp" in str(info(node).split) for node in scans)
+    lines = [line for line in print_graph(program.body).splitlines() if " = shardc.scan" in line]
+    assert len(lines) == 4
+    assert all("d: tp" in line for line in lines)
     whole = [flops(program.reference).of_op(f"shardc.{op}") for op in ("scan", "scan_backward")]
     parts = [flops(program.body).of_op(f"shardc.{op}") for op in ("scan", "scan_backward")]
     assert [part * program.mesh.world_size for part in parts] == whole
@@ -126,7 +128,12 @@ def test_mamba_as_on_one_device(name: str, mamba: nn.Module) -> None:
 
 def test_mamba_recomputed_and_fused(mamba: nn.Module) -> None:
     plain = compiled(mamba, {"mesh": "dp=2, tp=2", "params": IN_COLUMNS})
-    for said in ({"recompute": "full"}, {"recompute": "cheap"}, {"fuse": True}, {"fuse": True, "recompute": "full"}):
+    for said in (
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"fuse": True},
+        {"fuse": True, "recompute": "full"},
+    ):
         program = replanned(plain, **said)
         assert program.verify().ok, said
         assert calls(program)[SCAN] == (4 if said.get("recompute") == "full" else 2)
@@ -140,10 +147,10 @@ def test_mamba_in_half_precision(mamba: nn.Module) -> None:
 
 def test_text_and_json(mamba: nn.Module) -> None:
     program = compiled(mamba, {"mesh": "dp=2, tp=2", "params": IN_COLUMNS})
-    text = print_graph(program.body)
-    assert print_graph(parse(text)) == text
+    text = print_graph(program.body, comments=False)
+    assert print_graph(parse(text), comments=False) == text
     read = Program.from_json(program.to_json())
-    assert print_graph(read.body) == text
+    assert print_graph(read.body, comments=False) == text
     first, second = (simulate(p.body, program.inputs(), dtype=torch.float64) for p in (program, read))
     for (port, value), (other, same) in zip(first.items(), second.items(), strict=True):
         assert port.name == other.name

@@ -8,9 +8,9 @@ need: between two steps is what the next state depends on, for a Mamba a product
 or in float64 if a tensor is.
 
 Forward keeps the states at the start of each block, `starts`, and not those of each step, nor what a step computes: of
-S steps that is S / 64 states. Backward goes through the blocks from the last to the first, and computes each again from
-its start. That costs one more forward, of which the states' part is small, and the steps of one block are all that is
-held at a time: a state of a Mamba is 16 times as large as what goes in, so that keeping all would be most of its memory.
+S steps that is S / 64 states. Backward goes through the blocks from the last to the first, and computes each again
+from its start. That costs one more forward, of which the states' part is small, and the steps of one block are all that
+is held at a time: a Mamba's state is 16 times as large as what goes in, and keeping all would be most of its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.library import define
-from shardc.ir.ops.scan_body import BLOCK, TIME, Body, Statement, parse_body
+from shardc.ir.ops.scan_body import TIME, Body, Statement, parse_body
 from shardc.ir.ops.scan_steps import evaluate, gradient, reordered
 
 BLOCK_STEPS = 64
