@@ -23,7 +23,7 @@ HEAD = """# Models
 Every model type of `transformers` {transformers} that builds small and trains eagerly, compiled unmodified with torch
 {torch} over `dp=2, tp=2` and, where it has experts, over `dp=2, ep=2`. A model is *verified* where four simulated ranks
 compute the loss and every gradient of one device and of eager PyTorch in float64; *alone* where eager PyTorch was not
-there to be asked. `collectives` are those of a step; after the slash, where it differs, is how many its form needs.
+there to be asked. `collectives` are those of a step; after the slash is how many its form needs, where these are fewer.
 
 {totals}
 """
@@ -71,7 +71,7 @@ def cells_of(line: Line) -> tuple[str, str, str]:
         return f"{line['status']} {line.get('code', '')} {reason}".replace("  ", " ").strip(), "", ""
     seconds = f"{line['compile_s'] + line['verify_s']:.1f}"
     count, ideal = sum(line["collectives"].values()), line.get("ideal")
-    return line["status"], seconds, f"{count}" if ideal in (None, count) else f"{count} / {ideal}"
+    return line["status"], seconds, f"{count} / {ideal}" if ideal is not None and count > ideal else f"{count}"
 
 
 def summary_table(last: Mapping[tuple[str, str], Line]) -> list[str]:
