@@ -5,6 +5,7 @@
     python -m benchmarks.zoo --out zoo.jsonl --shard 2/8      the second eighth
     python -m benchmarks.zoo --only bert --only causal/llama  these, whatever the file says
     python -m benchmarks.zoo --summary zoo.jsonl              counts, and what became of each that did not verify
+    python -m benchmarks.zoo --table zoo.jsonl                the page docs/reference/models.md, of a whole run
 
 Every model is small (`zoo_models.py`) and has a process of its own, which is ended after `--limit` seconds. It is
 trained one step eagerly, then compiled over dp=2, tp=2 and, where it has experts, over dp=2, ep=2, with the library's
@@ -14,6 +15,7 @@ own plan if it brings one. A line of JSON says for each mesh:
              alone: the ranks agree with one device, and eager PyTorch was not there to be asked
     code     of the diagnostic that refused it
     seconds  of compiling and of verifying; `collectives` of a step by kind, and `warnings` by code
+    ideal    how many collectives its form needs (`zoo_ideal.py`)
 """
 
 from __future__ import annotations
@@ -26,23 +28,27 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+import transformers
 from torch import Tensor, nn
 
 import shardc
 from benchmarks.zoo_batches import loss_of
+from benchmarks.zoo_ideal import ideal_collectives
 from benchmarks.zoo_models import Entry, NotReadyError, entries
 from benchmarks.zoo_sizes import EXPERTS, ROWS
+from benchmarks.zoo_table import EXPERT, TENSOR, page, summary_table
 from shardc import Plan
 from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import ShardcError
 
 Line = dict[str, Any]
-TENSOR, EXPERT = "dp=2, tp=2", "dp=2, ep=2"
+VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__}
 LIMIT = 300.0
 # Without a plan of the library's: weights of [out, in] whose rows are heads or an MLP's inner width.
 COLUMNS = re.compile(
@@ -81,7 +87,7 @@ def experts_of(model: nn.Module) -> list[str]:
 
 def train_and_compile(entry: Entry) -> Iterable[Line]:
     """A line for each mesh, in this process."""
-    line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR}
+    line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR} | VERSIONS
     try:
         model, batch, has_loss = entry.ready()
     except NotReadyError as error:
@@ -95,9 +101,7 @@ def train_and_compile(entry: Entry) -> Iterable[Line]:
 def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss: bool) -> Line:
     started = time.perf_counter()
     try:
-        inputs = {name: "dp" for name, value in batch.items() if value.shape[0] == ROWS}
-        plan = {"mesh": mesh, "inputs": inputs, "params": placements(model, mesh)}
-        program = shardc.compile(model, batch, plan=cast(Any, plan), loss=None if has_loss else loss_of)
+        program, whole = compiled_program(model, batch, mesh, loss=None if has_loss else loss_of)
         line: Line = {"compile_s": round(time.perf_counter() - started, 2)}
         started = time.perf_counter()
         report = program.verify()
@@ -116,10 +120,40 @@ def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss:
         "verify_s": round(time.perf_counter() - started, 2),
         "calls": sum(1 for _ in program.body.calls()),
         "collectives": dict(Counter(f"{c.kind} {'.'.join(c.axes)}" for c in collectives(program.body))),
+        "ideal": ideal_collectives(model, batch, program.body, has_loss=has_loss),
+        **({"whole": whole} if whole else {}),
         "warnings": dict(Counter(d.code for d in program.diagnostics)),
         "eager_error": report.eager_error,
         **({} if report.ok else {"error": str(report)[:400]}),
     }
+
+
+def compiled_program(
+    model: nn.Module, batch: dict[str, Tensor], mesh: str, *, loss: Callable[[Any, Any], Tensor] | None
+) -> tuple[shardc.Program, list[str]]:
+    """A program, and the inputs that every rank has whole, since the model asks for rows of them one by one (SC207)."""
+    inputs = {name: rows_over_dp(value) for name, value in batch.items() if is_by_rows(name, value)}
+    params, whole = placements(model, mesh), list[str]()
+    while True:
+        plan = {"mesh": mesh, "inputs": inputs, "params": params}
+        try:
+            return shardc.compile(model, batch, plan=cast(Any, plan), loss=loss), whole
+        except ShardcError as refused:
+            first = refused.diagnostics[0]
+            named = [name for name in inputs if first.code == "SC207" and re.search(rf"\b{name}\b", first.message)]
+            if not named:
+                raise
+            whole += named
+            inputs = {name: placement for name, placement in inputs.items() if name not in named}
+
+
+def is_by_rows(name: str, value: Tensor) -> bool:
+    return value.shape[0] == ROWS or (name == "position_ids" and value.shape[1] == ROWS)
+
+
+def rows_over_dp(value: Tensor) -> str:
+    """Rows are those of dim 0, or of dim 1 where the first are axes of positions."""
+    return "dp" if value.shape[0] == ROWS else "-, dp"
 
 
 def said(error: Exception) -> Line:
@@ -173,21 +207,7 @@ def chosen(every: list[Entry], only: list[str], shard: str) -> list[Entry]:
 def summary(lines: Iterable[Line]) -> str:
     """How many built, trained, compiled and verified, by kind and mesh; then every other line, by cause."""
     last = {(line["name"], line["mesh"]): line for line in lines}
-    rows = [
-        "| kind | mesh | types | built | trained | compiled | verified | of those trained |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    groups = sorted({(name.partition("/")[0], mesh) for name, mesh in last})
-    for kind, mesh in [*groups, ("all", TENSOR), ("all", EXPERT)]:
-        of = Counter(
-            line["status"] for (name, m), line in last.items() if m == mesh and kind in ("all", name.partition("/")[0])
-        )
-        types = sum(of.values())
-        built = types - of["not built"]
-        trained = built - of["not trained"]
-        ready = of["verified"] + of["alone"] + of["differs"]
-        share = f"{100 * of['verified'] / trained:.0f} %" if trained else ""
-        rows.append(f"| {kind} | {mesh} | {types} | {built} | {trained} | {ready} | {of['verified']} | {share} |")
+    rows = summary_table(last)
     causes: dict[str, list[str]] = {}
     for (name, mesh), line in sorted(last.items()):
         if line["status"] != "verified":
@@ -214,9 +234,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of each model")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="sum up a file, and run nothing")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="the documentation's page of a file's lines")
     parser.add_argument("--list", action="store_true", help="names, and run nothing")
     parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.table:
+        print(page(read(options.table)), end="")
+        return
     if options.summary:
         print(summary(read(options.summary)))
         return
