@@ -44,6 +44,7 @@ def test_ranks_generate_what_the_library_does(case: str, tmp_path: Path) -> None
     assert [r["moved"] for r in results] == [[]] * RANKS[case], "a decode step writes into the cache in place"
 
 
+@pytest.mark.long  # `test_agreement.py` and `test_shapes.py` name ranks that differ
 def test_ranks_that_are_given_different_prompts_are_named(tmp_path: Path) -> None:
     first, second = start("differs", 2, tmp_path, 180.0, WORKER)
     assert first == second

@@ -61,6 +61,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     assert found[0] == found[1]  # to the bit
 
 
+@pytest.mark.long  # `api/test_nonfinite.py` raises in a simulation; in ranks, an overflow of one skips the step on all
 def test_all_ranks_raise_alike(tmp_path: Path) -> None:
     found = start("raise", 2, tmp_path, worker=WORKER)
     for rank in found:

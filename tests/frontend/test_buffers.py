@@ -64,7 +64,7 @@ def of_the_batch(m: Any, h: Tensor) -> None:
 STEPS = {"shifted": shifted, "exchanged": exchanged, "in place": in_place, "copied": copied, "shared": of_the_batch}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_buffers_are_as_after_eager_steps(name: str, late: bool) -> None:

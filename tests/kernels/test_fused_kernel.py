@@ -26,7 +26,7 @@ from shardc import ShardcError
 bf16, f32 = torch.bfloat16, torch.float32
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(40, settings().max_examples), deadline=None, suppress_health_check=list(HealthCheck))
 @given(kernel=kernels())
 def test_text_is_read_back_and_fewer_dims_compute_the_same(kernel: Kernel) -> None:
     assert parse(text(kernel)) == kernel
@@ -62,7 +62,7 @@ def test_dims_that_are_walked_as_one_become_one() -> None:
     assert simplify(k.kernel("positions")).space == (8, 128, 64)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(25, settings().max_examples), deadline=None, suppress_health_check=list(HealthCheck))
 @given(kernel=kernels())
 def test_rows_in_another_order_compute_the_same(kernel: Kernel) -> None:
     other, given_ = order_rows(kernel), arguments(kernel, 1)

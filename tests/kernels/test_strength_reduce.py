@@ -25,7 +25,7 @@ def in_double(kernel: Kernel, inputs: list[Tensor]) -> list[Tensor]:
     return reference.run(kernel, [x.double() if x.is_floating_point() else x for x in inputs])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(60, 2 * settings().max_examples), deadline=None, suppress_health_check=list(HealthCheck))
 @given(kernel=kernels())
 def test_any_kernel_computes_the_same(kernel: Kernel) -> None:
     found, inputs = strength_reduce(kernel), arguments(kernel, 3)

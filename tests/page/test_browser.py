@@ -43,6 +43,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
     assert problems == []
 
 
+@pytest.mark.long  # `test_content.py` folds equal layers, and the test of a folded layer's name shows it in a browser
 def test_32_layers_take_as_few_rows_as_three(opened: Any) -> None:
     page = opened(32)
     assert (

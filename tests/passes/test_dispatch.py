@@ -216,6 +216,7 @@ def test_a_summary_counts_what_the_host_reads() -> None:
     assert host_reads(program("ep2", dispatch="all_gather")) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MESHES)
 def test_text_is_read_again(name: str) -> None:
     text = print_graph(program(name).body, comments=False)

@@ -195,6 +195,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_and_its_gradient_mean_the_same(name: str, reduction: str) -> None:

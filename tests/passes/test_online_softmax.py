@@ -103,7 +103,7 @@ LOSSES: dict[str, tuple[Loss, list[str], list[str]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(  # class weights: one a class
     ("name", "columns"), [(name, n) for name in LOSSES for n in (10, 11) if (name, n) != ("class weights", 11)]
 )
@@ -119,6 +119,7 @@ def test_a_loss_over_a_sharded_vocabulary_meets_once(name: str, columns: int) ->
     same(program)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "split", "shape"),
     [

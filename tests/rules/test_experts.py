@@ -80,6 +80,7 @@ def routings() -> st.SearchStrategy[Tensor]:
     return some.map(batch)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", SHARDED)
 def test_any_routing_is_as_on_one_device(mesh: str) -> None:
     @settings(max_examples=12)

@@ -102,6 +102,7 @@ def test_a_run_that_is_stopped_at_any_step_goes_on_within_its_epoch(
         assert len(trained(trainer, loader(), epochs=1, checkpoint=tmp_path / "whole")) == 3  # a later call
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("kind", ["stateful", "of ranks"])
 def test_a_later_call_is_resumed_by_that_call(program: shardc.Program, kind: str, stop: int, tmp_path: Path) -> None:

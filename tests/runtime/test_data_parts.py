@@ -128,7 +128,7 @@ def ranks(parts: DataParts, wholes: list[Batch], compiled: shardc.Program) -> li
     return fed
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pp2 dp2"])
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_each_rank_is_fed_from_its_part_what_it_is_fed_from_the_whole(layout: str, step: int) -> None:

@@ -85,6 +85,7 @@ RUNS: dict[str, Callable[[Program, Any], object]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("name", "bad"), [("tokens", VOCAB), ("tokens", -1), ("labels", VOCAB), ("labels", -2)])
 def test_what_eager_refuses_is_refused(language: Program, run: str, name: str, bad: int) -> None:

@@ -87,6 +87,7 @@ def refusal(code: str, act: Callable[[], object]) -> str:
 
 
 # ---------------------------------------------------------------------- state_dict
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_dict_is_the_models(layout: str) -> None:
     model = net()
