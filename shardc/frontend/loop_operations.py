@@ -7,6 +7,7 @@ float32 at least, so that what a step rounds to half precision is not rounded; w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,12 +139,24 @@ def _with_number(name: str, x: Value, number: float, swapped: bool) -> Any:
     return refuse()
 
 
+PYTHON: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
+
+
 def binary(name: str, a: Any, b: Any) -> Any:
     whole = getattr(torch, name)
     if isinstance(a, Number) or isinstance(b, Number):
         x, number = (b, a) if isinstance(a, Number) else (a, b)
+        if not isinstance(x, Symbol):
+            refuse()
         if not isinstance(x, Value):
-            return _of(x, (lambda t: whole(number, t)) if x is b and name != "pow" else lambda t: whole(t, number))
+            plain = PYTHON.get(name) or refuse()
+            return _of(x, lambda t: plain(number, t) if x is b else plain(t, number))
         return _with_number(name, x, number, swapped=x is b)
     if not all(isinstance(v, (Symbol, Tensor)) for v in (a, b)):
         refuse()
