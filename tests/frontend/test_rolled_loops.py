@@ -147,7 +147,7 @@ class Loops(nn.Module):
         ys = []
         for t in range(x.size(1)):
             a, b = x[:, t].sigmoid(), x[:, t].exp()
-            h = h * (1 - a) / 2 + 2**a - b**2 / 3 + 1 / b - (h - 1) ** 2 * 0.01 + (3 - h) * 0.1
+            h = h * (1 - a) / 2 + 2**a - b**2 / 3 + 1 / b - (h.tanh() - 1) ** 2 + (3 - h) * 0.1
             ys.append(h.clone())
         return torch.stack(ys, 1)
 
@@ -263,8 +263,8 @@ class Loops(nn.Module):
         return h
 
 
-ONE_OP = ("leaky", "elman", "widened", "cells", "lstm_states", "submodule", "shifted", "later", "outer_products", "numbers",
-          "windows", "known_by_two_names")  # fmt: skip
+ONE_OP = ("leaky", "elman", "widened", "cells", "lstm_states", "submodule", "shifted", "later", "outer_products",
+          "numbers", "windows", "known_by_two_names")  # fmt: skip
 LEFT = ("counted", "branching", "none_at_first", "attribute", "stateful_module", "hook", "in_place", "read_back",
         "read_by_another_name", "length_of_list", "cut_gradient", "few_steps", "values_of_list")  # fmt: skip
 
