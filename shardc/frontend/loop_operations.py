@@ -53,7 +53,7 @@ def _pointwise(name: str) -> None:
     def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Symbol) or any(isinstance(a, (Symbol, Tensor)) for a in (*args, *kwargs.values())):
             refuse()
-        if kwargs.get("inplace"):
+        if kwargs.get("inplace") or any(a is True for a in args):  # which says so by its place
             refuse()
         if not isinstance(x, Value):
             return _of(x, lambda t: whole(t, *args, **kwargs))

@@ -1,4 +1,7 @@
-"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are."""
+"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are.
+
+Longer than 400 lines: each form of a loop is a method of one module.
+"""
 
 from __future__ import annotations
 
