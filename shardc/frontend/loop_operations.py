@@ -3,6 +3,8 @@
 On a `Same`, an operation is done at once, before the loop. So is one on a `Step` alone that is pointwise or only
 changes its shape: it is done on the whole tensor. All others become statements of the step. A statement computes in
 float32 at least, so that what a step rounds to half precision is not rounded; what it rounds from float64 is refused.
+
+Longer than 400 lines: a table of operations, each of a few lines, which share what is above them.
 """
 
 from __future__ import annotations
