@@ -1,4 +1,4 @@
-"""How long does compiling take, and how much memory: Llama-7B's and 70B's shapes on the meta device.
+"""How long does compiling take, and how much memory: Llama-7B's, 70B's and Mixtral-8x7B's shapes on the meta device.
 
     python benchmarks/compile_time.py                 the two bars, and that time grows linearly in layers
     python benchmarks/compile_time.py --shape 7b --layers 8 16 32
@@ -56,6 +56,8 @@ BARS: list[tuple[str, int | None, str, float | None]] = [
     ("7b", None, "dp=2,tp=4", 15.0),
     ("7b", None, "dp=16,tp=8", None),
     ("70b", None, "dp=16,tp=8", 35.0),
+    ("7b", None, "dp=4,tp=8", None),
+    ("mixtral-8x7b", None, "dp=4,ep=8", None),  # at most 1.5 times the line before
 ]
 MEMORY_LIMIT_GIB = 4.0
 GPT2_CALLS_OF_LAYER = 119  # forward and backward

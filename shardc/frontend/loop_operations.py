@@ -3,10 +3,13 @@
 On a `Same`, an operation is done at once, before the loop. So is one on a `Step` alone that is pointwise or only
 changes its shape: it is done on the whole tensor. All others become statements of the step. A statement computes in
 float32 at least, so that what a step rounds to half precision is not rounded; what it rounds from float64 is refused.
+
+Longer than 400 lines: a table of operations, each of a few lines, which share what is above them.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +55,7 @@ def _pointwise(name: str) -> None:
     def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Symbol) or any(isinstance(a, (Symbol, Tensor)) for a in (*args, *kwargs.values())):
             refuse()
-        if kwargs.get("inplace"):
+        if kwargs.get("inplace") or any(a is True for a in args):  # which says so by its place
             refuse()
         if not isinstance(x, Value):
             return _of(x, lambda t: whole(t, *args, **kwargs))
@@ -138,12 +141,24 @@ def _with_number(name: str, x: Value, number: float, swapped: bool) -> Any:
     return refuse()
 
 
+PYTHON: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
+
+
 def binary(name: str, a: Any, b: Any) -> Any:
     whole = getattr(torch, name)
     if isinstance(a, Number) or isinstance(b, Number):
         x, number = (b, a) if isinstance(a, Number) else (a, b)
+        if not isinstance(x, Symbol):
+            refuse()
         if not isinstance(x, Value):
-            return _of(x, (lambda t: whole(number, t)) if x is b and name != "pow" else lambda t: whole(t, number))
+            plain = PYTHON.get(name) or refuse()
+            return _of(x, lambda t: plain(number, t) if x is b else plain(t, number))
         return _with_number(name, x, number, swapped=x is b)
     if not all(isinstance(v, (Symbol, Tensor)) for v in (a, b)):
         refuse()

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType
+from typing import Any
 
 PLAIN = (
     ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.If, ast.For, ast.Pass, ast.Return, ast.Name, ast.Load,
@@ -152,7 +153,10 @@ class _Rewriter(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self.generic_visit(node) if node is self.function else node
 
-    visit_Lambda = visit_AsyncFunctionDef = visit_ClassDef = lambda self, node: node  # noqa: N815
+    def _as_it_is(self, node: Any) -> Any:
+        return node
+
+    visit_Lambda = visit_AsyncFunctionDef = visit_ClassDef = _as_it_is  # noqa: N815
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -172,7 +176,8 @@ class _Rewriter(ast.NodeTransformer):
         ]
         returned = ast.Return(ast.Call(ast.Name("locals", ast.Load()), [], []))
         taken = _function(step, parameters, [*_guarded(node.body), returned])
-        known = ast.Constant(tuple(getattr(loop, field) for field in Loop.__dataclass_fields__))
+        fields: Any = tuple(getattr(loop, field) for field in Loop.__dataclass_fields__)
+        known = ast.Constant(fields)
         rolled = ast.Call(
             _helper("roll"),
             [

@@ -8,6 +8,8 @@ into before any pass runs. `active` gives the functions of a model's classes and
 
 Since one step stands for all, a body may not depend on the number of the step but for indexing tensors, keep Python
 values from step to step, draw random numbers, or write to tensors other than at the step's index.
+
+Longer than 400 lines: what a body holds, what it may call and what comes of it are one set of conditions.
 """
 
 from __future__ import annotations

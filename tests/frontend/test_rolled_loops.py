@@ -1,4 +1,7 @@
-"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are."""
+"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are.
+
+Longer than 400 lines: each form of a loop is a method of one module.
+"""
 
 from __future__ import annotations
 
@@ -142,6 +145,15 @@ class Loops(nn.Module):
             out[:, t] = (s @ x[:, t].unsqueeze(-1)).squeeze(-1)
         return out
 
+    def numbers(self, x: Tensor) -> Any:
+        h = x[:, 0]
+        ys = []
+        for t in range(x.size(1)):
+            a, b = x[:, t].sigmoid(), x[:, t].exp()
+            h = h * (1 - a) / 2 + 2**a - b**2 / 3 + 1 / b - (h.tanh() - 1) ** 2 + (3 - h) * 0.1
+            ys.append(h.clone())
+        return torch.stack(ys, 1)
+
     def windows(self, x: Tensor) -> Any:
         h = x.new_zeros(x.shape[0], WIDTH)
         out = torch.ones(x.shape[0], x.size(1) + 2, WIDTH, dtype=x.dtype)
@@ -255,7 +267,7 @@ class Loops(nn.Module):
 
 
 ONE_OP = ("leaky", "elman", "widened", "cells", "lstm_states", "submodule", "shifted", "later", "outer_products",
-          "windows", "known_by_two_names")  # fmt: skip
+          "numbers", "windows", "known_by_two_names")  # fmt: skip
 LEFT = ("counted", "branching", "none_at_first", "attribute", "stateful_module", "hook", "in_place", "read_back",
         "read_by_another_name", "length_of_list", "cut_gradient", "few_steps", "values_of_list")  # fmt: skip
 

@@ -15,7 +15,7 @@ is held at a time: a Mamba's state is 16 times as large as what goes in, and kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -308,11 +308,11 @@ class _ScanFunction(torch.autograd.Function):
             made = torch.autograd.grad(outs, wanted, kept, create_graph=True, allow_unused=True)
         else:
             made = SCAN_BACKWARD(kept, list(starts), list(inputs), ctx.text, places, needed)
-        gradients = iter(made)
+        gradients: Iterator[Tensor | None] = iter(made)
         for place, need in enumerate(needed):
             if need:
                 g = next(gradients)
-                found[place] = None if g is None else g.to(ctx.saved_tensors[place].dtype)
+                found[place] = g if g is None else g.to(ctx.saved_tensors[place].dtype)
         return None, None, *found
 
 
