@@ -204,7 +204,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
             if not leaf.safe and leaf.places is None:
                 leaf.rows, leaf.safe = _harmless(leaf.rows, leaf.mask), True
     nodes = {node: 1 for leaf in leaves if (node := torch_compat.node_of(leaf.rows)) is not None}
-    last = next(reversed(next(iter(nodes)).graph.nodes))
+    last = next(iter(reversed(next(iter(nodes)).graph.nodes)))
     size = head.rows.shape[0]
 
     def unwrapped(value: Any) -> Any:
