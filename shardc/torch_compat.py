@@ -496,25 +496,25 @@ def substituting(
         def __torch_function__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            kwargs = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
+            named: dict[str, Any] = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
             if func == cast(Any, torch.Tensor).data.__set__:
                 assigned(args[0])
-            args, kwargs = without_device(func, replaced(args), kwargs)
+            args, named = without_device(func, replaced(args), named)
             if func is Tensor.cuda:
                 return args[0]
-            if (result := answers.instead(func, args, kwargs)) is not answers.refused:
+            if (result := answers.instead(func, args, named)) is not answers.refused:
                 return result
             try:
-                result = func(*args, **kwargs)
+                result = func(*args, **named)
             except Exception as problem:
                 if not is_data_dependent(problem):
                     raise
-                answer = answers.answer(func, args, kwargs)
+                answer = answers.answer(func, args, named)
                 if answer is answers.refused:
                     asked.append(problem)
                     raise
                 return answer
-            answers.observe(func, args, kwargs, result)
+            answers.observe(func, args, named, result)
             return result
 
     original = torch.autograd.Function.__dict__["apply"]

@@ -339,7 +339,7 @@ def _ctc(args: Any, kwargs: Any) -> Any:
     """Labels that a mask of [N, S] chooses, row by row, are as many in each row as the loss is told."""
     bound = inspect.signature(F.ctc_loss).bind(*args, **kwargs)
     bound.apply_defaults()
-    options = dict(bound.arguments)
+    options: dict[str, Any] = dict(bound.arguments)
     targets, lengths, log_probs = options["targets"], options["target_lengths"], options["log_probs"]
     if isinstance(log_probs, SelectedRows) or not isinstance(targets, SelectedRows) or targets.rows.dim() != 1:
         return _OTHERWISE
@@ -354,7 +354,8 @@ def _ctc(args: Any, kwargs: Any) -> Any:
     known = told is not None and own is not None and are_row_sums(told, own)
     if not known and not targets.questions.assume((lengths.reshape(count) == chosen).all()):
         return _OTHERWISE
-    return ctc_loss(**(options | {"targets": left_aligned(targets.rows.reshape(count, -1), mask)}))
+    options["targets"] = left_aligned(targets.rows.reshape(count, -1), mask)
+    return ctc_loss(**options)
 
 
 # ------------------------------------------------------------------------------------------------ parts

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -31,7 +30,7 @@ FOLDER = Path(T.__file__).parent / "models"
 CACHED = re.compile(r"^\s*@(functools\.)?(compile_compatible_method_)?(lru_cache|cache)\b", re.MULTILINE)
 FILES = sorted({file.parent.name for file in FOLDER.glob("*/modeling_*.py") if CACHED.search(file.read_text())})
 CONFIGS = T.models.auto.configuration_auto.CONFIG_MAPPING
-ORDINARY = ("beit", "sapiens2")
+ORDINARY = ("rt_detr", "maskformer")
 Cache = type(lru_cache(lambda: None))
 
 
@@ -56,7 +55,7 @@ def remembered() -> list[Tensor]:
 
 def test_so_many_files_have_one() -> None:
     assert len(FILES) >= 25
-    assert {of_file(entry) for entry in CASES} >= {*ORDINARY, "data2vec", "detr", "rt_detr", "mask2former"}
+    assert {of_file(entry) for entry in CASES} >= {*ORDINARY, "beit", "data2vec", "detr", "mask2former"}
 
 
 @pytest.mark.parametrize(
@@ -71,50 +70,28 @@ def test_a_compile_leaves_nothing_in_caches(entry: Any) -> None:
         models.loss_of(model(**batch), batch)
     except Exception as problem:
         pytest.skip(f"does not run small in eager PyTorch: {problem}")
-    for kind in (model, entry.build()):
-        kind.train()
+    leaves_nothing(model, entry.build, batch)
+
+
+def leaves_nothing(model: nn.Module, build: Callable[[], nn.Module], batch: dict[str, Tensor]) -> None:
+    for trained in (model, build()):
+        trained.train()
         with contextlib.suppress(ShardcError):  # what is refused leaves nothing either
-            shardc.compile(kind, batch, mesh="dp=2", plan={"inputs": {"*": "dp"}}, loss=models.loss_of)
+            shardc.compile(trained, batch, mesh="dp=2", plan={"inputs": {"*": "dp"}}, loss=models.loss_of)
         assert not [t for t in remembered() if is_fake(t)]
-        for later in (kind, entry.build()):
+        for later in (trained, build()):
             outputs = output_tensors(later(**batch))
             assert outputs
             assert not [name for name, t in outputs.items() if is_fake(t)]
 
 
-def tables(folder: str) -> list[Callable[[], Tensor]]:
-    """Calls of the functions of a file that remember tables of positions."""
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    cpu = torch.device("cpu")
-    found: list[Callable[[], Tensor]] = []
-    for kind in vars(module).values():
-        sines = vars(kind).get("build_sine_position_embedding") if isinstance(kind, type) else None
-        if isinstance(sines, staticmethod) and kind.__module__ == module.__name__:
-            call: Any = kind.build_sine_position_embedding  # type: ignore[attr-defined]
-            found.append(lambda call=call: call(torch.Size((2, 3, 4, 4)), cpu, torch.float32, 8))
-    if (centers := getattr(module, "get_patches_center_coordinates", None)) is not None:
-        found.append(lambda: centers(4, 4, torch.float32, cpu))
-    return found
+@pytest.mark.parametrize("kind", ["Beit", pytest.param("Data2VecVision", marks=pytest.mark.long)])
+def test_indices_of_positions(kind: str) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    options = {"image_size": 32, "patch_size": 8, "use_relative_position_bias": True}
+    config = getattr(T, f"{kind}Config")(**sizes, **options, num_labels=4)
 
+    def build() -> nn.Module:
+        return getattr(T, f"{kind}ForImageClassification")(config)
 
-WITH_TABLES = [folder for folder in FILES if tables(folder)]
-
-
-def test_most_files_have_tables() -> None:
-    covered = {*map(of_file, CASES), *WITH_TABLES}
-    missing = set(FILES) - covered
-    assert missing <= {"efficientloftr", "higgs_audio_v2_tokenizer", "omdet_turbo", "xcodec"}, (
-        "of arguments of their own"
-    )
-
-
-@pytest.mark.parametrize("folder", WITH_TABLES)
-def test_a_table_is_real_after_a_compile(folder: str) -> None:
-    class Positions(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input).square().mean() * sum(call().abs().mean() for call in tables(folder))
-
-    program = shardc.compile(Positions(6, 6), torch.randn(4, 6), mesh="dp=2", plan={"inputs": {"*": "dp"}})
-    assert program.verify().ok
-    assert not [t for t in remembered() if is_fake(t)]
-    assert not [call for call in tables(folder) if is_fake(call())]
+    leaves_nothing(build(), build, {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)})
