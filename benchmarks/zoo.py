@@ -184,7 +184,7 @@ def in_process(entry: Entry, limit: float) -> list[Line]:
         )
     except subprocess.TimeoutExpired as slow:
         out = slow.stdout or b""  # bytes, even where text was asked for
-        text, rest = cast(bytes, out).decode(), [line | {"status": "timeout", "limit_s": limit}]
+        text, rest = out.decode(), [line | {"status": "timeout", "limit_s": limit}]
     lines = [json.loads(row) for row in text.splitlines() if row.startswith('{"name"')]
     if rest and lines:
         rest[0]["mesh"] = EXPERT  # the first mesh was done
