@@ -89,6 +89,7 @@ def real(name: str, mesh: str, optimizer: bool = True, **more: Any) -> Program:
     return shardc.compile(model, batch, mesh=mesh, plan={**plan, **more}, loss=loss, optimizer=made)
 
 
+@pytest.mark.long  # five steps of AdamW and `partition/test_equivalence.py` are ordinary
 @pytest.mark.parametrize(("name", "schedule", "mesh", "more"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 @pytest.mark.sampled(8)
 def test_equals_the_single_device(name: str, schedule: str, mesh: str, more: dict[str, Any]) -> None:

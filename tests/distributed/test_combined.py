@@ -31,7 +31,6 @@ def worker(case: str) -> ModuleType:
         sys.argv = argv
 
 
-@pytest.mark.long  # each of the three has a test in ranks or in a simulation of its own
 @pytest.mark.parametrize(
     "case",
     [

@@ -13,7 +13,6 @@ WORKER = Path(__file__).parent / "export_worker.py"
 CONFIG = LlamaConfig(**DECODER, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
 
 
-@pytest.mark.long  # `user_story` exports from ranks; `runtime/test_hugging_face.py` has what is exported
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("zero3", marks=pytest.mark.long), "pipeline"])
 def test_from_a_folder_and_back(layout: str, tmp_path: Path) -> None:

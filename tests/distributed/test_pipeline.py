@@ -253,7 +253,6 @@ def test_stored_parameters_are_gathered_for_stages(tmp_path: Path) -> None:
         assert sum(one["bytes"] for one in found) < 1.2 * program.parameter_bytes().whole
 
 
-@pytest.mark.long  # without a pipeline, `test_gloo.py` and `test_stopped.py` show it
 def test_a_rank_that_dies_in_a_step_is_named(tmp_path: Path) -> None:
     mlp(tmp_path, "mlp4", 4)
     *survivors, dead = start("dead", 4, tmp_path, worker=WORKER)

@@ -78,7 +78,6 @@ def torchrun(folder: Path) -> None:
     assert ended.returncode == 0, (folder / "log").read_text()[-5000:]
 
 
-@pytest.mark.long  # `test_gloo.py` and `user_story` train in four forked processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("under", "steps", "falls_to"), [("forked", 6, 0.95), pytest.param("torchrun", 20, 0.8, marks=pytest.mark.long)]

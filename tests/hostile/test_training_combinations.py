@@ -49,7 +49,7 @@ LONG: dict[str, Combination] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", [s if s < ORDINARY else pytest.param(s, marks=pytest.mark.long) for s in range(ALL)])
 def test_what_is_drawn_trains_as_eager(seed: int, tmp_path: Path) -> None:
     drawn = Combination.drawn(seed)

@@ -146,7 +146,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("coefficient", [0.02, 0.001, 0.0])
 def test_the_balance_is_each_microbatchs_and_verify_says_so(name: str, coefficient: float) -> None:

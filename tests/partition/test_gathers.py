@@ -86,6 +86,7 @@ def gathered(program: StagedProgram) -> list[int]:
 
 
 # ---------------------------------------------------------------------- right
+@pytest.mark.long  # compiled with a plan, and with buckets and kernels, values are compared too
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("ranks", "schedule"), SEVERAL)
 def test_equals_the_single_device(ranks: int, schedule: str) -> None:

@@ -234,6 +234,7 @@ def _cache(ports: Any, nodes: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- sampling
+@pytest.mark.long  # `test_generate_stream.py` draws on every mesh, in every order
 def test_sampled_tokens_are_the_same_on_every_mesh() -> None:
     options = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 5, "pad_token_id": 0}
     found = [ready("gpt2", mesh)[1].generate(PROMPTS, NEW, **options).sequences for mesh in ("dp=1", "dp=2, tp=2")]
@@ -292,6 +293,7 @@ def test_the_last_number_picks_a_token_that_has_a_probability() -> None:
 
 
 # ---------------------------------------------------------------------- beside training
+@pytest.mark.long  # `test_generate_stream.py` generates before and after a step
 def test_generation_is_by_the_present_weights_and_leaves_training_alone() -> None:
     def trained(generates: bool) -> tuple[list[float], list[Tensor], nn.Module, Trainer]:
         model, batch = gpt2(layers=1, batch=4, seq=8, vocab=96, width=32, dropout=0.2)

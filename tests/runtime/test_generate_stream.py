@@ -58,6 +58,7 @@ def test_sequences_are_those_of_the_library_for_each_prompt_alone(name: str, mes
         assert not any(row[max(LENGTHS) + len(new) :])
 
 
+@pytest.mark.long  # what is drawn has tests of its own here and in `test_generate.py`
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize("number", range(24))
 def test_random_streams(number: int) -> None:
@@ -115,6 +116,7 @@ def test_rows_are_moved_where_the_cache_ends_and_where_a_long_prompt_comes() -> 
         assert tokens_of(stream) == exact, length
 
 
+@pytest.mark.long  # in a batch, `test_generate.py` compares windows
 def test_sliding_windows_see_what_the_library_lets_them_see() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
