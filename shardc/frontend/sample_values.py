@@ -264,7 +264,7 @@ class SampleValues:
         return places if places is self.refused else (t.flatten() if dim is None else t).index_select(dim or 0, places)
 
     def _by_numbers(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call that takes sizes, with the numbers that it would have read: `arange(counts.sum())`, `x[:, :length]`."""
+        """A call that takes sizes, with the numbers that it would have read: `arange(counts.sum())`, `x[:, :n]`."""
         asked: list[Any] = []
 
         def number(value: Any) -> Any:

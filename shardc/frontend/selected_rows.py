@@ -246,8 +246,10 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_places(value: Any, head: SelectedRows) -> Any:
-    """Tensors of as many rows as the mask chooses, with these in the places of the chosen: what an elementwise call adds
-    to them, or multiplies them by, can have no other number of rows."""
+    """Tensors of as many rows as the mask chooses, with these in the places of the chosen.
+
+    What an elementwise call adds to chosen rows, or multiplies them by, can have no other number of rows.
+    """
     if type(value) in (list, tuple):
         return type(value)(_in_places(item, head) for item in value)
     if isinstance(value, dict):

@@ -127,7 +127,7 @@ def test_placements_mean_the_same_in_text_and_in_python() -> None:
 def test_passes_are_listed_in_their_order() -> None:
     blocks = page("docs/guides/debugging.md").blocks
     listed = next(block.body for block in blocks if block.body.startswith("trace"))
-    names = [one.name for one in (*body_passes((), (), Options()), *part_passes(Options()))]
+    names = [one.name for one in (*body_passes((), (), (), Options()), *part_passes(Options()))]
     assert re.findall("|".join(rf"\b{name}\b" for name in names), listed) == names
 
 
