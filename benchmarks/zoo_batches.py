@@ -57,7 +57,7 @@ def batch_of(entry: Named, model: nn.Module, *, masks: bool = False, labels: boo
         assert whole is not None
         batch["attention_mask"] = torch.ones(whole.shape[:2], dtype=torch.long)
     if labels and "labels" in takes and (truth := labels_of(entry, config, batch, tokens, generator)) is not None:
-        batch["labels"] = truth
+        batch["labels"] = truth.clone()  # forward may write to its inputs
     return batch
 
 

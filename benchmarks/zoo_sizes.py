@@ -121,4 +121,5 @@ BY_TYPE: dict[str, dict[str, Any]] = {
         "vision_output_dim": 32,
     },
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "mobilebert": {"embedding_size": 16},
 }
