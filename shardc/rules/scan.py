@@ -3,7 +3,8 @@
     h:bdn | a:bdnt x:bdnt C:bnt | v0=mul(a,h) v1=add(v0,x) v2=dot(v1,C:n) | h=v1 | bdt=v2
 
 is `b d n, b d n t, b d n t, b n t -> b d t, b d n, c b d n`, with n and t whole; c counts the blocks whose starts
-forward keeps. A dim that some result does not have is whole too, since each rank would compute that result. Backward gives C a gradient that is a sum over d, and a tensor that is the same in every step one over b.
+forward keeps. A dim that some result does not have is whole too, since each rank would compute that result. Backward
+gives C a gradient that is a sum over d, and a tensor that is the same in every step one over b.
 That holds where every gradient that comes in has the dim: what has it not would be counted on each rank.
 """
 

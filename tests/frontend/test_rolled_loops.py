@@ -1,7 +1,4 @@
-"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are.
-
-
-"""
+"""Loops over time: which become one op, that it computes what the loop does, and which are left as they are."""
 
 from __future__ import annotations
 

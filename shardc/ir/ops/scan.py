@@ -10,7 +10,7 @@ or in float64 if a tensor is.
 Forward keeps the states at the start of each block, `starts`, and not those of each step, nor what a step computes: of
 S steps that is S / 64 states. Backward goes through the blocks from the last to the first, and computes each again from
 its start. That costs one more forward, of which the states' part is small, and the steps of one block are all that is
-held at a time: a state of a Mamba is 16 times as large as what goes in, so that keeping all would be most of its memory.
+held at a time: a state of a Mamba is 16 times as large as what goes in, and keeping all would be most of its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.library import define
-from shardc.ir.ops.scan_body import BLOCK, TIME, Body, Statement, parse_body
+from shardc.ir.ops.scan_body import TIME, Body, Statement, parse_body
 from shardc.ir.ops.scan_steps import evaluate, gradient, reordered
 
 BLOCK_STEPS = 64
@@ -293,8 +293,9 @@ class _ScanFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        count, total = ctx.count, len(ctx.saved_tensors) - ctx.count
-        carried, inputs, starts = ctx.saved_tensors[:count], ctx.saved_tensors[count:total], ctx.saved_tensors[total:]
+        saved = ctx.saved_tensors  # which a checkpoint lets us ask for once
+        count, total = ctx.count, len(saved) - ctx.count
+        carried, inputs, starts = saved[:count], saved[count:total], saved[total:]
         needed = list(ctx.needs_input_grad[2:])
         places = [place for place, g in enumerate(grads) if g is not None]
         found: list[Tensor | None] = [None] * len(needed)
@@ -312,7 +313,7 @@ class _ScanFunction(torch.autograd.Function):
         for place, need in enumerate(needed):
             if need:
                 g = next(gradients)
-                found[place] = None if g is None else g.to(ctx.saved_tensors[place].dtype)
+                found[place] = None if g is None else g.to(saved[place].dtype)
         return None, None, *found
 
 
