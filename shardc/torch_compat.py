@@ -720,6 +720,11 @@ def is_control_flow(error: BaseException) -> bool:
     return type(error).__name__ == "UncapturedHigherOrderOpError"
 
 
+def stops_recomputation(error: BaseException) -> bool:
+    """Whether a checkpoint raised it where it has all that it wanted of the forward that it runs again."""
+    return type(error).__name__ == "_StopRecomputationError"
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Did the model ask a fake tensor for its values, or for a shape that depends on values?"""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):

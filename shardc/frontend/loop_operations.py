@@ -2,7 +2,8 @@
 
 On a `Same`, an operation is done at once, before the loop. So is one on a `Step` alone that is pointwise or only
 changes its shape: it is done on the whole tensor. All others become statements of the step. A statement computes in
-float32 at least, so that what a step rounds to half precision is not rounded; what it rounds from float64 is refused.
+float32 at least, so that what a step rounds to half precision is not rounded; a step that casts to float64, or from it,
+is refused.
 
 Longer than 400 lines: a table of operations, each of a few lines, which share what is above them.
 """
@@ -106,7 +107,7 @@ def cast_to(x: Any, *args: Any, **kwargs: Any) -> Any:
             refuse()
     if not isinstance(x, Value):
         return _of(x, lambda t: t.to(dtype))
-    if x.dtype == torch.float64 != dtype or not dtype.is_floating_point:
+    if (x.dtype == torch.float64) != (dtype == torch.float64) or not dtype.is_floating_point:
         refuse()
     return Value(x.recorder, dtype, x.dims, x.name)
 

@@ -46,16 +46,21 @@ class Loop:
 
 
 @lru_cache(maxsize=64)
-def _tree(filename: str) -> ast.Module | None:
+def _tree(filename: str) -> tuple[ast.Module | None, frozenset[CodeType]]:
+    """A file, and the codes that it is compiled to."""
+    source = "".join(linecache.getlines(filename))
     try:
-        return ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return None
+        return ast.parse(source), frozenset(_codes(compile(source, filename, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError):
+        return None, frozenset()
 
 
 @lru_cache(maxsize=1024)
 def _definition(code: CodeType) -> ast.FunctionDef | None:
-    tree = _tree(code.co_filename)
+    """The source of a function; None if its file says something else by now."""
+    tree, codes = _tree(code.co_filename)
+    if code not in codes:
+        return None
     for node in ast.walk(tree) if tree is not None else ():
         first = min([d.lineno for d in node.decorator_list] + [node.lineno]) if isinstance(node, ast.FunctionDef) else 0
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name and first == code.co_firstlineno:
@@ -95,13 +100,23 @@ def _is_plain(body: list[ast.stmt], *, in_loop: bool) -> bool:
 
 
 class _Calls(ast.NodeTransformer):
-    """Each call goes through `called`, but for appends to lists."""
+    """Each call goes through `called`, but for appends to lists; `x += y` becomes `x = unshared(x) + y`."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "append":
-            return node
         return ast.copy_location(ast.Call(_helper("called"), [node.func, *node.args], node.keywords), node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if _appends(node) is None:
+            return self.generic_visit(node)
+        assert isinstance(node.value, ast.Call)
+        node.value.args = [self.visit(arg) for arg in node.value.args]
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        assert isinstance(node.target, ast.Name)
+        before = ast.Call(_helper("unshared"), [ast.Name(node.target.id, ast.Load())], [])
+        return ast.copy_location(ast.Assign([node.target], ast.BinOp(before, node.op, self.visit(node.value))), node)
 
 
 def _helper(name: str) -> ast.expr:
@@ -146,8 +161,10 @@ def _is_loop(node: ast.AST) -> bool:
 class _Rewriter(ast.NodeTransformer):
     """The loops of one function."""
 
-    def __init__(self, function: ast.FunctionDef, local: frozenset[str]) -> None:
-        self.function, self.local, self.count = function, local, 0
+    def __init__(self, function: ast.FunctionDef, code: CodeType) -> None:
+        self.function, self.count = function, 0
+        self.local = frozenset(code.co_varnames + code.co_cellvars)
+        self.shared = frozenset(code.co_cellvars)  # functions within read these, which a step does not change
         self.known = {id(n): self._known(n) for n in ast.walk(function) if isinstance(n, ast.For) and _is_loop(n)}
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -166,7 +183,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         loop = self.known.get(id(node))
-        if loop is None or not self.local.issuperset(loop.assigned):
+        if loop is None or not self.local.issuperset(loop.assigned) or not self.shared.isdisjoint(loop.assigned):
             return self.generic_visit(node)
         number, self.count = self.count, self.count + 1
         steps, step, done = f"_steps{number}", f"_step{number}", f"_done{number}"
@@ -176,6 +193,7 @@ class _Rewriter(ast.NodeTransformer):
         ]
         returned = ast.Return(ast.Call(ast.Name("locals", ast.Load()), [], []))
         taken = _function(step, parameters, [*_guarded(node.body), returned])
+        self.generic_visit(node)  # the loop as it was may hold others
         fields: Any = tuple(getattr(loop, field) for field in Loop.__dataclass_fields__)
         known = ast.Constant(fields)
         rolled = ast.Call(
@@ -209,6 +227,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def _known(self, node: ast.For) -> Loop:
         outside = _reads_but(self.function, node)
+        around = _loop_around(self.function, node)
+        outside += _read_before(node.body) if around is not None else []
         appended = [name for stmt in node.body for n in ast.walk(stmt) if (name := _appends(n)) is not None]
         subscripts = [n for s in node.body for n in ast.walk(s) if isinstance(n, ast.Subscript)]
         stored = [n.value.id for n in subscripts if isinstance(n.ctx, ast.Store) and isinstance(n.value, ast.Name)]
@@ -216,7 +236,7 @@ class _Rewriter(ast.NodeTransformer):
         stacked = tuple(
             (name, next(dim for joined, dim in joins if joined == name))
             for name in dict.fromkeys(appended)
-            if outside.count(name) == sum(joined == name for joined, _ in joins) > 0 and self._is_fresh(name)
+            if outside.count(name) == sum(joined == name for joined, _ in joins) > 0 and self._is_fresh(name, around)
         )
         return Loop(
             tuple(_names(node.body, ast.Store)),
@@ -227,14 +247,34 @@ class _Rewriter(ast.NodeTransformer):
             stacked,
         )
 
-    def _is_fresh(self, name: str) -> bool:
-        """Is a list made here, and known by no other name?"""
-        made = [n for n in ast.walk(self.function) if isinstance(n, ast.Assign) and isinstance(n.value, ast.List)]
+    def _is_fresh(self, name: str, around: ast.For | ast.While | None) -> bool:
+        """Is a list made here, and known by no other name? In a loop `around` the loop, it is made each time."""
+        statements = ast.walk(self.function) if around is None else around.body
+        made = [n for n in statements if isinstance(n, ast.Assign) and isinstance(n.value, ast.List)]
         fresh = [n for n in made if len(n.targets) == 1 and isinstance(n.targets[0], ast.Name) and not _elements(n)]
         targets = [id(n.targets[0]) for n in fresh]
         stores = [n for n in ast.walk(self.function) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
         arguments = [n.arg for n in ast.walk(self.function) if isinstance(n, ast.arg)]
         return name not in arguments and all(id(n) in targets for n in stores if n.id == name)
+
+
+def _loop_around(function: ast.FunctionDef, loop: ast.For) -> ast.For | ast.While | None:
+    """The innermost of the loops that a loop lies in."""
+    around = [n for n in ast.walk(function) if isinstance(n, (ast.For, ast.While)) and n is not loop]
+    within = [n for n in around if any(inner is loop for inner in ast.walk(n))]
+    return within[-1] if within else None  # `walk` comes to the outer ones first
+
+
+def _read_before(body: Sequence[ast.stmt]) -> list[str]:
+    """Names that a body may read before it assigns to them: what they are behind a loop, its next run reads."""
+    read: list[str] = []
+    assigned: set[str] = set()
+    for stmt in body:
+        plain = isinstance(stmt, (ast.Assign, ast.AnnAssign))
+        added = [n.target.id for n in ast.walk(stmt) if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)]
+        read += [name for name in (*_names(stmt, ast.Load), *added) if name not in assigned]
+        assigned.update(_names(stmt, ast.Store) if plain else ())
+    return read
 
 
 def _elements(node: ast.Assign) -> list[ast.expr]:
@@ -306,7 +346,7 @@ def with_rolled_loops(code: CodeType) -> CodeType | None:
     if not _can_be_rewritten(function, code):
         return None
     assert function is not None
-    rewriter = _Rewriter(function, frozenset(code.co_varnames + code.co_cellvars))
+    rewriter = _Rewriter(function, code)
     rewriter.visit(function)
     return _compiled(function, code) if rewriter.count else None
 

@@ -54,6 +54,11 @@ class Index:
     __index__ = __int__ = __float__ = __bool__ = __hash__ = __eq__ = __ne__ = refuse  # type: ignore[assignment]
     __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __floordiv__ = __truediv__ = __neg__ = __rsub__ = refuse
     __pow__ = __rpow__ = __and__ = __or__ = __divmod__ = __rmod__ = __rfloordiv__ = __getattr__ = refuse
+    __str__ = __repr__ = __format__ = refuse  # type: ignore[assignment]
+
+    def in_step(self, step: int) -> int:
+        """What it is in one step."""
+        return self.factor * step + self.offset
 
 
 class Recorder:
@@ -80,6 +85,11 @@ class Recorder:
         while self.parents[label] != label:
             label = self.parents[label]
         return label
+
+    def has_twice(self, dims: Sequence[Dim]) -> bool:
+        """Whether two of these dims are one: a letter of a value stands for one dim alone."""
+        roots = [self.root(d) for d in dims if d is not None]
+        return len(set(roots)) != len(roots)
 
     def hold(self, dims: Sequence[Dim]) -> None:
         self.held.append(tuple(d for d in dims if d is not None))
@@ -122,7 +132,7 @@ class Recorder:
     def emit(
         self, op: str, operands: Sequence[Value], dims: Sequence[Dim], dtype: torch.dtype, note: Any = ""
     ) -> Value:
-        if not dtype.is_floating_point:
+        if not dtype.is_floating_point or self.has_twice(dims):
             refuse()
         name = f"v{len(self.statements)}"
         self.statements.append((name, op, tuple(v.name for v in operands), note))
@@ -227,7 +237,7 @@ class Symbol:
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __imatmul__ = __ipow__ = refuse  # they write to their tensor
     __bool__ = __int__ = __float__ = __index__ = __hash__ = __iter__ = __contains__ = refuse  # type: ignore[assignment]
-    __eq__ = __ne__ = __setitem__ = refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __setitem__ = __str__ = __repr__ = __format__ = refuse  # type: ignore[assignment]
 
 
 def _operator(name: str, *, swapped: bool = False) -> Callable[[Any, Any], Any]:

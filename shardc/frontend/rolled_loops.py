@@ -41,7 +41,7 @@ from shardc.frontend.loop_values import (
     refuse,
 )
 from shardc.ir.ops.scan import scan
-from shardc.ir.ops.scan_body import TIME
+from shardc.ir.ops.scan_body import TIME, WITH_LETTERS
 
 FEWEST_STEPS = 8  # below, the loop's own ops are few, and can be sharded over time and fused
 PURE_BUILTINS = (len, int, float, tuple, range, zip, enumerate, reversed)
@@ -49,6 +49,7 @@ MODULES = (
     nn.Linear, nn.Identity, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.SiLU, nn.Softplus, nn.Dropout, nn.RNNCell, nn.GRUCell,
     nn.LSTMCell,
 )  # fmt: skip
+KNOWN = (Tensor, nn.Module, int, float, str, torch.Size, torch.dtype, torch.device, type(None))  # hold no stand-in
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -181,6 +182,8 @@ def called(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     if any(function is pure for pure in PURE_BUILTINS):
         return function(*args, **kwargs)
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        refuse()
     leaves = [*args, *kwargs.values()]
     symbolic = any(isinstance(x, Symbol) for arg in leaves for x in (arg if isinstance(arg, (tuple, list)) else [arg]))
     if isinstance(function, nn.Module):
@@ -196,6 +199,11 @@ def called(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def unshared(value: Any) -> Any:
+    """What `x += y` in the body of a loop adds to: of a tensor or a list, others would see it."""
+    return value if type(value) in (int, float, str, tuple, Index) else refuse()
+
+
 def _is_of_torch(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     home = (getattr(function, "__module__", None) or "").partition(".")[0]
@@ -207,7 +215,8 @@ def _plain(function: types.FunctionType) -> Callable[..., Any]:
 
 
 def _module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module):
+    is_called_otherwise = type(module).__call__ is not nn.Module.__call__
+    if any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module) or is_called_otherwise:
         refuse()
     if type(module) in MODULES:
         return module.forward(*args, **kwargs)
@@ -229,10 +238,10 @@ def roll(step: Callable[..., dict[str, Any]], steps: Any, names: dict[str, Any],
             return _Roll(step, len(steps), names, loop, wider).results()
         except _WiderStateError as state:
             wider[state.path] = state.shape
-        except (
-            Exception
-        ):  # whatever a body makes of stand-ins: the loop as it is will say what is wrong, if anything is
-            return None
+        except Exception as problem:
+            if torch_compat.stops_recomputation(problem):
+                raise
+            return None  # whatever a body makes of stand-ins: the loop as it is will say what is wrong, if anything is
 
 
 class _WiderStateError(UnrolledError):
@@ -257,6 +266,8 @@ class _Roll:
         self.states: dict[str, tuple[Value, Tensor]] = {}  # by path: name, and place in a tuple
         self.stores: dict[str, _Store] = {}
         self.lists: dict[str, _List] = {}
+        self.given: list[Tensor] = []
+        self.widened: list[tuple[str, int]] = []  # states, and dims that the first step does not have
         parameters = step.__code__.co_varnames[: step.__code__.co_argcount]
         self.index = parameters[0]
         if self.index in loop.assigned:
@@ -266,7 +277,8 @@ class _Roll:
     def _given(self, name: str) -> Any:
         loop, value = self.loop, self.names.get(name, refuse)
         if name in loop.appended:
-            if name in loop.assigned or type(value) is not list:
+            others = [other for key, other in self.names.items() if key != name and key in (*loop.read, *loop.appended)]
+            if name in loop.assigned or type(value) is not list or any(other is value for other in others):
                 refuse()
             self.lists[name] = _List()
             return self.lists[name]
@@ -281,6 +293,7 @@ class _Roll:
 
     def _wrapped(self, value: Any) -> Any:
         if isinstance(value, Tensor):
+            self.given.append(value)
             return Same(self.recorder, value)
         if type(value) is tuple:
             return tuple(map(self._wrapped, value))
@@ -291,9 +304,14 @@ class _Roll:
             return tuple(self._state(f"{path}.{place}", part) for place, part in enumerate(value))
         if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
             refuse()
+        narrow = value.shape
         value = value.expand(self.wider[path]) if path in self.wider else value
-        self.states[path] = self.recorder.state(f"s{len(self.states)}", value), value
-        return self.states[path][0]
+        state = self.recorder.state(f"s{len(self.states)}", value)
+        self.states[path] = state, value
+        padded = (*(1 for _ in range(value.ndim - len(narrow))), *narrow)
+        added = [d for d, size in zip(state.dims, padded, strict=True) if size == 1 and d is not None]
+        self.widened += [(state.name, label) for label in added]
+        return state
 
     # -------------------------------------------------------------- behind the loop
     def results(self) -> dict[str, Any]:
@@ -304,16 +322,22 @@ class _Roll:
             refuse()
         self._refuse_shared([tensor for tensor, _, _ in stored])
         lasts = {n: v for n, v in self.after.items() if n in self.loop.wanted and n in self.loop.assigned}
+        if not all(self._is_known(name, value) for name, value in lasts.items()):
+            refuse()
         carried_on = {path for path, _, _, _ in pairs}
         yielded = [(of.values[0], self._stacked(name)) for name, of in self.lists.items()]
         yielded += [(symbol, place) for _, (place, _, _), symbol in stored]
         yielded += [(v, 0) for n, v in lasts.items() if n not in carried_on]
         values = {v.name: (v, place) for v, place in reversed(yielded) if isinstance(v, Value)}
+        self._refuse_widened_sums()
         body, inputs = self.recorder.body([(before, after) for _, before, after, _ in pairs], list(values.values()))
         if not any(TIME in letters for _, letters in body.inputs):
             refuse()
         ys, ends = scan(body, [_squeezed(initial, before) for _, before, _, initial in pairs], inputs)
-        self.of_value = {name: (y, place) for (name, (_, place)), y in zip(values.items(), ys, strict=True)}
+        self.of_value = {
+            name: (y, _count_present(v.dims[:place]), v.dims)
+            for (name, (v, place)), y in zip(values.items(), ys, strict=True)
+        }
         self.of_state = {
             path: _unsqueezed(end, after.dims).to(after.dtype)
             for (path, _, after, _), end in zip(pairs, ends, strict=True)
@@ -342,7 +366,7 @@ class _Roll:
             end = _part(ends[path.partition(".")[0]], path)
             if not isinstance(end, (Symbol, Tensor)):
                 refuse()
-            after = before if end is before else as_value(self.recorder, end)
+            after = as_value(self.recorder, end)
             if after.shape != before.shape:
                 if before.name not in read and not self._returned(before):
                     continue  # a name that each step assigns before it reads it
@@ -358,6 +382,18 @@ class _Roll:
             pairs.append((path, before, after, initial))
         return pairs
 
+    def _refuse_widened_sums(self) -> None:
+        """The first step does not sum over a dim that a state does not yet have."""
+        recorder = self.recorder
+        for state, label in self.widened:
+            reached = {state}
+            for name, op, operands, note in recorder.statements:
+                if reached.isdisjoint(operands):
+                    continue
+                reached.add(name)
+                if op in WITH_LETTERS and recorder.root(label) in map(recorder.root, note):
+                    refuse()
+
     def _returned(self, value: Value) -> bool:
         """Does a step yield a state as it was, or carry it to another name?"""
         lists = [v for of in self.lists.values() for v in of.values]
@@ -372,7 +408,7 @@ class _Roll:
         symbols = [v for of in self.lists.values() for v in of.values]
         symbols += [store.stored[2] for store in self.stores.values() if store.stored is not None]
         bases = [v.base if isinstance(v, Step) else v.tensor for v in symbols if isinstance(v, (Step, Same))]
-        read = {torch_compat.storage_of(t) for t in (*self.recorder.alive, *bases)}
+        read = {torch_compat.storage_of(t) for t in (*self.recorder.alive, *self.given, *bases)}
         initial = {torch_compat.storage_of(t) for _, t in self.states.values()}
         if len(set(memory)) != len(memory) or read.intersection(memory) or initial.intersection(memory):
             refuse()
@@ -383,9 +419,13 @@ class _Roll:
             return symbol.base.movedim(symbol.time, dim)
         if isinstance(symbol, Same):
             return symbol.tensor.unsqueeze(0).expand(self.steps, *symbol.shape).movedim(0, dim)
-        y, place = self.of_value[symbol.name]
-        shaped = _unsqueezed(y, (*symbol.dims[:place], -1, *symbol.dims[place:]))
-        return (shaped if place == dim else shaped.movedim(place, dim)).to(symbol.dtype)
+        y, time, dims = self.of_value[symbol.name]
+        labels, order = ([self.recorder.root(d) for d in some if d is not None] for some in (dims, symbol.dims))
+        if labels != order:  # the same value, transposed
+            y, time = y.movedim(time, 0).permute(0, *(1 + labels.index(label) for label in order)), 0
+        wanted = _count_present(symbol.dims[:dim])
+        y = y if time == wanted else y.movedim(time, wanted)
+        return _unsqueezed(y, (*symbol.dims[:dim], -1, *symbol.dims[dim:])).to(symbol.dtype)
 
     def _last(self, name: str, value: Any) -> Any:
         def end(path: str, part: Any) -> Any:
@@ -395,9 +435,17 @@ class _Roll:
                 return tuple(end(f"{path}.{place}", inner) for place, inner in enumerate(part))
             if isinstance(part, Same):
                 return part.tensor
-            return self._timed(part, 0).select(0, self.steps - 1) if isinstance(part, Symbol) else part
+            if isinstance(part, Symbol):
+                return self._timed(part, 0).select(0, self.steps - 1)
+            return part.in_step(self.steps - 1) if type(part) is Index else part
 
         return end(name, value)
+
+    def _is_known(self, name: str, value: Any) -> bool:
+        """Can it be said what a name is behind the loop?"""
+        if type(value) is tuple:
+            return all(self._is_known(name, part) for part in value)
+        return isinstance(value, (Symbol, Index, *KNOWN)) or value is self.names.get(name, refuse)
 
     def _stacked(self, name: str) -> int:
         """The dim that the values of a list are stacked along, of those that they then have."""
@@ -426,6 +474,11 @@ def _part(value: Any, path: str) -> Any:
             refuse()
         value = value[int(place)]
     return value
+
+
+def _count_present(dims: Sequence[Dim]) -> int:
+    """How many dims a scan has of these."""
+    return sum(label is not None for label in dims)
 
 
 def _squeezed(tensor: Tensor, like: Value) -> Tensor:

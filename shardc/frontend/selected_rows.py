@@ -51,8 +51,11 @@ _SCATTERS = (Tensor.masked_scatter, torch.masked_scatter, Tensor.masked_scatter_
 _SELECTS = (torch.masked_select, Tensor.masked_select)
 _ELEMENTWISE = {
     *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv"),
-    *("where", "lerp", "maximum", "minimum", "addcmul"),
+    *("where", "lerp", "maximum", "minimum", "addcmul", "cat", "concat", "stack"),
 }
+_SHAPED = ("view", "reshape", "view_as")
+_UNBOUNDED = ("log", "sqrt", "div", "pow", "exp", "norm", "reciprocal", "acos", "asin", "atanh", "erfinv", "logit",
+              "cosine", "tan", "lgamma")  # parts of the names of calls whose slopes may be infinite  # fmt: skip
 
 
 class Questions(Protocol):
@@ -93,7 +96,7 @@ class SelectedRows(Tensor):
         try:
             result = _answer(func, args, kwargs)
         except Exception as problem:
-            if not torch_compat.is_data_dependent(problem):
+            if isinstance(problem, ShardcError) or not torch_compat.is_data_dependent(problem):
                 raise
             result = _OTHERWISE
         if result is not _OTHERWISE:
@@ -182,13 +185,13 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _SCATTERS and len(args) == 3 and not kwargs and isinstance(args[2], SelectedRows):
         scattered = _put_rows(args[0], args[1], args[2])
         return args[0].copy_(scattered) if func is Tensor.masked_scatter_ else scattered
-    if func is _T.__getitem__ and not isinstance(first, SelectedRows) and (mask := _by_places(args[1])) is not None:
+    if func is _T.__getitem__ and (mask := _by_places(first, args[1])) is not None:
         return select(cast("Tensor", first), mask, _of(args[1]).questions)
     if func is _T.__setitem__ and not isinstance(first, SelectedRows) and _is_mask(args[1]):
         mask = cast("Tensor", args[1])
         put(cast("Tensor", first), mask, args[2], _of(args[2]).questions)
         return None
-    if func is _T.__setitem__ and not isinstance(first, SelectedRows) and (mask := _by_places(args[1])) is not None:
+    if func is _T.__setitem__ and (mask := _by_places(first, args[1])) is not None:
         put(cast("Tensor", first), mask, args[2], _of(args[1]).questions)
         return None
     if (options := _loss_options(func, args, kwargs)) is not None:
@@ -198,15 +201,22 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     head = next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows))
-    if _name_of(func).strip("_") in _ELEMENTWISE:
+    name = _name_of(func)
+    writes = _writes(name)
+    if writes and not isinstance(args[0], SelectedRows):
+        return _OTHERWISE  # rows that were not chosen would be written, too
+    if name.strip("_") in _ELEMENTWISE:
         args, kwargs = _in_places(args, head), _in_places(kwargs, head)
+    elif name in _SHAPED and args[1:] and type(first := _first_size(args[1:])) is int and first != -1:
+        return _OTHERWISE  # as many rows as it says, whatever the number of the chosen
     leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows)]
     if any(not _alike(head, other) for other in leaves[1:]):
         return _OTHERWISE
     count = _count(head)
     plain = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    if any(not isinstance(leaf, SelectedRows) and leaf.requires_grad for leaf in plain):
-        for leaf in leaves:  # what is summed over rows for the other's gradient has to be finite
+    weighted = any(not isinstance(leaf, SelectedRows) and leaf.requires_grad for leaf in plain)
+    if not writes and (weighted or any(part in name for part in _UNBOUNDED)):
+        for leaf in leaves:  # what is summed over rows for the other's gradient has to be finite, and so has its slope
             if not leaf.safe and leaf.places is None:
                 leaf.rows, leaf.safe = _harmless(leaf.rows, leaf.mask), True
     nodes = {node: 1 for leaf in leaves if (node := torch_compat.node_of(leaf.rows)) is not None}
@@ -222,27 +232,45 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
             return type(value)(unwrapped(item) for item in value)
         return value
 
-    result = func(*unwrapped(args), **{key: unwrapped(value) for key, value in kwargs.items()})
+    try:
+        result = func(*unwrapped(args), **{key: unwrapped(value) for key, value in kwargs.items()})
+    except RuntimeError as problem:
+        if torch_compat.is_data_dependent(problem) or torch_compat.stops_recomputation(problem):
+            raise
+        return _OTHERWISE  # it meets tensors of as many rows as are chosen
     made = list(dropwhile(lambda node: node is not last, last.graph.nodes))[1:]
     known = follow(made, nodes)
+    if known is None and writes:
+        raise _refused(name)  # it has been done, and is not to be done again
     if known is None:
         return _OTHERWISE
 
     def wrapped(value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)(wrapped(item) for item in value)
+        if isinstance(value, (list, tuple)):
+            items = [wrapped(item) for item in cast("Sequence[Any]", value)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if not isinstance(value, Tensor):
             return value
         if (same := next((leaf for leaf in leaves if leaf.rows is value), None)) is not None:
             return same
         node = torch_compat.node_of(value)
         if node not in known:
-            raise _refused(_name_of(func))
+            raise _refused(name)
         times = known[node]
         mask = head.mask if times == 1 else head.mask[:, None].expand(size, times).reshape(-1)
         return SelectedRows.of(value, mask, head.questions)
 
     return wrapped(result)
+
+
+def _writes(name: str) -> bool:
+    """Whether a call of this name changes its first argument."""
+    return name == "__setitem__" or (name[-1] == "_" != name[-2]) or (name.startswith("__i") and name != "__invert__")
+
+
+def _first_size(sizes: Sequence[Any]) -> Any:
+    first = sizes[0]
+    return first[0] if isinstance(first, (tuple, list)) and first else first
 
 
 def _in_places(value: Any, head: SelectedRows) -> Any:
@@ -268,12 +296,14 @@ def _reduced(func: Any, selection: SelectedRows, rest: tuple[Any, ...], kwargs: 
     """A sum, a mean, an extreme, or whether any or all are true, over rows or all dims."""
     options = dict(zip(("dim", "keepdim"), rest, strict=False)) | kwargs
     dim = options.pop("dim", options.pop("axis", None))
+    if func in (torch.max, Tensor.max, torch.min, Tensor.min) and (dim is not None or options):
+        return _row_by_row(func, (selection, *rest), kwargs)  # of two tensors, or values and where they are
     rows, ndim = selection.rows, selection.rows.dim()
     dims = [] if dim is None else [d % ndim for d in ([dim] if isinstance(dim, int) else dim)]
     if dims and 0 not in dims:
         return _row_by_row(func, (selection, *rest), kwargs)
     dtype, keepdim = options.pop("dtype", None), options.pop("keepdim", False)
-    if options or (func in (torch.max, Tensor.max, torch.min, Tensor.min) and dim is not None):
+    if options:
         return _OTHERWISE
     every = dims or list(range(ndim))
     if func in _BOOLS:
@@ -310,7 +340,8 @@ def _loss(func: Any, options: dict[str, Any]) -> Any:
     reduction = options["reduction"]
     if any(options.pop(name, None) is not None for name in ("size_average", "reduce")):
         return _OTHERWISE
-    rows = _row_by_row(func, (), options | {"reduction": "none"})
+    head = next(value for value in options.values() if isinstance(value, SelectedRows))
+    rows = _row_by_row(func, (), _in_places(options, head) | {"reduction": "none"})
     if rows is _OTHERWISE or reduction == "none":
         return rows
     if reduction == "batchmean":
@@ -441,8 +472,10 @@ def _again(selection: SelectedRows, mask: Tensor) -> Any:
     return SelectedRows.of(_harmless(selection.rows, both), both, selection.questions, safe=True)
 
 
-def _by_places(index: Any) -> Tensor | None:
-    """The mask by whose coordinates a tensor is indexed."""
+def _by_places(t: Any, index: Any) -> Tensor | None:
+    """The mask by whose coordinates a tensor is indexed, where it is over the leading dims of the tensor."""
+    if isinstance(t, SelectedRows):
+        return None
     indices = index if isinstance(index, tuple) else (index,)
     held = [one.places if isinstance(one, SelectedRows) else None for one in cast("Sequence[Any]", indices)]
     places = [one for one in held if one is not None]
@@ -450,7 +483,7 @@ def _by_places(index: Any) -> Tensor | None:
         return None
     mask = places[0][0]
     whole = [dim for _, dim in places] == list(range(mask.dim())) and all(one is mask for one, _ in places)
-    return mask if whole else None
+    return mask if whole and t.shape[: mask.dim()] == mask.shape else None
 
 
 def _put_rows(t: Tensor, mask: Tensor, value: SelectedRows) -> Tensor:

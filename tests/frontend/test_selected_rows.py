@@ -26,6 +26,7 @@ class Masked(nn.Module):
     def __init__(self, chosen: Callable[[Masked, Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.table, self.head, self.norm = nn.Embedding(11, 8), nn.Linear(8, 11), nn.LayerNorm(8)
+        self.square = nn.Linear(8, 8)
         self.fill, self.chosen = nn.Parameter(torch.randn(8)), chosen
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -126,13 +127,41 @@ def extremes(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
     return h[mask].max() - h[mask].amin(0).sum() + (tokens[mask] > 9).any()
 
 
+def sorted_columns(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h[mask]
+    return x.topk(2, 1)[0].mean() + x.max(-1).values.mean() + (x.sort(-1)[0] * m.fill).mean() + x.min(dim=1)[0].mean()
+
+
+def larger_of_two(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    return (torch.max(h[mask], m.norm(h[mask])) + torch.min(h[mask], m.fill)).square().mean()
+
+
+def infinite_slopes(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    harmless = m.square(torch.full((8,), 0.5, dtype=h.dtype)).detach()  # where rows that are not chosen become zero
+    x = m.square(h[mask]) - harmless
+    return x.square().sum(-1).sqrt().mean() + x.square().log().mean() + x.norm(dim=-1).mean() + (1 / x).tanh().mean()
+
+
+def places_of_a_part(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    rows, columns = mask[:, 1:].nonzero(as_tuple=True)  # of tokens but the first: positions of the part
+    return m.head(h[rows, columns]).square().mean() + h[rows, columns + 1].square().mean() + h[rows].sum()
+
+
+def views_in_place(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h[mask] * 1
+    x.view(-1, 2, 4)[:, 0] = 0.0
+    x[:, :6].mul_(2).add_(m.fill[:6])
+    x[x > 1] = 0.0
+    return x.square().mean()
+
+
 def by_python_count(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
     x = m.head(h[mask])
     return x.square().sum() / x.shape[0] if x.shape[0] > 0 else h.sum() * 0
 
 
 def mask_written_between(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
-    before = h[mask]
+    before = h[mask.clone()]  # which backward needs as it was
     mask[0] = False
     return before.square().sum() + m.head(h[mask]).square().sum()
 
@@ -151,6 +180,7 @@ WORK = [
     *(mask_written_between, by_another_mask, by_two_equal_masks),
     *(mean, total, cross_entropy, cross_entropy_sums, sparse_prediction, losses, scattered, scattered_by_index),
     *(masked_scatter, one_row, indices, of_logarithms, twice, columns, joined, in_place, extremes, by_python_count),
+    *(sorted_columns, larger_of_two, infinite_slopes, views_in_place),
 ]
 
 
@@ -244,3 +274,67 @@ def test_what_does_not_go_row_by_row_is_refused(chosen: Callable[[Masked, Tensor
     assert "test_selected_rows.py:" in (found.location or "")
     assert "h[" in (found.source_text or "")
     assert "torch.where" in (found.hint or "")
+# ---------------------------------------------------------------------- calls that hold for the sample's number alone
+def as_many_rows(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h[mask]
+    targets = m.fill.expand(x.shape[0], -1)
+    return F.mse_loss(x, torch.zeros(x.size(0), 8, dtype=h.dtype)) + torch.cat([x, targets], -1).tanh().mean()
+
+
+def added_in_place(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    total = torch.zeros(h[mask].shape[0], 8, dtype=h.dtype)
+    same = total
+    total += h[mask]
+    total.index_add_(0, tokens[mask], h[mask])
+    return (total.tanh() + same.sigmoid()).mean()
+
+
+def cumulated_in_place(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h[mask].clone()
+    x.cumsum_(0)
+    return x.square().mean()
+
+
+def rows_of_another_number(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = h[tokens[:, 1] != 0].sum(1)  # three of four rows
+    return x.view(4, -1).softmax(-1).square().sum()
+
+
+def picked(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    x = m.head(h[mask])
+    return x[torch.arange(x.shape[0]), tokens[mask]].mean()
+
+
+def step_or_refusal(chosen: Callable[[Masked, Tensor, Tensor, Tensor], Tensor], sample: Tensor, batch: Tensor) -> str:
+    """The code of the refusal, of the model or of a batch; what is computed is what eager PyTorch computes."""
+    torch.manual_seed(0)
+    model = Masked(chosen).double()
+    try:
+        trainer = shardc.compile(model, sample, mesh="dp=2", plan={"inputs": {"*": "dp"}}).launch()
+        equals_eager(model, trainer, batch)
+    except shardc.ShardcError as refusal:
+        return refusal.code
+    return ""
+
+
+EVERY = torch.ones_like(FIRST)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sample", "other"),
+    [(as_many_rows, "", "SC512"), (places_of_a_part, "", ""), (cumulated_in_place, "SC101", "SC101"),
+     (rows_of_another_number, "SC101", "SC101"), (picked, "SC101", "SC101")],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+def test_of_some_rows(chosen: Callable[[Masked, Tensor, Tensor, Tensor], Tensor], sample: str, other: str) -> None:
+    assert step_or_refusal(chosen, FIRST, FIRST) == sample
+    assert step_or_refusal(chosen, FIRST, torch.where(OTHER == 10, 1, OTHER)) == other
+
+
+@pytest.mark.parametrize(
+    ("chosen", "code"), [(added_in_place, ""), (cumulated_in_place, "SC101"), (picked, "")],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+def test_of_all_rows(chosen: Callable[[Masked, Tensor, Tensor, Tensor], Tensor], code: str) -> None:
+    assert step_or_refusal(chosen, EVERY, EVERY) == code
+    assert step_or_refusal(chosen, EVERY, FIRST) == (code or "SC512")

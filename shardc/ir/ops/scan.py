@@ -293,8 +293,9 @@ class _ScanFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        count, total = ctx.count, len(ctx.saved_tensors) - ctx.count
-        carried, inputs, starts = ctx.saved_tensors[:count], ctx.saved_tensors[count:total], ctx.saved_tensors[total:]
+        saved = ctx.saved_tensors  # which a checkpoint lets us ask for once
+        count, total = ctx.count, len(saved) - ctx.count
+        carried, inputs, starts = saved[:count], saved[count:total], saved[total:]
         needed = list(ctx.needs_input_grad[2:])
         places = [place for place, g in enumerate(grads) if g is not None]
         found: list[Tensor | None] = [None] * len(needed)
@@ -312,7 +313,7 @@ class _ScanFunction(torch.autograd.Function):
         for place, need in enumerate(needed):
             if need:
                 g = next(gradients)
-                found[place] = g if g is None else g.to(ctx.saved_tensors[place].dtype)
+                found[place] = None if g is None else g.to(saved[place].dtype)
         return None, None, *found
 
 
