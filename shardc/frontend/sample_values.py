@@ -123,6 +123,27 @@ class SampleValues:
         elif less:
             self._certain[node] = args[1] >= 1
 
+    @staticmethod
+    def neighbours(x: Tensor, key: Any) -> Tensor | None:
+        """`x[..., [2, 3], :]` as the slice that it is: of an index, no more is known than that it may read anything."""
+        keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+        lists = [i for i, k in enumerate(keys) if isinstance(k, list)]
+        if len(lists) != 1 or any(k is not Ellipsis and not isinstance(k, slice | list) for k in keys):
+            return None
+        at, dots = lists[0], [i for i, k in enumerate(keys) if k is Ellipsis]
+        dim = at if not dots or at < dots[0] else x.dim() - len(keys) + at
+        rows = cast("list[object]", keys[at])
+        if len(dots) > 1 or not 0 <= dim < x.dim() or not all(type(row) is int for row in rows) or not rows:
+            return None
+        size, first = x.shape[dim], cast(int, rows[0])
+        if rows != list(range(first, first + len(rows))) or first < -size or first + len(rows) > size:
+            return None
+        if first < 0 <= first + len(rows) - 1:  # from the last row on to the first one
+            return None
+        start = first % size
+        # A copy, as an index yields: what is written to it is not written to x.
+        return x[(*keys[:at], slice(start, start + len(rows)), *keys[at + 1 :])].clone()
+
     def answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `function` would return on the sample batch, or `refused`. The step then checks that it still would."""
         answer = self._answer(function, args, kwargs)

@@ -1,11 +1,11 @@
 """An atom of unequal blocks, each of which an axis cuts by itself: the columns of a fused weight.
 
-    f32[(32|8|8@tp 128), 4096]     32 heads of queries and 8 each of keys and values: of each, a rank of tp has its share
+    f32[(32|8|8@tp 128), 4096]     32 heads of queries and 8 each of keys and values: a rank has a share of each
     f32[32*64|-128|32@tp, 4096]    32 heads of 64 columns, 128 columns that every rank has, and 32 columns
 
-Equal blocks need no such thing: they are two atoms, as in `(3 32@tp)`. A block is `count` pieces of `unit` elements, and
-axes divide its pieces as they divide an atom's elements: padded, axis by axis, major first. A block that is not cut is
-whole on every rank (`-`). A rank's shard has its share of each block, in the order of the blocks.
+Equal blocks need no such thing: they are two atoms, as in `(3 32@tp)`. A block is `count` pieces of `unit` elements,
+and axes divide its pieces as they divide an atom's elements: padded, axis by axis, major first. A block that is not cut
+is whole on every rank (`-`). A rank's shard has its share of each block, in the order of the blocks.
 
 The size of such an atom is an int, the sum over its blocks, that knows them. So it differs from other ints, and two of
 them are equal where the blocks are.

@@ -9,8 +9,8 @@ A factor missing from a result must be named: `sum=`, `max=`, `min=` say how sha
 that no axis may split it. From this everything else is derived: propagation in both directions,
 legality, pending sums, local shapes, communication.
 
-`sections` say that factors are sections of another one: `("n", 4, "p")` that `p` is `n` from its 4th element on. Both are
-whole, unless the atom that `n` is has blocks that `p` is made of (see `ir.blocks`): an axis on `n` is then one on `p`.
+`sections` say that factors are sections of another one: `("n", 4, "p")` that `p` is `n` from its 4th element on. Both
+are whole, unless the atom that `n` is has blocks that `p` is made of (see `ir.blocks`): an axis on `n` is then on `p`.
 
 Ragged dims (see `ir.types`) stand behind a semicolon; a rule that names none is of tensors without, or goes row by row:
 `divided` gives the ragged dims of its operands to its results.
@@ -79,8 +79,8 @@ class Dims:
     """One tensor operand inside a rule function: prints as its dims, one factor each.
 
     `f"{x} -> {x.swap(0, 1)}"` is the rule of a transpose. `x[d]` is the name of dim d. `boolean`: as an index it picks
-    the places where it is true. `in_blocks`: the dims that have an atom of blocks, whose sections are blocks of it; `made_in_blocks`:
-    those of the call's first result.
+    the places where it is true. `in_blocks`: the dims that have an atom of blocks, so that sections of them are blocks;
+    `made_in_blocks`: those of the call's first result.
     """
 
     def __init__(

@@ -116,7 +116,8 @@ class Section:
             before, inner = (
                 blocks.between(a // trailing, b // trailing) for a, b in ((0, self.start), (self.start, self.end))
             )
-            assert before is not None and inner is not None
+            assert before is not None, f"{self} begins inside of a block of {blocks}"
+            assert inner is not None, f"{self} ends inside of a block of {blocks}"
             start = Blocks(before).local(dim[0].axes, mesh) * trailing
             return Section(size, start, start + Blocks(inner).local(dim[0].axes, mesh) * trailing)
         return self.local(size)

@@ -27,9 +27,17 @@ MOVES = {
     "gather": (TP, "f64[6@tp, 3]", [("all_gather", (["tp"], [3, 3], 0, 6, [6, 3]), "f64[6, 3]")]),
     "gather the inner dim": (TP, "f64[3, 6@tp]", [("all_gather", (["tp"], [3, 3], 1, 6, [3, 6]), "f64[3, 6]")]),
     "gather uneven": (TP, "f64[2, 5@tp]", [("all_gather", (["tp"], [2, 3], 1, 5, [2, 5]), "f64[2, 5]")]),
-    "slice blocks": (TP, "f64[2, 5|-1]", [("slice_blocks", (["tp"], [2, 6], 1, [5, -1], [1, 1], [2, 4]), "f64[2, 5|-1@tp]")]),
+    "slice blocks": (
+        TP,
+        "f64[2, 5|-1]",
+        [("slice_blocks", (["tp"], [2, 6], 1, [5, -1], [1, 1], [2, 4]), "f64[2, 5|-1@tp]")],
+    ),
     "gather blocks": (TP, "f64[3*2|-1@tp]", [("gather_blocks", (["tp"], [5], 0, [3, -1], [2, 1], [7]), "f64[3*2|-1]")]),
-    "blocks masked": (TP, "f64[5|3@tp]", [("mask_blocks", ([5], 0, [5, 3], [1, 1], ["tp"], 9.0, False), "f64[5|3@tp]")]),
+    "blocks masked": (
+        TP,
+        "f64[5|3@tp]",
+        [("mask_blocks", ([5], 0, [5, 3], [1, 1], ["tp"], 9.0, False), "f64[5|3@tp]")],
+    ),
     "gather an atom": (TP, "f64[(3 5@tp 2)]", [("all_gather", (["tp"], [3, 3, 2], 1, 5, [30]), "f64[(3 5 2)]")]),
     "gather two axes at once": (AB, "f64[8@a.b]", [("all_gather", (["a", "b"], [2], 0, 8, [8]), "f64[8]")]),
     "gather two axes, minor first": (AB, "f64[8@b.a]", [("all_gather", (["b", "a"], [2], 0, 8, [8]), "f64[8]")]),
@@ -211,5 +219,14 @@ def test_span_of_ten_over_two_axes() -> None:
 def test_every_collective_is_known_to_the_simulator() -> None:
     names = {str(op).removeprefix("shardc.").removesuffix(".default") for op in collectives.COLLECTIVES}
     rows = {"exchange_counts", "dispatch_rows", "combine_rows"}
-    assert names == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks", *rows}
-    assert set(local.AXES_READ) == {OPS.shard_slice.default, OPS.mask_pad.default, OPS.axis_offset.default}
+    assert names == {
+        "all_reduce",
+        "all_gather",
+        "gather_blocks",
+        "reduce_scatter",
+        "all_to_all",
+        "permute_ranks",
+        *rows,
+    }
+    reading = ("shard_slice", "mask_pad", "axis_offset", "slice_blocks", "mask_blocks")
+    assert set(local.AXES_READ) == {getattr(OPS, name).default for name in reading}

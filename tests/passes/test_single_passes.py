@@ -46,6 +46,7 @@ from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
+from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim
 from shardc.passes.sharding.group_sums import GroupSums
 from shardc.passes.sharding.insert_reshards import InsertReshards
 from shardc.passes.sharding.localize import Localize
@@ -72,12 +73,17 @@ def atomize(cuts: list[list[Any]]) -> Atomize:
     return Atomize(tuple((name, dim, tuple(sizes)) for name, dim, sizes in cuts))
 
 
+def find_blocks(sharded: list[list[Any]]) -> FindBlocks:
+    return FindBlocks(tuple(ShardedDim(name, dim, ranks, tuple(sizes)) for name, dim, ranks, sizes in sharded))
+
+
 PASSES: Mapping[str, Callable[..., Pass]] = {
     "normalize": Normalize,
     "group_experts": GroupExperts,
     "accumulate": Accumulate,
     "append_updates": updates,
     "atomize": atomize,
+    "find_blocks": find_blocks,
     "propagate": Propagate,
     "split_softmax": SplitSoftmax,
     "store": Store,

@@ -6,10 +6,11 @@ blocks (`ir.blocks`) where some op takes unequal sections of it, and an axis can
     %w = param : f32[768, 64]      linear      split into 512, 128, 128      view as (8 64), (2 64), (2 64)
     %w : f32[8*64|2*64|2*64, 64]   a rank of tp=2 has 4 heads of queries and one each of keys and values
 
-The bounds of sections spread along the ops' factors to a fixpoint, from the annotated dims. What lies between two bounds
-is a *leaf*. An axis cuts a leaf at the first atom that no op keeps whole: heads, not what is inside of them. Leaves of
-which an op would have to split two atoms at once, as a state space's heads and its state, cannot be cut together: the
-smaller one is whole on every rank. So is one that has no such atom, as the only head of keys that all queries share.
+The bounds of sections spread along the ops' factors to a fixpoint, from the annotated dims. What lies between two
+bounds is a *leaf*. An axis cuts a leaf at the first atom that no op keeps whole: heads, not what is inside of them.
+Leaves of which an op would have to split two atoms at once, as a state space's heads and its state, cannot be cut
+together: the smaller one is whole on every rank. So is one that has no such atom, as the only head of keys that all
+queries share.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from torch import fx
 
@@ -97,7 +99,7 @@ class _Part:
     whole: Cell
     start: int
     size: int
-    part: Cell
+    part: Cell | None  # None: of size 1, which is no factor
     equal: int  # the number of equal sections of which it is one; 0 if it is one of unequal ones
 
 
@@ -155,9 +157,10 @@ class _Links:
             if factor not in rule.whole or factor in of_sections
         ]
         for whole, start, part in rule.sections:
-            if whole in alone and part in alone:
-                equal = 0 if plain.sections else rule.sizes[whole] // rule.sizes[part]
-                links.append(_Part(alone[whole], start, rule.sizes[part], alone[part], equal))
+            size = rule.sizes.get(part, 1)
+            if whole in alone and (part in alone or size == 1):
+                equal = 0 if plain.sections else rule.sizes[whole] // size
+                links.append(_Part(alone[whole], start, size, alone.get(part), equal))
         return links
 
 
@@ -173,7 +176,9 @@ def _result_slots(node: fx.Node) -> list[Slot]:
 
 
 def _cells(link: _Same | _Part) -> list[Cell]:
-    return [cell for cell, _ in link.cells] if isinstance(link, _Same) else [link.whole, link.part]
+    if isinstance(link, _Same):
+        return [cell for cell, _ in link.cells]
+    return [link.whole] if link.part is None else [link.whole, link.part]
 
 
 def _type(slot: Slot) -> TensorType:
@@ -253,6 +258,8 @@ class _Component:
     def _told(self, link: _Same | _Part) -> list[tuple[Cell, set[int]]]:
         if isinstance(link, _Part):
             ends = {link.start, link.start + link.size}
+            if link.part is None:
+                return [(link.whole, ends)]
             inner = {link.start + b for b in self.bounds[link.part]}
             return [(link.whole, ends | inner), (link.part, {b - link.start for b in self.bounds[link.whole]})]
         shared = {
@@ -305,7 +312,7 @@ class _Component:
 
     def _intervals(self, cell: Cell) -> list[Interval]:
         bounds = [0, *sorted(self.bounds[cell]), self.size(cell)]
-        return [(cell, start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+        return [(cell, start, end) for start, end in pairwise(bounds)]
 
     def _leaves(self) -> dict[Interval, Interval]:
         """Each interval with the one that stands for its leaf."""
@@ -322,7 +329,7 @@ class _Component:
 
         for link in self.found:
             if isinstance(link, _Part):
-                for _, start, end in self._intervals(link.part):
+                for _, start, end in self._intervals(link.part) if link.part is not None else ():
                     join((link.part, start, end), (link.whole, link.start + start, link.start + end))
                 continue
             (first, n), *others = link.cells
