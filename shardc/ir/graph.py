@@ -35,7 +35,7 @@ class ValueInfo:
 
     name: str
     type: TensorType | None  # None on a multi-result call: its getitems carry the types
-    results: tuple[TensorType | None, ...] = ()  # of a multi-result call, unplaced; None where it yields no tensor
+    results: tuple[TensorType | None, ...] = ()  # of a multi-result call; None where it yields no tensor
     fqn: str = ""
     source: str = ""  # "model.py:11" of the user's line
     source_text: str = ""

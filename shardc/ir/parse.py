@@ -194,7 +194,8 @@ class _Parser:
             fqn = module_of(targets[0], self.phase)
             self.define(node, replace(about, name=targets[0], type=types[0], fqn=fqn), start)
             return
-        declared = tuple(None if t is None else t.replicated() for t in types)
+        named = zip(targets, types, strict=True)
+        declared = tuple(t if t is None or name is None else t.replicated() for name, t in named)
         set_info(node, replace(about, name=_call_name(op, targets), results=declared))
         self.several.append(node)
         for i, (name, type) in enumerate(zip(targets, types, strict=True)):

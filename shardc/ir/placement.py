@@ -158,7 +158,7 @@ def _dim(value: object) -> DimPlacement:
         raise error("SC212", f"'{value}' is not one dim of a placement", hint=hint)
     if isinstance(value, Sequence):
         entries = list(cast(Sequence[object], value))
-        unequal = _sizes(entries.pop(0)) if entries and isinstance(entries[0], list) else ()
+        unequal = _sizes(cast("list[object]", entries.pop(0))) if entries and isinstance(entries[0], list) else ()
         blocks = entries.pop(0) if entries and isinstance(entries[0], int) else 1
         names = [entry for entry in entries if isinstance(entry, str) and AXIS_NAME.fullmatch(entry)]
         if isinstance(blocks, int) and blocks >= 1 and len(names) == len(entries) and names:

@@ -148,7 +148,7 @@ def _call(node: fx.Node) -> str:
 
 
 def _results(node: fx.Node) -> tuple[list[str], list[str]]:
-    """Names and types of a call's results; the types that nothing uses are the declared, unplaced ones."""
+    """Names and types of a call's results; the types that nothing uses are the declared ones."""
     about = info(node)
     if about.type is not None:
         return [value_name(node)], [str(about.type)]

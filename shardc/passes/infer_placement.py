@@ -278,11 +278,14 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         if args["size"] != local_size(before.atoms[source].size, placement[source], mesh):
             return [f"gathers {args['size']} elements of {before.atoms[source]}"]
     elif node.target is collectives.permute_ranks:
-        ends = [i for i, now in enumerate(placement) if now == axes[:1]]
-        square = len(axes) == 2 and mesh.size(axes[:1]) == mesh.size(axes[1:])
-        if not square or len(ends) != 1 or list(args["source"]) != transposition(mesh.size(axes[:1])):
+        ends = [i for i, now in enumerate(placement) if now == axes[:1] or (len(axes) == 2 and now[-2:] == axes)]
+        if len(axes) != 2 or len(ends) != 1:
             return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
-        placement[ends[0]] = axes[1:]
+        swaps, atom = placement[ends[0]] != axes[:1], before.atoms[ends[0]]
+        fits = not atom.uneven(mesh) if swaps else mesh.size(axes[:1]) == mesh.size(axes[1:])
+        if not fits or list(args["source"]) != transposition(mesh.size(axes[:1]), mesh.size(axes[1:])):
+            return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
+        placement[ends[0]] = (*placement[ends[0]][:-2], axes[1], axes[0]) if swaps else axes[1:]
     if len({axis for atom_axes in placement for axis in atom_axes}) != sum(map(len, placement)):
         return [f"shards by {'.'.join(axes)} what lies over it already"]
     want = before.place(placement, pending.items())

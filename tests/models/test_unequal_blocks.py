@@ -223,3 +223,23 @@ def test_a_program_of_blocks_is_read_back(tmp_path: Path) -> None:
     again = shardc.Program.load(tmp_path / "program.json")
     assert again.text() == program.text()
     assert shardc.parse(program.text()) is not None
+
+
+OTHERS = [(FUSED, "tp=3", {}), ({}, "tp=2", {}), (FUSED, "dp=2, tp=2", {"storage": {"zero": 3, "axes": ["dp"]}})]
+
+
+@pytest.mark.parametrize(("params", "mesh", "plan"), OTHERS, ids=["other ranks", "whole", "zero 3"])
+def test_a_checkpoint_goes_on_under_another_plan(
+    params: dict[str, str], mesh: str, plan: dict[str, Any], tmp_path: Path
+) -> None:
+    def trainer(params: dict[str, str], mesh: str, plan: dict[str, Any]) -> Any:
+        torch.manual_seed(0)
+        return compiled(Attention(heads=5, kv=1, width=9).double(), {"params": params, **plan}, mesh).launch()
+
+    batch = {"x": torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)).double()}
+    first, other = trainer(FUSED, "tp=2", {}), trainer(params, mesh, plan)
+    first.step(batch)
+    first.save(tmp_path / "saved")
+    other.load(str(tmp_path / "saved"))
+    losses = [[float(t.step(batch).loss) for _ in range(2)] for t in (first, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)

@@ -126,6 +126,28 @@ def test_a_reduction_is_scattered_where_its_axis_is_wanted() -> None:
     assert [step.kind for step in planned[0]] == ["reduce_scatter"]
 
 
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(dp=3, tp=2)], ids=str)
+@pytest.mark.parametrize("dim", ["12", "(3 12)", "12|-1|12*2"])
+def test_two_axes_of_an_atom_change_their_order_in_one_step(dim: str, mesh: Mesh) -> None:
+    text = {"12": "f64[12@{}, 2]", "(3 12)": "f64[(3 12@{}), 2]", "12|-1|12*2": "f64[12|-1|12*2@{}, 2]"}[dim]
+    for a, b in (("dp.tp", "tp.dp"), ("tp.dp", "dp.tp")):
+        before, after = TensorType.parse(text.format(a)), TensorType.parse(text.format(b))
+        planned = plan(before, after, mesh)
+        assert planned is not None
+        ((step,), cost) = planned
+        assert step.kind == "permute"
+        assert cost == DEFAULT.link_bytes(before.local_bytes(mesh), ("dp", "tp")) + DEFAULT.link_start_bytes
+        check(before, after, mesh)
+
+
+def test_an_uneven_atom_is_gathered_instead() -> None:
+    before, after = TensorType.parse("f64[5@dp.tp]"), TensorType.parse("f64[5@tp.dp]")
+    planned = plan(before, after, Mesh(dp=2, tp=2))
+    assert planned is not None
+    assert "permute" not in [step.kind for step in planned[0]]
+    check(before, after, Mesh(dp=2, tp=2))
+
+
 def test_an_axis_moves_between_dims_by_one_all_to_all() -> None:
     before, after = TensorType.parse("f32[8@tp, 4]"), TensorType.parse("f32[8, 4@tp]")
     planned = plan(before, after, Mesh(tp=2))

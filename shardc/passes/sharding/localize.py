@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from shardc.ir.blocks import Blocks
-from shardc.ir.graph import Graph, operands, replace_operands, results, type_of
+from shardc.ir.graph import Graph, info, operands, replace_operands, results, type_of, update
 from shardc.ir.index_operands import positions
 from shardc.ir.ops import local
 from shardc.ir.types import Atom, Axes, TensorType
@@ -77,6 +77,8 @@ class _Walk:
         with self.graph.fx.inserting_before(node):
             self._mask(node, entry, projection, split)
             _rewrite(self.graph, node, entry, projection, split)
+        if entry.localize is not None and split and info(node).type is None:
+            _place_unused(node, projection, split)
         self._follow(node, projection)
 
     def _mask(self, node: fx.Node, entry: OpRule, projection: Projection, split: dict[int, Axes]) -> None:
@@ -156,6 +158,18 @@ class _Walk:
 def _copied(type: TensorType, atom: int) -> bool:
     size = type.atoms[atom].size
     return isinstance(size, Blocks) and size.copied
+
+
+def _place_unused(node: fx.Node, projection: Projection, split: dict[int, Axes]) -> None:
+    """Say how results lie that nothing uses: the call's arguments are local, and are compared with all results."""
+    declared = list(info(node).results)
+    positions = [i for i, type in enumerate(declared) if type is not None]
+    for k, (i, value) in enumerate(zip(positions, results(node), strict=True)):
+        type = declared[i]
+        if value is None and type is not None:
+            placement = [split.get(piece, ()) for piece in projection.results[k]]
+            declared[i] = type.place(placement, projection.partial(split, k))
+    update(node, results=tuple(declared))
 
 
 def _rewrite(graph: Graph, node: fx.Node, entry: OpRule, projection: Projection, split: dict[int, Axes]) -> None:

@@ -93,7 +93,11 @@ def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[o
         size = step.after.atoms[step.source].local(mesh)
         return collectives.all_to_all, (value, axes, atoms, step.target, step.source, size, shape)
     assert step.kind == "permute", step.kind
-    return collectives.permute_ranks, (value, [step.axis, step.to_axis], transposition(mesh.size(step.axis)))
+    return collectives.permute_ranks, (
+        value,
+        [step.axis, step.to_axis],
+        transposition(mesh.size(step.axis), mesh.size(step.to_axis)),
+    )
 
 
 def _moved_blocks(step: Step) -> tuple[int, Blocks] | None:
@@ -103,6 +107,6 @@ def _moved_blocks(step: Step) -> tuple[int, Blocks] | None:
     return (pos, size) if isinstance(size, Blocks) else None
 
 
-def transposition(k: int) -> list[int]:
-    """For a group of k x k: position (i, j) receives from (j, i)."""
-    return [j * k + i for i in range(k) for j in range(k)]
+def transposition(rows: int, columns: int) -> list[int]:
+    """For a group of rows x columns: position (i, j) receives from the one that would be (j, i) of columns x rows."""
+    return [j * rows + i for i in range(rows) for j in range(columns)]

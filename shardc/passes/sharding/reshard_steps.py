@@ -5,7 +5,7 @@
     all_reduce      a pending sum is resolved in place
     all_gather      an atom gives up its minor axis
     all_to_all      an axis moves from one atom to another
-    permute         an atom exchanges its axis for another of the same size
+    permute         an atom exchanges its axis for another of the same size, or the order of its two minor axes
 
 Of two ways the one that takes less time is chosen: by the bytes that a rank sends, and for each collective as many more
 as a link would send in the time that a collective takes to begin. So a small tensor moves in few steps.
@@ -134,7 +134,7 @@ class _Planner:
         for i, now in enumerate(self.now):
             if not now or now == self.want[i][: len(now)]:
                 continue
-            if self._permute(i):
+            if self._permute(i) or self._swap(i):
                 return True
             axis = now[-1]
             k = self.mesh.size(axis)
@@ -163,6 +163,16 @@ class _Planner:
             return False
         self.now[i] = want
         self._emit("permute", now[0], self._bytes(), source=i, target=i, to_axis=want[0])
+        return True
+
+    def _swap(self, i: int) -> bool:
+        """a.b -> b.a on one atom that both divide: the same chunks, each on one other rank."""
+        now, want = self.now[i], self.want[i]
+        (*major, a, b) = now if len(now) > 1 else (*now, "", "")
+        if len(now) < 2 or want[: len(now)] != (*major, b, a) or self.type.atoms[i].uneven(self.mesh):
+            return False
+        self.now[i] = (*major, b, a)
+        self._emit("permute", a, self._bytes(), source=i, target=i, to_axis=b)
         return True
 
 
