@@ -16,13 +16,16 @@ from shardc.compiler.what_varies import batch_line
 from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
 from shardc.ir.collectives import Collective, human_bytes
+from shardc.ir.diagnostic import listed
 from shardc.ir.fold import Line, described, fold
 from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
 from shardc.ir.layers import layer_of
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS
+from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.program import Program
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
+from shardc.passes.sharding.dispatch import Choice
 from shardc.plan.schema import Plan
 
 
@@ -30,7 +33,14 @@ def summary(program: Program) -> list[RenderableType]:
     """Parameters and their bytes, the work of a rank, and collectives by phase, axis and kind."""
     calls = sum(1 for _ in program.body.calls())
     head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {calls} instructions; {parameters(program)}"
-    lines = [head, work(flops(program.body)), *host_reads(program), *fusion(program), batch_line(program)]
+    lines = [
+        head,
+        work(flops(program.body)),
+        *dispatches(program),
+        *host_reads(program),
+        *fusion(program),
+        batch_line(program),
+    ]
     return [Text("\n".join(lines)), collective_table(program.collectives())]
 
 
@@ -40,6 +50,16 @@ def host_reads(program: Program) -> list[str]:
     exchanges = (node for node in program.body.calls() if node.target is EXCHANGE_COUNTS)
     reads = microbatches * sum(given(node).get("reads", True) for node in exchanges)
     return [f"the host reads how many rows go to experts, {reads} times a step"] if reads else []
+
+
+def dispatches(program: Program) -> list[str]:
+    """How rows come to experts over an axis of theirs, and what the other form would send: a line for equal layers."""
+    lines: dict[str, list[str]] = {}
+    for said in program.plan.get("dispatch", ()):
+        choice = Choice(*said)
+        lines.setdefault(str(choice), []).append(choice.fqn or "the model")
+    even = ", with even routing" if not any(node.target is LIMIT_ROWS for node in program.body.calls()) else ""
+    return [f"to experts of {listed(names)}: {line}{even}" for line, names in lines.items()]
 
 
 def fusion(program: Program) -> list[str]:

@@ -58,7 +58,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         options,
         hardware=hardware,
         limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
-        assign=Assign(plan.experts.dispatch),
+        assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),
         bucket=Bucket(plan.bucket_bytes),

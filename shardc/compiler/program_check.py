@@ -178,6 +178,14 @@ def _experts(value: object) -> bool:
     )
 
 
+def _dispatch(value: object) -> bool:
+    rows: Any = value if isinstance(value, list | tuple) else ()
+    return bool(rows) and all(
+        isinstance(row, list | tuple) and len(row) == 4 and _texts(list(row[:2])) and all(map(_whole, row[2:]))
+        for row in rows
+    )
+
+
 def _plan(value: object) -> bool:
     if not isinstance(value, str):
         return False
@@ -205,6 +213,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "clip_grad_norm": lambda value: value is None or _number(value),
     "optimizer": lambda value: isinstance(value, str),
     "rates": _numbers,
+    "dispatch": _dispatch,
     "experts": _experts,
     "traffic": _traffic,
     "state": _state,

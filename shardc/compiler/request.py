@@ -158,7 +158,7 @@ def compiled(request: Request) -> Compiled:
     elif tokens is None:
         bind_tokens(plan.loss, call)  # raises for an input that the batch does not have
     if trains and plan.pad:
-        refuse_unpaddable(plan.pad, tokens, call)
+        refuse_unpaddable(plan.pad, tokens, call, plan.experts.factor)
     bound = bind(plan if trains else _for_evaluation(request, plan, traced), traced, placed)
     if request.generates:
         bound = bound_step(bound, traced, request.cache)
@@ -201,6 +201,8 @@ def compiled(request: Request) -> Compiled:
         record["data"] = plan.data.dumped()
         if request.like is None:
             _refuse_unequal_parts(plan, graphs.body, record.get("split", ()))
+    if options.assign.chosen:
+        record["dispatch"] = [list(choice) for choice in options.assign.chosen]
     if any(port.name == LOAD for port in graphs.body.outputs):
         record["experts"] = layers_of_experts(graphs.body)
     if graphs.traffic is not None:

@@ -25,8 +25,11 @@ from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
+from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
+from shardc.ir.schema import given
+from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
 
@@ -50,6 +53,7 @@ class Explanation:
     inherent: str  # "" when some change saves it
     stages: str = ""  # of a pipeline, those that have it
     bucket: str = ""  # with what it travels
+    dispatch: str = ""  # of what brings rows to experts: what the other form would send
 
     @property
     def cheapest(self) -> Change | None:
@@ -71,6 +75,7 @@ class Explanation:
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
         lines += field_lines("stage", self.stages)
         lines += field_lines("bucket", self.bucket)
+        lines += field_lines("experts", self.dispatch)
         for trail in self.trails:
             lines += field_lines("why", trail.why)
             lines += field_lines("needed", trail.needed)
@@ -128,7 +133,20 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
         removed.failed,
         inherent,
         bucket=bucket,
+        dispatch=_dispatched(program, node),
     )
+
+
+def _dispatched(program: Program, node: fx.Node) -> str:
+    """Of what brings rows, or tokens, to experts over an axis of theirs: what the other form would send."""
+    choices = [Choice(*said) for said in program.plan.get("dispatch", ())]
+    choice = next((c for c in choices if c.fqn == info(node).fqn), None)
+    is_exchange, transfer = node.target in EXCHANGES, collective(program.body, node)
+    if choice is None or transfer is None or transfer.kind == "all_reduce":
+        return ""
+    capacity = given(node).get("capacity", 0)
+    each = f"blocks of {capacity} rows for each expert, filled or not" if capacity else "its bytes are of even routing"
+    return f"{choice}{f'; {each}' if is_exchange and node.target in ROW_MOVES else ''}"
 
 
 def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail, ...]]:

@@ -99,9 +99,13 @@ def finish(
 
 
 def _without_drops(append: Append, load: fx.Node) -> fx.Node:
-    """Whether the last column of the loads of experts, which counts what they dropped, is 0."""
+    """Whether the last column of the loads of experts, which counts what they dropped, is 0.
+
+    It is compared before it is cut out: linear calls would make of the stages' sum another one.
+    """
     last = type_of(load).shape[1] - 1
-    dropped = append.call("opt.fits", "", aten.slice.Tensor, load, 1, last, last + 1)
+    some = append.call("opt.fits", "", aten.gt.Scalar, load, 0)
+    dropped = append.call("opt.fits", "", aten.slice.Tensor, some, 1, last, last + 1)
     return append.call(
         "opt.fits", "", aten.eq.Scalar, append.call("opt.fits", "", aten.sum.dim_IntList, dropped, [0, 1]), 0
     )

@@ -45,9 +45,12 @@ def bind_tokens(loss: LossOver, batch: Call) -> Tokens | None:
     return Tokens(loss.tokens, loss.ignore, loss.shift)
 
 
-def refuse_unpaddable(pad: bool | str, tokens: Tokens | None, batch: Call) -> None:
-    """Raise ShardcError where batches cannot be padded: SC548 for a loss that is no mean over tokens, SC202 for a mask
-    that the batch does not have."""
+def refuse_unpaddable(pad: bool | str, tokens: Tokens | None, batch: Call, capacity: float | None = None) -> None:
+    """Raise ShardcError where batches cannot be padded: SC548 for a loss that is no mean over tokens, or experts with a
+    capacity, SC202 for a mask that the batch does not have."""
+    if capacity is not None:
+        message = f"a plan with 'pad' and experts of a capacity of {capacity:g}: what is added takes the room of tokens"
+        raise error("SC548", message, hint="write capacity: exact; or leave pad out: a program a shape")
     if tokens is None:
         message = "a plan with 'pad' needs a loss that is a mean over tokens: what is added is ignored by its label"
         raise error(

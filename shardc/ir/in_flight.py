@@ -24,7 +24,7 @@ from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, landing
 from shardc.ir.ops.context import Communicator, RankContext, running
 from shardc.ir.overlap_schedule import Times
 from shardc.ir.schema import given
-from shardc.ir.storages import META, Storage, frozen, operand_layouts
+from shardc.ir.storages import META, Operand, Storage, frozen, operand_layouts
 
 
 class Buffers(NamedTuple):
@@ -65,9 +65,8 @@ class _Nobody:
 @lru_cache(maxsize=65536)
 @torch.no_grad()
 def _buffers(target: Any, args: tuple[Any, ...], mesh: Mesh, spent: bool) -> Buffers:
-    layout, *other_args = args
-    x = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=META)
-    steps = (all_reduce_over if spent else COLLECTIVES[target])(x, *[_thawed(arg) for arg in other_args])
+    x, *other_args = [_thawed(arg) for arg in args]
+    steps = (all_reduce_over if spent else COLLECTIVES[target])(x, *other_args)
     with running(RankContext(mesh, {}, cast(Communicator, _Nobody()))):
         exchange = next(steps)
         members = mesh.group_of(0, exchange.axes)
@@ -91,4 +90,6 @@ def _buffers(target: Any, args: tuple[Any, ...], mesh: Mesh, spent: bool) -> Buf
 
 
 def _thawed(arg: Any) -> Any:
+    if isinstance(arg, Operand):
+        return torch.empty_strided(arg.shape, arg.strides, dtype=arg.dtype, device=META)
     return [_thawed(item) for item in cast("Sequence[Any]", arg)] if isinstance(arg, tuple) else arg

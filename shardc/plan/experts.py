@@ -96,8 +96,8 @@ class Experts(FrozenValue):
 
     def dumped(self) -> object:
         """As plain data, in its short form."""
-        said = {name: getattr(self, name) for name, field in type(self).model_fields.items()}
-        said = {name: value for name, value in said.items() if value != type(self).model_fields[name].default}
+        fields = type(self).model_fields
+        said = {name: value for name in fields if (value := getattr(self, name)) != fields[name].default}
         return said if said.keys() - {"dispatch"} else self.dispatch
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.api import Program
-from shardc.cli.summary import host_reads
+from shardc.cli.summary import dispatches, host_reads
 from shardc.cost.flops import flops
 from shardc.ir.collectives import collectives
 from shardc.ir.graph import Graph, info, set_info, type_of, update
@@ -25,6 +25,7 @@ from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, EXCHANGE_COUNTS,
 from shardc.ir.ops.experts import EXPERT_MM, GATHER_ROWS, GROUP_ROWS, UNGROUP_ROWS
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
+from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.type_check import type_faults
 from shardc.passes.verify import groups_agree
 from shardc.runtime.oracle.simulate import simulate
@@ -355,3 +356,62 @@ def test_too_little_room_is_refused() -> None:
         update(dispatch, name="short")
 
     assert changed(shrink)
+
+
+# ------------------------------------------------------------------------------------------ the choice by bytes
+def chosen(name: str, batch: int, experts: object, **hardware: float) -> Program:
+    torch.manual_seed(0)
+    mesh, tokens, placements = MESHES[name]
+    sample = routed(torch.randint(0, 4, (batch, TOKENS, CHOSEN)))
+    params = {f"experts.{key}": placement for key, placement in placements.items() if "bias" not in key}
+    plan = {"mesh": mesh, "params": params, "inputs": dict.fromkeys(sample, tokens), "experts": experts}
+    model = Moved(4, bias=False)
+    return shardc.compile(model, sample, plan=plan | {"hardware": hardware}, loss=mean_of_squares)
+
+
+@pytest.mark.parametrize("name", ["ep4", "ep2", "dp2 x ep2"])
+def test_what_either_form_sends_is_known_before(name: str) -> None:
+    """To the byte, as the programs of both forms send it."""
+    sent, gathered = (chosen(name, 8, form) for form in ("all_to_all", "all_gather"))
+    said = [Choice(*program.plan["dispatch"][0]) for program in (sent, gathered)]
+    assert said[0][2:] == said[1][2:]
+    assert [c.form for c in said] == ["all_to_all", "all_gather"]
+    moved = [c.bytes_per_rank for c in collectives(sent.body) if c.kind == "all_to_all"]
+    assert said[0].sent == sum(moved)
+    apart = {"all_gather", "reduce_scatter"}
+    assert said[0].gathered == sum(c.bytes_per_rank for c in collectives(gathered.body) if c.kind in apart)
+
+
+def test_auto_sends_rows_where_that_is_less_than_gathering_and_the_hosts_read() -> None:
+    """Of few tokens the host's read takes longer than what gathering sends more; a capacity has no read."""
+    forms = {
+        case: bool(moves(chosen("ep4", 8, experts, **hardware).body))
+        for case, experts, hardware in (
+            ("few tokens", "auto", {}),
+            ("a host that reads at once", "auto", {"collective_start_seconds": 1e-9}),
+            ("a capacity", {"capacity": 1.0}, {}),
+            ("a capacity that sends more", {"capacity": 4.0}, {}),
+        )
+    }
+    assert forms == {
+        "few tokens": False, "a host that reads at once": True, "a capacity": True, "a capacity that sends more": False
+    }  # fmt: skip
+
+
+def test_a_summary_says_which_form_and_what_the_other_would_send() -> None:
+    (line,) = dispatches(chosen("ep4", 8, "all_to_all"))
+    assert line.startswith("to experts of experts: all_to_all ")
+    assert "all_gather would send" in line
+    assert line.endswith(", with even routing")
+    (line,) = dispatches(chosen("ep4", 8, {"dispatch": "all_to_all", "capacity": 1.5}))
+    assert "even routing" not in line
+
+
+def test_an_explanation_says_what_its_bytes_are_of() -> None:
+    exact, limited = chosen("ep2", 8, "all_to_all"), chosen("ep2", 8, {"dispatch": "all_to_all", "capacity": 1.5})
+    said = [
+        str(p.explain(next(c.value for c in collectives(p.body) if "dispatch" in c.value))) for p in (exact, limited)
+    ]
+    assert "all_gather would send" in said[0]
+    assert "its bytes are of even routing" in said[0]
+    assert "blocks of 9 rows for each expert, filled or not" in said[1]

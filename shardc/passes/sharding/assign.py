@@ -14,20 +14,23 @@ Ops on a parameter that is copied over an axis are not split over it, whatever t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
 
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
 from shardc.ir.types import Atom, Axes, Dim, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.exchanged_rows import misfit
 from shardc.passes.sharding.casts import carriers, gradients, narrows
-from shardc.passes.sharding.dispatch import Sent, calls_at_experts
+from shardc.passes.sharding.dispatch import Choice, Sent, bytes_of_forms, calls_at_experts
 from shardc.passes.sharding.seed import copied_axes
 from shardc.passes.sharding.settle_partials import linear_in
 from shardc.rules.projection import Projection, project
@@ -39,16 +42,20 @@ Dispatch = Literal["auto", "all_to_all", "all_gather"]
 
 @dataclass(frozen=True)
 class Assign(Pass):
-    """Choose the pieces that each op splits. `dispatch` says how rows come to experts over an axis of theirs."""
+    """Choose the pieces that each op splits. `dispatch` says how rows come to experts over an axis of theirs; `chosen`
+    is then what was chosen for each layer, under `auto` by what is sent and by the host's read."""
 
     dispatch: Dispatch = "auto"
+    hardware: Hardware = DEFAULT
+    chosen: list[Choice] = field(default_factory=list[Choice], compare=False)
 
     def run(self, graph: Graph) -> Graph:
-        walk = _Walk(graph, self.dispatch)
+        walk = _Walk(graph, self.dispatch, self.hardware)
         for node in list(graph.calls()):
             walk.visit(node)
         for value, type in walk.now.items():
             update(value, type=type)
+        self.chosen[:] = walk.chosen.values()
         if self.dispatch == "all_to_all" and not walk.sent and not walk.gathered:
             graph.diagnostics.append(_nothing_sent(graph))
         return graph
@@ -76,8 +83,9 @@ def _nothing_sent(graph: Graph) -> Diagnostic:
 
 
 class _Walk:
-    def __init__(self, graph: Graph, dispatch: Dispatch = "auto") -> None:
-        self.graph, self.dispatch = graph, dispatch
+    def __init__(self, graph: Graph, dispatch: Dispatch = "auto", hardware: Hardware = DEFAULT) -> None:
+        self.graph, self.dispatch, self.hardware = graph, dispatch, hardware
+        self.chosen: dict[fx.Node, Choice] = {}  # by grouping
         self.sent: dict[fx.Node, Sent] = {}  # by value: where its rows lie, if they are sent to experts
         self.gathered: set[fx.Node] = set()  # groupings whose rows cannot be sent
         self.sizes = dict(graph.mesh.axes)
@@ -92,6 +100,8 @@ class _Walk:
 
     def visit(self, node: fx.Node) -> None:
         sources, outs = operands(node), results(node)
+        if node.target is LIMIT_ROWS:  # the rows of a rank are a group
+            node.args = (*node.args[:3], [])
         if find_rule(node.target) is None or all(info(v).constant for v in sources):
             for v in outs:
                 if v is not None:
@@ -174,16 +184,31 @@ class _Walk:
             and any(p in projection.operands[0] for p in self._candidates(operands(grouping), outs, projection, axis))
         }
         experts = {axis for axis in self.order if self._shards_experts(grouping, axis)}
-        if self.dispatch != "all_to_all" or grouping in self.gathered or not tokens & experts:
+        if grouping in self.gathered or not tokens & experts:
             return ()
         placements = [self.wish[operands(product)[1]].dims[0] for product in _products(grouping)]
         axes = placements[0][0].axes if placements[0] else ()
         one_piece = all(not atom.axes for dim in placements for atom in dim[1:])
+        size = math.prod(self.sizes[axis] for axis in tokens)
+        costs = bytes_of_forms(grouping, size, tuple(tokens & experts), self.graph.mesh)
+        self.chosen[grouping] = Choice(info(grouping).fqn, "all_gather", *costs)
+        if self.dispatch == "all_gather":
+            return ()
         if not one_piece or any(dim[0].axes != axes for dim in placements) or set(axes) != tokens & experts:
             lie = " and ".join(sorted({" ".join(map(str, dim)) for dim in placements}))
             self._gathers(grouping, f"experts lie as {lie}, and tokens over {', '.join(sorted(tokens))}")
             return ()
+        if self.dispatch == "auto" and not self._sends_less(grouping, axes):
+            return ()
         return axes
+
+    def _sends_less(self, grouping: fx.Node, axes: Axes) -> bool:
+        """Whether an all-to-all takes less time than gathering: the host's read, of exact counts, as long as starting a
+        collective does."""
+        read = 0.0 if operands(grouping)[0].target is LIMIT_ROWS else self.hardware.link_start_bytes
+        choice = self.chosen[grouping]
+        sent, gathered = (self.hardware.link_bytes(n, axes) for n in (choice.sent, choice.gathered))
+        return sent + read < gathered
 
     def _sends(self, grouping: fx.Node, projection: Projection, split: dict[int, Axes], axes: Axes) -> bool:
         """Note what is sent of a grouping, unless its rows do not fit."""
@@ -192,6 +217,7 @@ class _Walk:
         if (why := misfit(rows, experts, axes, self.graph.mesh)) is not None:
             self._gathers(grouping, why)
             return False
+        self.chosen[grouping] = self.chosen[grouping]._replace(form="all_to_all")
         sent = Sent(rows, experts, axes, frozenset(calls_at_experts(grouping)), results(grouping)[1])
         self.sent.update({value: sent for value in results(grouping) if value is not None})
         return True
@@ -203,6 +229,8 @@ class _Walk:
     def _gathers(self, grouping: fx.Node, why: str) -> None:
         """Say that tokens are gathered where the plan asks for rows to be sent."""
         self.gathered.add(grouping)
+        if self.dispatch == "auto":
+            return  # it does as well as it can
         about = info(grouping)
         self.graph.diagnostics.append(
             Diagnostic(

@@ -22,11 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import networkx as nx
 from torch import fx
 
+from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
+from shardc.ir.mesh import Mesh
 from shardc.ir.ops.exchange import (
     COMBINE_ROWS,
     DISPATCH_ROWS,
@@ -34,8 +37,9 @@ from shardc.ir.ops.exchange import (
     EXCHANGED_PERM,
     GROUP_ENDS,
     ROW_MOVES,
+    width_of,
 )
-from shardc.ir.ops.expert_capacity import COUNT_ROWS
+from shardc.ir.ops.expert_capacity import COUNT_ROWS, LIMIT_ROWS, capacity_of
 from shardc.ir.ops.experts import (
     EXPERT_MM,
     EXPERT_WGRAD,
@@ -139,6 +143,50 @@ def layers_of_experts(graph: Graph) -> list[list[object]]:
         sizes, ranks = [atom.size for atom in experts], [graph.mesh.size(atom.axes) for atom in experts]
         layers.append([info(node).fqn, sizes or [1], ranks or [1]])
     return layers
+
+
+class Choice(NamedTuple):
+    """How rows of a layer come to experts over an axis of theirs, and what a rank sends in a step for it, in bytes:
+    with even routing by an all-to-all, and where tokens are gathered."""
+
+    fqn: str
+    form: str
+    sent: int
+    gathered: int
+
+    def __str__(self) -> str:
+        sent, gathered = f"all_to_all {human_bytes(self.sent)}", f"all_gather {human_bytes(self.gathered)}"
+        first, other = (sent, gathered) if self.form == "all_to_all" else (gathered, sent)
+        return f"{first} a rank and microbatch, and {other.partition(' ')[0]} would send {other.partition(' ')[2]}"
+
+
+def bytes_of_forms(grouping: fx.Node, token_ranks: int, axes: Axes, mesh: Mesh) -> tuple[int, int]:
+    """What a rank sends of a microbatch's grouping, forward and backward: by an all-to-all, and by gathering tokens.
+
+    A token is sent once to each of the other ranks where it is gathered, and of its `each` rows those of other ranks'
+    experts where they are sent; results come back likewise, summed over a token's rows where ranks have all of them.
+    """
+    group, (ids, *_) = mesh.size(axes), operands(grouping)
+    rows = type_of(ids).numel() // token_ranks
+    readers = readers_of(grouping)
+    each = max((int(given(call)["each"]) for call in readers if call.target is GATHER_ROWS), default=1)
+    gathered = rows * type_of(ids).dtype.itemsize
+    for call in readers:
+        if call.target is GATHER_ROWS:
+            gathered += type_of(operands(call)[0]).numel() * type_of(call).dtype.itemsize // token_ranks
+        elif call.target is UNGROUP_ROWS:
+            row, number = _row_bytes(type_of(call)), type_of(call).dtype.itemsize
+            gathered += rows * row // (each if row > number else 1)  # a weight's gradient is of a row
+    far, experts, width = calls_at_experts(grouping), given(grouping)["experts"], rows / group
+    if ids.target is LIMIT_ROWS:
+        width = width_of(rows, -(-experts // group), capacity_of(rows, experts, given(ids)["factor"]))
+    order = {value for value in results(grouping) if value is not None}
+    row = 0
+    for value in {v: None for call in readers for v in operands(call) if type_of(v).ragged and v not in order}:
+        elsewhere = {user in far for user in value.users if user in set(readers)} - {producer(value)[0] in far}
+        row += _row_bytes(type_of(value)) * len(elsewhere)
+    counts = 4 * experts / group
+    return math.ceil((row * width + counts) * (group - 1)), gathered * (group - 1)
 
 
 # ---------------------------------------------------------------------- lowering

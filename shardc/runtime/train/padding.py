@@ -11,7 +11,8 @@ That a model's loss does not see what is added is its own affair: a causal model
 whose mask hides added columns; the statistics of a batch norm, a router that balances its experts, or a mean over
 positions do. So it is tried before a program's first padded step (`padding_trial`), in two ways:
 
-    other tokens in the place of what is added       loss, gradients and buffers must be bitwise the same
+    other tokens in the place of what is added       loss, gradients and buffers must be bitwise the same; close, where
+                                                     rows are grouped by expert: an expert's sums have another order
     half of the batch, padded and as it is           loss and gradients must be close: of a loss that is divided by the
                                                      size of its batch, and not by its tokens, they are not
 
