@@ -296,10 +296,10 @@ def type_of(node: fx.Node) -> TensorType:
 
 
 def keep_atoms(call: fx.Node, value: fx.Node) -> None:
-    """Note on a call the atoms of a result that nothing reads any more: its rule is laid over all results. The result
-    may be that of a call which this one is a copy of."""
-    declared = list(info(call).results)
-    declared[producer(value)[1]] = type_of(value).replicated()
+    """Note on a call how a result lies that nothing reads any more: its rule is laid over all results. The result may
+    be that of a call which this one is a copy of."""
+    declared, type = list(info(call).results), type_of(value)
+    declared[producer(value)[1]] = type.place(type.placement)
     update(call, results=tuple(declared))
 
 

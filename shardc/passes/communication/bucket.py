@@ -8,7 +8,7 @@
 
 Needs a localized body, or a part of one. Ensures the same values under the same names, and the same bytes sent but for
 what aligns each member. Members are of one kind, over the same axes, of one dtype and reduction and phase, and run as
-often. There are two sorts:
+often. What is gathered block by block (`gather_blocks`) goes alone. There are two sorts:
 
     late    what nothing reads before the optimizer, or is only returned: gradients, new parameters. A bucket takes them
             in order, is sent when its last member is there, and before anything reads one of them.
@@ -40,6 +40,7 @@ from shardc.ir.hardware import DEFAULT
 from shardc.ir.layers import layer_or_module
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
+from shardc.ir.ops.collectives import gather_blocks
 from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Partial, TensorType
@@ -159,8 +160,8 @@ class _Buckets:
     # ------------------------------------------------------------------ what may go
     def member(self, node: fx.Node) -> _Member | None:
         kind = KINDS.get(op_name(node.target))
-        if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
-            return None
+        if kind not in ("all_reduce", "all_gather", "reduce_scatter") or node.target is gather_blocks:
+            return None  # what is gathered block by block is no dim side by side
         args, mesh = given(node), self.graph.mesh
         x: fx.Node = args["x"]
         count = math.prod(type_of(x).local_shape(mesh))

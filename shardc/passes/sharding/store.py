@@ -26,6 +26,7 @@ from itertools import combinations
 import torch
 from torch import fx
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.diagnostic import Diagnostic, error
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.mesh import Mesh
@@ -131,7 +132,8 @@ def _as_held(name: str, type: TensorType, held: TensorType, mesh: Mesh) -> tuple
 
 
 def extended(type: TensorType, axes: Axes, mesh: Mesh) -> tuple[Axes, ...]:
-    """A placement with storage axes added, each as the minor axis of one atom."""
+    """A placement with storage axes added, each as the minor axis of one atom: rather not of one of blocks, whose
+    gradient would be all-reduced, not reduce-scattered, and of which some blocks may be whole on every rank."""
     placement = list(type.placement)
     for axis in axes:
         if not placement or any(axis in used for used in placement):
@@ -139,7 +141,8 @@ def extended(type: TensorType, axes: Axes, mesh: Mesh) -> tuple[Axes, ...]:
         size = mesh.size(axis)
         local = type.place(placement).local_atoms(mesh)
         fitting = [i for i, n in enumerate(local) if n % size == 0]
-        atom = fitting[0] if fitting else max(range(len(local)), key=lambda i: local[i])
+        plain = [i for i in fitting if not isinstance(type.atoms[i].size, Blocks)]
+        atom = (plain or fitting)[0] if fitting else max(range(len(local)), key=lambda i: local[i])
         placement[atom] = (*placement[atom], axis)
     return tuple(placement)
 

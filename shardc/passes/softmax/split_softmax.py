@@ -50,7 +50,7 @@ def opened(node: fx.Node, projection: Projection) -> dict[int, int]:
         return {}
     most = (type.shape[dim] * type.dtype.itemsize - 1) // (STATISTICS * max(4, type.dtype.itemsize))
     every = (*projection.operands, *projection.results)
-    pieces = (projection.operands[0][atom] for atom in _atoms(type_of(node), node))
+    pieces = (projection.operands[0][atom] for atom in _atoms(type_of(operands(node)[0]), node))
     whole = (p for p in pieces if not isinstance(projection.sizes[p], Blocks))
     return {p: most for p in whole if most > 1 and all(p in tensor for tensor in every)}
 
