@@ -163,7 +163,8 @@ class _State:
         return (_name(type(module)), buffers, self.of(state), self.of(shared) if is_tests else None)
 
     def of_tensor(self, value: Tensor, values: bool) -> Any:
-        plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and value.grad_fn is None
+        plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
+        plain = plain and value.grad_fn is None
         hooked = value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)
         if not plain or hooked or value.device.type not in ("cpu", "meta"):
             raise UnknownStateError

@@ -188,14 +188,18 @@ def _rule_to_register(call: fx.Node) -> str:
 
 
 def refuse_unfit(graph: Graph) -> None:
-    """Raise ShardcError for a call that its rule does not fit: SC103 if a tensor has no elements, otherwise SC303."""
+    """Raise ShardcError for a call that its rule does not fit, SC303; SC103 if an input of the step that it reads, or a
+    tensor that does not fit, has no elements."""
+    inputs = set(graph.placeholders)
     for node in graph.calls():
         if find_rule(node.target) is None:
             continue
+        empty = next((value for value in operands(node) if 0 in type_of(value).shape), None)
         try:
+            if empty in inputs:
+                raise RuleError("a batch without samples")
             rule_of(node)
         except Exception as wrong:  # the rule may be a user's function, which can raise anything
-            empty = next((value for value in operands(node) if 0 in type_of(value).shape), None)
             about = info(node)
             place = {
                 "location": about.source or None,

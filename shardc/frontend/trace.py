@@ -109,7 +109,7 @@ def _try_decisions(step: _Step, gm: fx.GraphModule) -> None:
     """Where layers are dropped at random, see that a trace without them is the graph without them."""
     for forced in patterns() if step.layers.asked else ():
         tried = copy(step)
-        tried.forced = forced
+        tried.forced, tried.forward_only = forced, True  # without any layer, there may be nothing to train
         other, _, _ = tried.record()
         losses = [one.graph.output_node().args[0][0] for one in (gm, other)]  # pyright: ignore
         step.layers.refuse_other(gm.graph, losses[0], other.graph, losses[1], forced)

@@ -75,7 +75,7 @@ class Branches(Net):
 
 class Picks(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[x[:, 0] > 0])
+        return super().forward(x[x[:, 0] > 0].cumsum(0))
 
 
 class Renorms(Net):
