@@ -40,7 +40,7 @@ class _Call:
     module: nn.Module
     drop: fx.Node | None = None
     decision: Tensor | None = None
-    given: Tensor | None = None
+    buffers: tuple[tuple[Tensor, int, Tensor], ...] = ()  # of a layer: its buffers, their versions, what they hold
 
 
 class LayerDrop:
@@ -92,6 +92,8 @@ class LayerDrop:
             if len(subject) > 1:
                 raise self._refused(subject[0][0], "a module that is called again in backward has several of them")
             call.drop, call.decision = subject[0]
+        if call.drop is not None:
+            call.buffers = tuple((b, b._version, b.detach().clone()) for b in module.buffers())
         self._calls.append(call)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
@@ -108,6 +110,10 @@ class LayerDrop:
         given = first_tensor(dict(kwargs)) if given is None else given
         if given is None or result is None or (given.shape, given.dtype) != (result.shape, result.dtype):
             raise self._refused(call.drop, "the module that is called next does not return what it is given, changed")
+        with torch.no_grad():
+            for buffer, version, before in call.buffers:  # a layer that is dropped leaves its statistics as they are
+                if buffer._version != version:
+                    buffer.copy_(torch.where(call.decision, before, buffer))
         chosen = torch.where(call.decision, given, result)
         if isinstance(output, Tensor):
             return chosen

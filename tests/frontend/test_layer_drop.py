@@ -167,3 +167,39 @@ def test_what_is_not_one_layer_is_refused(kind: type[Drops]) -> None:
     assert "test_layer_drop.py:" in (found.location or "")
     assert "rand" in (found.source_text or "")
     assert "layer(x)" in (found.hint or "")
+
+
+class Normed(nn.Module):
+    """A layer with statistics of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lin = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(self.norm(x))
+
+
+class WithStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = Normed(), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [self.layer]:
+            if torch.rand([]) < 0.5:
+                continue
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def test_a_layer_that_is_dropped_counts_no_batch() -> None:
+    torch.manual_seed(0)
+    model, x = WithStatistics().double(), torch.randn(4, 6, dtype=torch.float64)
+    with torch.no_grad():
+        dropped = model.head(x).square().mean()
+    trainer = shardc.compile(model, x, mesh="dp=2", plan={"inputs": {"*": "dp"}}).launch()
+    losses = torch.stack([torch.as_tensor(trainer.step(x).loss) for _ in range(12)])
+    run = int((losses - dropped).abs().gt(1e-12).sum())
+    assert 0 < run < 12
+    assert trainer.state_dict()["layer.norm.num_batches_tracked"] == run
