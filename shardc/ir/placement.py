@@ -158,17 +158,18 @@ def _dim(value: object) -> DimPlacement:
         raise error("SC212", f"'{value}' is not one dim of a placement", hint=hint)
     if isinstance(value, Sequence):
         entries = list(cast(Sequence[object], value))
-        unequal = _sizes(cast("list[object]", entries.pop(0))) if entries and isinstance(entries[0], list) else ()
-        blocks = entries.pop(0) if entries and isinstance(entries[0], int) else 1
+        unequal = _sizes(entries.pop(0)) if entries and isinstance(entries[0], list | tuple) else ()
+        blocks = entries.pop(0) if entries and isinstance(entries[0], int) and not unequal else 1
         names = [entry for entry in entries if isinstance(entry, str) and AXIS_NAME.fullmatch(entry)]
         if isinstance(blocks, int) and blocks >= 1 and len(names) == len(entries) and names:
             return DimPlacement(tuple(names), blocks, unequal=unequal)
-    hint = 'a dim is None, "tp", ("dp", "tp"), (3, "tp") or shardc.OPEN'
+    hint = 'a dim is None, "tp", ("dp", "tp"), (3, "tp"), ([8, 2, 2], "tp") or shardc.OPEN'
     raise error("SC212", f"{value!r} does not place a dim", hint=hint)
 
 
-def _sizes(value: list[object]) -> tuple[int, ...]:
+def _sizes(value: object) -> tuple[int, ...]:
     """The sizes of unequal blocks."""
+    value = cast(Sequence[object], value)
     sizes = tuple(size for size in value if isinstance(size, int) and size and not isinstance(size, bool))
     if len(sizes) == len(value) > 1 and any(size > 0 for size in sizes):
         return sizes

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc import P
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.ops.collectives import gather_blocks
 
 SIZES = [32, 16, 16]
@@ -96,3 +98,18 @@ def test_a_weight_in_blocks_is_stored_over_its_other_dim() -> None:
     assert {c.payload_bytes for c in scattered} >= {32 * 16 * 8}
     gathered = [node for node in program.body.calls() if node.target is gather_blocks]
     assert {program.body.input_nodes()["w.bias"]} == {node.args[0] for node in gathered}
+
+
+def test_sizes_that_are_not_those_of_the_dim() -> None:
+    with pytest.raises(ShardcError, match=r"of size 64, .* sum up to 48") as refused:
+        compiled("scaled", {"params": {"w.weight": "[32, 16]*tp, -"}})
+    (wrong,) = refused.value.diagnostics
+    assert wrong.code == "SC203"
+    assert wrong.hint
+    assert "the axis alone" in wrong.hint
+
+
+def test_sizes_may_be_a_tuple() -> None:
+    assert P(((32, 16, 16), "tp"), None) == P(([32, 16, 16], "tp"), None)
+    with pytest.raises(ShardcError, match="does not place a dim"):
+        P(((32, 16), 3, "tp"))

@@ -203,13 +203,7 @@ def _candidates(
             )
     found = in_elements(type.sizes[dim])
     if dim_placement.unequal and dim_placement.unequal != found:
-        sections = f"the sections that the model takes of it are {list(found)}" if found else "no axis can follow them"
-        message = (
-            f"dim {dim} of {bound.name}, of size {type.shape[dim]}, does not fall into {dim_placement}: {sections}"
-        )
-        written = DimPlacement(dim_placement.axes, unequal=found)
-        hint = f'write "{written}" for this dim, or the axis alone' if found else "write the axis alone for this dim"
-        raise _refuse("SC203", message, bound, hint=hint)
+        raise _not_its_blocks(bound, dim, type.shape[dim], dim_placement, found)
     readers = [classes.needing_whole(value, i) for i, _ in atoms]
     if atoms and all(readers):
         raise _unshardable(classes, bound, value, dim, readers[0])
@@ -257,6 +251,22 @@ def _family(bound: Bound) -> tuple[str, str]:
 def _unread(bound: Bound) -> tuple[Hashable, Diagnostic]:
     message = f"nothing in the step reads {bound.name}: its annotation has no effect"
     return _family(bound), Diagnostic("SC209", message, "note", **_about(bound), hint="drop the annotation")
+
+
+def _not_its_blocks(
+    bound: Bound, dim: int, size: int, dim_placement: DimPlacement, found: tuple[int, ...]
+) -> ShardcError:
+    """What is wrong with the sizes of blocks: `found` are those of the dim, if it has any."""
+    written, total = DimPlacement(dim_placement.axes, unequal=found), sum(map(abs, dim_placement.unequal))
+    if total != size:
+        why = f"the sizes sum up to {total}"
+    else:
+        why = f"the sections that the model takes of it are {list(found)}" if found else "no axis can follow them"
+    message = f"dim {dim} of {bound.name}, of size {size}, does not fall into {dim_placement}: {why}"
+    alone = "the axis alone, and a note says which sections the model takes"
+    return _refuse(
+        "SC203", message, bound, hint=f'write "{written}" for this dim, or {alone}' if found else f"write {alone}"
+    )
 
 
 def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh) -> list[tuple[Hashable, Diagnostic]]:
