@@ -85,7 +85,7 @@ def _convolution_faults(
     node: fx.Node, halos: Sequence[fx.Node], read: tuple[TensorType, ...], result_types: Sequence[TensorType | None],
     mesh: Mesh,
 ) -> list[str]:  # fmt: skip
-    """Of a convolution with the neighbours' rows: those of the call that it stands for, on own rows and with padding."""
+    """Of a convolution with the neighbours' rows: those of the call on own rows, with padding, that it stands for."""
     plain = without_halos(node, halos, mesh)
     if isinstance(plain, str):
         return [plain]
