@@ -26,7 +26,7 @@ from shardc.ir.blocks import Blocks
 from shardc.ir.graph import info, op_name, results, type_of, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
-from shardc.ir.provenance import Derivation
+from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.rules.local import LocalCall
@@ -192,9 +192,17 @@ class _Halo:
 
     def _call(self, call: LocalCall, target: Any, args: tuple[Any, ...], type: TensorType, of: str) -> fx.Node:
         name = f"{of}.{op_name(target).removeprefix('shardc.')}"
-        cause = info(call.args["input"]).cause or info(call.node).cause
         origin = Derivation("moved", of)
-        return call.graph.call(target, args, like=call.node, type=type, name=name, origin=origin, cause=cause)
+        return call.graph.call(
+            target, args, like=call.node, type=type, name=name, origin=origin, cause=self._cause(call)
+        )
+
+    def _cause(self, call: LocalCall) -> Cause:
+        """The annotation of the axes, as far as the values of the call know of it."""
+        known = [info(value).cause for value in (call.args["input"], call.node)]
+        axes = {*self.axes, *call.graph.mesh.merged(self.axes)}
+        named = [r for cause in known for r in cause.requirements if axes.intersection(r.axes)]
+        return Cause(tuple(named[:1])) if named else known[0]
 
 
 def _give_back(call: LocalCall, halos: Sequence[_Halo]) -> None:

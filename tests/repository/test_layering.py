@@ -160,7 +160,7 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.explain": "__init__ collective fusion plan_edits provenance transfer unfused what_if",
+        "shardc.explain": "__init__ collective fusion halo plan_edits provenance transfer unfused what_if",
     },
     {
         "shardc.page": "__init__ content render",
