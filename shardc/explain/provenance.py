@@ -75,7 +75,7 @@ def _trail(causes: Causes, collective_call: fx.Node, axis: str) -> Trail:
     roots = tuple(path[0][0] for path in (path_to_start, claimed) if path)
     if claimed:
         needed += f" ({graph.seeds[claimed[0][0][0]].cause})"
-    steps = tuple(_step(through, value) for (value, _), through in path_to_start if through is not None)
+    steps = tuple(step(through, value) for (value, _), through in path_to_start if through is not None)
     ends = tuple(n for n in (what.call, reader) if n is not None)
     gradient = port is not None and port.role == "grad"
     required = causes.cause(collective_call, axis)
@@ -171,7 +171,8 @@ def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield value, user
 
 
-def _step(call: fx.Node, value: fx.Node) -> Step:
+def step(call: fx.Node, value: fx.Node) -> Step:
+    """One call of a way, and what it hands the axis to."""
     about = info(call)
     rule = find_rule(call.target)
     main = rule is not None and rule.kind in ("compute", "create")

@@ -6,7 +6,7 @@
     all_gather        (k-1)/k n    n: the gathered tensor, padding included (a rank sends its shard k-1 times)
     reduce_scatter    (k-1)/k n    n: the tensor before, padded to k equal chunks
     all_to_all        (k-1)/k n    n: what a rank holds before, padded to k equal chunks
-    permute                   n    n: what a rank holds
+    permute                   n    n: what a rank holds, or of that the rows that a neighbour needs
 
 Rows that go to their experts are an all_to_all of the rows of a rank's tokens: so many are sent with even routing. By a
 capacity it is one of as many rows as a rank has room for.
@@ -28,6 +28,7 @@ from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import UNPACK
 from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, EXCHANGE_COUNTS
+from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -39,6 +40,7 @@ KINDS: dict[str, CollectiveKind] = {
     "shardc.reduce_scatter": "reduce_scatter",
     "shardc.all_to_all": "all_to_all",
     "shardc.permute_ranks": "permute",
+    "shardc.neighbour_rows": "permute",
     "shardc.exchange_counts": "all_to_all",
     "shardc.dispatch_rows": "all_to_all",
     "shardc.combine_rows": "all_to_all",
@@ -156,7 +158,7 @@ def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.
         return result_bytes * group
     if args.get("capacity"):  # as many rows as there is room for at the experts, filled or not
         return max(operand_bytes, result_bytes)
-    if node.target is EXCHANGE_COUNTS or node.target is COMBINE_ROWS:
+    if node.target in (EXCHANGE_COUNTS, COMBINE_ROWS, NEIGHBOUR_ROWS):
         return result_bytes
     if kind == "all_to_all" and node.target is not DISPATCH_ROWS:
         split_size: int = args["atoms"][args["split"]]

@@ -39,6 +39,7 @@ from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.exchanged_rows import counts_faults, move_faults
+from shardc.passes.halo_rows import CONVOLUTIONS, HALO_FAULTS, halos_of, without_halos
 from shardc.passes.sharding.lower_reshards import transposition
 from shardc.rules.notation import Dims, RuleError
 from shardc.rules.projection import Projection, overlay
@@ -65,6 +66,8 @@ def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], m
     if handler is not None:
         return handler(node, result_types, mesh)
     read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
+    if node.target in CONVOLUTIONS and (halos := halos_of(node)):
+        return _convolution_faults(node, halos, read, result_types, mesh)
     if not any(t.axes or t.partial for t in (*read, *result_types) if t is not None):
         return []  # all of it is whole on every rank
     schema, key = _frozen(node)
@@ -76,6 +79,25 @@ def _own(value: fx.Node) -> TensorType:
     """The type of what is subtracted: a shard's own maximum, made finite, is a number like any other."""
     type = type_of(value)
     return type.place(type.placement) if value.target in FINITE else type
+
+
+def _convolution_faults(
+    node: fx.Node, halos: Sequence[fx.Node], read: tuple[TensorType, ...], result_types: Sequence[TensorType | None],
+    mesh: Mesh,
+) -> list[str]:  # fmt: skip
+    """Of a convolution with the neighbours' rows: those of the call on own rows, with padding, that it stands for."""
+    plain = without_halos(node, halos, mesh)
+    if isinstance(plain, str):
+        return [plain]
+    names, values = _frozen(node)
+    values = tuple([plain.padding if name == "padding" else value for name, value in zip(names, values, strict=True)])
+    read = tuple([plain.input if v is halos[-1] else t for v, t in zip(operands(node), read, strict=True)])
+    declared, shown = list(info(node).results) or [info(node).type], list(result_types)
+    for types in (declared, shown) if info(node).type is None else ():
+        if types[0] is not None and types[0].dims != plain.widened.dims:
+            return [f"yields a gradient like {plain.widened}, the result says {types[0]}"]
+        types[0] = plain.gradient(types[0])
+    return list(_by_rule(node.target, names, values, read, tuple(shown), tuple(declared), mesh))
 
 
 # ---------------------------------------------------------------------- calls with a rule
@@ -434,6 +456,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **dict.fromkeys((*collectives.COLLECTIVES, local.shard_slice, local.slice_blocks), _moved),
     EXCHANGE_COUNTS: counts_faults,
     **dict.fromkeys(ROW_MOVES, move_faults),
+    **HALO_FAULTS,
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,

@@ -2,7 +2,8 @@
 
     convolution   n (g c) h w, (g o) c kh kw -> n (g o) p q        sum="c"
 
-Sharding space would need halos; it is refused where it is asked for.
+But a spatial dim of a convolution is free where it has `stride` elements for each of the result: `(p s) -> p`. What
+kernels read of the neighbours' rows is exchanged (see `halo`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardc.rules.halo import FIRST_SPATIAL, local_convolution, unfit, windows
 from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import by_block, example, rule
@@ -21,23 +23,39 @@ aten = torch.ops.aten
 
 # ------------------------------------------------------------------------------------------------ convolution
 class _Labels:
-    """Labels of input, weight, output and bias. Groups are the major factor of both channel dims."""
+    """Labels of input, weight, output and bias. Groups are the major factor of both channel dims.
 
-    def __init__(self, space: int, transposed: bool, groups: int) -> None:
-        def tensor(*dims: str, names: str) -> str:
-            return " ".join([*dims, *(f"{names}{i}" for i in range(space))])
+    `tiled`: for each spatial dim, its stride if it has as many elements for each of the result, else 0.
+    """
+
+    def __init__(self, tiled: Sequence[int], transposed: bool, groups: int) -> None:
+        space = len(tiled)
+
+        def tensor(*dims: str, names: Sequence[str]) -> str:
+            return " ".join([*dims, *names])
 
         ins, outs = ("(g c)", "(g o)") if groups > 1 else ("c", "o")
-        self.x = tensor("n", ins, names="h")
-        self.w = tensor(ins, "o", names="w") if transposed else tensor(outs, "c", names="w")
-        self.y = tensor("n", outs, names="p")
+        before = [f"(p{i} s{i})" if s > 1 else f"p{i}" if s else f"h{i}" for i, s in enumerate(tiled)]
+        taps, after = ([f"{name}{i}" for i in range(space)] for name in "wp")
+        self.x = tensor("n", ins, names=before)
+        self.w = tensor(ins, "o", names=taps) if transposed else tensor(outs, "c", names=taps)
+        self.y = tensor("n", outs, names=after)
         self.bias = outs
-        self.whole = " ".join(f"{name}{i}" for name in "hwp" for i in range(space))
+        self.whole = " ".join(
+            [*taps, *(f"s{i}" if s > 1 else f"h{i} p{i}" for i, s in enumerate(tiled) if s != 1)],
+        )
+        self.free = " ".join(f"p{i}" for i, s in enumerate(tiled) if s)
+
+    @staticmethod
+    def of(input: Dims, weight: Dims, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int) -> Any:
+        space, taps = input.shape[FIRST_SPATIAL:], weight.shape[FIRST_SPATIAL:]
+        tiled = [0] * len(space)
+        if not transposed:
+            tiled = [w.stride if w.tiles else 0 for w in windows(space, taps, stride, padding, dilation)]
+        return _Labels(tiled, transposed, groups)
 
 
-@by_block
-def _local_groups(call: LocalCall) -> Any:
-    return call.with_args(groups=call.size("g") if call.args["groups"] > 1 else 1)
+_local_rows = by_block(local_convolution)
 
 
 CONVOLUTIONS = [
@@ -45,6 +63,10 @@ CONVOLUTIONS = [
     ((4, 6, 5, 7), (8, 6, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 1, (4, 8, 5, 7)),
     ((4, 6, 5, 7), (8, 3, 3, 2), [2, 1], [0, 1], [1, 1], False, [0, 0], 2, (4, 8, 2, 8)),
     ((4, 6, 9), (6, 1, 3), [1], [2], [2], False, [0], 6, (4, 6, 9)),
+    ((4, 6, 8, 6), (8, 6, 3, 5), [1, 1], [1, 2], [1, 1], False, [0, 0], 1, (4, 8, 8, 6)),
+    ((4, 6, 8, 12), (8, 3, 3, 4), [2, 2], [1, 1], [1, 1], False, [0, 0], 2, (4, 8, 4, 6)),
+    ((4, 6, 12), (8, 6, 3), [1], [2], [2], False, [0], 1, (4, 8, 12)),
+    ((4, 6, 12), (8, 6, 2), [2], [0], [1], False, [0], 1, (4, 8, 6)),
     ((4, 6, 5, 4), (6, 4, 3, 3), [2, 2], [1, 1], [1, 1], True, [1, 0], 1, (4, 4, 10, 7)),
     ((4, 6, 5), (6, 4, 3), [2], [1], [1], True, [0], 3, (4, 12, 9)),
 ]
@@ -52,7 +74,8 @@ CONVOLUTIONS = [
 
 @rule(
     aten.convolution.default,
-    localize=_local_groups,
+    localize=_local_rows,
+    unfit=unfit,
     examples=[(x, w, None, *rest) for x, w, *rest, _ in CONVOLUTIONS]
     + [((4, 6, 5, 7), (8, 6, 3, 3), (8,), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)],
 )
@@ -60,7 +83,7 @@ def convolution(
     input: Dims, weight: Dims, bias: Dims | None, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Notation:  # fmt: skip
-    labels = _Labels(weight.ndim - 2, transposed, groups)
+    labels = _Labels.of(input, weight, stride, padding, dilation, transposed, groups)
     if bias is not None:  # every shard of a sum over c would add it; normalize takes it out
         return Notation(f"{labels.x}, {labels.w}, {labels.bias} -> {labels.y}", whole=f"{labels.whole} c")
     return Notation(f"{labels.x}, {labels.w} -> {labels.y}", sum="c", whole=labels.whole, linear="each")
@@ -68,7 +91,8 @@ def convolution(
 
 @rule(
     aten.convolution_backward.default,
-    localize=_local_groups,
+    localize=_local_rows,
+    unfit=unfit,
     examples=[
         (y, x, w, None, *rest, mask)
         for x, w, *rest, y in CONVOLUTIONS
@@ -80,11 +104,12 @@ def convolution_backward(
     grad_output: Dims, input: Dims, weight: Dims, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int, output_mask: Sequence[bool],
 ) -> Notation:  # fmt: skip
-    labels = _Labels(weight.ndim - 2, transposed, groups)
+    labels = _Labels.of(input, weight, stride, padding, dilation, transposed, groups)
     outs = [t for t, needed in zip((labels.x, labels.w, labels.bias), output_mask, strict=True) if needed]
     # A bias gradient does not have c, nor is it a sum over c.
     whole = f"{labels.whole} c" if output_mask[2] else labels.whole
-    return Notation(f"{labels.y}, {labels.x}, {labels.w} -> {', '.join(outs)}", sum="n o", whole=whole, linear=(0,))
+    text = f"{labels.y}, {labels.x}, {labels.w} -> {', '.join(outs)}"
+    return Notation(text, sum=f"n o {labels.free}", whole=whole, linear=(0,))
 
 
 # ------------------------------------------------------------------------------------------------ windows

@@ -30,6 +30,7 @@ from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, divided
 Shape = tuple[int, ...]
 RuleFunction = Callable[..., "str | Notation"]
 Localize = Callable[..., Any]  # (LocalCall) -> what to emit; see rules/local.py
+Unfit = Callable[..., "set[int]"]  # (call, projection, split, mesh) -> the pieces that cannot be split so
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class OpRule:
     exact: bool = True  # False: shards agree with the whole only up to rounding of a different algorithm
     ragged: bool = False  # its notation names the ragged dims of its tensors
     padding: Literal["zero", "largest"] = "zero"  # what its sums do not notice: 0, or a value that no bin holds
+    unfit: Unfit | None = None  # of pieces that the notation leaves free, those that a mesh does not fit
 
 
 # What makes calls local of shapes alone, and not of positions: an atom of blocks is to them one like others.
@@ -95,6 +97,7 @@ def rule(
     kind: Literal["compute", "view", "create", "pointwise"] = "compute",
     ragged: bool = False,
     padding: Literal["zero", "largest"] = "zero",
+    unfit: Unfit | None = None,
 ) -> Any:
     """Register one rule for an op or several. With `text`, at once; without, as a decorator of a rule function."""
     targets = ops if isinstance(ops, (list, tuple)) else [ops]
@@ -106,7 +109,9 @@ def rule(
             if op in _RULES:
                 raise RuleError(f"{op} has a rule already")
             admit(op)
-            _RULES[op] = OpRule(op, options, function, tries, shape_arg, localize, kind, ragged=ragged, padding=padding)
+            _RULES[op] = OpRule(
+                op, options, function, tries, shape_arg, localize, kind, ragged=ragged, padding=padding, unfit=unfit
+            )
         return function
 
     if text is None:

@@ -20,6 +20,7 @@ from torch import fx
 from shardc.ir.graph import Graph, Port, ValueInfo, info, operands, set_info, type_of, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import local as _local  # noqa: F401 (registers shard_slice, mask_pad and axis_offset)
+from shardc.ir.ops.collectives import COLLECTIVES, Exchange
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.ops.local import span
@@ -27,8 +28,9 @@ from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.sharding.localize import _Walk
 from shardc.rules.notation import FactorRule
 from shardc.rules.projection import Projection, project
-from shardc.rules.registry import Example, OpRule, rule_of
+from shardc.rules.registry import Example, OpRule, find_rule, rule_of
 from shardc.runtime.execute.layout import assemble, replica_spread, shard
+from shardc.runtime.oracle.simulate import exchange, finish
 
 UNINITIALISED = {
     torch.ops.aten.empty.memory_format,
@@ -193,15 +195,15 @@ class Trial:
         self, split: dict[int, Axes], pending: dict[str, Sequence[int]], zero: bool, seed: int, tolerance: float
     ) -> None:
         """Split, run on every rank, and compare. `zero`: padding of the operands is 0, and known to be."""
-        self.place(project(self.node), split, pending)
+        self.place(project(self.node), self._fitting(split), pending)
         inputs = [self._shards(i, zero, seed) for i in range(len(self.inputs))]
         walk = _Walk(self.graph)
         if zero:
             walk.zero = {v: set(type_of(v).uneven_atoms(self.mesh)) for v in self.inputs}
         walk.visit(self.node)
+        self.outputs = list(self.graph.output_values)
         found = {v: dict[int, torch.Tensor]() for v in self.outputs}
-        for rank in range(self.mesh.world_size):
-            values = self._run(rank, [shards[rank] for shards in inputs])
+        for rank, values in enumerate(self._run(inputs)):
             for v in self.outputs:
                 found[v][rank] = values[v]
         for k, (value, expected) in enumerate(zip(self.outputs, self.expected, strict=True)):
@@ -234,19 +236,50 @@ class Trial:
             held.append(x)
         return held
 
-    def _run(self, rank: int, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
-        env: dict[fx.Node, Any] = dict(zip(self.inputs, inputs, strict=True))
-        context = RankContext(self.mesh, self.mesh.coordinate(rank), None)  # type: ignore[arg-type]
-        with running(context):
-            for node in self.graph.fx.nodes:
-                if node.op == "call_function":
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                    try:
-                        env[node] = KERNELS.get(node.target, node.target)(*args, **kwargs)
-                    except Exception as failure:
-                        failure.add_note(f"rank {rank}: {node.format_node()}")
-                        raise
+    def _fitting(self, split: dict[int, Axes]) -> dict[int, Axes]:
+        """Without the pieces that the rule says cannot be split so on this mesh."""
+        unfit = find_rule(self.node.target).unfit
+        wrong = unfit(self.node, project(self.node), split, self.mesh) if unfit is not None else ()
+        return {piece: axes for piece, axes in split.items() if piece not in wrong}
+
+    def _run(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[dict[fx.Node, Any]]:
+        """The values of all ranks, call by call."""
+        ranks = range(self.mesh.world_size)
+        env = [dict[fx.Node, Any](zip(self.inputs, [shards[r] for shards in inputs], strict=True)) for r in ranks]
+        contexts = [RankContext(self.mesh, self.mesh.coordinate(r), None) for r in ranks]  # type: ignore[arg-type]
+        for node in self.graph.fx.nodes:
+            if node.op != "call_function":
+                continue
+            calls = [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in env]
+            run = self._meet if node.target in COLLECTIVES else self._each
+            try:
+                yielded = run(node.target, calls, contexts)
+            except Exception as failure:
+                failure.add_note(node.format_node())
+                raise
+            for values, result in zip(env, yielded, strict=True):
+                values[node] = result
         return env
+
+    def _each(self, target: Any, calls: Sequence[Any], contexts: Sequence[RankContext]) -> list[Any]:
+        kernel, results = KERNELS.get(target, target), list[Any]()
+        for (args, kwargs), context in zip(calls, contexts, strict=True):
+            with running(context):
+                results.append(kernel(*args, **kwargs))
+        return results
+
+    def _meet(self, target: Any, calls: Sequence[Any], contexts: Sequence[RankContext]) -> list[Any]:
+        """A collective: each rank up to the exchange, then each group's."""
+        steps = [COLLECTIVES[target](*args, **kwargs) for args, kwargs in calls]
+        brought: list[Exchange] = []
+        for own, context in zip(steps, contexts, strict=True):
+            with running(context):
+                brought.append(next(own))
+        results: list[Any] = [None] * len(steps)
+        for group in self.mesh.groups(brought[0].axes):
+            for rank, received in zip(group, exchange([brought[r] for r in group]), strict=True):
+                results[rank] = finish(steps[rank], received)
+        return results
 
     def _compare(
         self, k: int, type: TensorType, shards: dict[int, torch.Tensor], expected: torch.Tensor, tolerance: float

@@ -25,6 +25,7 @@ from torch import fx
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic, Severity, listed
 from shardc.ir.graph import Graph, Seed, info, op_name, operands, producer, results, type_of
+from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.provenance import Cause
 from shardc.ir.types import Axes
@@ -108,7 +109,7 @@ def _gathered(graph: Graph, node: fx.Node) -> _Finding | None:
         computed |= {axis for atom_axes in seed.placement for axis in atom_axes} if seed is not None else set()
         axes = tuple(axis for axis in axes if axis in computed)  # over the others it is only stored
     annotated = seed is not None and root.op == "placeholder"
-    readers = sorted(_readers(node, atom), key=lambda entry: not entry[1])
+    readers = sorted(_readers(node, atom, axes, graph.mesh), key=lambda entry: not entry[1])
     if not axes or not readers or not (annotated or readers[0][1]):
         return None
     reader, needs_whole = readers[0]
@@ -141,7 +142,9 @@ def _computed_whole(graph: Graph, node: fx.Node) -> _Finding | None:
     projection, seed = project(call), graph.seeds.get(value)
     pieces = next(p for p, v in zip(projection.results, results(call), strict=True) if v is value)
     annotated = seed is not None and not {axis for atom_axes in seed.placement for axis in atom_axes}.isdisjoint(axes)
-    if pieces[_atom(node, 3)] not in projection.blocked and not annotated:
+    piece = pieces[_atom(node, 3)]
+    unfit = rule.unfit(call, projection, {piece: axes}, graph.mesh) if rule.unfit is not None else ()
+    if piece not in projection.blocked and piece not in unfit and not annotated:
         return None
     over = ".".join(graph.mesh.merged(axes))
     message = f"{info(value).name} is computed whole over '{over}' and then sliced: its op does not split that dim"
@@ -233,12 +236,12 @@ def _root(node: fx.Node, views: bool = True) -> fx.Node:
     return node
 
 
-def _readers(value: fx.Node, atom: int) -> Iterator[tuple[fx.Node, bool]]:
-    """The calls that read an atom past moves and views, and whether each needs it whole."""
+def _readers(value: fx.Node, atom: int, axes: Axes, mesh: Mesh) -> Iterator[tuple[fx.Node, bool]]:
+    """The calls that read an atom past moves and views, and whether each needs it whole, or other shards of it."""
     for user in value.users:
         rule = find_rule(user.target)
         if user.target in _MOVES:
-            yield from _readers(user, atom)
+            yield from _readers(user, atom, axes, mesh)
         elif rule is not None:  # of an op without one SC301 speaks
             projection = project(user)
             for source, pieces in zip(operands(user), projection.operands, strict=True):
@@ -246,6 +249,7 @@ def _readers(value: fx.Node, atom: int) -> Iterator[tuple[fx.Node, bool]]:
                     continue
                 piece = pieces[atom]
                 if rule.kind == "view" and piece not in projection.blocked and piece in projection.results[0]:
-                    yield from _readers(user, projection.results[0].index(piece))
+                    yield from _readers(user, projection.results[0].index(piece), axes, mesh)
                 else:
-                    yield user, piece in projection.blocked
+                    unfit = rule.unfit(user, projection, {piece: axes}, mesh) if rule.unfit is not None else ()
+                    yield user, piece in projection.blocked or piece in unfit

@@ -129,6 +129,7 @@ class _Walk:
                 continue
             candidates = self._candidates(sources, outs, projection, axis) if axis not in barred else {}
             candidates = {piece: rank for piece, rank in candidates.items() if piece not in bound}
+            candidates = self._fitting(node, projection, candidates, split, axis)
             if node.target is GROUP_ROWS and axis not in (*barred, *exchanged) and self._shards_experts(node, axis):
                 candidates = dict.fromkeys((p for p in projection.results[1] if p not in projection.operands[0]), 0)
             if axis in exchanged:
@@ -263,6 +264,19 @@ class _Walk:
                     piece = pieces[atom]
                     priority_of[piece] = min(priority_of.get(piece, _NEVER), ranks.get((atom, axis), _NEVER))
         return priority_of
+
+    def _fitting(
+        self, node: fx.Node, projection: Projection, candidates: dict[int, int], split: dict[int, Axes], axis: str
+    ) -> dict[int, int]:
+        """The candidates whose shards the call can run with the axis added to what is split already."""
+        rule = find_rule(node.target)
+        if rule is None or (unfit := rule.unfit) is None:
+            return candidates
+
+        def fits(piece: int) -> bool:
+            return not unfit(node, projection, {**split, piece: (*split.get(piece, ()), axis)}, self.graph.mesh)
+
+        return {piece: rank for piece, rank in candidates.items() if fits(piece)}
 
     def _cost(
         self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str, piece: int

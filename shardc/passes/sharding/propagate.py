@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -53,7 +53,7 @@ class Propagate(Pass):
 class _Link:
     """A call, or a parameter and its gradient: tensors that share pieces."""
 
-    __slots__ = ("barred", "blocked", "most", "name", "tensors")
+    __slots__ = ("barred", "blocked", "most", "name", "tensors", "unfit")
 
     def __init__(
         self,
@@ -62,12 +62,14 @@ class _Link:
         blocked: frozenset[int],
         barred: frozenset[str] = frozenset(),
         most: Mapping[int, int] | None = None,
+        unfit: Callable[[Mapping[int, Axes]], set[int]] | None = None,
     ):
         self.name = name
         self.barred = barred  # axes that it is not to be split over
         self.tensors = tensors
         self.blocked = blocked
         self.most = most or {}  # shards that a piece is to be cut into
+        self.unfit = unfit  # of a split, the pieces that cannot be split so
 
 
 class _Spread:
@@ -98,7 +100,10 @@ class _Spread:
         tensors = [(v, p) for v, p in zip(values, pieces, strict=True) if v is not None and not info(v).constant]
         barred = frozenset(axis for v in values if v is not None for axis in self.copied.get(v, ()))
         most = opened(node, projection)
-        self._link(_Link(info(node).name, tensors, projection.blocked - most.keys(), barred, most))
+        rule = find_rule(node.target)
+        unfit = rule.unfit if rule is not None else None
+        fitted = (lambda split: unfit(node, projection, split, self.graph.mesh)) if unfit is not None else None
+        self._link(_Link(info(node).name, tensors, projection.blocked - most.keys(), barred, most, fitted))
 
     def _link(self, link: _Link) -> None:
         self.links.append(link)
@@ -154,6 +159,8 @@ class _Spread:
                 if axes and piece not in link.blocked and len(axes) > len(have.get(piece, ())):
                     have[piece] = axes
                     cause[piece] = value
+        for piece in link.unfit(have) if have and link.unfit is not None else ():
+            del have[piece]
         if not have:
             return []
         claims: dict[str, int] = {}

@@ -294,7 +294,7 @@ def _meet(
             if id(received) not in finished:
                 # Ranks with the same operands share a generator, but may receive different things: then start another.
                 steps, _ = waiting.pop(operand_ids[rank], None) or begin(rank)
-                finished[id(received)] = _finish(steps, received)
+                finished[id(received)] = finish(steps, received)
             results[rank] = finished[id(received)]
     return results
 
@@ -321,7 +321,8 @@ def exchange(brought: Sequence[Exchange]) -> PerRank:
             return received
 
 
-def _finish(steps: Steps, received: torch.Tensor) -> torch.Tensor:
+def finish(steps: Steps, received: torch.Tensor) -> torch.Tensor:
+    """What a collective yields of what it receives."""
     try:
         steps.send(received)
     except StopIteration as done:

@@ -1,0 +1,58 @@
+"""Why rows are exchanged with neighbours: the convolution whose kernel reaches beyond a rank's own.
+
+They are put in by `localize`, behind the graph that other collectives are explained by; there the convolution is found
+by name.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardc.explain.provenance import Trail, step
+from shardc.ir.graph import Graph, info, op_name, type_of
+from shardc.ir.ops.halo import HALO, HALO_SUM
+from shardc.ir.schema import given
+from shardc.passes.communication.causes import Causes, as_named
+from shardc.passes.halo_rows import CONVOLUTIONS
+
+INHERENT = "a rank that has a part of a dim needs the rows about it; a gather would send all of them"
+
+
+def convolution_of(rows: fx.Node) -> fx.Node:
+    """The call that reads the rows of a neighbour, or whose gradient they are."""
+    (joined,) = rows.users
+    node = joined
+    while node.target is HALO:
+        node = next(user for user in node.users if user.target is HALO or user.target in CONVOLUTIONS)
+    while node.target not in CONVOLUTIONS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
+    """A trail for each axis of an exchange of rows; none where the graph has not its convolution."""
+    about, args = info(convolution_of(rows)), given(rows)
+    nodes = {info(node).name: node for node in graph.calls()}
+    call = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
+    if call is None:
+        return []
+    causes, x, dim = Causes(graph), given(call)["input"], args["dim"]
+    first = sum(map(len, type_of(x).dims[:dim]))
+    atoms = range(first, first + len(type_of(x).dims[dim]))
+    gradient = next(iter(rows.users)).target is HALO_SUM
+    trails: list[Trail] = []
+    for axis in given(rows)["axes"]:
+        shown = as_named(graph, axis)
+        starts = [(x, atom) for atom in atoms if axis in type_of(x).placement[atom]]
+        way = causes.way(starts, axis)
+        cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
+        side, length = "behind" if (args["shift"] == -1) != gradient else "before", args["length"]
+        many = f"{length} element{'s' * (length > 1)} {side} a rank's own"
+        why = f"dim {dim} of %{info(x).name} is sharded over {shown}, and kernels reach {many}"
+        needed = f"%{info(call).name} ({op_name(call.target)}) reads them"
+        if gradient:
+            needed = f"%{info(call).name} ({op_name(call.target)}) leaves their gradient to the rank that has them"
+        steps = tuple(step(through, value) for (value, _), through in way if through is not None)
+        roots = (way[0][0],) if way else ()
+        trails.append(Trail(shown, why, needed, cause, False, gradient, steps, roots, (call,)))
+    return list({(t.why, t.cause): t for t in trails}.values())
