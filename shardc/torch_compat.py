@@ -176,6 +176,11 @@ class Recorded:
         return [t for t in self._tracked if id(t) not in known]
 
 
+def is_mutable(op: OpOverload) -> bool:
+    """Does an op write to one of its arguments?"""
+    return op._schema.is_mutable
+
+
 def mutates(node: fx.Node) -> bool:
     """Does a call write to one of its arguments?"""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable

@@ -22,7 +22,7 @@ from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.frontend.memory_writes import writes_to
 from shardc.rules.notation import Dims, FactorRule, RuleError, fit
 from shardc.rules.registry import MASKS, bind_call, find_rule, notation_of
-from shardc.torch_compat import mutates
+from shardc.torch_compat import is_mutable, mutates
 
 aten = torch.ops.aten
 _FILLS = "empty zeros ones full new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like"
@@ -129,9 +129,9 @@ def _through(rule: FactorRule, has_rows: list[bool]) -> int | None:
 
 def _functional(target: Any) -> OpOverload | None:
     """The op that computes what this one writes in place."""
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or not is_mutable(target):
         return target if isinstance(target, OpOverload) else None
-    name, overload = _base(target), target._overloadname
+    name, overload = _base(target), target.name().partition("::")[2].partition(".")[2] or "default"
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     return getattr(packet, overload, None) if packet is not None else None
 
@@ -208,9 +208,10 @@ def are_row_sums(sums: fx.Node, mask: fx.Node) -> bool:
     """Whether these count what a mask of two dims chooses of each row."""
     while _name(sums) in ("_to_copy", "clone", "view", "reshape"):
         sums = sums.all_input_nodes[0]
-    if sums.target is not aten.sum.dim_IntList or (sums.args[2] if len(sums.args) > 2 else False):
+    if sums.target is not aten.sum.dim_IntList or (sums.args[2:3] == (True,)):
         return False
-    source, dims = sums.all_input_nodes[0], sums.args[1]
+    args: tuple[Any, ...] = sums.args
+    source, dims = sums.all_input_nodes[0], args[1]
     rows = len(_shape(source)) == 2 and dims in ([1], [-1]) and _shape(source) == _shape(mask)
     return rows and same_choice(source, mask)
 

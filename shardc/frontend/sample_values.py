@@ -120,7 +120,7 @@ class SampleValues:
     def _compare(self, less: bool, args: Sequence[Any], result: Any) -> None:
         """A drawn number, compared with a rate."""
         drawn, node = _node(args[0]), _node(result)
-        if drawn not in self._drawn or drawn is None or node is None or len(args) != 2 or is_written(drawn):
+        if drawn is None or node is None or drawn not in self._drawn or len(args) != 2 or is_written(drawn):
             return
         if not isinstance(args[1], int | float):
             return
@@ -175,7 +175,8 @@ class SampleValues:
             chosen = select(args[0], masked[0], self)
             return chosen[slice(None), *masked[1]] if masked[1] else chosen
         if function in _SELECTIONS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            return select(*torch.broadcast_tensors(args[0], args[1]), self)
+            rows, mask = torch.broadcast_tensors(args[0], args[1])
+            return select(rows, mask, self)
         return self._read(args[0], function) if function in _READS else self.refused
 
     def behind_checks(self, result: Tensor) -> Tensor:

@@ -92,25 +92,25 @@ class SelectedRows(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        named = dict(kwargs or {})
         try:
-            result = _answer(func, args, kwargs)
+            result = _answer(func, args, named)
         except Exception as problem:
             if isinstance(problem, ShardcError) or not torch_compat.is_data_dependent(problem):
                 raise
             result = _OTHERWISE
         if result is not _OTHERWISE:
             return result
-        selections = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows)]
+        selections = [leaf for leaf in flatten((args, named))[0] if isinstance(leaf, SelectedRows)]
         questions = selections[0].questions
         for selection in selections:
             if not questions.assume(selection.mask.all()):
                 raise _refused(_name_of(func))
-        args, kwargs = _whole(args), _whole(kwargs)
+        args, named = _whole(args), _whole(named)
         try:
-            return func(*args, **kwargs)
+            return func(*args, **named)
         except Exception as problem:
-            answer = questions.answer(func, args, kwargs) if torch_compat.is_data_dependent(problem) else None
+            answer = questions.answer(func, args, named) if torch_compat.is_data_dependent(problem) else None
             if answer is None or answer is questions.refused:
                 raise
             return answer

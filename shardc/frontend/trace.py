@@ -111,8 +111,8 @@ def _try_decisions(step: _Step, gm: fx.GraphModule) -> None:
         tried = copy(step)
         tried.forced, tried.forward_only = forced, True  # without any layer, there may be nothing to train
         other, _, _ = tried.record()
-        losses = [one.graph.output_node().args[0][0] for one in (gm, other)]  # pyright: ignore
-        step.layers.refuse_other(gm.graph, losses[0], other.graph, losses[1], forced)
+        first, second = (cast("list[fx.Node]", one.graph.output_node().args[0])[0] for one in (gm, other))
+        step.layers.refuse_other(gm.graph, first, other.graph, second, forced)
 
 
 class _Step:

@@ -274,6 +274,8 @@ def test_what_does_not_go_row_by_row_is_refused(chosen: Callable[[Masked, Tensor
     assert "test_selected_rows.py:" in (found.location or "")
     assert "h[" in (found.source_text or "")
     assert "torch.where" in (found.hint or "")
+
+
 # ---------------------------------------------------------------------- calls that hold for the sample's number alone
 def as_many_rows(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
     x = h[mask]

@@ -15,8 +15,8 @@ is held at a time: a Mamba's state is 16 times as large as what goes in, and kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -309,7 +309,7 @@ class _ScanFunction(torch.autograd.Function):
             made = torch.autograd.grad(outs, wanted, kept, create_graph=True, allow_unused=True)
         else:
             made = SCAN_BACKWARD(kept, list(starts), list(inputs), ctx.text, places, needed)
-        gradients: Iterator[Tensor | None] = iter(made)
+        gradients = iter(cast("Sequence[Tensor | None]", made))
         for place, need in enumerate(needed):
             if need:
                 g = next(gradients)

@@ -23,7 +23,6 @@ from shardc.runtime.checkpoint.hugging_face import sources_of
 from shardc.runtime.checkpoint.weights import Init, Weights, source_of
 from shardc.runtime.execute.data_parts import DataParts, data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
-from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.generate.steps import Compile
 from shardc.runtime.train.evaluate import Evaluation
 from shardc.runtime.train.padding import Padding
@@ -56,7 +55,7 @@ class Launched:
     state: Callable[[], Tensors]  # of the optimizers, before the first step
     constants: Tensors
     uncomputed: Mapping[str, str]  # buffers that the model's code gives no value, and why
-    check: Callable[[Feed], None] | None  # of a microbatch
+    check: IndexCheck | None  # of a microbatch
     refuse_changed_model: Callable[[], None]
     accept_values: Callable[[], None]  # that the model's tensors have now
     evaluation: Evaluation | None  # these compile a program beside it: for an evaluation,

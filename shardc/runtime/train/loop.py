@@ -26,6 +26,7 @@ from shardc.runtime.train.after_step import AfterStep
 from shardc.runtime.train.callbacks import Callback
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.device_copy import Copier
+from shardc.runtime.train.expert_load import Layer
 from shardc.runtime.train.interruptions import Interruptions
 from shardc.runtime.train.loading import Loading, kept, resumed
 from shardc.runtime.train.loop_state import LoopState, Rates, Stateful, rates_by_optimizer
@@ -46,6 +47,8 @@ class Steps(Protocol):
 
     @property
     def updates(self) -> bool: ...
+    @property
+    def expert_layers(self) -> Sequence[Layer]: ...
     @property
     def leads(self) -> bool: ...
     @property
