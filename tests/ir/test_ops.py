@@ -168,6 +168,9 @@ CALLS = {
     "slice_blocks": (["tp"], [4, 6], 1, [2, -2], [2, 1], [4, 6]),
     "gather_blocks": (["tp"], [4, 6], 1, [2, -2], [2, 1], [4, 6]),
     "mask_blocks": ([4, 6], 1, [2, -2], [2, 1], ["tp"], 0.0, True),
+    "neighbour_rows": (["tp"], 1, 0, 6, 1),
+    "halo": (None, None, 1, ["tp"]),
+    "halo_sum": (None, None, 0, 0, 1, ["tp"]),
 }
 
 
@@ -226,7 +229,8 @@ def test_every_collective_is_known_to_the_simulator() -> None:
         "reduce_scatter",
         "all_to_all",
         "permute_ranks",
+        "neighbour_rows",
         *rows,
     }
-    reading = ("shard_slice", "mask_pad", "axis_offset", "slice_blocks", "mask_blocks")
+    reading = ("shard_slice", "mask_pad", "axis_offset", "slice_blocks", "mask_blocks", "halo", "halo_sum")
     assert set(local.AXES_READ) == {getattr(OPS, name).default for name in reading}
