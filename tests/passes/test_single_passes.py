@@ -26,6 +26,7 @@ from torch import nn
 
 import shardc
 from shardc.compiler.pass_pipeline import Options, run
+from shardc.frontend.join_loads import JoinLoads
 from shardc.frontend.optimizer import AppendUpdates
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.parse import parse
@@ -43,6 +44,7 @@ from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.group_experts import GroupExperts
+from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
@@ -80,6 +82,8 @@ def find_blocks(sharded: list[list[Any]]) -> FindBlocks:
 PASSES: Mapping[str, Callable[..., Pass]] = {
     "normalize": Normalize,
     "group_experts": GroupExperts,
+    "limit_experts": LimitExperts,
+    "join_loads": JoinLoads,
     "accumulate": Accumulate,
     "append_updates": updates,
     "atomize": atomize,
