@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from kernels_triton.generated.op import FUSED
 from kernels_triton.match.op import OPS as TEMPLATES
 from shardc.ir.blocks import Blocks
-from shardc.ir.graph import info, operands, type_of
+from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
@@ -438,11 +438,29 @@ def _unchanged(node: fx.Node, result_types: Sequence[TensorType | None], mesh: M
     return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
 
 
+def _counted(node: fx.Node) -> set[str]:
+    """The axes along which a rank knows its place, by numbers that a call reads: what masks padding lies over them."""
+    axes, todo, visited = set[str](), [node], set[fx.Node]()
+    while todo:
+        for value in operands(todo.pop()):
+            call = producer(value)[0]
+            if type_of(value).atoms or call.op != "call_function" or call in visited:
+                continue
+            visited.add(call)
+            if call.target is local.axis_offset:
+                axes |= {*given(call)["axes"]}
+            else:
+                todo.append(call)
+    return axes
+
+
 def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     read = list(map(type_of, operands(node)))
     pending = {reduction for type in read for reduction in type.partial}
     lies = {axis for type in read for axis in type.axes} | {axis for axis, _ in pending}
     results = [type for type in result_types if type is not None]
+    if any(not type.axes | type.partial_axes <= lies for type in results):
+        lies |= _counted(node)
     faults = [f"makes {t} of what lies over {sorted(lies)}" for t in results if not t.axes | t.partial_axes <= lies]
     # A softmax's own maximum goes (see above).
     lost = {reduction for reduction in pending if reduction[1] == "sum"} - {

@@ -48,11 +48,17 @@ def softmax_of_all(y: Tensor) -> Tensor:
     return torch.cat([y.softmax(-1)[..., :32] * q, k * v], -1)
 
 
+def with_an_empty_one(y: Tensor) -> Tensor:
+    q, k, v = y.split([48, 0, 16], -1)
+    return torch.cat([q.tanh(), k.reshape(*k.shape[:-1], 0, 8).flatten(-2), v], -1)
+
+
 FORMS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "one section": (one_section, 16),
     "scaled": (scaled, 48),
     "products": (of_products, 48),
     "softmax of all": (softmax_of_all, 48),
+    "an empty one": (with_an_empty_one, 64),
 }
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},

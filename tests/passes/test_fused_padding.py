@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.graph import op_name
+from shardc.ir.parse import parse
 from shardc.passes.fusion.analysis.traffic import traffic
 from shardc.passes.fusion.fuse import fuse
+from shardc.passes.type_check import type_faults
 
 
 class Uneven(nn.Module):
@@ -57,3 +59,21 @@ def test_one_may_ask_for_the_call() -> None:
     plain = compiled(mesh="tp=2", params={"up.weight": "tp, -"})
     body = fuse(plain.body, exclude=("shardc.mask_pad",))
     assert any(op_name(node.target) == "shardc.mask_pad" for node in body.calls())
+
+
+KERNEL = "fused_rsub_lt[|6](i64[]@0:0){%1=sub(11, %0); %2=iota{0}(); %3=lt(%2, %1)}->bool[6]=%3"
+MASK = """graph @step mesh(dp=2, ep=2) {
+  %x = input "x" : f32[11@ep]
+  %offset = shardc.axis_offset(axes=["AXIS"], strides=[6]) : i64[]
+  %mask = shardc.fused([%offset], kernel="KERNEL") : bool[11@ep]
+  %y = where.self(%mask, %x, %x) {~0: ep} : f32[11@ep]
+  return output "y" = %y
+}
+""".replace("KERNEL", KERNEL)
+
+
+def test_a_kernel_makes_the_mask_of_padding_of_a_ranks_place_alone() -> None:
+    """It lies over the axes along which the place is counted, and over no other."""
+    assert not type_faults(parse(MASK.replace("AXIS", "ep")))
+    (fault,) = type_faults(parse(MASK.replace("AXIS", "dp")))
+    assert "makes bool[11@ep] of what lies over" in fault.message
