@@ -48,7 +48,7 @@ class Net(nn.Module):
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv = nn.Conv2d(3, 8, 3)
 
     def forward(self, images: Tensor) -> Tensor:
         return F.relu(self.conv(images)).sum()

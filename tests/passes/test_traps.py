@@ -90,7 +90,7 @@ class Late(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.act = nn.ReLU()
-        self.conv = nn.Conv2d(4, 4, 2, stride=2)
+        self.conv = nn.Conv2d(4, 4, 3, stride=2)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.conv(self.act(images)).square().mean()

@@ -360,7 +360,10 @@ def convolution(g: Grower, a: int, b: int, c: int) -> None:
     groups = 2 if grouped and shape[1] % 2 == 0 and out % 2 == 0 else 1
     bias = g.param(out) if c % 2 else "None"
     weight = g.param(out, shape[1] // groups, *[k] * d)
-    forms = [f"F.conv{d}d({x}, {weight}, {bias}, padding={k // 2}, groups={groups})"]
+    forms = [
+        f"F.conv{d}d({x}, {weight}, {bias}, padding={k // 2}, groups={groups})",
+        f"F.conv{d}d({x}, {weight}, {bias}, stride=2, padding={k // 2}, groups={groups})",
+    ]
     if d == 2:
         forms += [f"F.max_pool2d({x}, 2)", f"F.avg_pool2d({x}, 2)", f"F.adaptive_avg_pool2d({x}, 1)"]
     g.value(forms[0 if c < 128 else c % len(forms)], x)
