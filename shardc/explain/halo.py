@@ -25,7 +25,7 @@ def convolution_of(rows: fx.Node) -> fx.Node:
     while node.target is HALO:
         node = next(user for user in node.users if user.target is HALO or user.target in CONVOLUTIONS)
     while node.target not in CONVOLUTIONS:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.all_input_nodes[0]
     return node
 
 
