@@ -21,7 +21,7 @@ def test_training_equals_eager(tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    norms = {name: float(parameter.norm()) for name, parameter in model.named_parameters()}
+    norms = {name: float(parameter.detach().norm()) for name, parameter in model.named_parameters()}
     for found in start("train", 4, tmp_path, worker=WORKER):
         assert found is not None
         assert found.keys() == halo_worker.PLANS.keys()
