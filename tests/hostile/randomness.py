@@ -230,7 +230,7 @@ class DropsBelowAReentrantCheckpoint(Net):
         return checkpoint(lambda x: functional.dropout(self.b(x).tanh(), 0.5), h, use_reentrant=True)
 
 
-@case(refused="SC101")
+@case(random=True)
 class ATensorDecidesOnALayer(Net):
     def between(self, h: Tensor) -> Tensor:
         return h if torch.rand(()) < 0.5 else self.b(h)

@@ -321,7 +321,7 @@ class Recurrent(Net):
         return state.repeat(1, 3)
 
 
-@case(refused="SC103")
+@case()
 class ZeroRows(Net):
     """A value of no elements on the way."""
 
