@@ -9,6 +9,8 @@
 The answer becomes part of the program, as a shape does. So each is checked in every step (`assume`): a batch that
 answers otherwise is refused. What depends on weights, on random numbers or on the batch's floating-point numbers is
 asked in vain (SC101): it would be another in the next step.
+
+Longer than 400 lines: who may ask, what is answered and what each step checks of it are one set of conditions.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ Rows that are not chosen hold a harmless number, which what is computed of them 
 and what comes of them is dropped where rows are reduced. In between every call has to go row by row, by the rules of
 its ops. Where it does not, all rows are taken if the sample's mask chooses all, which each step then checks (SC512);
 else the model is refused (SC101). A size that depends on the mask is a tensor: the number of chosen rows.
+
+Longer than 400 lines: the masked form of each kind of call, which share how rows are put and dropped.
 """
 
 from __future__ import annotations
