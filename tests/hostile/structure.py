@@ -231,7 +231,7 @@ class LoopsByValue(Net):
         return h
 
 
-@case(refused="SC101")
+@case()
 class SelectsByValue(Net):
     def between(self, h: Tensor) -> Tensor:
         return h[h[:, 0] > 0].sum(0, keepdim=True)
