@@ -75,6 +75,15 @@ def test_right_programs_are_right(model: type[nn.Module], near: float | None) ->
         assert report.eager_error < near
 
 
+def test_casts_of_a_model_in_double_precision_are_lifted_too() -> None:
+    x = torch.randn(8, 8, dtype=torch.float64)
+    program = shardc.compile(Float32().double(), x, mesh="dp=2", plan={"inputs": {"x": "dp, -"}})
+    report = program.verify()
+    assert report.ok
+    assert report.eager_error is not None, report.absent
+    assert report.eager_error < 1e-12
+
+
 def test_a_reference_that_is_not_the_model_is_told_in_its_own_dtype_too() -> None:
     model = OwnFloats()
     program = shardc.compile(model, torch.randn(8, 8), mesh="dp=2", plan={"inputs": {"x": "dp, -"}})

@@ -169,9 +169,10 @@ class _Eager:
             self.near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         # A model may make float32 of its own, which is lifted too. Where it takes no other, it is asked in its own.
         self._kinds: list[tuple[torch.dtype | None, bool]] = [(dtype, False)]
+        if dtype == torch.float64 and dtypes <= {torch.float32, torch.float64}:
+            self._kinds.insert(0, (dtype, True))
         if dtypes == {torch.float32}:
-            lifted_first = [(dtype, True)] if dtype == torch.float64 else []
-            self._kinds = [*lifted_first, (dtype, False), (None, False)]
+            self._kinds.append((None, False))
         self._stored = model_state(program.model, program.reference)
 
     def __enter__(self) -> _Eager:
