@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc import torch_compat
 from shardc.frontend.provenance import Origin, first_tensor
-from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.ops.assumed import after
 
 aten = torch.ops.aten
@@ -125,6 +125,22 @@ class LayerDrop:
         """Raise ShardcError (SC101) for a decision that no layer is subject to."""
         self._refuse_pending()
         self._recomputes = True
+
+    def notes(self) -> list[Diagnostic]:
+        """SC131 for each line that drops a layer."""
+        origins = {origin.source: origin for origin in map(self._origin_of, self.asked)}
+        return [
+            Diagnostic(
+                "SC131",
+                "a layer that a step drops gets gradients of zero, where eager PyTorch has none",
+                "note",
+                location=origin.source or None,
+                source_text=origin.source_text or None,
+                fqn=origin.fqn or None,
+                hint="an optimizer with momentum or weight decay goes on with its parameters; plain SGD leaves them alone",
+            )
+            for origin in origins.values()
+        ]
 
     def _refuse_pending(self) -> None:
         if self._pending is not None:

@@ -88,6 +88,7 @@ def trace(
         notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))
         diagnostics = notes + carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
         _try_decisions(step, gm)
+        diagnostics += [] if forward_only else step.layers.notes()
     finally:
         step.before.restore()
         random_diagnostics = generators.drawn()
