@@ -137,7 +137,7 @@ class LayerDrop:
                 location=origin.source or None,
                 source_text=origin.source_text or None,
                 fqn=origin.fqn or None,
-                hint="an optimizer with momentum or weight decay goes on with its parameters; plain SGD leaves them alone",
+                hint="an optimizer with momentum or weight decay goes on with its parameters; plain SGD leaves them",
             )
             for origin in origins.values()
         ]
