@@ -182,7 +182,7 @@ def compiled(request: Request) -> Compiled:
             precision,
             check_finite,
             refuses_drops=plan.experts.refuses_drops,
-            together=0 if plan.pipeline is None else 1,  # the cut keeps apart what different stages hold
+            together=int(placed != mesh),  # the cut of a pipeline keeps apart what different stages hold
         )
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)

@@ -225,7 +225,7 @@ class Continuous:
         if self._form.chosen == "token":
             return step.engine.output(port, held).tolist()
         numbers, chosen = torch.arange(1, len(lines) + 1), None
-        if held is not None:  # of a pipeline, other stages do not have it
+        if held is not None:  # other stages do not have it
             type, shards = rows_like(step.outputs[port], numbers), step.engine.shards
             rows: list[Tensor] = []
             for place, number in enumerate(shards.hold(numbers, type).tolist()):  # 0 is padding

@@ -82,7 +82,7 @@ class Search:
                 tokens = step.engine.output(port, held).cpu()
             else:
                 chosen = None
-                if held is not None:  # of a pipeline, other stages do not have it
+                if held is not None:  # other stages do not have it
                     type = step.outputs[port]
                     processors = self._processors(step.engine, type) if processors is None else processors
                     chosen = self._choose(step.engine, held, type, processors, number)
