@@ -82,7 +82,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.passes": """
             __init__ accumulate base exchanged_rows halo_rows communication communication.bucket communication.causes
-            communication.combine communication.report_gathers fusion fusion.analysis
+            communication.combine communication.overlap communication.report_gathers fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
             fusion.clustering.batch_norms
