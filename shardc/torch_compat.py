@@ -333,6 +333,13 @@ def override_aten(implementations: Mapping[str, Callable[..., Any]]) -> Generato
 
 
 # ------------------------------------------------------------------ the model's own tensors
+def tensors_by_node() -> dict[fx.Node, Tensor]:
+    """The tensors of the recording under way that something still holds, by the node that computed each."""
+    proxy_mode = get_proxy_mode()
+    tracked: list[Tensor] = [] if proxy_mode is None else list(proxy_mode.tracer.tensor_tracker)
+    return {node: t for t in tracked if (node := node_of(t)) is not None}
+
+
 def storage_of(t: Tensor) -> int | None:
     """The identity of the memory that a tensor lies in, on meta too; None where it has no storage (sparse tensors)."""
     try:
@@ -525,6 +532,7 @@ def substituting(
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        answers.instead(cls, args, kwargs)  # which is told of it; it stands for none of them
         return original.__get__(None, cls)(*replaced(args), **kwargs)
 
     # `autograd.grad` and `backward` are torch functions themselves, within which the mode is off; checkpoints and hooks
