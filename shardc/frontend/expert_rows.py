@@ -289,22 +289,18 @@ class ExpertLoops:
             return None
         return self._gather(t, selection, chosen.dims, rest, (mask, *rest))
 
-    def whether_any(self, node: fx.Node | None, function: Any) -> bool | None:
+    def whether_any(self, node: fx.Node | None) -> bool | None:
         """Has an expert rows? None where nothing of the kind is asked."""
         of = self.masks.read(node)
         if of is None or node is None or of.labels or of.expert is None or not of.summed:
             return None
-        if of.kind == "count" and function is not Tensor.__bool__:
-            return None
         self.asked.append(node)
         return (of.kind == "none") == self.forced
 
-    def counts(self, t: Tensor) -> list[Tensor] | None:
-        """How many rows each expert has, as a list of tensors."""
-        of = self.masks.read(torch_compat.node_of(t))
-        if of is None or of.kind != "count" or of.dims != ((EXPERTS,),) or of.labels:
-            return None
-        return list(t.unbind(0))
+    def is_count(self, node: fx.Node | None) -> bool:
+        """Whether this is how many rows an expert has."""
+        of = self.masks.read(node)
+        return of is not None and of.kind == "count" and of.expert is not None and not of.labels
 
     def bincount(self, ids: Tensor, minlength: int) -> Tensor | None:
         """As comparisons, where ids are of no more experts."""

@@ -107,9 +107,6 @@ class SampleValues:
             if given is not self.loops.otherwise:
                 return given
             self.loops.refresh(args[2])
-        if function is Tensor.tolist and _node(args[0]) is not None:
-            counts = self.loops.counts(args[0])
-            return self.refused if counts is None else counts
         if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and not isinstance(args[0], SelectedRows):
             masked = _mask_of(args[0], args[1])
             if masked is not None and not masked[1] and not isinstance(masked[0], SelectedRows):
@@ -224,8 +221,10 @@ class SampleValues:
                 return self.refused
             one = t.reshape(())
             return self.layers.ask(node, one if drops else one.logical_not()) == drops
-        if t.numel() == 1 and function is not Tensor.tolist:
-            some = self.loops.whether_any(node, function)
+        if t.numel() == 1 and function in (Tensor.item, Tensor.__bool__):
+            if function is Tensor.item and self.loops.is_count(node):
+                return t  # as a tensor it goes on: `counts.tolist()[e] == 0`
+            some = self.loops.whether_any(node)
             if some is not None:
                 return some
         if (certain := self._certain.get(node)) is not None and function in (Tensor.__bool__, Tensor.item):
