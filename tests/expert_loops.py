@@ -1,16 +1,16 @@
 """Mixtures of experts as tutorials and older libraries write them: a loop over experts, each with its own tokens.
 
-    Mixtral            transformers before 5: `torch.where` of a one-hot mask, `index_add_`, experts without tokens skipped
-    MixtralHit         the same over `nonzero` of the experts that have tokens
-    DeepSeek           the authors' own code of V3: counts as Python numbers, `y[token] += rows`
-    DeepSeekTrained    the authors' own code of V2 while training: `y[flat == e] = expert(x[flat == e])`
-    MakeMoe            a tutorial: masks of tokens, scores by column
-    LitGpt             `zip(masks, experts)`
-    Mistral            the reference of Mistral
-    Switch             one expert a token; all are called before any result is written
-    Stacked            weights of all experts in one parameter
-    Regularised        biases, and dropout behind each expert
-    Unlike             experts of different widths
+Mixtral            transformers before 5: `torch.where` of a one-hot mask, `index_add_`, experts without tokens skipped
+MixtralHit         the same over `nonzero` of the experts that have tokens
+DeepSeek           the authors' own code of V3: counts as Python numbers, `y[token] += rows`
+DeepSeekTrained    the authors' own code of V2 while training: `y[flat == e] = expert(x[flat == e])`
+MakeMoe            a tutorial: masks of tokens, scores by column
+LitGpt             `zip(masks, experts)`
+Mistral            the reference of Mistral
+Switch             one expert a token; all are called before any result is written
+Stacked            weights of all experts in one parameter
+Regularised        biases, and dropout behind each expert
+Unlike             experts of different widths
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ class Recording:
 
     known: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])  # what calls were given beside rows
     roots: dict[fx.Node, Root] = field(default_factory=dict[fx.Node, Root])
-    lifts: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])  # what rows are that were lifted, or made safe
+    lifts: dict[fx.Node, fx.Node] = field(
+        default_factory=dict[fx.Node, fx.Node]
+    )  # what rows are that were lifted, or made safe
     ungraded: set[fx.Node] = field(default_factory=set[fx.Node])  # calls under no_grad
 
     def root(self, rows: Tensor, root: Root) -> None:
@@ -130,7 +132,8 @@ def replayed(
     replay = _Replay(batch, grouped, kept, certain, recording, every, tokens)
     kind, result = replay.of(tuple(cast("list[fx.Node]", nodes)))
     replay.refuse_written(min(root for root in recording.roots if root in replay.of_rows))
-    if kind != "rows" or result.shape[0] != flat.numel():
+    result = replay.in_order(kind, result)
+    if result.shape[0] != flat.numel():
         _refuse()
     slots = grouped.slots(result.flatten(1) if result.dim() > 1 else result[:, None])
     total = slots.flatten(0, 1) if batch.labels == every else slots.sum(1)
@@ -157,8 +160,8 @@ class _Replay:
         self.leaves: set[fx.Node] = {batch.chosen.ids}
 
     def of(self, nodes: tuple[fx.Node, ...]) -> tuple[str, Any]:
-        """The value that these are, one of each expert: "rows", all in the order of experts; "same"; or "each", whose
-        first dim is the experts'."""
+        """The value that these are, one of each expert: "rows", all in the order of experts; "plain", a tensor and its
+        level, of which experts have their rows; "same", for all of them; or "each", whose first dim is the experts'."""
         if nodes not in self.memo:
             self.memo[nodes] = self._of(nodes)
         return self.memo[nodes]
@@ -168,7 +171,7 @@ class _Replay:
         if head in recording.lifts:
             return self.of(tuple(recording.lifts.get(node) or _refuse() for node in nodes))
         if head in recording.roots:
-            return "rows", self._root([recording.roots.get(node) or _refuse() for node in nodes])
+            return self._root([recording.roots.get(node) or _refuse() for node in nodes])
         if head.target is RANDOM_UNIFORM:
             return "rows", self._drawn(nodes)
         if not self._has_rows(head):
@@ -179,7 +182,13 @@ class _Replay:
             return "each", self._each(nodes)
         self._refuse_other_calls(nodes)
         with torch.set_grad_enabled(head not in recording.ungraded and torch.is_grad_enabled()):
-            return "rows", self._call(nodes)
+            return self._call(nodes)
+
+    def in_order(self, kind: str, value: Any) -> Tensor:
+        """Rows in the order of experts."""
+        if kind == "plain":
+            return self._ordered(*value)
+        return value if kind == "rows" else _refuse()
 
     def _has_rows(self, node: fx.Node) -> bool:
         """Whether a value is computed of rows that were read."""
@@ -200,7 +209,7 @@ class _Replay:
         return self.of_rows[node]
 
     # ------------------------------------------------------------------ rows
-    def _root(self, roots: Sequence[Root]) -> Tensor:
+    def _root(self, roots: Sequence[Root]) -> tuple[str, Any]:
         head = roots[0]
         if any(root.level != head.level or root.source.shape != head.source.shape for root in roots):
             _refuse()
@@ -209,8 +218,8 @@ class _Replay:
             _refuse()
         self.leaves.update(cast("list[fx.Node]", nodes))
         if all(_is_same(node, nodes[0]) for node in nodes):
-            return self._ordered(head.source, head.level)
-        return self._column(cast("list[fx.Node]", nodes), head)
+            return "plain", (head.source, head.level)
+        return "rows", self._column(cast("list[fx.Node]", nodes), head)
 
     def _ordered(self, source: Tensor, level: tuple[int, ...]) -> Tensor:
         inner = source.shape[1:]
@@ -272,15 +281,34 @@ class _Replay:
             if (node in ungraded) != (head in ungraded) or len(node.all_input_nodes) != len(head.all_input_nodes):
                 _refuse()
 
-    def _call(self, nodes: tuple[fx.Node, ...]) -> Any:
+    def _call(self, nodes: tuple[fx.Node, ...]) -> tuple[str, Any]:
         head = nodes[0]
         target: Any = head.target
         operands = list(zip(*(_operands(node) for node in nodes), strict=True))
         values = [self.of(tuple(one)) for one in operands]
         if target is operator.getitem:
-            return values[0][1][head.args[1]]
+            kind, value = values[0]
+            at = cast("int", head.args[1])
+            return (kind, (value[0][at], value[1])) if kind == "plain" else (kind, value[at])
         if not isinstance(target, OpOverload) or torch_compat.mutates(head):
             _refuse()
+        kinds, levels = {kind for kind, _ in values}, {value[1] for kind, value in values if kind == "plain"}
+        if kinds <= {"plain", "same"} and len(levels) == 1:  # the same for all experts: once is enough
+            ready = iter([value[0] if kind == "plain" else value for kind, value in values])
+            args, kwargs = _put(head.args, ready), {key: _put(arg, ready) for key, arg in head.kwargs.items()}
+            done = linear(*args) if target is LINEAR else target(*args, **kwargs)
+            return "plain", (done, levels.pop())
+        values = [("rows", self.in_order(kind, value)) if kind == "plain" else (kind, value) for kind, value in values]
+        values = [self._trained(kind, value) for kind, value in values]
+        return "rows", self._on_rows(target, head, values)
+
+    def _trained(self, kind: str, value: Any) -> tuple[str, Any]:
+        """What all experts share has a gradient of each, as if each had its own."""
+        if kind != "same" or not isinstance(value, Tensor) or not value.requires_grad:
+            return kind, value
+        return "each", value.unsqueeze(0).expand(self.batch.experts, *value.shape)
+
+    def _on_rows(self, target: Any, head: fx.Node, values: Sequence[tuple[str, Any]]) -> Any:
         if target in (LINEAR, aten.mm.default, aten.addmm.default):
             return self._product(target, head, values)
         shape = shape_of(head) if isinstance(head.meta["val"], Tensor) else None
@@ -410,6 +438,8 @@ _SHIFTED: dict[Any, Any] = {
 def _is_same(a: fx.Node | None, b: fx.Node | None) -> bool:
     """One value, or views of one that were taken alike."""
     while a is not b:
+        if a is not None and b is not None and a.target is b.target is aten.arange.default:
+            return _blank(a) == _blank(b)
         if a is None or b is None or a.op != "call_function" or b.op != "call_function":
             return False
         if a.target is not b.target or _blank(a) != _blank(b) or len(a.all_input_nodes) != 1:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NoReturn, cast
 
 import torch
@@ -168,6 +169,15 @@ class _Given:
     def labels(self) -> tuple[int, ...]:
         return tuple(label for dim in self.dims for label in dim)
 
+    @property
+    def expert(self) -> int:
+        return cast("int", self.rows.selection.chosen.expert)
+
+    @property
+    def kind(self) -> Any:
+        chosen = self.rows.selection.chosen
+        return chosen.ids, chosen.labels, self.dims, self.adds, self.graded
+
 
 @dataclass
 class _Pending:
@@ -215,7 +225,9 @@ class ExpertLoops:
         self.recording = Recording()
         self.asked: list[fx.Node] = []  # where forward asked whether an expert has rows
         self.kept: dict[fx.Node, fx.Node] = {}  # what a tensor is with rows of a loop, and without
-        self.masked: list[tuple[fx.Node, int, int]] = []  # experts that compute all tokens: where, how many, of how many
+        self.masked: list[
+            tuple[fx.Node, int, int]
+        ] = []  # experts that compute all tokens: where, how many, of how many
         self._integers: dict[fx.Node, Tensor] = {}
         self._selections: dict[Any, Selection] = {}
         self._pending: dict[int | None, _Pending] = {}
@@ -275,8 +287,10 @@ class ExpertLoops:
             order = [dim.index(label) for label in labels if label in dim]
             grid = grid.permute(order) if order else grid
             column = grid.reshape(spread).expand(every).reshape(-1)
-            columns.append(ExpertRows.at(selection, labels, column if as_tuple else column[:, None]))
+            column = column if as_tuple else column[:, None]
+            columns.append(ExpertRows.at(selection, labels, column))
             columns[-1].dims = (dim,)
+            self.recording.root(column, Root(column, labels))
         if as_tuple:
             return tuple(columns)
         return columns[0] if len(columns) == 1 else None
@@ -461,9 +475,7 @@ class ExpertLoops:
         self._give(out, _Given(source, dims, True, torch.is_grad_enabled()))
         return out
 
-    def _fits(
-        self, out: Tensor, index: ExpertRows, dims: tuple[tuple[int, ...], ...], source: ExpertRows
-    ) -> bool:
+    def _fits(self, out: Tensor, index: ExpertRows, dims: tuple[tuple[int, ...], ...], source: ExpertRows) -> bool:
         if _key(index.selection.chosen) != _key(source.selection.chosen) or source.stale or source.leading:
             return False
         sizes = [math.prod(index.selection.sizes(dim)) for dim in dims]
@@ -525,17 +537,14 @@ class ExpertLoops:
         before = torch_compat.node_of(pending.out)
         remaining = pending.given
         while remaining:
-            head, batch = remaining[0], list[_Given]()
-            for given in remaining:
-                chosen = given.rows.selection.chosen
-                of = (chosen.ids, chosen.labels, given.dims, given.adds, given.graded)
-                first = head.rows.selection.chosen
-                if of != (first.ids, first.labels, head.dims, head.adds, head.graded):
-                    break
-                if any(other.rows.selection.chosen.expert == chosen.expert for other in batch):
-                    break
-                batch.append(given)
-            remaining = remaining[len(batch) :]
+            head = remaining[0]
+            alike = list(takewhile(lambda given, kind=head.kind: given.kind == kind, remaining))
+            if head.adds:  # in any order: the first of each expert
+                batch = list({given.expert: given for given in reversed(alike)}.values())[::-1]
+            else:
+                count = next((i for i, g in enumerate(alike) if g.expert in [o.expert for o in alike[:i]]), len(alike))
+                batch = alike[:count]
+            remaining = [given for given in remaining if all(given is not one for one in batch)]
             with torch.set_grad_enabled(head.graded):
                 self._hand_over(pending.out, batch)
         after = torch_compat.node_of(pending.out)
@@ -545,11 +554,11 @@ class ExpertLoops:
     def _hand_over(self, out: Tensor, batch: Sequence[_Given]) -> None:
         """To a tensor the rows of several experts: in the grouped form, or else one expert after another."""
         head = batch[0]
-        by_expert = sorted(batch, key=lambda given: cast("int", given.rows.selection.chosen.expert))
+        by_expert = sorted(batch, key=lambda given: given.expert)
         chosen = head.rows.selection.chosen
         ids = self._integers.get(chosen.ids)
         try:
-            if ids is None or [g.rows.selection.chosen.expert for g in by_expert] != list(range(len(batch))):
+            if ids is None or [given.expert for given in by_expert] != list(range(len(batch))):
                 raise NotAlikeError
             if len(batch) < 2 or tuple(sorted(head.labels)) != head.labels:
                 raise NotAlikeError

@@ -249,7 +249,8 @@ class _Step:
             torch_compat.mark_parameter(stand_in)
         self.layers = LayerDrop(lambda node: origins.of.get(node, Origin()), self.forced)
         self.values = SampleValues(
-            list(zip(inputs.values(), self.call.tensors, strict=True)), self.layers,
+            list(zip(inputs.values(), self.call.tensors, strict=True)),
+            self.layers,
             without_rows=self.without_rows,
         )
         stand_ins = StandIns(self.model, used | buffers, self.params, self.values)

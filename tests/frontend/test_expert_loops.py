@@ -185,8 +185,9 @@ class Sequential(Mixture):
     """Each expert reads what those before it have added."""
 
     def moe(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, HIDDEN).clone()
+        flat = x.reshape(-1, HIDDEN)
         weights, ids = self.route(flat)
+        flat = flat.clone()
         for e in range(EXPERTS):
             token, choice = torch.where(ids == e)
             flat.index_add_(0, token, self.experts[e](flat[token]) * weights[token, choice, None])
@@ -203,7 +204,7 @@ class Watched(Mixture):
         for e in range(EXPERTS):
             token, choice = torch.where(ids == e)
             out.index_add_(0, token, self.experts[e](flat[token]) * weights[token, choice, None])
-            seen = seen + out.square().sum()
+            seen = seen + out.clone().square().sum()
         return out.view_as(x) * seen.sigmoid()
 
 
@@ -211,8 +212,9 @@ class Scaled(Mixture):
     """What experts read is written to behind the loop, before the sum is read."""
 
     def moe(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, HIDDEN).clone()
+        flat = x.reshape(-1, HIDDEN)
         weights, ids = self.route(flat)
+        flat = flat.clone()
         out = torch.zeros_like(flat)
         for e in range(EXPERTS):
             token, choice = torch.where(ids == e)
@@ -225,8 +227,9 @@ class Changing(Mixture):
     """What experts read changes between them."""
 
     def moe(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, HIDDEN).clone()
+        flat = x.reshape(-1, HIDDEN)
         weights, ids = self.route(flat)
+        flat = flat.clone()
         out = torch.zeros_like(flat)
         for e in range(EXPERTS):
             token, choice = torch.where(ids == e)
