@@ -20,8 +20,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx
 
-from shardc import torch_compat
-
 aten = torch.ops.aten
 EXPERTS = -1
 Dims = tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""What is said of loops over experts once a step is traced: which compute all tokens, and what else an answer decides."""
+"""What is said of loops over experts once a step is traced: which compute all tokens, what an answer decides."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardc.frontend.provenance import Origin
 from shardc.ir.diagnostic import Diagnostic, error
 
 ALIKE = (
-    "let experts be alike, of products (F.linear, nn.Linear) and what goes element by element, and choose them by topk; "
-    "then each computes its own tokens"
+    "let experts be alike, of products (F.linear, nn.Linear) and what goes element by element, chosen by topk: then "
+    "each computes its own tokens"
 )
 SKIPPED = "skip an expert without tokens only where it then adds nothing; or leave the condition out"
 
@@ -29,8 +29,8 @@ def computed_for_all(loops: ExpertLoops, origin_of: Callable[[fx.Node], Origin])
             origin.source,
             Diagnostic(
                 "SC129",
-                f"{experts} experts are not computed as one grouped product: each computes all tokens, {times} times as "
-                "many as are routed to them",
+                f"{experts} experts are not one grouped product: each computes all tokens, {times} times as many as are "
+                "routed to them",
                 "note",
                 location=origin.source or None,
                 source_text=origin.source_text or None,

@@ -33,7 +33,7 @@ from shardc.frontend.expert_masks import EXPERTS, Chosen, Masks, choice_of, layo
 from shardc.frontend.expert_replay import Batch, NotAlikeError, Recording, Root, replayed
 from shardc.frontend.memory_writes import is_written
 from shardc.frontend.selected_rows import Questions, SelectedRows, harmless
-from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.diagnostic import error
 from shardc.ir.trees import flatten
 
 _T: Any = Tensor
@@ -379,8 +379,7 @@ class ExpertLoops:
         gone = gone or (func is Tensor.__getitem__ and rest == (0,))
         if not gone:
             _refuse(f"{getattr(func, '__name__', func)} of rows behind another dim")
-        plain = ExpertRows.at(rows.selection, rows.level, rows.rows, safe=rows.safe)
-        return plain
+        return ExpertRows.at(rows.selection, rows.level, rows.rows, safe=rows.safe)
 
     def _read_at(self, t: Tensor, key: Any) -> Any:
         entries = key if isinstance(key, tuple) else (key,)
