@@ -471,6 +471,13 @@ def without_device(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+_T: Any = Tensor
+_GEOMETRY: frozenset[Any] = frozenset(  # what torch itself asks of each tensor, many times over
+    [getattr(Tensor, name).__get__ for name in ("shape", "layout", "dtype", "device", "ndim", "requires_grad")]
+    + [_T.is_quantized.__get__, Tensor.stride, Tensor.numel, Tensor.storage_offset, Tensor.dim]
+)
+
+
 class Answers(Protocol):
     """`answer` gives what a function that wants a tensor's values returns, or its own token `refused`; `instead` what
     is computed in place of a call, or `refused` where it is to run."""
@@ -508,6 +515,8 @@ def substituting(
         def __torch_function__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            if len(args) == 1 and not kwargs and type(args[0]) is FakeTensor and func in _GEOMETRY:
+                return func(args[0])
             named: dict[str, Any] = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
             if func == cast(Any, torch.Tensor).data.__set__:
                 assigned(args[0])
