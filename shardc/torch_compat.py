@@ -333,6 +333,13 @@ def override_aten(implementations: Mapping[str, Callable[..., Any]]) -> Generato
 
 
 # ------------------------------------------------------------------ the model's own tensors
+def tensors_by_node() -> dict[fx.Node, Tensor]:
+    """The tensors of the recording under way that something still holds, by the node that computed each."""
+    proxy_mode = get_proxy_mode()
+    tracked: list[Tensor] = [] if proxy_mode is None else list(proxy_mode.tracer.tensor_tracker)
+    return {node: t for t in tracked if (node := node_of(t)) is not None}
+
+
 def storage_of(t: Tensor) -> int | None:
     """The identity of the memory that a tensor lies in, on meta too; None where it has no storage (sparse tensors)."""
     try:
@@ -464,6 +471,13 @@ def without_device(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+_T: Any = Tensor
+_GEOMETRY: frozenset[Any] = frozenset(  # what torch itself asks of each tensor, many times over
+    [getattr(Tensor, name).__get__ for name in ("shape", "layout", "dtype", "device", "ndim", "requires_grad")]
+    + [_T.is_quantized.__get__, Tensor.stride, Tensor.numel, Tensor.storage_offset, Tensor.dim]
+)
+
+
 class Answers(Protocol):
     """`answer` gives what a function that wants a tensor's values returns, or its own token `refused`; `instead` what
     is computed in place of a call, or `refused` where it is to run."""
@@ -501,6 +515,8 @@ def substituting(
         def __torch_function__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            if len(args) == 1 and not kwargs and type(args[0]) is FakeTensor and func in _GEOMETRY:
+                return func(args[0])
             named: dict[str, Any] = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
             if func == cast(Any, torch.Tensor).data.__set__:
                 assigned(args[0])
@@ -525,6 +541,7 @@ def substituting(
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        answers.instead(cls, args, kwargs)  # which is told of it; it stands for none of them
         return original.__get__(None, cls)(*replaced(args), **kwargs)
 
     # `autograd.grad` and `backward` are torch functions themselves, within which the mode is off; checkpoints and hooks

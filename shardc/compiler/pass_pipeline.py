@@ -20,6 +20,7 @@ from shardc.passes.base import Check, Pass
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
@@ -93,7 +94,7 @@ def body_passes(
 
 def part_passes(options: Options) -> list[Pass]:
     """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
-    return [options.align, options.bucket, options.fuse]
+    return [options.align, Overlap(options.hardware), options.bucket, options.fuse]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

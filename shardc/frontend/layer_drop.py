@@ -161,9 +161,9 @@ class LayerDrop:
         self, graph: fx.Graph, loss: fx.Node, tried: fx.Graph, tried_loss: fx.Node, forced: Callable[[int], bool]
     ) -> None:
         """Raise ShardcError (SC101) unless a trace with these decisions has the loss that this one has under them."""
-        decisions = {node: forced(place) for node, place in self._drops.items()}
+        decisions: dict[fx.Node, bool | fx.Node] = {node: forced(place) for node, place in self._drops.items()}
         keys: dict[Any, int] = {}
-        if _key(graph, loss, decisions, keys) != _key(tried, tried_loss, {}, keys):
+        if key_of(graph, loss, decisions, keys) != key_of(tried, tried_loss, {}, keys):
             raise self._refused(self.asked[0], "not only what the next module returns depends on it")
 
 
@@ -172,7 +172,10 @@ def patterns() -> Iterable[Callable[[int], bool]]:
     return (lambda place: True, lambda place: place % 2 == 0)
 
 
-def _key(graph: fx.Graph, result: fx.Node, decisions: Mapping[fx.Node, bool], keys: dict[Any, int]) -> int:
+Decisions = Mapping[fx.Node, "bool | fx.Node"]  # which value of a `where` is taken; or what a node stands for
+
+
+def key_of(graph: fx.Graph, result: fx.Node, decisions: Decisions, keys: dict[Any, int]) -> int:
     """A number for what a node computes: one and the same for the same ops of the same inputs, whatever is drawn."""
     root = graph.owning_module
     number: dict[fx.Node, int] = {}
@@ -202,7 +205,7 @@ def _key(graph: fx.Graph, result: fx.Node, decisions: Mapping[fx.Node, bool], ke
     return number[result]
 
 
-def _needed(result: fx.Node, decisions: Mapping[fx.Node, bool]) -> set[fx.Node]:
+def _needed(result: fx.Node, decisions: Decisions) -> set[fx.Node]:
     needed: set[fx.Node] = set()
     todo = [result]
     while todo:
@@ -214,8 +217,10 @@ def _needed(result: fx.Node, decisions: Mapping[fx.Node, bool]) -> set[fx.Node]:
     return needed
 
 
-def _kept(node: fx.Node, decisions: Mapping[fx.Node, bool]) -> fx.Node:
+def _kept(node: fx.Node, decisions: Decisions) -> fx.Node:
     """What a node is under some decisions."""
+    if isinstance(stands_for := decisions.get(node), fx.Node):
+        return stands_for
     if node.target is after or node.target in torch_compat.IDENTITIES:
         return node.all_input_nodes[0]
     if node.target is aten.where.self and node.args[0] in decisions:

@@ -31,8 +31,8 @@ class Rows:
 
     def __init__(self, ids: Tensor, experts: int) -> None:
         self.tokens, self.each = ids.shape
-        ordered, self.perm = torch.sort(ids.reshape(-1))
-        counts = torch.histc(ordered.float(), bins=experts, min=0, max=experts - 1)
+        self.ordered, self.perm = torch.sort(ids.reshape(-1))
+        counts = torch.histc(self.ordered.float(), bins=experts, min=0, max=experts - 1)
         self.ends = torch.cumsum(counts, 0, dtype=torch.int32)
 
     def of_tokens(self, x: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from shardc import torch_compat
+from shardc.frontend.expert_masks import Masks
+from shardc.frontend.expert_rows import ExpertLoops, ExpertRows
 from shardc.frontend.layer_drop import LayerDrop
 from shardc.frontend.memory_writes import is_written, writes_of, writes_to
 from shardc.frontend.provenance import Origin
@@ -57,8 +59,11 @@ class SampleValues:
 
     refused = object()  # the answer to what cannot be answered
 
-    def __init__(self, samples: Sequence[tuple[Tensor, Tensor]], layers: LayerDrop) -> None:
+    def __init__(
+        self, samples: Sequence[tuple[Tensor, Tensor]], layers: LayerDrop, *, without_rows: bool = False
+    ) -> None:
         self.layers = layers
+        self.loops = ExpertLoops(self, Masks(self._numbers), forced=without_rows)
         self.checked: list[Tensor] = []  # what `assume` returned
         self._samples = {
             node: real for traced, real in samples if _is_known(real) and (node := torch_compat.node_of(traced))
@@ -72,6 +77,7 @@ class SampleValues:
     # -------------------------------------------------------------- events
     def observe(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Follow a call that says which numbers are finite, through to one truth value."""
+        self.loops.observe(args, result)
         if function in _FINITE:
             self._expect(result, True)
         elif function in _UNBOUNDED:
@@ -95,6 +101,12 @@ class SampleValues:
 
     def instead(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call becomes that no trace has as it is: `refused` for all others."""
+        self.loops.before(function, args, kwargs)
+        if function is Tensor.__setitem__ and isinstance(args[2], ExpertRows):
+            given = self.loops.answer(function, tuple(args), {})
+            if given is not self.loops.otherwise:
+                return given
+            self.loops.refresh(args[2])
         if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and not isinstance(args[0], SelectedRows):
             masked = _mask_of(args[0], args[1])
             if masked is not None and not masked[1] and not isinstance(masked[0], SelectedRows):
@@ -164,9 +176,16 @@ class SampleValues:
             return self.refused
         if function in _PLACES and len(args) == 1 and kwargs.keys() <= {"as_tuple"} and args[0].dim():
             mask = args[0] if args[0].dtype == torch.bool else args[0] != 0
+            places = self.loops.places(mask, function is torch.where or kwargs.get("as_tuple", False))
+            if places is not None:
+                return places
             return places_of(mask, self, function is torch.where or kwargs.get("as_tuple", False))
         if function is torch.repeat_interleave and args[0].is_floating_point() and len(args) > 1:
             return self._repeated(*args, **kwargs)
+        if getattr(function, "__name__", "") == "bincount" and len(args) == 1 and kwargs.keys() == {"minlength"}:
+            counts = self.loops.bincount(args[0], kwargs["minlength"])
+            if counts is not None:
+                return counts
         if getattr(function, "__name__", "") in _COUNTED:
             return self._counted(function, args, kwargs)
         if kwargs:
@@ -174,6 +193,8 @@ class SampleValues:
         if function is Tensor.__getitem__ and (masked := _mask_of(args[0], args[1])) is not None:
             if (places := self._constant_places(masked[0])) is not None:
                 return args[0][(*places, *masked[1])]
+            if (rows := self.loops.chosen_rows(args[0], *masked)) is not None:
+                return rows
             chosen = select(args[0], masked[0], self)
             return chosen[slice(None), *masked[1]] if masked[1] else chosen
         if function in _SELECTIONS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
@@ -200,6 +221,12 @@ class SampleValues:
                 return self.refused
             one = t.reshape(())
             return self.layers.ask(node, one if drops else one.logical_not()) == drops
+        if t.numel() == 1 and function in (Tensor.item, Tensor.__bool__):
+            if function is Tensor.item and self.loops.is_count(node):
+                return t  # as a tensor it goes on: `counts.tolist()[e] == 0`
+            some = self.loops.whether_any(node)
+            if some is not None:
+                return some
         if (certain := self._certain.get(node)) is not None and function in (Tensor.__bool__, Tensor.item):
             return certain
         if (finite := self._expected.get(node)) is not None and function in (Tensor.__bool__, Tensor.item):
@@ -306,6 +333,17 @@ class SampleValues:
             self._assumed.add(asked)
             with torch.no_grad():
                 self.checked.append(assume(holds()))
+
+    def _numbers(self, node: fx.Node) -> list[int] | None:
+        """Those of a constant, in order; None for what an input leads to, or floating-point numbers."""
+        wanted = dict[fx.Node, bool]()
+        if not self._collect(node, wanted) or any(one.op == "placeholder" for one in wanted):
+            return None
+        value = self._value(node)
+        if value is None or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            return None
+        with torch_compat.untraced():
+            return value.flatten().tolist()
 
     # -------------------------------------------------------------- values
     def _value(self, node: fx.Node) -> _Value:

@@ -86,6 +86,14 @@ class SelectedRows(Tensor):
         self.rows, self.mask, self.questions, self.safe, self.places = rows, mask, questions, safe, None
         return self
 
+    def make_safe(self) -> None:
+        """Let rows that are not chosen hold a harmless number."""
+        self.rows, self.safe = harmless(self.rows, self.mask), True
+
+    def derived(self, rows: Tensor, mask: Tensor) -> SelectedRows:
+        """What a call that goes row by row makes of these."""
+        return SelectedRows.of(rows, mask, self.questions)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _refused(str(func))
@@ -124,7 +132,7 @@ _OTHERWISE = object()  # no masked form
 def select(t: Tensor, mask: Tensor, questions: Questions) -> SelectedRows:
     """`t[mask]`."""
     rows, chosen = t.flatten(0, mask.dim() - 1), mask.reshape(-1).clone()
-    return SelectedRows.of(_harmless(rows, chosen), chosen, questions, safe=True)
+    return SelectedRows.of(harmless(rows, chosen), chosen, questions, safe=True)
 
 
 def places_of(mask: Tensor, questions: Questions, as_tuple: bool) -> Any:
@@ -220,7 +228,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     if not writes and (weighted or any(part in name for part in _UNBOUNDED)):
         for leaf in leaves:  # what is summed over rows for the other's gradient has to be finite, and so has its slope
             if not leaf.safe and leaf.places is None:
-                leaf.rows, leaf.safe = _harmless(leaf.rows, leaf.mask), True
+                leaf.make_safe()
     nodes = {node: 1 for leaf in leaves if (node := torch_compat.node_of(leaf.rows)) is not None}
     last = next(iter(reversed(next(iter(nodes)).graph.nodes)))
     size = head.rows.shape[0]
@@ -260,7 +268,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
             raise _refused(name)
         times = known[node]
         mask = head.mask if times == 1 else head.mask[:, None].expand(size, times).reshape(-1)
-        return SelectedRows.of(value, mask, head.questions)
+        return head.derived(value, mask)
 
     return wrapped(result)
 
@@ -364,7 +372,7 @@ def _classes(func: Any, args: Any, kwargs: Any) -> Any:
     if target.rows.is_floating_point():
         return _loss(func, {"input": logits, "target": target, **options})
     ignored = torch.where(_beside(target), target.rows, options["ignore_index"])
-    loss = func(_harmless(logits.rows, logits.mask), ignored, **options)
+    loss = func(harmless(logits.rows, logits.mask), ignored, **options)
     if options["reduction"] == "none":
         return SelectedRows.of(loss, logits.mask, logits.questions)
     return loss
@@ -424,7 +432,7 @@ def _beside(selection: SelectedRows) -> Tensor:
     return selection.mask.reshape(-1, *(1 for _ in selection.rows.shape[1:]))
 
 
-def _harmless(rows: Tensor, mask: Tensor) -> Tensor:
+def harmless(rows: Tensor, mask: Tensor) -> Tensor:
     """Rows with a number in those that are not chosen; of it no gradient comes."""
     number = HARMLESS if rows.is_floating_point() or rows.is_complex() else False if rows.dtype == torch.bool else 0
     return torch.where(mask.reshape(-1, *(1 for _ in rows.shape[1:])), rows, number)
@@ -471,7 +479,7 @@ def _again(selection: SelectedRows, mask: Tensor) -> Any:
     if not isinstance(mask, SelectedRows) or mask.rows.dim() != 1 or not _alike(selection, mask):
         return _OTHERWISE
     both = selection.mask & mask.rows
-    return SelectedRows.of(_harmless(selection.rows, both), both, selection.questions, safe=True)
+    return SelectedRows.of(harmless(selection.rows, both), both, selection.questions, safe=True)
 
 
 def _by_places(t: Any, index: Any) -> Tensor | None:

@@ -28,6 +28,7 @@ from shardc import torch_compat
 from shardc.frontend.buffers import buffers_after
 from shardc.frontend.carried_state import carried, refuse_written_constants
 from shardc.frontend.cleanup import clean, constants_as_inputs
+from shardc.frontend.expert_notes import computed_for_all, refuse_other
 from shardc.frontend.experts_form import grouped
 from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
@@ -86,8 +87,10 @@ def trace(
         step.before.clear_caches()
         changed_attributes = frozenset(change.attribute for change in step.before.changes())
         notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))
+        notes += computed_for_all(step.values.loops, lambda node: origins.of.get(node, Origin()))
         diagnostics = notes + carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
         _try_decisions(step, gm)
+        _try_without_rows(step, gm, origins)
         diagnostics += [] if forward_only else step.layers.notes()
     finally:
         step.before.restore()
@@ -114,6 +117,25 @@ def _try_decisions(step: _Step, gm: fx.GraphModule) -> None:
         other, _, _ = tried.record()
         first, second = (cast("list[fx.Node]", one.graph.output_node().args[0])[0] for one in (gm, other))
         step.layers.refuse_other(gm.graph, first, other.graph, second, forced)
+
+
+def _try_without_rows(step: _Step, gm: fx.GraphModule, origins: Origins) -> None:
+    """Where forward asks whether experts have tokens, see that a trace in which none has is this one without rows."""
+    if step.values.loops.asked:
+        tried = copy(step)
+        tried.without_rows, tried.forward_only = True, True
+        other, _, _ = tried.record()
+        results = [
+            {role: node for role, node in zip(one.results, nodes_of(graph), strict=True) if role[0] != "grad"}
+            for one, graph in ((step, gm.graph), (tried, other.graph))
+        ]
+        loops = step.values.loops, tried.values.loops
+        refuse_other((gm.graph, other.graph), results, loops, lambda node: origins.of.get(node, Origin()))
+
+
+def nodes_of(graph: fx.Graph) -> list[fx.Node]:
+    """What a recording returns."""
+    return list(cast("list[fx.Node]", graph.output_node().args[0]))
 
 
 class _Step:
@@ -148,6 +170,7 @@ class _Step:
         self.hooks = Hooks.of({} if forward_only else self.params)
         self.before = Snapshot(model, loss, *self.hooks.functions)
         self.forced: Callable[[int], bool] | None = None  # which of the layers are dropped that are so at random
+        self.without_rows = False  # no expert has tokens, wherever forward asks
         self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
         if not self.trainable and not forward_only:
             raise untrained(self.params)
@@ -226,11 +249,16 @@ class _Step:
         for stand_in in used.values():
             torch_compat.mark_parameter(stand_in)
         self.layers = LayerDrop(lambda node: origins.of.get(node, Origin()), self.forced)
-        self.values = SampleValues(list(zip(inputs.values(), self.call.tensors, strict=True)), self.layers)
+        self.values = SampleValues(
+            list(zip(inputs.values(), self.call.tensors, strict=True)),
+            self.layers,
+            without_rows=self.without_rows,
+        )
         stand_ins = StandIns(self.model, used | buffers, self.params, self.values)
         with stand_ins.active(), self.layers.watching():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
+            self.values.loops.flush()
             self.layers.finish()
             returned = self._outputs(output, scalar := self._scalar(output, batch))
             loss = self._term(scalar, tensors)
@@ -258,6 +286,7 @@ class _Step:
         self.results.extend(("output", path) for path in returned)
         nodes_left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
         self.left = {key: node for key, node in nodes_left if node is not None}
+        self.values.loops.finish()
         self._refuse_reshaped(inputs)
         batch_tensors = zip(self.call.names, tensors[count[1] :], strict=False)
         self.written = tuple(name for name, t in batch_tensors if torch_compat.was_written(t))

@@ -50,6 +50,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC128": Code(
         "value-assumed", "the program holds for batches that answer a question of forward as the sample does"
     ),
+    "SC129": Code("experts-masked", "experts of a loop compute all tokens, not only those that are routed to them"),
     "SC131": Code("dropped-gradients", "a layer that is dropped at random has gradients of zero in that step"),
     "SC201": Code("unknown-axis", "a placement names an axis that the mesh does not have"),
     "SC202": Code("no-match", "a pattern of the plan matches no tensor of its kind"),

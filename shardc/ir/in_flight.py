@@ -17,11 +17,12 @@ import torch
 from torch import fx
 
 from shardc.ir.buckets import reduced_in_place
-from shardc.ir.graph import Graph
+from shardc.ir.graph import Graph, type_of
 from shardc.ir.liveness import Life
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, landing
 from shardc.ir.ops.context import Communicator, RankContext, running
+from shardc.ir.ops.exchange import COMBINE_ROWS, ROW_MOVES
 from shardc.ir.overlap_schedule import Times
 from shardc.ir.schema import given
 from shardc.ir.storages import META, Operand, Storage, frozen, operand_layouts
@@ -45,7 +46,8 @@ def buffers_of(body: Graph, times: Times, calls: Sequence[fx.Node], lives: Seque
         if call.target not in COLLECTIVES or begun == arrived:
             continue
         args = tuple([frozen(arg, layouts) for arg in given(call).values()])
-        buffers = _buffers(call.target, args, body.mesh, reduced_in_place(call))
+        exact = call.target in ROW_MOVES and not given(call).get("capacity")
+        buffers = _bound(body, call) if exact else _buffers(call.target, args, body.mesh, reduced_in_place(call))
         if buffers.is_result and call in life_of:
             life_of[call].born = begun
         for size in (buffers.packed, 0 if buffers.is_result else buffers.arriving):
@@ -53,6 +55,15 @@ def buffers_of(body: Graph, times: Times, calls: Sequence[fx.Node], lives: Seque
                 storage = Storage(call, size)
                 buffer_lives.append(Life(storage, begun, arrived, "fwd", "fwd", False, True, in_flight=True))
     return buffer_lives
+
+
+def _bound(body: Graph, call: fx.Node) -> Buffers:
+    """Of rows whose numbers a step knows alone: all that may be sent, and all that may come."""
+    args, mesh = given(call), body.mesh
+    members = mesh.group_of(0, args["axes"])
+    packed = call.target is COMBINE_ROWS or list(members) != sorted(members)  # `dispatch_rows` sends from the front
+    held = type_of(args["x"]).local_bytes(mesh)
+    return Buffers(held if packed else 0, type_of(call).local_bytes(mesh), False)
 
 
 class _Nobody:

@@ -19,8 +19,6 @@ from typing import Literal, NamedTuple
 
 from shardc.ir.call_slots import CallSlots, SlottedCalls
 from shardc.ir.ops.collectives import COLLECTIVES
-from shardc.ir.ops.exchange import ROW_MOVES
-from shardc.ir.schema import given
 
 AHEAD = 8
 IN_FLIGHT = 8
@@ -114,8 +112,6 @@ def times_of(actions: Sequence[Action], calls: int) -> Times:
 
 
 def _overlaps(call: CallSlots) -> bool:
-    if call.node.target in ROW_MOVES and not given(call.node).get("capacity"):
-        return False  # the host reads how many rows it sends
     return call.node.target in COLLECTIVES and len(call.yields) == 1 and _result(call) not in call.free
 
 

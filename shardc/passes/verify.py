@@ -297,6 +297,13 @@ def collectives_in_order(before: Graph, after: Graph) -> list[str]:
     return [f"{len(now)} collectives are not {len(was)} of before in their order"]
 
 
+def same_calls(before: Graph, after: Graph) -> list[str]:
+    """A pass that moves calls keeps each as it is."""
+    was, now = ({info(node).name: (node.target, repr(node.args)) for node in g.calls()} for g in (before, after))
+    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    return [f"not the same calls: {', '.join(sorted(changed)[:5])}"] if changed else []
+
+
 def peak_within_bound(before: Graph, after: Graph) -> list[str]:
     """Kernels may hold at most 1/1024 more at the peak than the calls that they replace."""
     was, now = memory(before).peak, memory(after).peak
@@ -337,6 +344,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
     "localize": (no_axis_twice, outputs_as_asked, groups_agree),
     "align": (no_axis_twice, outputs_as_asked),
+    "overlap": (no_axis_twice, outputs_as_asked, groups_agree),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }
@@ -344,6 +352,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
 # Of passes that leave the graph they are given as it is: checks of what must be the same before and after.
 PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "align": (same_interface, collectives_in_order),
+    "overlap": (same_interface, same_calls),
     "bucket": (same_interface,),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
 }

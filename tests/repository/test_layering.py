@@ -82,7 +82,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.passes": """
             __init__ accumulate base exchanged_rows halo_rows communication communication.bucket communication.causes
-            communication.combine communication.report_gathers fusion fusion.analysis
+            communication.combine communication.overlap communication.report_gathers fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
             fusion.clustering.batch_norms
@@ -117,7 +117,8 @@ FLOORS: list[dict[str, str]] = [
             stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode experts_form
+            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode expert_masks
+            expert_notes expert_replay expert_rows experts_form
             gradients ingest join_loads layer_drop library_experts lifted_casts local_mutation loop_operations
             loop_source loop_values loss_gradients made_anew memory_writes model_changes model_outputs op_overrides
             optimizer optimizer_trace own_values precision program_inputs program_optimizers provenance python_random
