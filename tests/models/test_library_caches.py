@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -32,7 +33,12 @@ FILES = sorted({function.file for function in FUNCTIONS})
 ZOO = {CONFIGS[entry.type].__module__.split(".")[2]: entry for entry in models.entries()}
 ZOO["data2vec"] = next(entry for entry in models.entries() if entry.type == "data2vec-vision")
 Cache = type(lru_cache(lambda: None))
-TWICE = "backward through the graph a second time"
+
+
+@pytest.fixture(autouse=True)
+def _no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest keeps what torch logs, and with it the tensors that a record speaks of."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
 
 
 def tensors_left() -> list[Tensor]:
@@ -50,18 +56,16 @@ def leaves_nothing(build: Callable[[], nn.Module], batch: Any, loss: Any = None)
     """Afterwards the model, and another, compute what they did; nothing is left; and it compiles a second time."""
     expected = computed(build(), batch)
     empty_caches()
-    compiled = build()
-    for trained in (compiled, build(), compiled):
-        refusals: list[str] = []
+    model = build()
+    for _ in range(2):
         with contextlib.suppress(ShardcError):  # what is refused leaves nothing either
-            plan = {"inputs": {"*": "dp"}}
-            shardc.compile(trained, batch, mesh="dp=2", plan=plan, loss=loss)
-        assert tensors_left() == [], refusals
-        for later in (trained, build()):
-            outputs = computed(later, batch)
-            assert outputs.keys() == expected.keys()
-            for name, value in outputs.items():
-                assert torch.equal(value, expected[name]) or value.isnan().any(), name
+            shardc.compile(model, batch, mesh="dp=2", plan={"inputs": {"*": "dp"}}, loss=loss)
+    assert tensors_left() == []
+    for later in (model, build()):
+        outputs = computed(later, batch)
+        assert outputs.keys() == expected.keys()
+        wrong = [name for name, t in outputs.items() if not torch.allclose(t, expected[name], equal_nan=True)]
+        assert not wrong
 
 
 def computed(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -82,7 +86,11 @@ def test_every_cached_function_is_called() -> None:
     assert {"beit", "detr", "rt_detr", "sam3", "xcodec"} <= set(FILES)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 def test_a_compile_leaves_nothing_in_a_cached_function(function: Any) -> None:
+    try:
+        function.module()
+    except ImportError as missing:
+        pytest.skip(str(missing).strip().partition("\n")[0])
     leaves_nothing(lambda: cached.Calls(function), torch.randn(4, 6))
