@@ -32,6 +32,24 @@ FUNCTIONS = cached.cached_functions()
 FILES = sorted({function.file for function in FUNCTIONS})
 ZOO = {CONFIGS[entry.type].__module__.split(".")[2]: entry for entry in models.entries()}
 ZOO["data2vec"] = next(entry for entry in models.entries() if entry.type == "data2vec-vision")
+BARE = {  # without a loss, which needs further packages; of images
+    "dinov3_vit": "DINOv3ViTModel",
+    "mask2former": "Mask2FormerModel",
+    "maskformer": "MaskFormerModel",
+    "sam3": "Sam3VisionModel",
+}
+NONE = {  # whose cached functions are compiled in a small net alone
+    "edgetam": "a backbone of timm",
+    "edgetam_video": "a session of frames",
+    "efficientloftr": "a backbone whose widths have to fit together",
+    "higgs_audio_v2_tokenizer": "torchaudio",
+    "omdet_turbo": "a backbone of timm",
+    "sam2": "a backbone whose widths have to fit together",
+    "sam2_video": "a session of frames",
+    "sam3_lite_text": "prompts of text and of boxes",
+    "sam3_tracker_video": "a session of frames",
+    "xcodec": "a codec and a model of speech whose widths have to fit together",
+}
 Cache = type(lru_cache(lambda: None))
 
 
@@ -94,3 +112,42 @@ def test_a_compile_leaves_nothing_in_a_cached_function(function: Any) -> None:
     except ImportError as missing:
         pytest.skip(str(missing).strip().partition("\n")[0])
     leaves_nothing(lambda: cached.Calls(function), torch.randn(4, 6))
+
+
+def test_every_file_has_a_model_or_a_reason() -> None:
+    without = set(FILES) - ZOO.keys() - BARE.keys()
+    assert without == NONE.keys(), f"in transformers {T.__version__}: a model for BARE, or a reason for NONE"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", sorted(set(FILES) - NONE.keys()))
+def test_a_compile_leaves_nothing_in_caches_of_models(file: str) -> None:
+    if file in BARE:
+        leaves_nothing(lambda: bare(BARE[file]), {"pixel_values": torch.randn(4, 3, 32, 32)}, models.loss_of)
+        return
+    try:
+        ready = ZOO[file].ready()
+    except models.NotReadyError as problem:
+        pytest.skip(f"does not train small in eager PyTorch: {str(problem).strip().partition(chr(10))[0]}")
+    leaves_nothing(lambda: ZOO[file].build(ready.variant), ready.batch, None if ready.has_loss else models.loss_of)
+
+
+def bare(name: str) -> nn.Module:
+    model_class = getattr(T, name)
+    config_class = model_class.config_class
+    torch.manual_seed(0)
+    return model_class(config_class(**models.shrunk(config_class().to_dict(), models.Variant("eager")))).train()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["Beit", "Data2VecVision"])
+def test_indices_of_positions(kind: str) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    options = {"image_size": 32, "patch_size": 8, "use_relative_position_bias": True}
+    config = getattr(T, f"{kind}Config")(**sizes, **options, num_labels=4)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return getattr(T, f"{kind}ForImageClassification")(config)
+
+    leaves_nothing(build, {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)})
