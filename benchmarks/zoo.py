@@ -89,7 +89,7 @@ def train_and_compile(entry: Entry) -> Iterable[Line]:
     """A line for each mesh, in this process."""
     line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR} | VERSIONS
     try:
-        model, batch, has_loss = entry.ready()
+        model, batch, has_loss, _ = entry.ready()
     except NotReadyError as error:
         yield line | {"status": error.stage, **said(error.cause)}
         return

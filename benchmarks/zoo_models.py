@@ -89,6 +89,8 @@ class Ready(NamedTuple):
     batch: dict[str, torch.Tensor]
     has_loss: bool
     """The model's output has a scalar loss of its own."""
+    variant: Variant
+    """Of which it was built."""
 
 
 class NotReadyError(Exception):
@@ -150,7 +152,7 @@ class Entry:
                 continue
             model.zero_grad()
             loss = getattr(output, "loss", None)
-            return Ready(model, batch, isinstance(loss, torch.Tensor) and loss.ndim == 0)
+            return Ready(model, batch, isinstance(loss, torch.Tensor) and loss.ndim == 0, variant)
         assert first is not None
         raise first
 

@@ -13,6 +13,7 @@ import inspect
 import operator
 import pickle
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -161,19 +162,30 @@ def untraced() -> Generator[None]:
 
 
 class Recorded:
-    """The tensors of the recording under way: afterwards, those that something still holds."""
+    """The tensors of recordings: those that something still holds."""
 
     def __init__(self) -> None:
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._tracked: Any = ()
+
+    def begin(self) -> None:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None, "nothing is being recorded"
-        self._tracked = proxy_mode.tracer.tensor_tracker  # holds its keys weakly
+        self._tracked = proxy_mode.tracer.tensor_tracker  # holds its keys weakly, and by its values the graph
+
+    def end(self) -> None:
+        self._tensors += [weakref.ref(t) for t in self._tracked]
+        self._tracked = ()
 
     def held(self, but: Sequence[Tensor]) -> list[Tensor]:
         """Those that are still held, but for some. Collects garbage only if there are any."""
         known = {id(t) for t in but}
-        if any(id(t) not in known for t in self._tracked):
+        if any(id(t) not in known for t in self.tensors()):
             gc.collect()
-        return [t for t in self._tracked if id(t) not in known]
+        return [t for t in self.tensors() if id(t) not in known]
+
+    def tensors(self) -> list[Tensor]:
+        return [t for reference in self._tensors if (t := reference()) is not None]
 
 
 def is_mutable(op: OpOverload) -> bool:

@@ -7,8 +7,9 @@ once and kept is the same as one that is made anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 
 READ = "forward reads what an earlier step left in {}; every step of a program finds there what the first would"
 COUNTED = "forward counts on in {} from step to step; every step of a program counts as the first"
+KEPT = (
+    "forward keeps in the cache of {} what depends on weights, on the batch or on random numbers: later steps of eager"
+)
+KEPT += " PyTorch find there what the first has left; every step of a program computes it"
 IN_PLACE = "forward changes {} in place, a tensor that is no buffer"
 HINT = "register_buffer what is to last from step to step, and change it in place; set the rest before it is read"
 
@@ -69,6 +74,21 @@ def carried(
     if counted:
         warnings.append(_warning(model, COUNTED, counted))
     return warnings
+
+
+def kept_in_caches(
+    model: nn.Module, first: fx.GraphModule, remembered: Iterable[tuple[str, list[fx.Node]]], constant: Sequence[bool]
+) -> list[Diagnostic]:
+    """A warning (SC109) for functions that remember what changes from step to step.
+
+    `remembered`: what they would give again, by their names. `constant`: of the graph's inputs, from first to last,
+    whether they are the same in each step.
+    """
+    placeholders = [node for node in first.graph.nodes if node.op == "placeholder"]
+    changing = {node for node, same in zip_longest(placeholders, constant, fillvalue=False) if not same}
+    derived = _from_inputs(first.graph, changing)
+    names = [name for name, nodes in remembered if any(node in derived for node in nodes)]
+    return [_warning(model, KEPT, [*dict.fromkeys(names)])] if names else []
 
 
 def refuse_written_constants(gm: fx.GraphModule, origins: Origins) -> None:
@@ -138,9 +158,9 @@ def _effects(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[str]:
     return [*written, *(names[node] if isinstance(node, fx.Node) else repr(node) for node in returned)]
 
 
-def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Values that depend on an input, also by a write into the tensor that they are a view of."""
-    derived = {node for node in graph.nodes if node.op == "placeholder"}
+def _from_inputs(graph: fx.Graph, inputs: Iterable[fx.Node] | None = None) -> set[fx.Node]:
+    """Values that depend on an input, or on one of these, also by a write into the tensor that they are a view of."""
+    derived = {node for node in graph.nodes if node.op == "placeholder"} if inputs is None else {*inputs}
     count = 0
     while count < len(derived):
         count = len(derived)

@@ -23,17 +23,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardc.frontend.state_holders import (
-    ABSENT,
-    CACHE,
-    CONTAINERS,
-    Cache,
-    Holder,
-    Variables,
-    held_by_class,
-    holders_of,
-    inside,
-)
+from shardc.frontend.function_caches import Cache, forget
+from shardc.frontend.state_holders import ABSENT, CONTAINERS, Holder, Variables, held_by_class, holders_of, inside
 from shardc.ir.diagnostic import error
 
 _OWN = ("_parameters", "_buffers", "_modules")  # what is in these goes by its own name alone
@@ -135,11 +126,14 @@ class Snapshot:
                 if type(value) not in _LEAVES:
                     yield recorded.place.attribute(str(key)), value
 
+    def caches(self) -> list[Cache]:
+        """The functions with `lru_cache`."""
+        return [recorded.holder for recorded in self._held if isinstance(recorded.holder, Cache)]
+
     def clear_caches(self) -> None:
-        """Empty the functions with `lru_cache` that remember more than they did."""
-        for recorded in self._held:
-            if isinstance(recorded.holder, Cache):
-                recorded.holder.restore(recorded.items)
+        """Let the functions with `lru_cache` forget what they remember more than they did."""
+        for cache in self.caches():
+            cache.restore({})
 
     def restore(self) -> None:
         for recorded in self._held:
@@ -191,10 +185,11 @@ def refuse_kept(tensors: Sequence[Tensor]) -> None:
 
     The model would meet them in its next call outside of a program. A cache of functools is emptied instead.
     """
+    if not tensors:
+        return
+    forget(tensors)
     places = [place for t in tensors for place in gc.get_referrers(t) if place is not tensors]
-    for cache in (place for place in places if isinstance(place, CACHE)):
-        cache.cache_clear()
-    kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, (CACHE, FrameType)))
+    kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, FrameType))
     if kinds:
         message = f"forward keeps tensors of a step where they cannot be taken back from: in a {' and a '.join(kinds)}"
         hint = "keep them on the model, or in a container that forward names; a table made once can be a buffer"

@@ -7,9 +7,11 @@
     context variables                          STEP.set(STEP.get() + 1)
     arrays of numpy and of bytes, by content   self.mean *= 0.9
     iterators, by position                     next(self.schedule)
-    functions with `lru_cache`                 table(128)
+    functions with `lru_cache`                 table(128); see function_caches
+    attributes of functions                    table.made = h
+    threads' own variables, namespaces         LOCAL.mask = h
 
-An iterator cannot be put back, and of a cache all is forgotten; that they changed is known all the same.
+An iterator cannot be put back; that it changed is known all the same.
 """
 
 from __future__ import annotations
@@ -18,16 +20,27 @@ import itertools
 import sys
 import sysconfig
 from array import array
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from threading import Thread
-from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from threading import Thread, local
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
+
+from shardc.frontend.function_caches import CACHE, Cache
 
 ABSENT = object()
 CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
@@ -35,7 +48,6 @@ _KINDS = (OrderedDict, dict, set, deque, list)  # whose methods a container is r
 NUMBERS = (bool, int, float, complex)
 _OPAQUE = (Tensor, ModuleType, BuiltinFunctionType, MethodType, partial, str, bytes, int, float, complex)
 _ITERATORS = (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), enumerate, zip)
-CACHE = type(lru_cache(lambda: None))
 _LARGEST_ARRAY = 1 << 20  # bytes: of a larger one of numpy only a part is looked at
 
 
@@ -188,22 +200,6 @@ class Array:
             self._value[...] = flat
 
 
-class Cache:
-    """What a function with `lru_cache` remembers: not looked at, since it is the same whenever it is made."""
-
-    named = False
-
-    def __init__(self, function: Any) -> None:
-        self._function, self._misses = function, function.cache_info().misses
-
-    def items(self) -> dict[object, Any]:
-        return {}
-
-    def restore(self, items: Mapping[object, Any]) -> None:
-        if self._function.cache_info().misses != self._misses:  # the size of one that is full stays as it is
-            self._function.cache_clear()
-
-
 class Position:
     """Where an iterator stands: seen, and not put back."""
 
@@ -240,7 +236,7 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
     if issubclass(cls, (bytearray, array)):
         return lambda value: [Bytes(value)]
     if issubclass(cls, FunctionType):
-        return lambda f: [Variables(f), *([Container(f.__dict__, named=True)] if f.__dict__ else [])]
+        return lambda f: [Variables(f), *([Container(f.__dict__, named=True)] if _has_attributes(f) else [])]
     if issubclass(cls, CACHE):
         return lambda value: [Cache(value)]
     if issubclass(cls, (*_ITERATORS, GeneratorType)):
@@ -271,9 +267,16 @@ def held_by_class(cls: type) -> tuple[Holder | None, list[Any]]:
         return None, []
     attributes = dict(vars(cls))
     names = [name for name, value in attributes.items() if _changes(value) and not name.startswith("__")]
-    unwrapped = (getattr(value, "__func__", value) for value in attributes.values())
+    unwrapped = map(_called, attributes.values())
     functions = [value for value in unwrapped if type(value) in (FunctionType, CACHE)]
     return Attributes(cls, names) if names else None, functions
+
+
+def _called(attribute: Any) -> Any:
+    """The function behind an attribute of a class: a method's, a property's."""
+    if isinstance(attribute, property):
+        return attribute.fget
+    return attribute.func if isinstance(attribute, cached_property) else getattr(attribute, "__func__", attribute)
 
 
 def inside(value: Any) -> list[Any]:
@@ -292,7 +295,8 @@ def inside(value: Any) -> list[Any]:
     if isinstance(value, CACHE):
         return [value.__wrapped__]
     if isinstance(value, type):
-        return held_by_class(value)[1]
+        metaclass = [type(value)] if _package(type(value)) not in _LIBRARIES else []
+        return [*held_by_class(value)[1], *metaclass]
     if not isinstance(value, BuiltinFunctionType):
         return [type(value)]
     return []
@@ -312,8 +316,11 @@ _LIBRARIES = _NOBODYS | {"transformers", "numpy"}
 """Packages that keep what lasts from step to step on modules: their objects and classes are not looked into."""
 
 
+_NAMESPACES = (local, SimpleNamespace, ChainMap, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary)
+"""Classes of Python's own whose objects hold what is put there."""
 _CHANGING = (
     *NUMBERS,
+    *_NAMESPACES,
     str,
     type(None),
     Tensor,
@@ -337,6 +344,11 @@ def _changes(value: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _instances_change(cls: type) -> bool:
     return issubclass(cls, _CHANGING) or cls.__name__ == "ndarray" or _package(cls) not in _LIBRARIES
+
+
+def _has_attributes(function: FunctionType) -> bool:
+    """Has a function attributes, or may a step give it some? A user's may: `table.made = {}`."""
+    return bool(function.__dict__) or _package(function) not in _LIBRARIES
 
 
 def _package(value: Any) -> str:

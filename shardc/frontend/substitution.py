@@ -68,7 +68,8 @@ class StandIns:
                     if tensor is None:
                         continue
                     name = names[id(tensor)]
-                    twin = traced[name]
+                    if (twin := traced.get(name)) is None:
+                        continue  # made by the first step; what the second one reads of it is compared
                     base = _Base(name, tensor, twin, tensor.requires_grad, torch_compat.storage_of(twin))
                     self.entries.append((module, kind, key, base.traced))
                     if kind == "_buffers":
@@ -87,6 +88,10 @@ class StandIns:
             torch_compat.substituting(self.find, self.value_reads, self._refuse_assigned, self.values),
         ):
             yield
+
+    def holds(self, t: Tensor) -> bool:
+        """Does a tensor stand for one of the model's?"""
+        return any(t is base.traced for base in self._by_id.values())
 
     def refuse_changed(self) -> None:
         """Raise ShardcError (SC104) where a step has overwritten a parameter, replaced it or made one more, or changed
@@ -127,7 +132,7 @@ class StandIns:
 
     def _refuse_assigned(self, t: Tensor) -> None:
         """Raise ShardcError (SC104) for `t.data = ...`, unless `t` is the model's: of that `refuse_changed` speaks."""
-        if torch_compat.is_fake(t) and all(t is not base.traced for base in self._by_id.values()):
+        if torch_compat.is_fake(t) and not self.holds(t):
             message = "forward assigns to the .data of a tensor, which autograd and a program know by its old value"
             raise error(
                 "SC104", message, hint="compute another tensor; y + (z - y).detach() has z's value and y's gradient"

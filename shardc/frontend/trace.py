@@ -26,10 +26,11 @@ from torch import Tensor, fx, nn
 
 from shardc import torch_compat
 from shardc.frontend.buffers import buffers_after
-from shardc.frontend.carried_state import carried, refuse_written_constants
+from shardc.frontend.carried_state import carried, kept_in_caches, refuse_written_constants
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.expert_notes import computed_for_all, refuse_other
 from shardc.frontend.experts_form import grouped
+from shardc.frontend.function_caches import forget, nodes_remembered
 from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
 from shardc.frontend.local_mutation import rewritten
@@ -88,16 +89,20 @@ def trace(
         changed_attributes = frozenset(change.attribute for change in step.before.changes())
         notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))
         notes += computed_for_all(step.values.loops, lambda node: origins.of.get(node, Origin()))
-        diagnostics = notes + carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
+        diagnostics = notes + kept_in_caches(model, gm, step.remembered, step.constant())
+        diagnostics += carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
         _try_decisions(step, gm)
         _try_without_rows(step, gm, origins)
         diagnostics += [] if forward_only else step.layers.notes()
+    except BaseException:
+        forget(step.recorded.tensors())
+        raise
     finally:
         step.before.restore()
         random_diagnostics = generators.drawn()
         generators.restore()
     diagnostics += random_diagnostics
-    refuse_kept(step.recorded.held(but=inputs))
+    refuse_kept(step.recorded.held(but=[*inputs, step.random.seed]))
     batch_tensors = dict(zip(call.names, call.tensors, strict=True))
     refuse_shared_memory(model, batch_tensors, [*step.written_buffers, *step.written])
     diagnostics += written_inputs(step.written, batch_tensors)
@@ -159,6 +164,7 @@ class _Step:
         self.scaled = precision is not None and precision.scaled and not forward_only
         self.mode = torch_compat.fake_mode()
         self.random = RandomOps()
+        self.recorded = torch_compat.Recorded()  # also of copies of this step
         self.params = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
         self.trainable = [name for name, p in self.params.items() if p.requires_grad]
@@ -192,6 +198,12 @@ class _Step:
         share = [fake(torch.empty((), device="meta", dtype=torch.float64))] if self.weighted else []
         seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
         return [*params, *buffers, *map(fake, self.call.tensors), *scale, *share, seed]
+
+    def constant(self) -> list[bool]:
+        """Of parameters and then of buffers, whether steps leave them as they are."""
+        return [name not in self.trainable for name in self.params] + [
+            name not in self.written_buffers for name in self.buffers
+        ]
 
     def decompositions(self) -> torch_compat.Decompositions:
         return torch_compat.decompositions(SMALL_DECOMPOSITIONS) | self.random.decompositions()
@@ -230,13 +242,15 @@ class _Step:
                 if self.in_loss:
                     diagnosed = self.call.lacking(problem, diagnosed, trained=not self.forward_only)
                 raise diagnosed from problem
+            finally:
+                self.recorded.end()
         return gm, inputs, origins
 
     def joint(self, tensors: tuple[Tensor, ...], origins: Origins) -> list[Tensor]:
         count = len(self.params), len(self.params) + len(self.buffers)
         params = dict(zip(self.params, tensors[: count[0]], strict=True))
         buffers = dict(zip(self.buffers, tensors[count[0] : count[1]], strict=True))
-        self.recorded = torch_compat.Recorded()
+        self.recorded.begin()
         self.random.seed = tensors[-1]
         inputs = dict(zip(self.call.names, tensors[count[1] :], strict=False))
         batch = self.call.batch(tuple(inputs.values()))
@@ -287,6 +301,7 @@ class _Step:
         nodes_left = [(id(t), torch_compat.node_of(t)) for t in left_tensors(self.before.changes())]
         self.left = {key: node for key, node in nodes_left if node is not None}
         self.values.loops.finish()
+        self.remembered = nodes_remembered(self.before.caches(), stand_ins.holds)
         self._refuse_reshaped(inputs)
         batch_tensors = zip(self.call.names, tensors[count[1] :], strict=False)
         self.written = tuple(name for name, t in batch_tensors if torch_compat.was_written(t))

@@ -115,6 +115,47 @@ def test_caches_hold_nothing_of_a_trace(keep: Callable[[int], Tensor]) -> None:
     assert program.launch().step(X).loss == model(X)
 
 
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("refused", [False, True])
+def test_caches_that_nothing_leads_to(size: int | None, refused: bool) -> None:
+    """A cache in a place that no snapshot knows forgets what a trace left in it, also of one that was refused."""
+
+    @functools.lru_cache(maxsize=size)
+    def tables(n: int) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        return torch.linspace(0, 1, n), {"more": [torch.ones(n)]}
+
+    hidden = types.SimpleNamespace(deep=[[[[[[tables]]]]]])
+
+    def act(_m: Any, h: Tensor) -> Tensor:
+        first, rest = hidden.deep[0][0][0][0][0][0](3)
+        return h * first * rest["more"][0] * (float(h.sum()) if refused else 1)
+
+    model = Base(act)
+    if refused:
+        with pytest.raises(ShardcError, match="SC101"):
+            shardc.compile(model, X, mesh=MESH)
+    else:
+        assert shardc.compile(model, X, mesh=MESH).launch().step(X).loss == model(X)
+    assert not any(is_fake(t) for t in (tables(3)[0], *tables(3)[1]["more"]))
+    assert model(X).item() == act(model, X @ model.w).sum().item()
+
+
+def test_a_cache_keeps_what_it_had() -> None:
+    """What an unbounded one had is there afterwards: another call may give something else."""
+
+    @functools.cache
+    def drawn(n: int) -> Tensor:
+        return torch.rand(n)
+
+    before = drawn(2)
+    model = Base(lambda _m, h: h * drawn(2).sum() + drawn(3).sum())
+    program = shardc.compile(model, X, mesh=MESH)
+    assert "SC109" in [d.code for d in program.diagnostics]  # of rand(3)
+    assert drawn(2) is before
+    assert drawn.cache_info().currsize == 1
+    assert not is_fake(drawn(3))
+
+
 def test_a_place_that_nothing_leads_to() -> None:
     """What cannot be taken back would be met by the model's next call outside of a program."""
     kept = types.SimpleNamespace(deep=[[[[[[]]]]]])

@@ -212,6 +212,15 @@ class Table(Base):
         return (x @ self.w * self.last[0] + self.last[1]).sum()
 
 
+class TableAsBuffer(Base):
+    """As Table, and registered in the first step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(3.0).cos(), persistent=False)
+        return (x @ self.w * self.table).sum()
+
+
 class Aux(Base):
     """Collected anew in every step."""
 
@@ -241,7 +250,7 @@ class Norm(Base):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("cls", [Table, Aux, Once, Norm])
+@pytest.mark.parametrize("cls", [Table, TableAsBuffer, Aux, Once, Norm])
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_state_that_is_not_carried_is_no_warning(cls: type[Base], steps_before: int) -> None:
     model = cls()

@@ -139,7 +139,7 @@ def test_what_forms_need() -> None:
     import shardc
 
     (entry,) = zoo.chosen(EVERY, ["causal/llama"], "")
-    model, batch, has_loss = entry.ready()
+    model, batch, has_loss, _ = entry.ready()
     assert has_loss
     compiled, whole = zoo.compiled_program(model, batch, zoo.TENSOR, loss=None)
     ideal = ideal_collectives(model, batch, compiled.body, has_loss=True)
