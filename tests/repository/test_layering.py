@@ -26,8 +26,9 @@ FLOORS: list[dict[str, str]] = [
             layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
-            ops.scan ops.scan_body ops.scan_steps ops.softmax ops.squares ops.streams overlap overlap_schedule parse
-            placement plain program provenance python schema storages text trees types verify version
+            ops.scan ops.scan_body ops.scan_steps ops.softmax ops.squares ops.streams ops.windows overlap
+            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
+            version
         """,
     },
     {
@@ -37,7 +38,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention conv creation ctc embedding experts fft halo indexing linalg local matmul norm notation
-            pointwise projection random reduction registry scan section view
+            pointwise pool projection random reduction registry scan section view window
         """,
         "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """
