@@ -101,8 +101,9 @@ FLOORS: list[dict[str, str]] = [
             memory.recompute_liveness normalize normalize.decompositions normalize.decompositions.batch_norm
             normalize.decompositions.canonical normalize.decompositions.cross_entropy
             normalize.decompositions.embedding_bag normalize.decompositions.indexing
-            normalize.decompositions.losses normalize.decompositions.matmul normalize.decompositions.reductions
-            normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
+            normalize.decompositions.losses normalize.decompositions.masked_scatter normalize.decompositions.matmul
+            normalize.decompositions.reductions normalize.decompositions.table
+            normalize.decompositions.weight_norm normalize.dropped_rows
             normalize.group_experts normalize.limit_experts normalize.normalize
             sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch
             sharding.find_blocks sharding.group_sums sharding.insert_reshards sharding.localize
