@@ -1,6 +1,6 @@
-"""Why rows are exchanged with neighbours: the convolution whose kernel reaches beyond a rank's own.
+"""Why rows are exchanged with neighbours: the convolution or pooling whose kernel reaches beyond a rank's own.
 
-They are put in by `localize`, behind the graph that other collectives are explained by; there the convolution is found
+They are put in by `localize`, behind the graph that other collectives are explained by; there the call is found
 by name.
 """
 
@@ -13,43 +13,49 @@ from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.halo import HALO, HALO_SUM
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
-from shardc.passes.halo_rows import CONVOLUTIONS
+from shardc.rules.window import WINDOWED
 
 INHERENT = "a rank that has a part of a dim needs the rows about it; a gather would send all of them"
 
 
-def convolution_of(rows: fx.Node) -> fx.Node:
+def windowed_call(rows: fx.Node) -> fx.Node:
     """The call that reads the rows of a neighbour, or whose gradient they are."""
     (joined,) = rows.users
     node = joined
     while node.target is HALO:
-        node = next(user for user in node.users if user.target is HALO or user.target in CONVOLUTIONS)
-    while node.target not in CONVOLUTIONS:
+        node = next(user for user in node.users if user.target is HALO or user.target in WINDOWED)
+    while node.target not in WINDOWED:
         node = node.all_input_nodes[0]
     return node
 
 
 def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
-    """A trail for each axis of an exchange of rows; none where the graph has not its convolution."""
-    about, args = info(convolution_of(rows)), given(rows)
+    """A trail for each axis of an exchange of rows; none where the graph has not its call."""
+    found, args = windowed_call(rows), given(rows)
     nodes = {info(node).name: node for node in graph.calls()}
-    call = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
+    # Of a result that own rows are made of, these have the name.
+    origins = [origin.of for node in (found, *found.users) if (origin := info(node).origin) is not None]
+    call = next((nodes[name] for name in (info(found).name, *origins) if name in nodes), None)
     if call is None:
         return []
-    causes, x, dim = Causes(graph), given(call)["input"], args["dim"]
+    arguments = given(call)
+    causes, x, dim = Causes(graph), arguments.get("input", arguments.get("self")), args["dim"]
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
-    gradient = next(iter(rows.users)).target is HALO_SUM
+    summed = next(iter(rows.users)).target is HALO_SUM
+    gradient = summed and info(call).phase == "bwd"
     trails: list[Trail] = []
     for axis in given(rows)["axes"]:
         shown = as_named(graph, axis)
         starts = [(x, atom) for atom in atoms if axis in type_of(x).placement[atom]]
         way = causes.way(starts, axis)
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
-        side, length = "behind" if (args["shift"] == -1) != gradient else "before", args["length"]
+        side, length = "behind" if (args["shift"] == -1) != summed else "before", args["length"]
         many = f"{length} element{'s' * (length > 1)} {side} a rank's own"
         why = f"dim {dim} of %{info(x).name} is sharded over {shown}, and kernels reach {many}"
         needed = f"%{info(call).name} ({op_name(call.target)}) reads them"
+        if summed:
+            needed = f"%{info(call).name} ({op_name(call.target)}) makes a part of them"
         if gradient:
             needed = f"%{info(call).name} ({op_name(call.target)}) leaves their gradient to the rank that has them"
         steps = tuple(step(through, value) for (value, _), through in way if through is not None)

@@ -39,11 +39,12 @@ from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.exchanged_rows import counts_faults, move_faults
-from shardc.passes.halo_rows import CONVOLUTIONS, HALO_FAULTS, halos_of, without_halos
+from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
 from shardc.passes.sharding.lower_reshards import transposition
 from shardc.rules.notation import Dims, RuleError
 from shardc.rules.projection import Projection, overlay
 from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_of
+from shardc.rules.window import WINDOWED
 
 KERNELS: frozenset[Any] = frozenset((FUSED, *TEMPLATES.values()))
 SAME: frozenset[Any] = frozenset((ACCUMULATE,))
@@ -66,8 +67,8 @@ def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], m
     if handler is not None:
         return handler(node, result_types, mesh)
     read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
-    if node.target in CONVOLUTIONS and (halos := halos_of(node)):
-        return _convolution_faults(node, halos, read, result_types, mesh)
+    if node.target in WINDOWED and (plain := plain_call(node, mesh)) is not None:
+        return [plain] if isinstance(plain, str) else _windowed_faults(node, plain, read, result_types, mesh)
     if not any(t.axes or t.partial for t in (*read, *result_types) if t is not None):
         return []  # all of it is whole on every rank
     schema, key = _frozen(node)
@@ -81,22 +82,17 @@ def _own(value: fx.Node) -> TensorType:
     return type.place(type.placement) if value.target in FINITE else type
 
 
-def _convolution_faults(
-    node: fx.Node, halos: Sequence[fx.Node], read: tuple[TensorType, ...], result_types: Sequence[TensorType | None],
-    mesh: Mesh,
-) -> list[str]:  # fmt: skip
-    """Of a convolution with the neighbours' rows: those of the call on own rows, with padding, that it stands for."""
-    plain = without_halos(node, halos, mesh)
-    if isinstance(plain, str):
-        return [plain]
+def _windowed_faults(
+    node: fx.Node, plain: PlainCall, read: tuple[TensorType, ...], result_types: Sequence[TensorType | None], mesh: Mesh
+) -> list[str]:
+    """Of a call with the neighbours' rows: those of the call on own rows, with padding, that it stands for."""
     names, values = _frozen(node)
-    values = tuple([plain.padding if name == "padding" else value for name, value in zip(names, values, strict=True)])
-    read = tuple([plain.input if v is halos[-1] else t for v, t in zip(operands(node), read, strict=True)])
+    values = tuple([plain.changed.get(name, value) for name, value in zip(names, values, strict=True)])
+    read = tuple([plain.operands.get(v, t) for v, t in zip(operands(node), read, strict=True)])
     declared, shown = list(info(node).results) or [info(node).type], list(result_types)
-    for types in (declared, shown) if info(node).type is None else ():
-        if types[0] is not None and types[0].dims != plain.widened.dims:
-            return [f"yields a gradient like {plain.widened}, the result says {types[0]}"]
-        types[0] = plain.gradient(types[0])
+    if plain.first_result is not None:
+        for types in (declared, shown):
+            types[0] = types[0] and plain.first_result
     return list(_by_rule(node.target, names, values, read, tuple(shown), tuple(declared), mesh))
 
 

@@ -1,9 +1,9 @@
-"""Convolution, pooling, resizing, padding by reflection: batch and channels are free, space is whole.
+"""Convolution, windows as columns, sampling at points: batch and channels are free.
 
     convolution   n (g c) h w, (g o) c kh kw -> n (g o) p q        sum="c"
 
-But a spatial dim of a convolution is free where it has `stride` elements for each of the result: `(p s) -> p`. What
-kernels read of the neighbours' rows is exchanged (see `halo`).
+A spatial dim of a convolution is free where it has `stride` elements for each of the result, `(p s) -> p`, and of a
+transposed one where the result has: `p -> (p s)`. What kernels read of the neighbours' rows is exchanged (see `halo`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from shardc.rules.halo import FIRST_SPATIAL, local_convolution, unfit, windows
+from shardc.rules.halo import local_windows, tiled, unfit
 from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
-from shardc.rules.registry import by_block, example, rule
+from shardc.rules.registry import by_block, rule
 
 aten = torch.ops.aten
 
@@ -25,37 +25,29 @@ aten = torch.ops.aten
 class _Labels:
     """Labels of input, weight, output and bias. Groups are the major factor of both channel dims.
 
-    `tiled`: for each spatial dim, its stride if it has as many elements for each of the result, else 0.
+    `strides`: for each spatial dim, its stride if windows tile it, else 0.
     """
 
-    def __init__(self, tiled: Sequence[int], transposed: bool, groups: int) -> None:
-        space = len(tiled)
+    def __init__(self, strides: Sequence[int], transposed: bool, groups: int) -> None:
+        space = len(strides)
 
         def tensor(*dims: str, names: Sequence[str]) -> str:
             return " ".join([*dims, *names])
 
         ins, outs = ("(g c)", "(g o)") if groups > 1 else ("c", "o")
-        before = [f"(p{i} s{i})" if s > 1 else f"p{i}" if s else f"h{i}" for i, s in enumerate(tiled)]
-        taps, after = ([f"{name}{i}" for i in range(space)] for name in "wp")
-        self.x = tensor("n", ins, names=before)
+        elements = [f"(p{i} s{i})" if s > 1 else f"p{i}" if s else f"h{i}" for i, s in enumerate(strides)]
+        taps, windows = ([f"{name}{i}" for i in range(space)] for name in "wp")
+        self.x = tensor("n", ins, names=windows if transposed else elements)
         self.w = tensor(ins, "o", names=taps) if transposed else tensor(outs, "c", names=taps)
-        self.y = tensor("n", outs, names=after)
+        self.y = tensor("n", outs, names=elements if transposed else windows)
         self.bias = outs
         self.whole = " ".join(
-            [*taps, *(f"s{i}" if s > 1 else f"h{i} p{i}" for i, s in enumerate(tiled) if s != 1)],
+            [*taps, *(f"s{i}" if s > 1 else f"h{i} p{i}" for i, s in enumerate(strides) if s != 1)],
         )
-        self.free = " ".join(f"p{i}" for i, s in enumerate(tiled) if s)
-
-    @staticmethod
-    def of(input: Dims, weight: Dims, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int) -> Any:
-        space, taps = input.shape[FIRST_SPATIAL:], weight.shape[FIRST_SPATIAL:]
-        tiled = [0] * len(space)
-        if not transposed:
-            tiled = [w.stride if w.tiles else 0 for w in windows(space, taps, stride, padding, dilation)]
-        return _Labels(tiled, transposed, groups)
+        self.free = " ".join(f"p{i}" for i, s in enumerate(strides) if s)
 
 
-_local_rows = by_block(local_convolution)
+_local_rows = by_block(local_windows)
 
 
 CONVOLUTIONS = [
@@ -69,6 +61,9 @@ CONVOLUTIONS = [
     ((4, 6, 12), (8, 6, 2), [2], [0], [1], False, [0], 1, (4, 8, 6)),
     ((4, 6, 5, 4), (6, 4, 3, 3), [2, 2], [1, 1], [1, 1], True, [1, 0], 1, (4, 4, 10, 7)),
     ((4, 6, 5), (6, 4, 3), [2], [1], [1], True, [0], 3, (4, 12, 9)),
+    ((4, 6, 4, 6), (6, 4, 4, 2), [2, 2], [1, 0], [1, 1], True, [0, 0], 1, (4, 4, 8, 12)),
+    ((4, 6, 6), (6, 2, 3), [2], [1], [1], True, [1], 3, (4, 6, 12)),
+    ((4, 6, 6), (6, 4, 3), [1], [2], [2], True, [0], 1, (4, 4, 6)),
 ]
 
 
@@ -83,7 +78,11 @@ def convolution(
     input: Dims, weight: Dims, bias: Dims | None, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Notation:  # fmt: skip
-    labels = _Labels.of(input, weight, stride, padding, dilation, transposed, groups)
+    args = (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    strides = tiled(aten.convolution.default, args)
+    if transposed and bias is not None:  # both of two ranks that compute a row would add it
+        strides = [0] * len(strides)
+    labels = _Labels(strides, transposed, groups)
     if bias is not None:  # every shard of a sum over c would add it; normalize takes it out
         return Notation(f"{labels.x}, {labels.w}, {labels.bias} -> {labels.y}", whole=f"{labels.whole} c")
     return Notation(f"{labels.x}, {labels.w} -> {labels.y}", sum="c", whole=labels.whole, linear="each")
@@ -104,176 +103,16 @@ def convolution_backward(
     grad_output: Dims, input: Dims, weight: Dims, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int, output_mask: Sequence[bool],
 ) -> Notation:  # fmt: skip
-    labels = _Labels.of(input, weight, stride, padding, dilation, transposed, groups)
+    args = (grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed)
+    strides = tiled(aten.convolution_backward.default, (*args, output_padding, groups, output_mask))
+    if transposed and output_mask[2]:  # it would sum over rows of neighbours too
+        strides = [0] * len(strides)
+    labels = _Labels(strides, transposed, groups)
     outs = [t for t, needed in zip((labels.x, labels.w, labels.bias), output_mask, strict=True) if needed]
     # A bias gradient does not have c, nor is it a sum over c.
     whole = f"{labels.whole} c" if output_mask[2] else labels.whole
     text = f"{labels.y}, {labels.x}, {labels.w} -> {', '.join(outs)}"
     return Notation(text, sum=f"n o {labels.free}", whole=whole, linear=(0,))
-
-
-# ------------------------------------------------------------------------------------------------ windows
-def _windowed(x: Dims, space: int) -> tuple[str, str, str]:
-    """Before and after an op that works on the last `space` dims, and those dims."""
-    lead = x.labels[: x.ndim - space]
-    before, after = x.labels[x.ndim - space :], [f"p{i}" for i in range(space)]
-    return " ".join(lead + before), " ".join(lead + after), " ".join(before + after)
-
-
-def _max_window(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) -> None:
-    """x -> the maxima and where they were, counted within the window op's own space."""
-
-    @rule(ops, examples=examples)
-    def forward(x: Dims, *options: Any) -> Notation:
-        before, after, whole = _windowed(x, space)
-        return Notation(f"{before} -> {after}, {after}", whole=whole)
-
-
-def _max_window_backward(ops: Any, space: int, examples: Sequence[Any]) -> None:
-    """(g, x, ..., indices) -> the gradient of x."""
-
-    @rule(ops, examples=examples)
-    def backward(g: Dims, x: Dims, *options: Any) -> Notation:
-        before, after, whole = _windowed(x, space)
-        return Notation(f"{after}, {before}, {after} -> {before}", whole=whole, linear=(0,))
-
-
-def _linear_window(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) -> None:
-    """x -> y, linear in x: averages, interpolation, padding."""
-
-    @rule(ops, examples=examples)
-    def forward(x: Dims, *options: Any) -> Notation:
-        before, after, whole = _windowed(x, space)
-        return Notation(f"{before} -> {after}", whole=whole, linear="joint")
-
-
-def _linear_window_backward(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) -> None:
-    """(g, x, ...) -> the gradient of x, of which only the shape counts."""
-
-    @rule(ops, examples=examples)
-    def backward(g: Dims, x: Dims, *options: Any) -> Notation:
-        before, after, whole = _windowed(x, space)
-        return Notation(f"{after}, {before} -> {before}", whole=whole, linear=(0,))
-
-
-def _resize_backward(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) -> None:
-    """(g, output_size, input_size, ...) -> the gradient of the input."""
-
-    @rule(ops, examples=examples, shape_arg="input_size")
-    def backward(g: Dims, *options: Any) -> Notation:
-        after, before, whole = _windowed(g, space)
-        return Notation(f"{after} -> {before}", whole=whole, linear="joint")
-
-
-def _antialiased(suffix: str) -> list[Any]:
-    """Resizing of images with antialiasing; `lanczos` is new in torch 2.13."""
-    names = [f"_upsample_{kind}2d_aa{suffix}" for kind in ("bilinear", "bicubic", "lanczos")]
-    return [getattr(aten, name).default for name in names if hasattr(aten, name)]
-
-
-_max_window(
-    aten.max_pool2d_with_indices.default,
-    2,
-    [((4, 3, 6, 6), [2, 2], [2, 2]), ((3, 7, 6), [3, 3], [2, 2], [1, 1], [1, 1], True)],
-)
-_max_window(aten.max_pool3d_with_indices.default, 3, [((2, 3, 4, 6, 6), [2, 2, 2], [2, 2, 2])])
-_max_window(aten.adaptive_max_pool2d.default, 2, [((4, 3, 6, 6), [2, 3])])
-_max_window(aten.adaptive_max_pool3d.default, 3, [((4, 3, 4, 6, 6), [2, 3, 2])])
-_max_window_backward(
-    aten.adaptive_max_pool3d_backward.default,
-    3,
-    [example((4, 3, 2, 3, 2), (4, 3, 4, 6, 6), (4, 3, 2, 3, 2), ints={"indices": 144})],
-)
-_max_window_backward(
-    aten.max_pool2d_with_indices_backward.default,
-    2,
-    [example((4, 3, 3, 3), (4, 3, 6, 6), [2, 2], [2, 2], [0, 0], [1, 1], False, (4, 3, 3, 3), ints={"indices": 36})],
-)
-_max_window_backward(
-    aten.max_pool3d_with_indices_backward.default,
-    3,
-    [
-        example(
-            *((2, 3, 2, 3, 3), (2, 3, 4, 6, 6), [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False, (2, 3, 2, 3, 3)),
-            ints={"indices": 144},
-        )
-    ],
-)
-_max_window_backward(
-    aten.adaptive_max_pool2d_backward.default,
-    2,
-    [example((4, 3, 2, 3), (4, 3, 6, 6), (4, 3, 2, 3), ints={"indices": 36})],
-)
-_linear_window(aten.avg_pool2d.default, 2, [((4, 3, 6, 6), [2, 2]), ((3, 7, 6), [3, 3], [2, 2], [1, 1], True, False)])
-_linear_window(aten.avg_pool3d.default, 3, [((2, 3, 4, 6, 6), [2, 2, 2])])
-_linear_window(aten._adaptive_avg_pool2d.default, 2, [((4, 3, 6, 6), [2, 3]), ((3, 5, 7), [2, 2])])
-_linear_window(aten._adaptive_avg_pool3d.default, 3, [((2, 3, 4, 6, 6), [2, 3, 2])])
-_linear_window([aten.upsample_nearest1d.default, aten._upsample_nearest_exact1d.default], 1, [((4, 3, 6), [12])])
-_linear_window(aten.upsample_linear1d.default, 1, [((4, 3, 6), [12], False)])
-_linear_window([aten.upsample_nearest2d.default, aten._upsample_nearest_exact2d.default], 2, [((4, 3, 5, 6), [10, 12])])
-_linear_window(
-    [aten.upsample_nearest3d.default, aten._upsample_nearest_exact3d.default], 3, [((4, 3, 2, 5, 6), [4, 7, 12])]
-)
-_linear_window(aten.upsample_trilinear3d.default, 3, [((4, 3, 2, 5, 6), [4, 7, 12], False)])
-_linear_window(
-    [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default] + _antialiased(""),
-    2,
-    [((4, 3, 5, 6), [10, 12], False), ((4, 3, 5, 6), [7, 8], True)],
-)
-_linear_window([aten.reflection_pad1d.default, aten.replication_pad1d.default], 1, [((4, 3, 6), [1, 2])])
-_linear_window([aten.reflection_pad2d.default, aten.replication_pad2d.default], 2, [((4, 3, 5, 6), [1, 2, 0, 1])])
-_linear_window(
-    [aten.reflection_pad3d.default, aten.replication_pad3d.default], 3, [((4, 3, 2, 5, 6), [1, 2, 0, 1, 1, 0])]
-)
-_linear_window_backward(
-    aten.avg_pool2d_backward.default, 2, [((4, 3, 3, 3), (4, 3, 6, 6), [2, 2], [2, 2], [0, 0], False, True, None)]
-)
-_linear_window_backward(
-    aten.avg_pool3d_backward.default,
-    3,
-    [((2, 3, 2, 3, 3), (2, 3, 4, 6, 6), [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None)],
-)
-_linear_window_backward(aten._adaptive_avg_pool2d_backward.default, 2, [((4, 3, 2, 3), (4, 3, 6, 6))])
-_linear_window_backward(aten._adaptive_avg_pool3d_backward.default, 3, [((2, 3, 2, 3, 2), (2, 3, 4, 6, 6))])
-_linear_window_backward(
-    [aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default],
-    1,
-    [((4, 3, 9), (4, 3, 6), [1, 2])],
-)
-_linear_window_backward(
-    [aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default],
-    2,
-    [((4, 3, 6, 9), (4, 3, 5, 6), [1, 2, 0, 1])],
-)
-_linear_window_backward(
-    [aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default],
-    3,
-    [((4, 3, 3, 6, 9), (4, 3, 2, 5, 6), [1, 2, 0, 1, 1, 0])],
-)
-_resize_backward(
-    [aten.upsample_nearest1d_backward.default, aten._upsample_nearest_exact1d_backward.default],
-    1,
-    [((4, 3, 12), [12], [4, 3, 6])],
-)
-_resize_backward(aten.upsample_linear1d_backward.default, 1, [((4, 3, 12), [12], [4, 3, 6], False)])
-_resize_backward(
-    [aten.upsample_nearest2d_backward.default, aten._upsample_nearest_exact2d_backward.default],
-    2,
-    [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6])],
-)
-_resize_backward(
-    [aten.upsample_nearest3d_backward.default, aten._upsample_nearest_exact3d_backward.default],
-    3,
-    [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6])],
-)
-_resize_backward(
-    aten.upsample_trilinear3d_backward.default, 3, [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6], False)]
-)
-_resize_backward(
-    [aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default] + _antialiased("_backward"),
-    2,
-    [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6], False)],
-)
 
 
 # ------------------------------------------------------------------------------------------------ windows as columns
@@ -299,33 +138,6 @@ def im2col(self: Dims, kernel_size: Sequence[int], *options: Any) -> Notation:
 def col2im(self: Dims, output_size: Sequence[int], kernel_size: Sequence[int], *options: Any) -> Notation:
     batch = "n " if self.ndim == 3 else ""
     return Notation(f"{batch}(c k) l -> {batch}c h w", whole="h w k l", linear="joint")
-
-
-def _unpool(op: Any, space: int, examples: Sequence[Any]) -> None:
-    """Maxima back to where they were, which is counted within the space of the result."""
-
-    def local(call: LocalCall) -> Any:
-        return call.with_args(indices=fill_padding(call, call.args["indices"], 0.0))
-
-    @rule(op, localize=local, examples=examples)
-    def unpool(x: Dims, indices: Dims, *options: Any) -> Notation:
-        before, after, whole = _windowed(x, space)
-        return Notation(f"{before}, {before} -> {after}", whole=whole, linear=(0,))
-
-
-_unpool(
-    aten.max_unpool2d.default,
-    2,
-    [
-        example((4, 3, 1, 2), (4, 3, 1, 2), [4, 6], ints={"indices": range(5, 6)}),
-        example((3, 1, 1), (3, 1, 1), [4, 6], ints={"indices": 24}),
-    ],
-)
-_unpool(
-    aten.max_unpool3d.default,
-    3,
-    [example((4, 3, 1, 1, 1), (4, 3, 1, 1, 1), [2, 4, 6], [2, 2, 2], [0, 0, 0], ints={"indices": 48})],
-)
 
 
 # ------------------------------------------------------------------------------------------------ sampled at points

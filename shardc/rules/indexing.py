@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from shardc.ir.graph import type_of
 from shardc.ir.types import TensorType
-from shardc.rules.embedding import keep_owned, owned, sharded
+from shardc.rules.embedding import broadcast_mask, keep_owned, owned, sharded
 from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
@@ -291,14 +292,45 @@ def index_reduce(self: Dims, dim: int, index: Dims, source: Dims, reduce: str, i
     return index_copy(self, dim, index, source)
 
 
-@rule(aten.index_fill.int_Tensor, examples=[example((4, 8, 3), 1, (5,), (), ints={"index": 8})])
+def _fill_owned(call: LocalCall) -> Any:
+    """Which of a rank's positions some index names, and the value there."""
+    dim, atoms = _position(call)
+    if not sharded(atoms):
+        return call.with_args()
+    index, owned_mask = owned(call, call.args["index"], atoms)
+    hits = call.emit(aten._to_copy.default, owned_mask, dtype=torch.int64, type=type_of(index))
+    counted = TensorType(torch.int64, (atoms,))
+    none = call.emit(aten.full.default, list(counted.local_shape(call.graph.mesh)), 0, dtype=torch.int64, type=counted)
+    if not type_of(index).ndim:
+        single = TensorType(torch.int64, ((),))
+        index, hits = (call.emit(aten.unsqueeze.default, value, 0, type=single) for value in (index, hits))
+    count = call.emit(aten.index_add.default, none, 0, index, hits, type=counted)
+    named = call.emit(aten.gt.Scalar, count, 0, type=counted.with_dtype(torch.bool))
+    mask = broadcast_mask(call, named, call.operands[0], dim)
+    value = call.args["value"]
+    target = aten.masked_fill.Scalar if call.node.target is aten.index_fill.int_Scalar else aten.masked_fill.Tensor
+    return target, (call.args["self"], mask, value), {}
+
+
+FILLED = [((4, 8, 3), 1, (5,)), ((8, 4), -2, (1,)), ((6,), 0, (4,))]
+
+
+@rule(
+    aten.index_fill.int_Tensor,
+    localize=_fill_owned,
+    examples=[example(*case, (), ints={"index": case[0][case[1]]}) for case in FILLED],
+)
 def index_fill_tensor(self: Dims, dim: int, index: Dims, value: Dims) -> Notation:
-    return Notation(f"{self}, {_one('j', index)}, () -> {self}", whole=f"j {self[self.dim(dim)]}")
+    return Notation(f"{self}, {_one('j', index)}, () -> {self}", whole="j")
 
 
-@rule(aten.index_fill.int_Scalar, examples=[example((4, 8, 3), 1, (5,), 2.5, ints={"index": 8})])
+@rule(
+    aten.index_fill.int_Scalar,
+    localize=_fill_owned,
+    examples=[example(*case, 2.5, ints={"index": case[0][case[1]]}) for case in FILLED],
+)
 def index_fill(self: Dims, dim: int, index: Dims, value: float) -> Notation:
-    return Notation(f"{self}, {_one('j', index)} -> {self}", whole=f"j {self[self.dim(dim)]}")
+    return Notation(f"{self}, {_one('j', index)} -> {self}", whole="j")
 
 
 def _one(label: str, x: Dims, dim: int = 0) -> str:

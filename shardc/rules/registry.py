@@ -28,6 +28,7 @@ from shardc.ir.types import TensorType
 from shardc.rules.notation import Dims, FactorRule, Notation, RuleError, divided, fit, kept_together, validate
 
 Shape = tuple[int, ...]
+Integers = int | range | Callable[[Sequence[int]], torch.Tensor]
 RuleFunction = Callable[..., "str | Notation"]
 Localize = Callable[..., Any]  # (LocalCall) -> what to emit; see rules/local.py
 Unfit = Callable[..., "set[int]"]  # (call, projection, split, mesh) -> the pieces that cannot be split so
@@ -39,12 +40,12 @@ class Example:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    ints: dict[str, int | range]  # argument -> exclusive upper bound of its values, or all that they may be
+    ints: dict[str, Integers]  # argument -> exclusive upper bound of its values, all that they may be, or a function
     bools: tuple[str, ...] = ()
 
 
 def example(
-    *args: Any, ints: Mapping[str, int | range] | None = None, bools: Sequence[str] = (), **kwargs: Any
+    *args: Any, ints: Mapping[str, Integers] | None = None, bools: Sequence[str] = (), **kwargs: Any
 ) -> Example:
     """`example((8, 4), 0, (3, 4), ints={"index": 8})`: a gather whose indices are below 8."""
     return Example(args, kwargs, dict(ints or {}), tuple(bools))

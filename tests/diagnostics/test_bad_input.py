@@ -119,14 +119,14 @@ def batch() -> Tensor:
     return torch.randn(8, 16)
 
 
-def yaml(text: str, model: type[nn.Module] = Net, **sample: Tensor) -> shardc.Program:
+def yaml(text: str, model: type[nn.Module] = Net, *, strict: bool = False, **sample: Tensor) -> shardc.Program:
     """Compile with a plan as it stands in a file."""
     given: Any = sample or batch()
-    return shardc.compile(model(), given, mesh=MESH, plan=Plan.parse(text, "plan.yaml"))
+    return shardc.compile(model(), given, mesh=MESH, plan=Plan.parse(text, "plan.yaml"), strict=strict)
 
 
 def images(text: str) -> shardc.Program:
-    return yaml(text, Conv, images=torch.randn(4, 3, 8, 8))
+    return yaml(text, Conv, strict=True, images=torch.randn(4, 3, 8, 8))
 
 
 def strict(model: nn.Module) -> shardc.Program:
@@ -146,6 +146,7 @@ def program() -> shardc.Program:
     return yaml('inputs:\n  x: "dp"')
 
 
+NORM = 'inputs:\n  x: "dp"\nparams:\n  "blocks.*.norm.weight": "tp"'
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "unknown_axis": ("SC201", lambda: yaml('params:\n  "blocks.*.up.weight": "tq, -"')),
     "glob_matches_nothing": ("SC202", lambda: yaml('params:\n  "block.*.up.weight": "tp, -"')),
@@ -157,9 +158,9 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
         "SC206",
         lambda: yaml('params:\n  "blocks.*.up.weight": "tp, -"\n  "block*.0.up.weight": "-, tp"'),
     ),
-    "conv_kernel_dim": ("SC207", lambda: images('params:\n  conv.weight: "-, -, tp, -"')),
-    "conv_spatial_dim": ("SC207", lambda: images('inputs:\n  images: "-, -, -, tp"')),
-    "layer_norm_weight": ("SC207", lambda: yaml('params:\n  "blocks.*.norm.weight": "tp"')),
+    "conv_kernel_dim": ("SC209", lambda: images('inputs:\n  images: "dp"\nparams:\n  conv.weight: "-, -, tp, -"')),
+    "conv_spatial_dim": ("SC209", lambda: images('inputs:\n  images: "dp, -, -, tp"')),
+    "layer_norm_weight": ("SC209", lambda: yaml(NORM, strict=True)),
     "plan_key": ("SC208", lambda: yaml('parms:\n  "blocks.*.up.weight": "tp, -"')),
     "placement_text": ("SC212", lambda: yaml('params:\n  "blocks.*.up.weight": "tp; -"')),
     "mesh": ("SC210", lambda: shardc.compile(Net(), batch(), mesh={"tp": 0})),
@@ -209,7 +210,10 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
 }
 
 
-UNDER_STRICT = ("state_carried_in_python", "nothing_placed_under_strict")  # warnings otherwise
+UNDER_STRICT = (  # warnings otherwise
+    *("state_carried_in_python", "nothing_placed_under_strict"),
+    *("conv_kernel_dim", "conv_spatial_dim", "layer_norm_weight"),
+)
 
 
 @pytest.mark.parametrize("case", CASES)

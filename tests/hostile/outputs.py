@@ -200,7 +200,7 @@ class AParameterItself(Net):
         return self.level
 
 
-@case(refused={"tp2": "SC207", "dp2 tp2": "SC207", "pp2": "SC221"})
+@case(refused={"pp2": "SC221"})
 class AnElementOfAParameter(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.a.weight[1, 2]

@@ -18,8 +18,6 @@ REFUSED = {
     "SC103": tuple(f"nn.{norm}" for norm in ("BatchNorm", "LayerNorm 5", "RMSNorm 5")),
     "SC104": ("nn.LinearCrossEntropyLoss",),  # in chunks, by an op of torch's that is none of ATen
     "SC112": ("nn.Lazy",),
-    # A weight whose first dim is one that the norm sums over (torch versions number the cases of a module otherwise).
-    "SC207": ("nn.LayerNorm", "nn.GroupNorm"),
 }
 
 

@@ -171,6 +171,7 @@ CALLS = {
     "neighbour_rows": (["tp"], 1, 0, 6, 1),
     "halo": (None, None, 1, ["tp"]),
     "halo_sum": (None, None, 0, 0, 1, ["tp"]),
+    "mean_anew": (1, 6, 1, 1, 0, True, ["tp"]),
 }
 
 
@@ -233,4 +234,5 @@ def test_every_collective_is_known_to_the_simulator() -> None:
         *rows,
     }
     reading = ("shard_slice", "mask_pad", "axis_offset", "slice_blocks", "mask_blocks", "halo", "halo_sum")
+    reading += ("mean_anew", "shift_positions")
     assert set(local.AXES_READ) == {getattr(OPS, name).default for name in reading}

@@ -26,8 +26,9 @@ FLOORS: list[dict[str, str]] = [
             layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
-            ops.scan ops.scan_body ops.scan_steps ops.softmax ops.squares ops.streams overlap overlap_schedule parse
-            placement plain program provenance python schema storages text trees types verify version
+            ops.scan ops.scan_body ops.scan_steps ops.softmax ops.squares ops.streams ops.windows overlap
+            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
+            version
         """,
     },
     {
@@ -37,7 +38,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention conv creation ctc embedding experts fft halo indexing linalg local matmul norm notation
-            pointwise projection random reduction registry scan section view
+            pointwise pool projection random reduction registry scan section view window
         """,
         "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """
@@ -100,8 +101,9 @@ FLOORS: list[dict[str, str]] = [
             memory.recompute_liveness normalize normalize.decompositions normalize.decompositions.batch_norm
             normalize.decompositions.canonical normalize.decompositions.cross_entropy
             normalize.decompositions.embedding_bag normalize.decompositions.indexing
-            normalize.decompositions.losses normalize.decompositions.matmul normalize.decompositions.reductions
-            normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
+            normalize.decompositions.losses normalize.decompositions.masked_scatter normalize.decompositions.matmul
+            normalize.decompositions.reductions normalize.decompositions.table
+            normalize.decompositions.weight_norm normalize.dropped_rows
             normalize.group_experts normalize.limit_experts normalize.normalize
             sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch
             sharding.find_blocks sharding.group_sums sharding.insert_reshards sharding.localize

@@ -91,6 +91,8 @@ def call_of(entry: OpRule, example: Example, seed: int, dtype: torch.dtype = tor
             return shape  # a number where a tensor could stand, or None
         if name in example.ints:
             values = example.ints[name]
+            if callable(values):
+                return values(shape)
             low, high = (values.start, values.stop) if isinstance(values, range) else (0, values)
             kind = torch.int32 if name in PIVOTS else torch.int64
             return torch.randint(low, high, tuple(shape), generator=generator, dtype=kind)

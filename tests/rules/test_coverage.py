@@ -77,7 +77,6 @@ REASONS: dict[str, str] = {  # reason -> names, as patterns
     "a derivative forwards": "glu_backward_jvp",
     "one opaque call, of CPUs only, for a recurrence over the sequence": "mkldnn_rnn_layer_backward",
     DISTANCES: "_pdist_backward",
-    DATA: "masked_scatter_backward",
     BAGS: "_embedding_bag(_dense|_per_sample_weights)?_backward",
     LOSSES: "_ctc_loss_backward multi_margin_loss_backward multilabel_margin_loss_backward",
     LAYOUT: "_nested_.* _sparse_.* _fake_quantize_.*",

@@ -22,7 +22,7 @@ from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
-from shardc.rules.halo import Window
+from shardc.rules.window import Window
 
 C1, C2, C3 = nn.Conv1d, nn.Conv2d, nn.Conv3d
 ROWS = "-, -, sp, -"
@@ -78,6 +78,10 @@ EXACT: dict[str, Case] = {
     "a stride beyond the kernel": (lambda: Convs(C1(3, 4, 2, stride=4), C1(4, 4, 1)), (2, 3, 16), "sp=2", "-, -, sp"),
     "uneven patches": (lambda: Convs(C2(3, 4, 2, stride=2), C2(4, 4, 1)), (2, 3, 6, 4), "sp=2", ROWS),
     "depth": (lambda: Convs(C3(3, 4, 3, padding=1)), (2, 3, 4, 4, 3), "sp=2", "-, -, sp, -, -"),
+    "uneven rows": (lambda: Convs(same(), same(4)), (2, 3, 7, 6), "sp=2", ROWS),
+    "a rank of padding alone": (lambda: Convs(same(), same(4)), (2, 3, 5, 6), "sp=4", ROWS),
+    "uneven over two axes": (lambda: Convs(same(), same(4)), (2, 3, 7, 6), "a=2, b=2", "-, -, a.b, -"),
+    "uneven strides of two": (lambda: Convs(same(stride=2), same(4)), (2, 3, 10, 6), "sp=2", ROWS),
     "depthwise": (lambda: Convs(C2(4, 4, 3, padding=1, groups=4)), (2, 4, 6, 4), "sp=2", ROWS),
 }
 
@@ -136,7 +140,10 @@ def test_any_that_tiles(data: st.DataObject) -> None:
     )
     padding, ranks = data.draw(st.integers(0, 4), label="padding"), data.draw(st.sampled_from((2, 4)), label="ranks")
     each, groups = data.draw(st.integers(1, 4), label="rows a rank"), data.draw(st.sampled_from((1, 2)), label="groups")
-    size, extent = each * ranks * stride, (taps - 1) * dilation + 1
+    short = data.draw(st.integers(0, ranks - 1), label="rows less")
+    size, extent = (each * ranks - short) * stride, (taps - 1) * dilation + 1
+    if not size:
+        return
     if size + 2 * padding < extent:
         return
     model = Convs(C1(2, 4, 1), C1(4, 4, taps, stride, padding, dilation, groups))
@@ -181,9 +188,9 @@ def test_work_is_divided() -> None:
 # ------------------------------------------------------------------------------------------------ what does not fit
 UNFIT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
     "fewer rows than a neighbour needs": (lambda: Convs(C2(3, 4, 7, padding=3)), (2, 3, 4, 8), "sp=2", "SC209"),
-    "uneven rows": (lambda: Convs(same()), (2, 3, 7, 8), "sp=2", "SC209"),
+    "rows with gaps": (lambda: Convs(same()), (2, 3, 5, 8), "a=2, b=2", "SC209"),
     "fewer of the result": (lambda: Convs(same(), C2(4, 4, 3)), (2, 3, 8, 8), "sp=2", "SC203"),
-    "transposed": (lambda: Convs(same(), nn.ConvTranspose2d(4, 3, 2, stride=2)), (2, 3, 8, 8), "sp=2", "SC203"),
+    "transposed": (lambda: Convs(same(), nn.ConvTranspose2d(4, 3, 4, stride=2)), (2, 3, 8, 8), "sp=2", "SC203"),
     "a deeper one": (lambda: Convs(same(), C2(4, 4, 7, padding=3)), (2, 3, 4, 8), "sp=2", "SC203"),
 }
 
@@ -191,7 +198,7 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
 @pytest.mark.parametrize("name", UNFIT)
 def test_what_does_not_fit_is_gathered(name: str) -> None:
     make, shape, mesh, code = UNFIT[name]
-    program = compiled(make(), shape, mesh)
+    program = compiled(make(), shape, mesh, ROWS if mesh.startswith("sp") else "-, -, a.b, -")
     assert "all_gather" in gathers(program)
     warned = [d for d in program.diagnostics if d.code == code]
     assert any("convolution" in d.message and "whole" in d.message for d in warned)

@@ -25,8 +25,6 @@ WITHOUT = {
     "aten._unsafe_masked_index.default": "of decompositions that a trace does not use",
     "aten._unsafe_masked_index_put_accumulate.default": "of decompositions that a trace does not use",
     "aten.hash_tensor.default": "a hash of bits, whose order counts",
-    "aten.masked_scatter.default": "which element goes where depends on the whole mask",
-    "aten.masked_scatter_backward.default": "which element goes where depends on the whole mask",
     "aten._efficientzerotensor.default": "the gradient of a constant, of which there is nothing to split",
     "aten.nonzero_static.default": "which positions come first depends on the whole tensor",
     "aten.repeat_interleave.Tensor": "which row comes where depends on all numbers of repeats",

@@ -4,7 +4,7 @@
     rank 1   4 5 6 7                                          rank 1   3 4 5 6 7 . .
 
     neighbour_rows   x -> the rows [start, start + length) of the rank that is `shift` ranks before, in a circle
-    halo             x, rows before, rows behind -> all of them; zeros in the place of those from beyond an end
+    halo             x, rows before, rows behind -> all of them; `fill` in the place of those from beyond an end
     halo_sum         its transpose: the gradient of `halo`, and the rows that the neighbours have sent back
 
     halo_sum of 3 + 4 + 2 rows, where `lead` is 3 and `tail` 2: the 4 in the middle, the last 3 of which get `behind`
@@ -47,15 +47,19 @@ def _ends(axes: list[str]) -> tuple[bool, bool]:
     return index == 0, index == context.mesh.size(axes) - 1
 
 
-def _halo(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, axes: list[str]) -> Tensor:
+def _halo(
+    x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, axes: list[str], fill: float = 0.0
+) -> Tensor:
     first, last = _ends(axes)
-    parts = [torch.zeros_like(before) if first else before] if before is not None else []
+    parts = [torch.full_like(before, fill) if first else before] if before is not None else []
     parts += [x]
-    parts += [torch.zeros_like(behind) if last else behind] if behind is not None else []
+    parts += [torch.full_like(behind, fill) if last else behind] if behind is not None else []
     return torch.cat(parts, dim).contiguous()
 
 
-def _halo_fake(x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, axes: list[str]) -> Tensor:
+def _halo_fake(
+    x: Tensor, before: Tensor | None, behind: Tensor | None, dim: int, axes: list[str], fill: float = 0.0
+) -> Tensor:
     return _rows(x, dim, sum(part.shape[dim] for part in (before, x, behind) if part is not None))
 
 
@@ -89,11 +93,13 @@ NEIGHBOUR_ROWS = _collective(
     _neighbour_rows,
     lambda x, axes, dim, start, length, shift: _rows(x, dim, length),
 )
-HALO = define("halo(Tensor x, Tensor? before, Tensor? behind, int dim, str[] axes) -> Tensor", _halo, _halo_fake)
+HALO = define(
+    "halo(Tensor x, Tensor? before, Tensor? behind, int dim, str[] axes, float fill=0.) -> Tensor", _halo, _halo_fake
+)
 HALO_SUM = define(
     "halo_sum(Tensor x, Tensor? before, Tensor? behind, int lead, int tail, int dim, str[] axes) -> Tensor",
     _halo_sum,
     _halo_sum_fake,
 )
-AXES_READ[HALO] = lambda x, before, behind, dim, axes: axes
+AXES_READ[HALO] = lambda x, before, behind, dim, axes, fill=0.0: axes
 AXES_READ[HALO_SUM] = lambda x, before, behind, lead, tail, dim, axes: axes

@@ -29,10 +29,10 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.provenance import Cause
 from shardc.ir.types import Axes
-from shardc.passes.base import Pass
+from shardc.passes.base import Pass, split_of
 from shardc.passes.communication.causes import needs_whole
 from shardc.passes.sharding.casts import narrows
-from shardc.rules.projection import project
+from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule, rule_of
 
 _GIVES: dict[object, int] = {
@@ -143,8 +143,7 @@ def _computed_whole(graph: Graph, node: fx.Node) -> _Finding | None:
     pieces = next(p for p, v in zip(projection.results, results(call), strict=True) if v is value)
     annotated = seed is not None and not {axis for atom_axes in seed.placement for axis in atom_axes}.isdisjoint(axes)
     piece = pieces[_atom(node, 3)]
-    unfit = rule.unfit(call, projection, {piece: axes}, graph.mesh) if rule.unfit is not None else ()
-    if piece not in projection.blocked and piece not in unfit and not annotated:
+    if piece not in projection.blocked and not _unfit(call, projection, piece, axes, graph.mesh) and not annotated:
         return None
     over = ".".join(graph.mesh.merged(axes))
     message = f"{info(value).name} is computed whole over '{over}' and then sliced: its op does not split that dim"
@@ -236,6 +235,14 @@ def _root(node: fx.Node, views: bool = True) -> fx.Node:
     return node
 
 
+def _unfit(call: fx.Node, projection: Projection, piece: int, axes: Axes, mesh: Mesh) -> bool:
+    """Whether a call cannot split a piece over these axes too, of which its rule does not say that it is whole."""
+    rule, split = find_rule(call.target), split_of(call, projection)
+    if rule is None or rule.unfit is None:
+        return False
+    return piece in rule.unfit(call, projection, {**split, piece: (*split.get(piece, ()), *axes)}, mesh)
+
+
 def _readers(value: fx.Node, atom: int, axes: Axes, mesh: Mesh) -> Iterator[tuple[fx.Node, bool]]:
     """The calls that read an atom past moves and views, and whether each needs it whole, or other shards of it."""
     for user in value.users:
@@ -251,5 +258,4 @@ def _readers(value: fx.Node, atom: int, axes: Axes, mesh: Mesh) -> Iterator[tupl
                 if rule.kind == "view" and piece not in projection.blocked and piece in projection.results[0]:
                     yield from _readers(user, projection.results[0].index(piece), axes, mesh)
                 else:
-                    unfit = rule.unfit(user, projection, {piece: axes}, mesh) if rule.unfit is not None else ()
-                    yield user, piece in projection.blocked or piece in unfit
+                    yield user, piece in projection.blocked or _unfit(user, projection, piece, axes, mesh)

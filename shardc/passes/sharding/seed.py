@@ -205,7 +205,7 @@ def _candidates(
     if dim_placement.unequal and dim_placement.unequal != found:
         raise _not_its_blocks(bound, dim, type.shape[dim], dim_placement, found)
     readers = [classes.needing_whole(value, i) for i, _ in atoms]
-    if atoms and all(readers):
+    if atoms and all(readers) and any(node.target is GROUPED_MM for node in readers[0]):
         raise _unshardable(classes, bound, value, dim, readers[0])
     atoms = [(i, n.shards if isinstance(n, Blocks) else n) for i, n in atoms]
     clean = [(i, n) for i, n in atoms if classes.clean(value, i)]
