@@ -77,7 +77,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": "__init__ clipping experts fuse hardware hugging_face packaged pipeline schema values",
+        "shardc.plan": "__init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values",
     },
     {
         "shardc.passes": """
