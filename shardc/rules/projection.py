@@ -220,7 +220,7 @@ def _atom_of(atoms: Sequence[int], blocks: Sequence[Block], trailing: int) -> in
         inner, own = atoms[0], math.prod(atoms[1:])
         same = [replace(b, unit=b.unit * own) for b in inner.parts]
         return 0 if same == [replace(b, unit=b.unit * trailing) for b in blocks] else None
-    if len(set(blocks)) > 1 or blocks[0].reverse:
+    if len(set(blocks)) > 1 or blocks[0].reverse or blocks[0].room:
         return None
     product, unit = 1, blocks[0].unit * trailing
     for i, n in enumerate(atoms):
