@@ -41,6 +41,7 @@ from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import CONVOLUTIONS, HALO_FAULTS, halos_of, without_halos
 from shardc.passes.sharding.lower_reshards import transposition
+from shardc.passes.shifted_rows import SHIFT_FAULTS
 from shardc.rules.notation import Dims, RuleError
 from shardc.rules.projection import Projection, overlay
 from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_of
@@ -492,6 +493,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     EXCHANGE_COUNTS: counts_faults,
     **dict.fromkeys(ROW_MOVES, move_faults),
     **HALO_FAULTS,
+    **SHIFT_FAULTS,
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,

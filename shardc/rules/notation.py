@@ -28,6 +28,7 @@ from typing import Literal
 Shape = tuple[int, ...]
 Labels = tuple[tuple[str, ...], ...]  # one tensor: for each dim its factors, major first
 Linear = Literal["joint"] | tuple[int, ...]
+Aligned = tuple[tuple[str, str], ...]  # factors that are one where their atoms lie alike, as far as both go
 Sections = tuple[tuple[str, int, str], ...]  # (factor, start, the factor that is its section from there on)
 
 
@@ -50,6 +51,7 @@ class Notation:
     whole: str = ""
     linear: Literal["joint", "each"] | tuple[int, ...] = ()
     sections: Sections = ()
+    aligned: Aligned = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +68,7 @@ class FactorRule:
     whole: frozenset[str]
     linear: Linear = ()
     sections: Sections = ()
+    aligned: Aligned = ()
     by_block: bool = True  # does the op run on the blocks of an atom as on the atom?
 
     def __str__(self) -> str:
@@ -189,7 +192,7 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
         missing = {f for tensor in ins for dim in tensor for f in dim} - present - set(reduces) - whole
         if missing:
             raise RuleError(_missing(notation, missing))
-    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections)
+    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections, notation.aligned)
 
 
 @lru_cache(maxsize=65536)

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from shardc.ir.blocks import Block, Blocks
+from shardc.ir.blocks import Block, Blocks, aligned
 from shardc.ir.graph import info, operands, results, type_of
 from shardc.ir.types import Axes, TensorType
 from shardc.rules.notation import FactorRule, Labels, Linear
@@ -182,6 +182,10 @@ def _tied(
     None where a section ends inside of a block, or a tensor's atoms are not those of the blocks.
     """
     tied: dict[str, tuple[int, Piece]] = {}
+    for a, b in rule.aligned:
+        ours, theirs = split.get(a, ()), split.get(b, ())
+        if len(ours) == len(theirs) == 1 and rule.by_block and aligned(ours[0], theirs[0]):
+            tied[a] = tied[b] = (0, of_factor[a][0])
     ruled = {n for n, _, _ in rule.sections}
     for whole in ruled:
         run = split.get(whole, ())

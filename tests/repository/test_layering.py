@@ -26,7 +26,7 @@ FLOORS: list[dict[str, str]] = [
             layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
-            ops.scan ops.scan_body ops.scan_steps ops.softmax ops.squares ops.streams overlap overlap_schedule parse
+            ops.scan ops.scan_body ops.scan_steps ops.shift ops.softmax ops.squares ops.streams overlap overlap_schedule parse
             placement plain program provenance python schema storages text trees types verify version
         """,
     },
@@ -37,7 +37,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention conv creation ctc embedding experts fft halo indexing linalg local matmul norm notation
-            pointwise projection random reduction registry scan section view
+            pointwise projection random reduction registry scan section shift view
         """,
         "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """
@@ -81,8 +81,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.passes": """
-            __init__ accumulate base exchanged_rows halo_rows communication communication.bucket communication.causes
-            communication.combine communication.report_gathers fusion fusion.analysis
+            __init__ accumulate base exchanged_rows halo_rows shifted_rows communication communication.bucket
+            communication.causes communication.combine communication.report_gathers fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
             fusion.clustering.batch_norms
