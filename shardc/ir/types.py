@@ -245,7 +245,7 @@ def _parse_dim(text: str) -> Dim:
     atoms: list[Atom] = []
     for word in words:
         size, _, axes = word.partition("@")
-        if not size.isdigit() and "|" not in size:
+        if not size.isdigit() and "|" not in size and "~" not in size:
             raise ValueError(f"not a dim: {text!r}")
         count = int(size) if size.isdigit() else Blocks.parse(size)
         atoms.append(Atom(count, tuple(axes.split(".")) if axes else ()))

@@ -296,19 +296,25 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         placement[args["pos"]] = (*was, *axes) if slices else was[: -len(axes)]
         size = before.atoms[args["pos"]].size
         unsplit = was if slices else placement[args["pos"]]
-        if not isinstance(size, Blocks) or (args["counts"], args["units"]) != told(size.local(unsplit, mesh)):
+        declared = (args["counts"], args["units"], list(args.get("reverse") or ()))
+        if not isinstance(size, Blocks) or declared != told(size.local(unsplit, mesh)):
             return [f"takes {args['counts']} pieces of {args['units']} for the blocks of {size}"]
     elif node.target in (collectives.reduce_scatter, local.shard_slice):
-        if isinstance(before.atoms[args["pos"]].size, Blocks):
-            return [f"cuts {before.atoms[args['pos']]} side by side"]
+        if (wrong := _other_blocks(args, before, args["pos"], placement[args["pos"]], mesh)) is not None:
+            return [wrong]
         placement[args["pos"]] += axes
     elif node.target in (collectives.all_gather, collectives.all_to_all):
         source = args["pos"] if node.target is collectives.all_gather else args["concat"]
         if placement[source][-len(axes) :] != axes:
             return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(placement[source]) or 'no axis'}"]
         placement[source] = placement[source][: -len(axes)]
+        moved = args["split"] if args.get("splits_blocks") else source
+        if (wrong := _other_blocks(args, before, moved, placement[moved], mesh)) is not None:
+            return [wrong]
         if any(
-            isinstance(before.atoms[args[name]].size, Blocks) for name in ("pos", "split", "concat") if name in args
+            isinstance(before.atoms[args[name]].size, Blocks)
+            for name in ("pos", "split", "concat")
+            if name in args and args[name] != moved
         ):
             return [f"moves the blocks of {before} side by side"]
         if node.target is collectives.all_to_all:
@@ -321,6 +327,7 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
             return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
         swaps, atom = placement[ends[0]] != axes[:1], before.atoms[ends[0]]
         fits = not atom.uneven(mesh) if swaps else mesh.size(axes[:1]) == mesh.size(axes[1:])
+        fits = fits and not (isinstance(atom.size, Blocks) and atom.size.zigzag)
         if not fits or list(args["source"]) != transposition(mesh.size(axes[:1]), mesh.size(axes[1:])):
             return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
         placement[ends[0]] = (*placement[ends[0]][:-2], axes[1], axes[0]) if swaps else axes[1:]
@@ -328,6 +335,16 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         return [f"shards by {'.'.join(axes)} what lies over it already"]
     want = before.place(placement, pending.items())
     return [] if want == after else [f"yields {want}, the result says {after}"]
+
+
+def _other_blocks(args: dict[str, Any], before: TensorType, pos: int, axes: Axes, mesh: Mesh) -> str | None:
+    """What is wrong with the blocks that a collective tells, of an atom that lies over `axes` where it is whole."""
+    size = before.atoms[pos].size
+    blocks = size if isinstance(size, Blocks) else Blocks(())
+    declared = tuple(list(args.get(name) or ()) for name in ("counts", "units", "reverse"))
+    if declared == told(blocks.local(axes, mesh)) and not blocks.copied:
+        return None
+    return f"cuts {before.atoms[pos]} in other pieces than its blocks" if blocks else f"cuts {size} in blocks"
 
 
 def is_flat(node: fx.Node) -> bool:
@@ -437,7 +454,7 @@ def _masked_blocks(node: fx.Node, result_types: Sequence[TensorType | None], mes
     if not 0 <= pos < len(type.atoms) or not isinstance(size := type.atoms[pos].size, Blocks):
         return [f"masks blocks of atom {pos} of {type}"]
     declared = (*map(list, told(size)), list(type.atoms[pos].axes), list(type.local_atoms(mesh)))
-    fits = declared == tuple(list(args[name]) for name in ("counts", "units", "axes", "atoms"))
+    fits = declared == tuple(list(args.get(name) or ()) for name in ("counts", "units", "reverse", "axes", "atoms"))
     return [] if fits else [f"masks other blocks than those of {type.atoms[pos]}"]
 
 

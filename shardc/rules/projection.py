@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -218,9 +218,9 @@ def _atom_of(atoms: Sequence[int], blocks: Sequence[Block], trailing: int) -> in
         return -1
     if atoms and isinstance(atoms[0], Blocks):
         inner, own = atoms[0], math.prod(atoms[1:])
-        same = [Block(b.count, b.unit * own, b.cut) for b in inner.parts]
-        return 0 if same == [Block(b.count, b.unit * trailing, b.cut) for b in blocks] else None
-    if len(set(blocks)) > 1:
+        same = [replace(b, unit=b.unit * own) for b in inner.parts]
+        return 0 if same == [replace(b, unit=b.unit * trailing) for b in blocks] else None
+    if len(set(blocks)) > 1 or blocks[0].reverse:
         return None
     product, unit = 1, blocks[0].unit * trailing
     for i, n in enumerate(atoms):
