@@ -33,11 +33,13 @@ from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.attention_rows import NEXT_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
+from shardc.passes.attention_rows import ASKED, BY_ROWS, WHOLE, moved_faults, rows_faults, stands_for, uncounted
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import CONVOLUTIONS, HALO_FAULTS, halos_of, without_halos
 from shardc.passes.sharding.lower_reshards import transposition
@@ -69,6 +71,8 @@ def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], m
     read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
     if node.target in CONVOLUTIONS and (halos := halos_of(node)):
         return _convolution_faults(node, halos, read, result_types, mesh)
+    if node.target in (*WHOLE, *ASKED) and (wrong := uncounted(node)):
+        return wrong
     if not any(t.axes or t.partial for t in (*read, *result_types) if t is not None):
         return []  # all of it is whole on every rank
     schema, key = _frozen(node)
@@ -99,6 +103,18 @@ def _convolution_faults(
             return [f"yields a gradient like {plain.widened}, the result says {types[0]}"]
         types[0] = plain.gradient(types[0])
     return list(_by_rule(node.target, names, values, read, tuple(shown), tuple(declared), mesh))
+
+
+def _rows_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """Of attention of a rank's rows: those of the call on all ranks that it stands for, and of its ring."""
+    if wrong := rows_faults(node, mesh):
+        return wrong
+    op, count = stands_for(node)
+    frozen = dict(zip(*_frozen(node), strict=True))
+    names = tuple(argument.name for argument in schema_of(op).arguments)
+    values = tuple([frozen.get(name, ()) for name in names])
+    read = tuple(map(type_of, operands(node)[:count]))
+    return list(_by_rule(op, names, values, read, tuple(result_types), tuple(info(node).results), mesh))
 
 
 # ---------------------------------------------------------------------- calls with a rule
@@ -494,6 +510,8 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **dict.fromkeys(ROW_MOVES, move_faults),
     **HALO_FAULTS,
     **SHIFT_FAULTS,
+    NEXT_KEYS: moved_faults,
+    **dict.fromkeys(BY_ROWS, _rows_faults),
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,
