@@ -42,6 +42,7 @@ class Notation:
 
     `linear="joint"`: all operands may be pending sums together (add, cat, any unary linear op).
     `linear="each"`: one operand at a time (mm, mul); a tuple lists which.
+    `counts`: of an op whose local call asks where a rank's share lies, the only factors along which it asks.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Notation:
     linear: Literal["joint", "each"] | tuple[int, ...] = ()
     sections: Sections = ()
     aligned: Aligned = ()
+    counts: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +71,12 @@ class FactorRule:
     linear: Linear = ()
     sections: Sections = ()
     aligned: Aligned = ()
+    counts: frozenset[str] | None = None
     by_block: bool = True  # does the op run on the blocks of an atom as on the atom?
+
+    def counted(self, factor: str) -> bool:
+        """Does the op ask where in this factor a rank's share lies?"""
+        return not self.by_block and (self.counts is None or factor in self.counts)
 
     def __str__(self) -> str:
         def tensor(labels: Labels) -> str:
@@ -192,7 +199,8 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
         missing = {f for tensor in ins for dim in tensor for f in dim} - present - set(reduces) - whole
         if missing:
             raise RuleError(_missing(notation, missing))
-    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections, notation.aligned)
+    counts = None if notation.counts is None else frozenset(names(notation.counts))
+    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections, notation.aligned, counts)
 
 
 @lru_cache(maxsize=65536)

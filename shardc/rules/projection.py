@@ -168,7 +168,7 @@ def _blocks_fail(rule: FactorRule, factor: str, blocks: Blocks) -> bool:
     sum: a result that has the factor would then miss it.
     """
     results = [any(factor in dim for dim in labels) for labels in rule.results]
-    return not rule.by_block or (blocks.copied and factor in rule.reduces and any(results))
+    return rule.counted(factor) or (blocks.copied and factor in rule.reduces and any(results))
 
 
 def _tied(
