@@ -139,7 +139,7 @@ class Flops:
 
 
 def flops(body: Graph, coordinate: Mapping[str, int] | None = None) -> Flops:
-    """Count a localized body: what the rank at a coordinate computes; without, of each call the most that a rank does."""
+    """Count a localized body: what the rank at a coordinate computes; without, of each call the most that one does."""
     counts: dict[tuple[Phase, str], int] = {}
     microbatch_nodes = in_microbatch(body)
     for node in body.calls():
