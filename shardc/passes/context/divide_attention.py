@@ -6,8 +6,8 @@
     hierarchical    of several axes: all_to_all along the last one, ring along the others
 
 All of them are placements: of `sdpa` the rows are free, of `sdpa_ring` they lie as keys do, and of `sdpa_heads` they
-are whole along its axes, where the wishes of its log-sums are made to lie over heads. So what is sent follows from types,
-and each way is exact. A ring is for a sequence that attends to itself, and whose mask needs no gradient.
+are whole along its axes, where the wishes of its log-sums are made to lie over heads. So what is sent follows from
+types, and each way is exact. A ring is for a sequence that attends to itself, and whose mask needs no gradient.
 
 Needs the wishes of `propagate`. Ensures: attention says how it is divided, in forward and backward alike. `chosen` is
 what was chosen for each layer, and what each way costs: bytes that a rank sends in a microbatch, and the time that it
@@ -206,11 +206,7 @@ class _Ways:
         return Cost(name, sent, _micro(waits + self._more()), why)
 
     def _no_ring(self) -> str:
-        if (
-            self.q.sizes[-2] != self.k.sizes[-2]
-            or self.q.dims[-2] != self.k.dims[-2]
-            or self.v.dims[-2] != self.k.dims[-2]
-        ):
+        if not self.q.dims[-2] == self.k.dims[-2] == self.v.dims[-2]:
             return "its keys do not lie as its rows do"
         if not self._countable():
             return "axes divide an inner factor of its rows"
@@ -224,8 +220,9 @@ class _Ways:
     def _heads(self, axes: Axes, name: str) -> Cost:
         piece, size = self._piece(axes), self.mesh.size(axes)
         moved = [self.q, self.o, *([self.k, self.v] if self._divides_keys(piece) else [])]
-        sent = 2 * sum(self._share(type, self.axes) for type in moved) * (size - 1) // size
-        starts = 2 * len(moved)
+        # Backward sends the result a second time, for the gradient of the weight that it meets, and gradients.
+        total = 2 * sum(self._share(type, self.axes) for type in moved) + self._share(self.o, self.axes)
+        sent, starts = total * (size - 1) // size, 2 * len(moved) + 1
         if not self._divides_keys(piece):
             sent += 3 * (size - 1) * self._keys()
             starts += 6
@@ -257,14 +254,9 @@ class _Ways:
             found = projection.operands[operand][before : before + len(type.dims[-3])]
             return [(p, atom.local(self.mesh)) for p, atom in zip(found, type.dims[-3], strict=True)]
 
-        for piece, count in (*pieces(1, self.k), *pieces(0, self.q)):
-            if (
-                count % size == 0
-                and piece not in projection.blocked
-                and not isinstance(projection.sizes[piece], Blocks)
-            ):
-                return piece
-        return None
+        counts = dict([*pieces(1, self.k), *pieces(0, self.q)])  # key-value heads first
+        blocked = {p for p in counts if p in projection.blocked or isinstance(projection.sizes[p], Blocks)}
+        return next((p for p, count in counts.items() if p not in blocked and count % size == 0), None)
 
     def _divides_keys(self, piece: int | None) -> bool:
         return piece in project(self.node).operands[1]
@@ -313,9 +305,7 @@ def _cannot(node: fx.Node, asked: Cost, instead: str) -> Diagnostic:
 def _nothing_divided(strategy: str, calls: list[fx.Node]) -> Diagnostic:
     """Of a plan that asks for a strategy, where no rows of attention lie over an axis of it."""
     about = info(calls[0]) if calls else None
-    why = (
-        "no rows of attention lie over its axes" if calls else "no attention is called by scaled_dot_product_attention"
-    )
+    why = "no rows of attention lie over its axes" if calls else "no module calls scaled_dot_product_attention"
     return Diagnostic(
         "SC240",
         f"the plan says context: {strategy}, and no attention is divided so: {why}",
