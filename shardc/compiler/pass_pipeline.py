@@ -21,6 +21,7 @@ from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -58,6 +59,7 @@ class Options:
     watch: Watch | None = None
     store: Store = field(default_factory=Store)
     limit: LimitExperts = field(default_factory=LimitExperts)
+    attention: DivideAttention = field(default_factory=DivideAttention)
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
@@ -84,6 +86,7 @@ def body_passes(
         SeedAnnotations(tuple(bound)),
         Propagate(),
         SplitSoftmax(),
+        options.attention,
         options.store,
         options.assign,
         GroupSums(),

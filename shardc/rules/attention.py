@@ -91,7 +91,7 @@ def _register(forward: Any, backward: Any, *said: Any, ring: bool = False) -> No
         free = " ".join(f"b{i}" for i in range(q.ndim - 2)) + " k r"
         return Notation(
             f"{ins} -> {labels.q}, {labels.k}, {labels.v}, {dmask}",
-            sum=free if ring else f"{free} s",
+            sum=f"{free} s",
             whole=whole,
             linear=(0,),
         )
