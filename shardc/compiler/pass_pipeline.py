@@ -37,6 +37,7 @@ from shardc.passes.sharding.lower_reshards import LowerReshards
 from shardc.passes.sharding.propagate import Propagate
 from shardc.passes.sharding.seed import Bound, SeedAnnotations, find_value
 from shardc.passes.sharding.settle_partials import SettlePartials
+from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
@@ -80,6 +81,7 @@ def body_passes(
 ) -> list[Pass]:
     """Every pass that makes the single-device graph of a step one rank's body, in order."""
     return [
+        SpreadTaps(frozenset(s.length for s in sequences)),
         Atomize(tuple(cuts)),
         FindBlocks(tuple(sharded)),
         FindSequences(tuple(sequences), options.context.balance),
@@ -272,7 +274,8 @@ def sharded_sequences(graph: Graph, bound: Sequence[Bound], context: Context) ->
                 continue
             text, port = f'{annotation.name} = "{annotation.placement}"', _port(graph, value, annotation)
             ranks = graph.mesh.size(axes[0])
-            found.append(ShardedSequence(port, d, axes[0], ranks, named, text, annotation.location))
+            length = type_of(value).shape[d]
+            found.append(ShardedSequence(port, d, length, axes[0], ranks, named, text, annotation.location))
     return found
 
 

@@ -106,7 +106,7 @@ FLOORS: list[dict[str, str]] = [
             sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch
             sharding.find_blocks sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.localize
             sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.seed
-            sharding.settle_partials sharding.store softmax
+            sharding.settle_partials sharding.spread_taps sharding.store softmax
             softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
         """,
     },

@@ -46,6 +46,7 @@ class ShardedSequence:
 
     port: str
     dim: int
+    length: int
     axis: str
     ranks: int
     balanced: bool = True  # may it be a zigzag?
@@ -214,6 +215,7 @@ _MOVES = {
     aten.slice_backward.default: _slice_backward,
     aten.constant_pad_nd.default: _pad,
     aten.roll.default: _roll,
+    SHIFT: _shift,
 }
 
 
