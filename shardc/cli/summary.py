@@ -25,6 +25,7 @@ from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.program import Program
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
+from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.plan.schema import Plan
 
@@ -37,6 +38,7 @@ def summary(program: Program) -> list[RenderableType]:
         head,
         work(flops(program.body)),
         *dispatches(program),
+        *divided_attention(program),
         *host_reads(program),
         *fusion(program),
         batch_line(program),
@@ -60,6 +62,15 @@ def dispatches(program: Program) -> list[str]:
         lines.setdefault(str(choice), []).append(choice.fqn or "the model")
     even = ", with even routing" if not any(node.target is LIMIT_ROWS for node in program.body.calls()) else ""
     return [f"to experts of {listed(names)}: {line}{even}" for line, names in lines.items()]
+
+
+def divided_attention(program: Program) -> list[str]:
+    """How attention runs whose rows lie over axes, and what other ways would cost: a line for equal layers."""
+    lines: dict[str, list[str]] = {}
+    for said in program.plan.get("context", ()):
+        divided = Divided.read(said)
+        lines.setdefault(str(divided), []).append(divided.fqn or "the model")
+    return [f"attention of {listed(names)}: {line}" for line, names in lines.items()]
 
 
 def fusion(program: Program) -> list[str]:

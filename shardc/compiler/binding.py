@@ -26,6 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import CACHE
 from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
+from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -56,8 +57,10 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
     """Options with the passes that a plan asks for, and the hardware that they weigh their choices for."""
     return replace(
         options,
+        context=plan.context,
         hardware=hardware,
         limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
+        attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),

@@ -186,6 +186,22 @@ def _dispatch(value: object) -> bool:
     )
 
 
+def _context(value: object) -> bool:
+    rows: Any = value if isinstance(value, list | tuple) else ()
+
+    def cost(said: Any) -> bool:
+        form = isinstance(said, list | tuple) and len(said) == 4
+        return form and isinstance(said[0], str) and all(map(_whole, said[1:3])) and isinstance(said[3], str)
+
+    def choice(row: Any) -> bool:
+        if not (isinstance(row, list | tuple) and len(row) == 4 and _texts(list(row[:3]))):
+            return False
+        costs = row[3] if isinstance(row[3], list | tuple) else ()
+        return all(map(cost, costs)) and row[2] in [said[0] for said in costs]
+
+    return bool(rows) and all(map(choice, rows))
+
+
 def _plan(value: object) -> bool:
     if not isinstance(value, str):
         return False
@@ -214,6 +230,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "rates": _numbers,
     "dispatch": _dispatch,
+    "context": _context,
     "experts": _experts,
     "traffic": _traffic,
     "state": _state,

@@ -6,6 +6,8 @@ an element, bound by memory, and not counted. What counts is what a rank compute
     sdpa        2 products:  q k^T, p v
     sdpa_bwd    5 products:  q k^T again, as scores are not kept; those of dv, dp, dq and dk
     causal      half of either: what lies above the diagonal is not computed
+    sdpa_rows   the same of the tiles that a rank computes: of the rank that has most, or of the one at a coordinate
+    sdpa_ring   a part of the rows, and all keys, as if no rank had more to do than others
     scan        every statement of its body, for each step: elements once, `dot` twice; a third of scan_backward, which
                 runs forward again
     expert_mm   routing is taken to be balanced: of its tokens' rows, a rank's experts have an even part
@@ -23,10 +25,13 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
+from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.attention_rows import tiles_at
 from shardc.ir.ops.scan import sizes_of
 from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.schema import given
+from shardc.ir.types import Axes
 
 Shape = tuple[int, ...]
 Arguments = Mapping[str, Any]  # by schema name; tensors are their local shapes
@@ -38,6 +43,30 @@ def _attention(a: Arguments, of_keys: int, of_values: int) -> int:
     pairs = math.prod(q[:-1]) * k[-2]
     full = 2 * pairs * (of_keys * q[-1] + of_values * v[-1])
     return full // 2 if a["causal"] else full
+
+
+def _ring(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, axes: Axes) -> int:
+    """Before it is localized: a rank's rows with the keys of all."""
+    keys = (*a["k"][:-2], a["k"][-2] * mesh.size(axes), a["k"][-1])
+    return _attention({**a, "k": keys}, of_keys, of_values)
+
+
+def _rows(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Mapping[str, int] | None) -> int:
+    """Of the tiles of a call, where one on the diagonal is what lies below it. Without a coordinate, of the rank that
+    has most."""
+    axes = mesh.resolve(a["axes"])
+    places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
+    pairs = 0
+    for place in places:
+        tiles, _ = tiles_at(a["rows"], axes, a["step"], a["causal"], mesh, place)
+        halves = sum(2 * t.rows * t.keys - (t.rows * t.rows if t.diagonal else 0) for t in tiles)
+        pairs = max(pairs, halves)
+    return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
+
+
+# op -> products over the dim of q and k, and over that of v
+RINGS: dict[str, tuple[int, int]] = {"shardc.sdpa_ring": (1, 1), "shardc.sdpa_ring_bwd": (3, 2)}
+ROWS: dict[str, tuple[int, int]] = {"shardc.sdpa_rows": (1, 1), "shardc.sdpa_rows_bwd": (3, 2)}
 
 
 def _convolution(a: Arguments, small: Shape) -> int:
@@ -80,12 +109,15 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "shardc.expert_wgrad": lambda a, y: 2 * math.prod(a["a"]) * a["g"][-1],
     "shardc.sdpa": lambda a, y: _attention(a, 1, 1),
     "shardc.sdpa_bwd": lambda a, y: _attention(a, 3, 2),
+    "shardc.sdpa_heads": lambda a, y: _attention(a, 1, 1),
+    "shardc.sdpa_heads_bwd": lambda a, y: _attention(a, 3, 2),
     "shardc.scan": lambda a, y: _scan(a["body"], a["carried"], a["inputs"]),
     "shardc.scan_backward": lambda a, y: 3 * _scan(a["body"], [state[1:] for state in a["starts"]], a["inputs"]),
     "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y),
     "convolution_backward": lambda a, y: _convolution_backward(a),
 }
 
+PRODUCTS = frozenset((*COUNTS, *RINGS, *ROWS))  # the ops that are counted
 OF_EXPERTS = ("shardc.expert_mm", "shardc.expert_wgrad")  # whose first operand is rows, of tokens and of experts
 
 
@@ -106,22 +138,22 @@ class Flops:
         return sum(count for _, name, count in self.counts if name == op)
 
 
-def flops(body: Graph) -> Flops:
-    """Count a localized body."""
+def flops(body: Graph, coordinate: Mapping[str, int] | None = None) -> Flops:
+    """Count a localized body: what the rank at a coordinate computes; without, of each call the most that one does."""
     counts: dict[tuple[Phase, str], int] = {}
     microbatch_nodes = in_microbatch(body)
     for node in body.calls():
-        count = node_flops(body, node) * (body.microbatches if node in microbatch_nodes else 1)
+        count = node_flops(body, node, coordinate) * (body.microbatches if node in microbatch_nodes else 1)
         if count:
             key = (info(node).phase, op_name(node.target))
             counts[key] = counts.get(key, 0) + count
     return Flops(tuple((phase, op, count) for (phase, op), count in counts.items()))
 
 
-def node_flops(body: Graph, node: fx.Node) -> int:
+def node_flops(body: Graph, node: fx.Node, coordinate: Mapping[str, int] | None = None) -> int:
     """Operations of one call on one rank; 0 for what is no product."""
-    count = COUNTS.get(op_name(node.target))
-    if count is None:
+    op = op_name(node.target)
+    if op not in PRODUCTS:
         return 0
 
     def shape(value: fx.Node) -> Shape:
@@ -133,7 +165,12 @@ def node_flops(body: Graph, node: fx.Node) -> int:
         return shape(value) if isinstance(value, fx.Node) else value
 
     arguments = {name: argument(value) for name, value in given(node).items()}
-    return count(arguments, shape(node) if info(node).type is not None else ()) // _divided(body, node)
+    if op in ROWS:
+        return _rows(arguments, *ROWS[op], body.mesh, coordinate)
+    if op in RINGS:
+        axes = tuple(axis for atom in type_of(given(node)["k"]).dims[-2] for axis in atom.axes)
+        return _ring(arguments, *RINGS[op], body.mesh, axes)
+    return COUNTS[op](arguments, shape(node) if info(node).type is not None else ()) // _divided(body, node)
 
 
 def _divided(body: Graph, node: fx.Node) -> int:

@@ -18,7 +18,7 @@ from torch import fx
 
 from shardc.compiler.driver import distribute
 from shardc.compiler.pass_pipeline import Options
-from shardc.cost.flops import COUNTS, node_flops
+from shardc.cost.flops import PRODUCTS, node_flops
 from shardc.ir.collectives import Collective, collectives, human_bytes
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.gc_pause import gc_paused
@@ -98,7 +98,7 @@ def _work(graph: Graph, node: fx.Node) -> float:
 
     Of an op that `cost.flops` does not know they are two for each point of its iteration space.
     """
-    if op_name(node.target) in COUNTS:
+    if op_name(node.target) in PRODUCTS:
         return node_flops(graph, node)
     rule = find_rule(node.target)
     if rule is None or info(node).constant:

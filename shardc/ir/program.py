@@ -78,6 +78,7 @@ class PlanRecord(TypedDict, total=False):
     rates: Mapping[str, float]  # each parameter group's learning rate
     state: Sequence[Sequence[str]]  # of `frontend.saved_state`: the model's state_dict
     dispatch: Sequence[Sequence[Any]]  # of `passes.sharding.dispatch.Choice`, a layer
+    context: Sequence[Sequence[Any]]  # of `passes.context.divide_attention.Divided`, a layer
     experts: Sequence[Sequence[Any]]  # of `passes.sharding.dispatch.layers_of_experts`
     traffic: Sequence[Sequence[int]]  # kernels and bytes that move data, before and after fusion
 

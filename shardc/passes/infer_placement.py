@@ -33,14 +33,17 @@ from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.attention_rows import NEXT_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
+from shardc.passes.attention_rows import ASKED, BY_ROWS, WHOLE, moved_faults, rows_faults, stands_for, uncounted
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
 from shardc.passes.sharding.lower_reshards import transposition
+from shardc.passes.shifted_rows import SHIFT_FAULTS
 from shardc.rules.notation import Dims, RuleError
 from shardc.rules.projection import Projection, overlay
 from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_of
@@ -69,6 +72,8 @@ def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], m
     read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
     if node.target in WINDOWED and (plain := plain_call(node, mesh)) is not None:
         return [plain] if isinstance(plain, str) else _windowed_faults(node, plain, read, result_types, mesh)
+    if node.target in (*WHOLE, *ASKED) and (wrong := uncounted(node)):
+        return wrong
     if not any(t.axes or t.partial for t in (*read, *result_types) if t is not None):
         return []  # all of it is whole on every rank
     schema, key = _frozen(node)
@@ -94,6 +99,18 @@ def _windowed_faults(
         for types in (declared, shown):
             types[0] = types[0] and plain.first_result
     return list(_by_rule(node.target, names, values, read, tuple(shown), tuple(declared), mesh))
+
+
+def _rows_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """Of attention of a rank's rows: those of the call on all ranks that it stands for, and of its ring."""
+    if wrong := rows_faults(node, mesh):
+        return wrong
+    op, count = stands_for(node)
+    frozen = dict(zip(*_frozen(node), strict=True))
+    names = tuple(argument.name for argument in schema_of(op).arguments)
+    values = tuple([frozen.get(name, ()) for name in names])
+    read = tuple(map(type_of, operands(node)[:count]))
+    return list(_by_rule(op, names, values, read, tuple(result_types), tuple(info(node).results), mesh))
 
 
 # ---------------------------------------------------------------------- calls with a rule
@@ -276,19 +293,25 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         placement[args["pos"]] = (*was, *axes) if slices else was[: -len(axes)]
         size = before.atoms[args["pos"]].size
         unsplit = was if slices else placement[args["pos"]]
-        if not isinstance(size, Blocks) or (args["counts"], args["units"]) != told(size.local(unsplit, mesh)):
+        declared = (args["counts"], args["units"], list(args.get("reverse") or ()))
+        if not isinstance(size, Blocks) or declared != told(size.local(unsplit, mesh)):
             return [f"takes {args['counts']} pieces of {args['units']} for the blocks of {size}"]
     elif node.target in (collectives.reduce_scatter, local.shard_slice):
-        if isinstance(before.atoms[args["pos"]].size, Blocks):
-            return [f"cuts {before.atoms[args['pos']]} side by side"]
+        if (wrong := _other_blocks(args, before, args["pos"], placement[args["pos"]], mesh)) is not None:
+            return [wrong]
         placement[args["pos"]] += axes
     elif node.target in (collectives.all_gather, collectives.all_to_all):
         source = args["pos"] if node.target is collectives.all_gather else args["concat"]
         if placement[source][-len(axes) :] != axes:
             return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(placement[source]) or 'no axis'}"]
         placement[source] = placement[source][: -len(axes)]
+        moved = args["split"] if args.get("splits_blocks") else source
+        if (wrong := _other_blocks(args, before, moved, placement[moved], mesh)) is not None:
+            return [wrong]
         if any(
-            isinstance(before.atoms[args[name]].size, Blocks) for name in ("pos", "split", "concat") if name in args
+            isinstance(before.atoms[args[name]].size, Blocks)
+            for name in ("pos", "split", "concat")
+            if name in args and args[name] != moved
         ):
             return [f"moves the blocks of {before} side by side"]
         if node.target is collectives.all_to_all:
@@ -301,6 +324,7 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
             return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
         swaps, atom = placement[ends[0]] != axes[:1], before.atoms[ends[0]]
         fits = not atom.uneven(mesh) if swaps else mesh.size(axes[:1]) == mesh.size(axes[1:])
+        fits = fits and not (isinstance(atom.size, Blocks) and atom.size.zigzag)
         if not fits or list(args["source"]) != transposition(mesh.size(axes[:1]), mesh.size(axes[1:])):
             return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
         placement[ends[0]] = (*placement[ends[0]][:-2], axes[1], axes[0]) if swaps else axes[1:]
@@ -308,6 +332,16 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         return [f"shards by {'.'.join(axes)} what lies over it already"]
     want = before.place(placement, pending.items())
     return [] if want == after else [f"yields {want}, the result says {after}"]
+
+
+def _other_blocks(args: dict[str, Any], before: TensorType, pos: int, axes: Axes, mesh: Mesh) -> str | None:
+    """What is wrong with the blocks that a collective tells, of an atom that lies over `axes` where it is whole."""
+    size = before.atoms[pos].size
+    blocks = size if isinstance(size, Blocks) else Blocks(())
+    declared = tuple(list(args.get(name) or ()) for name in ("counts", "units", "reverse"))
+    if declared == told(blocks.local(axes, mesh)) and not blocks.copied:
+        return None
+    return f"cuts {before.atoms[pos]} in other pieces than its blocks" if blocks else f"cuts {size} in blocks"
 
 
 def is_flat(node: fx.Node) -> bool:
@@ -417,7 +451,7 @@ def _masked_blocks(node: fx.Node, result_types: Sequence[TensorType | None], mes
     if not 0 <= pos < len(type.atoms) or not isinstance(size := type.atoms[pos].size, Blocks):
         return [f"masks blocks of atom {pos} of {type}"]
     declared = (*map(list, told(size)), list(type.atoms[pos].axes), list(type.local_atoms(mesh)))
-    fits = declared == tuple(list(args[name]) for name in ("counts", "units", "axes", "atoms"))
+    fits = declared == tuple(list(args.get(name) or ()) for name in ("counts", "units", "reverse", "axes", "atoms"))
     return [] if fits else [f"masks other blocks than those of {type.atoms[pos]}"]
 
 
@@ -471,6 +505,9 @@ _HANDLERS: Mapping[Any, _Handler] = {
     EXCHANGE_COUNTS: counts_faults,
     **dict.fromkeys(ROW_MOVES, move_faults),
     **HALO_FAULTS,
+    **SHIFT_FAULTS,
+    NEXT_KEYS: moved_faults,
+    **dict.fromkeys(BY_ROWS, _rows_faults),
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,

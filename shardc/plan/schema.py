@@ -25,6 +25,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.plan.clipping import Clipping
+from shardc.plan.context import Context
 from shardc.plan.experts import Experts
 from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
@@ -89,6 +90,7 @@ class Plan(BaseModel):
     bucket: Bucketing = Bucketing()
     fuse: Annotated[Fusing, BeforeValidator(says_something)] = Fusing()
     experts: Experts = Experts()
+    context: Context = Context()
     precision: Dtypes | None = None
     nonfinite: Nonfinite | None = None
     accumulate: int = 1
@@ -117,6 +119,7 @@ class Plan(BaseModel):
         bucket: bool | int | str | Mapping[str, object] | None = None,
         fuse: bool | Mapping[str, object] | None = None,
         experts: str | Mapping[str, object] | None = None,
+        context: str | Mapping[str, object] | None = None,
         precision: object = None,
         nonfinite: Nonfinite | None = None,
         accumulate: int | None = None,
@@ -134,7 +137,7 @@ class Plan(BaseModel):
         maps |= {"storage": storage, "budget": budget, "pipeline": pipeline}
         written_maps: dict[str, object] = {key: dict(value) for key, value in maps.items() if value is not None}
         values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "experts": experts}
-        values |= {"hardware": hardware, "align": align, "bucket": bucket, "accumulate": accumulate}
+        values |= {"context": context, "hardware": hardware, "align": align, "bucket": bucket, "accumulate": accumulate}
         values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss, "pad": pad}
         values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
         # What is not said must not count as said when the plan is merged over another.
@@ -276,6 +279,8 @@ class Plan(BaseModel):
             data["fuse"] = self.fuse.dumped()
         if self.experts != Experts():
             data["experts"] = self.experts.dumped()
+        if self.context != Context():
+            data["context"] = self.context.dumped()
         if self.precision is not None:
             data["precision"] = self.precision.dumped()
         if self.nonfinite is not None:
@@ -359,6 +364,7 @@ def _diagnostics(problem: Any, source: Source) -> tuple[Diagnostic, ...]:
         section = path[0] if len(path) > 1 else None
         parts: dict[str, type[BaseModel]] = {"storage": Storage, "recompute": Recomputing, "precision": Dtypes}
         parts |= {"fuse": Fusing, "pipeline": Pipelining, "clip_grad_norm": Clipping, "experts": Experts}
+        parts |= {"context": Context}
         known = parts.get(section or "", Plan).model_fields
         key = problem["loc"][-1]
         hint = did_you_mean(str(key), known, f"keys of {section or 'a plan'}")

@@ -19,6 +19,7 @@ from shardc.rules import (
     reduction,
     scan,
     section,
+    shift,
     view,
 )
 from shardc.rules.registry import Example, OpRule, all_rules, example, find_rule, rule, rule_of
@@ -48,5 +49,6 @@ __all__ = [
     "rule_of",
     "scan",
     "section",
+    "shift",
     "view",
 ]

@@ -43,6 +43,7 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.topk.default, ("x", 3)),
     (lib.all_reduce.default, ("x", "sum", ["dp"])),
     (lib.all_gather.default, ("x", ["tp:0", "tp:1"], [4, 2], 1, 8, [4, 8])),
+    (lib.gather_blocks.default, ("x", ["dp"], [4], 0, [3, 4], [1, 1], [7], ["", "dp"])),
     (lib.axis_offset.default, (["dp"], [4])),
     (lib.sdpa.default, ("x", "x", "x", None, True, 0.125, False)),
 ]
@@ -68,7 +69,7 @@ def types(draw: st.DrawFn) -> TensorType:
         count = draw(st.integers(0, len(free)))
         return tuple(free.pop() for _ in range(count))
 
-    atoms = st.lists(st.sampled_from([0, 2, 3, 17, 64, Blocks.parse("8*2|-3|1"), Blocks.parse("5|7")]), max_size=3)
+    atoms = st.lists(st.sampled_from([0, 2, 3, 17, 64, Blocks.parse("8*2|-3|1"), Blocks.parse("5|7~tp")]), max_size=3)
     dims = tuple(tuple(Atom(size, take()) for size in draw(atoms)) for _ in range(draw(st.integers(0, 3))))
     partial = tuple(sorted((axis, draw(st.sampled_from(["sum", "max"]))) for axis in take()))
     return TensorType(draw(st.sampled_from(list(DTYPE_NAMES))), dims, partial)

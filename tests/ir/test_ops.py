@@ -38,6 +38,31 @@ MOVES = {
         "f64[5|3@tp]",
         [("mask_blocks", ([5], 0, [5, 3], [1, 1], ["tp"], 9.0, False), "f64[5|3@tp]")],
     ),
+    "gather what an axis reverses": (
+        TP,
+        "f64[3|4~tp@tp, 2]",
+        [("gather_blocks", (["tp"], [4, 2], 0, [3, 4], [1, 1], [7, 2], ["", "tp"]), "f64[3|4~tp, 2]")],
+    ),
+    "slice, reversed": (
+        TP,
+        "f64[3|4~tp, 2]",
+        [("slice_blocks", (["tp"], [7, 2], 0, [3, 4], [1, 1], [4, 2], ["", "tp"]), "f64[3|4~tp@tp, 2]")],
+    ),
+    "mask, reversed": (
+        TP,
+        "f64[2|5~tp@tp]",
+        [("mask_blocks", ([4], 0, [2, 5], [1, 1], ["tp"], 9.0, False, ["", "tp"]), "f64[2|5~tp@tp]")],
+    ),
+    "from reversed rows to columns": (
+        TP,
+        "f64[3|4~tp@tp, 6]",
+        [("all_to_all", (["tp"], [4, 6], 1, 0, 7, [7, 3], [3, 4], [1, 1], ["", "tp"]), "f64[3|4~tp, 6@tp]")],
+    ),
+    "from columns to reversed rows": (
+        TP,
+        "f64[3|4~tp, 6@tp]",
+        [("all_to_all", (["tp"], [7, 3], 0, 1, 6, [4, 6], [3, 4], [1, 1], ["", "tp"], True), "f64[3|4~tp@tp, 6]")],
+    ),
     "gather an atom": (TP, "f64[(3 5@tp 2)]", [("all_gather", (["tp"], [3, 3, 2], 1, 5, [30]), "f64[(3 5 2)]")]),
     "gather two axes at once": (AB, "f64[8@a.b]", [("all_gather", (["a", "b"], [2], 0, 8, [8]), "f64[8]")]),
     "gather two axes, minor first": (AB, "f64[8@b.a]", [("all_gather", (["b", "a"], [2], 0, 8, [8]), "f64[8]")]),

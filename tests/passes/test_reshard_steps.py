@@ -25,6 +25,8 @@ MESHES = [Mesh(a=2, b=2), Mesh(a=2, b=3)]
 WHOLE = TensorType(torch.float64, ((Atom(5),), (Atom(3), Atom(4))))
 
 BLOCKED = TensorType.parse("f64[3|-2|4*2, (3 4)]")
+FIRST_ROWS = TensorType.parse("f64[5/7, (3 4)]")
+ZIGZAG = TensorType.parse("f64[4|3~a, (3 4)]")
 
 
 def placements() -> Iterator[tuple[Axes, ...]]:
@@ -109,6 +111,31 @@ def test_every_pair_of_placements(mesh: Mesh, before: TensorType) -> None:
 def test_every_pair_of_placements_of_blocks(mesh: Mesh, before: TensorType) -> None:
     for after in types(whole=BLOCKED):
         check(before, after, mesh)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("before", [*types(whole=ZIGZAG), *types(whole=FIRST_ROWS)], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_pair_of_placements_in_zigzag(mesh: Mesh, before: TensorType) -> None:
+    for after in types(whole=before.replicated()):
+        check(before, after, mesh)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        ("f64[4|3~a] |sum a", "f64[4|3~a@a]", ["reduce_scatter"]),
+        ("f64[4|3~a@a, 4]", "f64[4|3~a, 4@a]", ["all_to_all"]),
+        ("f64[4|3~a, 4@a]", "f64[4|3~a@a, 4]", ["all_to_all"]),
+        ("f64[4|3~a@a] |sum b", "f64[4|3~a@a.b]", ["reduce_scatter"]),
+        ("f64[4|4~a@a]", "f64[4|4~a@b]", ["all_gather", "slice"]),
+    ],
+)
+def test_what_an_axis_reverses_moves_as_other_dims_do(before: str, after: str, kinds: list[str]) -> None:
+    planned = plan(TensorType.parse(before), TensorType.parse(after), Mesh(a=2, b=2))
+    assert planned is not None
+    assert sorted(step.kind for step in planned[0]) == sorted(kinds)
+    check(TensorType.parse(before), TensorType.parse(after), Mesh(a=2, b=2))
 
 
 @pytest.mark.sampled(2)

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from shardc.plan.clipping import Clipping
+from shardc.plan.context import Context
 from shardc.plan.experts import Experts
 from shardc.plan.fuse import Fusing
 from shardc.plan.hardware import HardwareChoice
@@ -26,6 +27,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "hardware": HardwareChoice,
     "fuse": Fusing,
     "experts": Experts,
+    "context": Context,
     "precision": Dtypes,
     "pipeline": Pipelining,
     "loss": LossOver,

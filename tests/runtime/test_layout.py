@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.ir.blocks import Block, Blocks
+from shardc.ir.blocks import Block, Blocks, aligned, truncated, zigzag
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Atom, TensorType
 from shardc.runtime.execute.layout import assemble, load_shard, replica_spread, shard, shard_slices
@@ -15,9 +15,12 @@ from shardc.runtime.execute.layout import assemble, load_shard, replica_spread, 
 MESHES = [Mesh(a=2), Mesh(a=2, b=3), Mesh(a=3, b=2), Mesh(a=2, b=2, c=2), Mesh(a=1, b=4)]
 
 
-BLOCKS = st.lists(st.builds(Block, st.integers(1, 5), st.integers(1, 2), st.booleans()), min_size=2, max_size=3).map(
-    Blocks
+BLOCK = st.builds(Block, st.integers(1, 5), st.integers(1, 2), st.booleans())
+WITH_ROOM = st.builds(
+    lambda n, room, axis: Block(n, 1, True, axis, n + room), *[st.integers(1, 6)] * 2, st.sampled_from(["", "a"])
 )
+REVERSED = st.builds(Block, st.integers(1, 9), st.integers(1, 2), reverse=st.sampled_from("abc"))
+BLOCKS = st.lists(st.one_of(BLOCK, REVERSED, WITH_ROOM), min_size=1, max_size=3).map(Blocks)
 
 
 @st.composite
@@ -78,6 +81,57 @@ def test_shards_of_unequal_blocks() -> None:
     assert torch.equal(shards[0][12:], shards[1][12:])
     shards[1][-1] += 1
     assert replica_spread(shards, type, mesh) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "held"),
+    [
+        (8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        (17, 2, [[0, 1, 2, 3, 4, 14, 15, 16, -1], [5, 6, 7, 8, 9, 10, 11, 12, 13]]),
+        (9, 4, [[0, 1, -1], [2, 3, -1], [4, 5, -1], [6, 7, 8]]),
+    ],
+)
+def test_a_zigzag_has_chunks_from_both_ends(size: int, ranks: int, held: list[list[int]]) -> None:
+    blocks, mesh = zigzag(size, "cp", ranks), Mesh(cp=ranks)
+    assert blocks is not None
+    type = TensorType(torch.int64, ((Atom(blocks, ("cp",)),),))
+    assert TensorType.parse(str(type)) == type
+    shards = [shard(torch.arange(1, size + 1), type, mesh, rank) - 1 for rank in range(ranks)]
+    assert [x.tolist() for x in shards] == held
+    assert type.local_shape(mesh) == (-(-size // ranks),), "no more than without blocks"
+
+
+def test_of_two_axes_one_reverses() -> None:
+    """A sequence in zigzag over cp, each rank's rows of which tp cuts in order."""
+    type, mesh = TensorType.parse("i64[8|8~cp@cp.tp]"), Mesh(cp=2, tp=2)
+    shards = [shard(torch.arange(16), type, mesh, rank).tolist() for rank in range(4)]
+    assert shards == [[0, 1, 12, 13], [2, 3, 14, 15], [4, 5, 8, 9], [6, 7, 10, 11]]
+
+
+def test_a_split_axis_reverses_as_it_did() -> None:
+    type, split = TensorType.parse("i64[8|8~cp@cp]"), Mesh(cp=4).split("cp", (2, 2))
+    of_parts = TensorType.parse("i64[8|8~cp@cp:0.cp:1]")
+    for rank in range(4):
+        held = shard(torch.arange(16), type, Mesh(cp=4), rank)
+        assert torch.equal(shard(torch.arange(16), type, split, rank), held)
+        assert torch.equal(shard(torch.arange(16), of_parts, split, rank), held)
+
+
+@pytest.mark.parametrize("of", ["17", "10|7~cp"])
+def test_the_first_rows_of_a_sequence_lie_where_they_did(of: str) -> None:
+    mesh, whole = Mesh(cp=2), TensorType.parse(f"i64[{of}@cp]")
+    part = truncated(whole.atoms[0].size, 15)
+    assert part is not None
+    assert aligned(part, whole.atoms[0].size)
+    type = TensorType(torch.int64, ((Atom(part, ("cp",)),),))
+    assert TensorType.parse(str(type)) == type
+    for rank in range(2):
+        rows = shard(torch.arange(1, 18), whole, mesh, rank)
+        assert torch.equal(shard(torch.arange(1, 16), type, mesh, rank), rows.where(rows <= 15, 0))
+
+
+def test_a_dim_too_short_has_no_zigzag() -> None:
+    assert zigzag(7, "cp", 4) is None
 
 
 def test_nested_uneven_gathers_to_the_layout_of_the_major_axis() -> None:

@@ -20,16 +20,16 @@ from torch import Tensor
 from kernels_triton.base.library import define
 
 
-def _empty(like: Tensor, *shape: int) -> Tensor:
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor in the layout promised above."""
     if len(shape) != 4:
-        return like.new_empty(shape)
+        return like.new_empty(shape, dtype=dtype)
     b, h, s, d = shape
-    return like.new_empty((b, s, h, d)).transpose(1, 2)
+    return like.new_empty((b, s, h, d), dtype=dtype).transpose(1, 2)
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:
-    return _empty(like, *value.shape).copy_(value)
+    return empty(like, *value.shape).copy_(value)
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -49,11 +49,12 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tenso
     return k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, lower_right: bool = False) -> Tensor:
     scores = (q @ k.transpose(-2, -1)) * scale
     if causal:
         # Aligned top left, as torch does it: query i sees keys 0..i whatever the number of keys.
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        first = 1 + (k.shape[-2] - q.shape[-2] if lower_right else 0)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first)
         scores = scores.masked_fill(future, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
@@ -61,10 +62,12 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool,
+    lower_right: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`lower_right`: the last query sees the last key, as where the queries are the last rows of a sequence."""
     keys, values = _repeated(q, k, v, gqa)
-    scores = _scores(_wide(q), keys, mask, causal, _default_scale(scale, q))
+    scores = _scores(_wide(q), keys, mask, causal, _default_scale(scale, q), lower_right)
     lse = torch.logsumexp(scores, -1)
     probs = (scores - _finite(lse)).exp()
     return _laid_out(probs @ values, q), lse.contiguous()
@@ -75,21 +78,21 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)
 
 
-def _sdpa_fake(
+def sdpa_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _empty(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return empty(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
 def reference_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
-    causal: bool, scale: float | None, gqa: bool, need_mask: bool,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, lower_right: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     factor = _default_scale(scale, q)
     queries, grad = _wide(q), _wide(g)
     keys, values = _repeated(q, k, v, gqa)
-    probs = (_scores(queries, keys, mask, causal, factor) - _finite(lse)).exp()
+    probs = (_scores(queries, keys, mask, causal, factor, lower_right) - _finite(lse)).exp()
     dv = probs.transpose(-2, -1) @ grad
     # sum_j dp_ij p_ij = g_i . o_i: the row term needs no second pass over the keys.
     row = (grad * _wide(o)).sum(-1, keepdim=True)
@@ -101,24 +104,24 @@ def reference_backward(
     return _laid_out(dq, q), _laid_out(dk, k), _laid_out(dv, v), dmask
 
 
-def _sdpa_bwd_fake(
+def sdpa_bwd_fake(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dmask = mask.new_empty(mask.shape) if need_mask and mask is not None else q.new_empty(0)
-    return _empty(q, *q.shape), _empty(k, *k.shape), _empty(v, *v.shape), dmask
+    return empty(q, *q.shape), empty(k, *k.shape), empty(v, *v.shape), dmask
 
 
 SDPA = define(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa) -> (Tensor o, Tensor lse)",
     reference,
-    _sdpa_fake,
+    sdpa_fake,
 )
 SDPA_BWD = define(
     "sdpa_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, float? scale, "
     "bool gqa, bool need_mask) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     reference_backward,
-    _sdpa_bwd_fake,
+    sdpa_bwd_fake,
 )
 
 

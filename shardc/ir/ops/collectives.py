@@ -11,7 +11,7 @@ alone: never its coordinate. Tensors arrive as local dims; `atoms` lists the loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,10 @@ from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from kernels_triton.base.library import define
+from shardc.ir.blocks import Block, Blocks
+from shardc.ir.mesh import Mesh
 from shardc.ir.ops.context import Communicator, Sizes, current
+from shardc.ir.ops.local import told_blocks
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "all_to_all_uneven"]
 
@@ -94,33 +97,97 @@ def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, si
 
 
 def _gather_blocks(
-    x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, counts: list[int], units: list[int], shape: list[int]
+    x: torch.Tensor,
+    axes: list[str],
+    atoms: list[int],
+    pos: int,
+    counts: list[int],
+    units: list[int],
+    shape: list[int],
+    reverse: Sequence[str] | None = None,
 ) -> Steps:
     """The same of an atom of blocks: `counts` are those of the gathered atom, negative where a block is not cut."""
+    mesh = current().mesh
     front = x.reshape(atoms).movedim(pos, 0).contiguous()
     chunks = yield Exchange("all_gather", front, tuple(axes))
-    blocks: list[torch.Tensor] = []
-    start, members = 0, chunks.shape[0]
-    for count, unit in zip(counts, units, strict=True):
-        held = (-(-count // members) if count > 0 else -count) * unit
-        part = chunks[:, start : start + held]
-        blocks.append(part.flatten(0, 1)[: count * unit] if count > 0 else part[0])
+    return _back(_join_blocks(chunks, axes, told_blocks(counts, units, reverse), mesh), pos, shape)
+
+
+def _join_blocks(chunks: torch.Tensor, axes: list[str], blocks: Blocks, mesh: Mesh) -> torch.Tensor:
+    """What the ranks of a group have of an atom, [group, its local size, ...], as the whole: [its size, ...]."""
+    parts: list[torch.Tensor] = []
+    start = 0
+    for block in blocks.parts:
+        held = block.local(axes, mesh).size
+        part = _turned(chunks[:, start : start + held], axes, block, mesh)
+        parts.append(part.flatten(0, 1)[: block.size] if block.cut else part[0])
         start += held
-    return _back(torch.cat(blocks), pos, shape)
+    return torch.cat(parts)
 
 
-def _reduce_scatter(x: torch.Tensor, op: str, axes: list[str], atoms: list[int], pos: int, shape: list[int]) -> Steps:
-    rows = _cut(x.reshape(atoms), pos, axes).movedim(pos + 1, 1).contiguous()
-    row = yield Exchange("reduce_scatter", rows, tuple(axes), op)
+def _cut_blocks(x: torch.Tensor, pos: int, axes: list[str], blocks: Blocks) -> torch.Tensor:
+    """Dim `pos`, an atom of blocks, as what each group member has of it: [group, ..., its local size, ...]."""
+    parts: list[torch.Tensor] = []
+    start, mesh = 0, current().mesh
+    group = mesh.size(axes)
+    for block in blocks.parts:
+        part = x.narrow(pos, start, block.size)
+        if block.cut:
+            parts.append(_turned(_chunks(part, pos, group, block.local(axes, mesh).size), axes, block, mesh))
+        else:
+            parts.append(part.unsqueeze(0).expand(group, *part.shape))
+        start += block.size
+    return torch.cat(parts, pos + 1)
+
+
+def _turned(chunks: torch.Tensor, axes: list[str], block: Block, mesh: Mesh) -> torch.Tensor:
+    """From the order of a block's pieces to that of the ranks, or back."""
+    along = mesh.resolve(axes)
+    turned = [i for i, axis in enumerate(along) if block.reverses(axis)]
+    if not turned:
+        return chunks
+    return chunks.unflatten(0, [mesh.size(axis) for axis in along]).flip(turned).flatten(0, len(along) - 1)
+
+
+def _reduce_scatter(
+    x: torch.Tensor,
+    op: str,
+    axes: list[str],
+    atoms: list[int],
+    pos: int,
+    shape: list[int],
+    counts: Sequence[int] = (),
+    units: Sequence[int] = (),
+    reverse: Sequence[str] | None = None,
+) -> Steps:
+    """`counts`, `units` and `reverse` are those of an atom of blocks, each of which is cut."""
+    whole = x.reshape(atoms)
+    cut = _cut_blocks(whole, pos, axes, told_blocks(counts, units, reverse)) if counts else _cut(whole, pos, axes)
+    row = yield Exchange("reduce_scatter", cut.movedim(pos + 1, 1).contiguous(), tuple(axes), op)
     return _back(row, pos, shape)
 
 
 def _all_to_all(
-    x: torch.Tensor, axes: list[str], atoms: list[int], split: int, concat: int, size: int, shape: list[int]
+    x: torch.Tensor,
+    axes: list[str],
+    atoms: list[int],
+    split: int,
+    concat: int,
+    size: int,
+    shape: list[int],
+    counts: Sequence[int] = (),
+    units: Sequence[int] = (),
+    reverse: Sequence[str] | None = None,
+    splits_blocks: bool = False,
 ) -> Steps:
-    rows = _cut(x.reshape(atoms), split, axes).contiguous()
-    received = yield Exchange("all_to_all", rows, tuple(axes))
-    joined = received.movedim(0, concat).flatten(concat, concat + 1).narrow(concat, 0, size)
+    """`counts`, `units` and `reverse` are those of an atom of blocks: of `split` if it `splits_blocks`, or `concat`."""
+    mesh, whole, blocks = current().mesh, x.reshape(atoms), told_blocks(counts, units, reverse)
+    cut = _cut_blocks(whole, split, axes, blocks) if splits_blocks else _cut(whole, split, axes)
+    received = yield Exchange("all_to_all", cut.contiguous(), tuple(axes))
+    if counts and not splits_blocks:
+        joined = _join_blocks(received.movedim(concat + 1, 1), axes, blocks, mesh).movedim(0, concat)
+    else:
+        joined = received.movedim(0, concat).flatten(concat, concat + 1).narrow(concat, 0, size)
     return joined.reshape(shape).contiguous()
 
 
@@ -132,7 +199,10 @@ def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps
 def _cut(x: torch.Tensor, pos: int, axes: list[str]) -> torch.Tensor:
     """Dim `pos`, zero padded, as one chunk a group member: [..., n, ...] -> [group, ..., ceil(n / group), ...]."""
     group = current().mesh.size(axes)
-    chunk = -(-x.shape[pos] // group)
+    return _chunks(x, pos, group, -(-x.shape[pos] // group))
+
+
+def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     missing = group * chunk - x.shape[pos]
     if missing:
         x = pad(x, [0, 0] * (x.ndim - 1 - pos) + [0, missing])
@@ -174,19 +244,22 @@ all_gather = _collective(
     "all_gather(Tensor x, str[] axes, int[] atoms, int pos, int size, int[] shape) -> Tensor", _all_gather, _shaped
 )
 gather_blocks = _collective(
-    "gather_blocks(Tensor x, str[] axes, int[] atoms, int pos, int[] counts, int[] units, int[] shape) -> Tensor",
+    "gather_blocks(Tensor x, str[] axes, int[] atoms, int pos, int[] counts, int[] units, int[] shape,"
+    " str[]? reverse=None) -> Tensor",
     _gather_blocks,
-    _shaped,
+    lambda x, axes, atoms, pos, counts, units, shape, reverse=None: x.new_empty(shape),
 )
 reduce_scatter = _collective(
-    "reduce_scatter(Tensor x, str op, str[] axes, int[] atoms, int pos, int[] shape) -> Tensor",
+    "reduce_scatter(Tensor x, str op, str[] axes, int[] atoms, int pos, int[] shape, int[] counts=[], int[] units=[],"
+    " str[]? reverse=None) -> Tensor",
     _reduce_scatter,
-    _shaped,
+    lambda x, op, axes, atoms, pos, shape, *blocks, **_: x.new_empty(shape),
 )
 all_to_all = _collective(
-    "all_to_all(Tensor x, str[] axes, int[] atoms, int split, int concat, int size, int[] shape) -> Tensor",
+    "all_to_all(Tensor x, str[] axes, int[] atoms, int split, int concat, int size, int[] shape, int[] counts=[],"
+    " int[] units=[], str[]? reverse=None, bool splits_blocks=False) -> Tensor",
     _all_to_all,
-    _shaped,
+    lambda x, axes, atoms, split, concat, size, shape, *blocks, **_: x.new_empty(shape),
 )
 permute_ranks = _collective("permute_ranks(Tensor x, str[] axes, int[] source) -> Tensor", _permute_ranks, _same)
 

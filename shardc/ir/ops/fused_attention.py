@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from kernels_triton.base.library import LIBRARY
 from shardc import torch_compat
 from shardc.ir.ops import attention
+from shardc.ir.ops.attention_rows import Kernels, register_kernels
 
 Kernel = Literal["cudnn", "flash", "efficient", "reference"]
 HALVES = (torch.bfloat16, torch.float16)
@@ -28,18 +29,19 @@ BIAS_ALIGNED = 16
 LSE_ALIGNED = 32  # rows: how the efficient kernels store lse
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Kernel:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, lower_right: bool = False) -> Kernel:
     """The fastest kernel that takes these operands as they are; k and v may have fewer heads than q."""
     if any(t.shape[-1] % ALIGNED or not t.numel() for t in (q, k, v)):
         return "reference"
     fits = torch_compat.fused_kernels(q, k, v, bias, causal, gqa=q.shape[1] != k.shape[1])
-    # Off the diagonal the first two take causal to be aligned bottom right; ours is aligned top left.
-    if bias is None and q.shape[-1] == v.shape[-1] and (q.shape[2] == k.shape[2] or not causal):
+    # Of more keys than queries the first two take causal to be aligned lower right, the others upper left.
+    square = q.shape[2] == k.shape[2] or not causal
+    if bias is None and q.shape[-1] == v.shape[-1] and (square or lower_right):
         if fits.cudnn and torch.cuda.get_device_capability(q.device) >= (9, 0):
             return "cudnn"
         if fits.flash:
             return "flash"
-    return "efficient" if fits.efficient else "reference"
+    return "efficient" if fits.efficient and (square or not lower_right) else "reference"
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -69,11 +71,12 @@ def _promised(t: Tensor) -> Tensor:
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
-) -> tuple[Tensor, Tensor]:
-    chosen = _chosen(q, k, v, mask, causal)
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool,
+    lower_right: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chosen = _chosen(q, k, v, mask, causal, lower_right)
     if chosen is None:
-        return attention.reference(q, k, v, mask, causal, scale, gqa)
+        return attention.reference(q, k, v, mask, causal, scale, gqa, lower_right)
     kernel, q, keys, values, bias = chosen
     match kernel:
         case "cudnn":
@@ -90,11 +93,11 @@ def _sdpa(
 
 def _sdpa_bwd(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
-    causal: bool, scale: float | None, gqa: bool, need_mask: bool,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, lower_right: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    chosen = None if need_mask and mask is not None else _chosen(q, k, v, mask, causal)
+    chosen = None if need_mask and mask is not None else _chosen(q, k, v, mask, causal, lower_right)
     if chosen is None:
-        return attention.reference_backward(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
+        return attention.reference_backward(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask, lower_right)
     kernel, q, keys, values, bias = chosen
     g, o = (_promised(t) for t in (g, o))
     match kernel:
@@ -114,20 +117,21 @@ def _sdpa_bwd(
 
 
 def _chosen(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, lower_right: bool
 ) -> tuple[Kernel, Tensor, Tensor, Tensor, Tensor | None] | None:
     """The kernel, and its operands as it takes them; None for the reference."""
     if q.dtype not in HALVES or q.ndim != 4:
         return None
     q, k, v = (_aligned(t) for t in (q, k, v))
     bias = _bias(mask, q, k)
-    kernel = kernel_for(q, k, v, bias, causal)
+    kernel = kernel_for(q, k, v, bias, causal, lower_right)
     if kernel == "reference" and q.shape[1] != k.shape[1]:  # not all of them know grouped heads
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-        kernel = kernel_for(q, k, v, bias, causal)
+        kernel = kernel_for(q, k, v, bias, causal, lower_right)
     return None if kernel == "reference" else (kernel, q, k, v, bias)
 
 
 LIBRARY.impl("sdpa", _sdpa, "CUDA")
 LIBRARY.impl("sdpa_bwd", _sdpa_bwd, "CUDA")
+register_kernels("CUDA", Kernels(_sdpa, _sdpa_bwd))

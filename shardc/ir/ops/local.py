@@ -29,12 +29,14 @@ class Span:
     local: int
 
 
-def span(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, int]) -> Span:
-    """What the rank at `coordinate` holds of an atom of `size` sharded by `axes`, major first."""
-    start, extent, local = 0, size, size
+def span(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, int], block: Block | None = None) -> Span:
+    """What the rank at `coordinate` holds of an atom of `size` sharded by `axes`, major first; or of a block's pieces,
+    which an axis may have in reverse."""
+    start, extent, local = 0, size, block.divided if block and axes else size
     for axis in mesh.resolve(axes):
-        local = -(-local // mesh.size(axis))
-        offset = coordinate[axis] * local
+        ranks = mesh.size(axis)
+        local = -(-local // ranks)
+        offset = local * (ranks - 1 - coordinate[axis] if block and block.reverses(axis) else coordinate[axis])
         start += offset
         extent = min(max(extent - offset, 0), local)
     # A rank of padding alone starts at the end.
@@ -58,7 +60,7 @@ def runs(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, in
     found: list[Run] = []
     start = local = 0
     for block in size.parts:
-        held = span(block.count, axes if block.cut else (), mesh, coordinate)
+        held = span(block.count, axes if block.cut else (), mesh, coordinate, block)
         if held.extent:
             found.append(Run(start + held.start * block.unit, held.extent * block.unit, local))
         start, local = start + block.size, local + held.local * block.unit
@@ -82,21 +84,36 @@ def _shard_slice(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, s
     return take(x.reshape(atoms), pos, shard_span).view(shape)
 
 
-def _blocks(counts: list[int], units: list[int]) -> Blocks:
-    """As the ops' arguments tell blocks: the number of pieces of one that is not cut is negative."""
-    return Blocks(Block(abs(count), unit, count > 0) for count, unit in zip(counts, units, strict=True))
+def told_blocks(counts: Sequence[int], units: Sequence[int], reverse: Sequence[str] | None = None) -> Blocks:
+    """As the ops' arguments tell blocks: the number of pieces of one that is not cut is negative, and `reverse` is a
+    name for each, or nothing where no axis reverses any."""
+    names = reverse or [""] * len(counts)
+    parts: list[Block] = []
+    for n, unit, name in zip(counts, units, names, strict=True):
+        room, _, axis = name.rpartition("~")
+        parts.append(Block(abs(n), unit, n > 0, axis, int(room or 0)))
+    return Blocks(parts)
 
 
-def told(blocks: Blocks) -> tuple[list[int], list[int]]:
-    """Blocks as the ops' arguments `counts` and `units`."""
-    return [b.count if b.cut else -b.count for b in blocks.parts], [b.unit for b in blocks.parts]
+def told(blocks: Blocks) -> tuple[list[int], list[int], list[str]]:
+    """Blocks as the ops' arguments `counts`, `units` and `reverse`; the last tells of room too: `16~cp`."""
+    counts = [b.count if b.cut else -b.count for b in blocks.parts]
+    how = [f"{b.room}~{b.reverse}" if b.room else b.reverse for b in blocks.parts]
+    return counts, [b.unit for b in blocks.parts], how if any(how) else []
 
 
 def _slice_blocks(
-    x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, counts: list[int], units: list[int], shape: list[int]
+    x: torch.Tensor,
+    axes: list[str],
+    atoms: list[int],
+    pos: int,
+    counts: list[int],
+    units: list[int],
+    shape: list[int],
+    reverse: Sequence[str] | None = None,
 ) -> torch.Tensor:
     context = current()
-    blocks = _blocks(counts, units)
+    blocks = told_blocks(counts, units, reverse)
     assert int(blocks) == atoms[pos], f"atom {pos} holds {atoms[pos]}, not {blocks}"
     whole = x.reshape(atoms)
     local = blocks.local(axes, context.mesh)
@@ -115,14 +132,15 @@ def _mask_blocks(
     axes: list[str],
     fill: float,
     copies: bool,
+    reverse: Sequence[str] | None = None,
 ) -> torch.Tensor:
     context = current()
-    blocks = _blocks(counts, units)
+    blocks = told_blocks(counts, units, reverse)
     masked = x.reshape(atoms).clone(memory_format=torch.contiguous_format)
     first = not any(context.coordinate[axis] for axis in context.mesh.resolve(axes))
     start = 0
     for block in blocks.parts:
-        held = span(block.count, axes if block.cut else (), context.mesh, context.coordinate)
+        held = span(block.count, axes if block.cut else (), context.mesh, context.coordinate, block)
         extent = 0 if copies and not block.cut and not first else held.extent
         masked.narrow(pos, start + extent * block.unit, (held.local - extent) * block.unit).fill_(fill)
         start += held.local * block.unit
@@ -159,13 +177,14 @@ mask_pad = define(
     "mask_pad(Tensor x, int[] atoms, int pos, int size, str[] axes, float fill) -> Tensor", _mask_pad, _same
 )
 slice_blocks = define(
-    "slice_blocks(Tensor x, str[] axes, int[] atoms, int pos, int[] counts, int[] units, int[] shape) -> Tensor",
+    "slice_blocks(Tensor x, str[] axes, int[] atoms, int pos, int[] counts, int[] units, int[] shape,"
+    " str[]? reverse=None) -> Tensor",
     _slice_blocks,
-    lambda x, axes, atoms, pos, counts, units, shape: x.new_empty(shape),
+    lambda x, axes, atoms, pos, counts, units, shape, reverse=None: x.new_empty(shape),
 )
 mask_blocks = define(
-    "mask_blocks(Tensor x, int[] atoms, int pos, int[] counts, int[] units, str[] axes, float fill, bool copies)"
-    " -> Tensor",
+    "mask_blocks(Tensor x, int[] atoms, int pos, int[] counts, int[] units, str[] axes, float fill, bool copies,"
+    " str[]? reverse=None) -> Tensor",
     _mask_blocks,
     _same,
 )
@@ -180,7 +199,7 @@ axis_offset = define(
 AXES_READ: dict[Any, Callable[..., Sequence[str]]] = {
     shard_slice: lambda x, axes, atoms, pos, shape: axes,
     mask_pad: lambda x, atoms, pos, size, axes, fill: axes,
-    slice_blocks: lambda x, axes, atoms, pos, counts, units, shape: axes,
-    mask_blocks: lambda x, atoms, pos, counts, units, axes, fill, copies: axes,
+    slice_blocks: lambda x, axes, atoms, pos, counts, units, shape, reverse=None: axes,
+    mask_blocks: lambda x, atoms, pos, counts, units, axes, fill, copies, reverse=None: axes,
     axis_offset: lambda axes, strides: axes,
 }

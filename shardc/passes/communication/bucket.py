@@ -8,7 +8,7 @@
 
 Needs a localized body, or a part of one. Ensures the same values under the same names, and the same bytes sent but for
 what aligns each member. Members are of one kind, over the same axes, of one dtype and reduction and phase, and run as
-often. What is gathered block by block (`gather_blocks`) goes alone. There are two sorts:
+often. What is gathered or scattered block by block goes alone. There are two sorts:
 
     late    what nothing reads before the optimizer, or is only returned: gradients, new parameters. A bucket takes them
             in order, is sent when its last member is there, and before anything reads one of them.
@@ -163,6 +163,8 @@ class _Buckets:
         if kind not in ("all_reduce", "all_gather", "reduce_scatter") or node.target is gather_blocks:
             return None  # what is gathered block by block is no dim side by side
         args, mesh = given(node), self.graph.mesh
+        if args.get("counts"):
+            return None
         x: fx.Node = args["x"]
         count = math.prod(type_of(x).local_shape(mesh))
         if not count or x.target is PACK:

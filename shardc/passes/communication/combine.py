@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.blocks import Blocks
 from shardc.ir.graph import Graph, info, type_of, update
 from shardc.ir.ops import collectives, local
+from shardc.ir.schema import given
 from shardc.passes.base import Pass
 from shardc.passes.sharding.reshard_steps import even
 
 _GATHERS = {collectives.all_gather, collectives.gather_blocks, collectives.all_to_all, collectives.permute_ranks}
-_MOVES = {*_GATHERS, collectives.all_reduce, collectives.reduce_scatter, local.shard_slice, local.slice_blocks}
+_SLICES = (local.shard_slice, local.slice_blocks)
+_MOVES = {*_GATHERS, collectives.all_reduce, collectives.reduce_scatter, *_SLICES}
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Combine(Pass):
                 _merge_reductions(graph, node)
             elif node.target is collectives.all_gather:
                 _merge_gathers(graph, node)
-            elif node.target is local.shard_slice:
+            elif node.target in _SLICES:
                 _slice_of_fill(graph, node)
         _merge_equal(graph)
         graph.erase_dead()
@@ -96,15 +99,20 @@ def _merge_gathers(graph: Graph, node: fx.Node) -> None:
 def _reduce_scatter(graph: Graph, node: fx.Node) -> None:
     """all_reduce of which every reader slices the same part."""
     readers = list(node.users)
-    if not readers or any(r.target is not local.shard_slice or r.args[1] != node.args[2] for r in readers):
+    if not readers or any(r.target not in _SLICES or r.args[1] != node.args[2] for r in readers):
         return
     if len({(r.args[3], type_of(r)) for r in readers}) != 1:
         return
     first = readers[0]
+    size = type_of(first).atoms[int(first.args[3])].size  # type: ignore[arg-type]
+    if isinstance(size, Blocks) and size.copied:
+        return
+    told = given(first)
+    blocks = (told["counts"], told["units"], told.get("reverse")) if isinstance(size, Blocks) else ()
     with graph.fx.inserting_before(node):
         scattered = graph.call(
             collectives.reduce_scatter,
-            (node.args[0], node.args[1], *first.args[1:]),
+            (node.args[0], node.args[1], *(told[name] for name in ("axes", "atoms", "pos", "shape")), *blocks),
             like=node,
             type=type_of(first),
             name=info(node).name.replace(".all_reduce", ".reduce_scatter"),

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from shardc.cost.flops import COUNTS, node_flops
+from shardc.cost.flops import PRODUCTS, node_flops
 from shardc.cost.memory import memory
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic
@@ -155,7 +155,7 @@ def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:
     """Is running a call again bound by memory? Products with weights count as dear, whatever their size."""
     op = op_name(call.target)
     if op not in ATTENTION:
-        return op not in COUNTS
+        return op not in PRODUCTS
     written = sum(type_of(v).local_bytes(graph.mesh) for v in results(call) if v is not None)
     return work <= hardware.flops_per_memory_byte * written
 

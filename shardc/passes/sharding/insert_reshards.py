@@ -5,7 +5,8 @@ assignment; outputs are placed as their parameter, buffer or annotation is, and 
 
 A value may be needed in several placements; each is made once and kept. The next need starts from the
 cheapest copy there is. What a gather made in forward is not kept for backward: it is gathered again there
-(Korthikanti et al. 2022, section 4.2.2), since keeping it would undo the memory that sharding saved. A
+(Korthikanti et al. 2022, section 4.2.2), since keeping it would undo the memory that sharding saved. What attention
+reads by heads, that lay by rows, is kept: it is as large, and backward reads it so again. A
 reshard of a view moves to the root of the chain of views, so that a weight and its transpose are gathered once.
 """
 
@@ -20,7 +21,9 @@ from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Port, Seed, info, operands, replace_operands, results, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops import collectives
+from shardc.ir.ops.attention_rows import SDPA_HEADS, SDPA_RING
 from shardc.ir.provenance import Derivation
+from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass, split_of
 from shardc.passes.sharding.atomize import UPDATES
@@ -47,6 +50,7 @@ class InsertReshards(Pass):
     def run(self, graph: Graph) -> Graph:
         gathered_inputs = [node for name, node in graph.input_nodes().items() if name in self.keep_gathered]
         copies = _Copies(graph, {v for node in gathered_inputs for v in (node, *narrow_copies(node))}, self.hardware)
+        copies.turned = _turned(graph)
         for node in list(graph.fx.nodes):
             if node.op == "placeholder":
                 copies.born(node)
@@ -145,12 +149,27 @@ def _bound_rows(value: fx.Node, seed: Seed) -> ShardcError:
     )
 
 
+def _turned(graph: Graph) -> set[fx.Node]:
+    """What attention reads whose heads are divided for its time, and what that is a view of."""
+    turned: set[fx.Node] = set()
+    for node in graph.calls():
+        if node.target not in (SDPA_HEADS, SDPA_RING) or not given(node)["heads"]:
+            continue
+        for value in operands(node):
+            turned.add(value)
+            while find_view(value) and len(operands(value)) == 1:
+                (value,) = operands(value)
+                turned.add(value)
+    return turned
+
+
 class _Copies:
     """The placements in which each value is available."""
 
     def __init__(self, graph: Graph, keep: set[fx.Node], hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
         self.keep = keep
+        self.turned: set[fx.Node] = set()  # values that attention reads by heads
         self.have: dict[fx.Node, list[tuple[TensorType, fx.Node, str | None]]] = {}  # phase None: kept for all phases
         self.origin: dict[fx.Node, fx.Node] = {}
 
@@ -215,7 +234,9 @@ class _Copies:
                 self.have[value].append((need, hoisted, phase))
                 return hoisted
         copy = self._reshard(value, source, need, phase)
-        kept_phase = phase if value not in self.keep and any(s.kind in _GATHERS for s in steps) else None
+        moved = {step.kind for step in steps} & _GATHERS
+        kept = value in self.keep or (value in self.turned and moved == {"all_to_all"})
+        kept_phase = phase if moved and not kept else None
         self.have[value].append((need, copy, kept_phase))
         return copy
 

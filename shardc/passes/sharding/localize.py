@@ -115,7 +115,8 @@ class _Walk:
         mesh = self.graph.mesh
         held, size, axes = list(type.local_atoms(mesh)), type.atoms[atom].size, list(type.atoms[atom].axes)
         if isinstance(size, Blocks):
-            args = (value, held, atom, *local.told(size), axes, fill, copies)
+            counts, units, reverse = local.told(size)
+            args = (value, held, atom, counts, units, axes, fill, copies, *((reverse,) if reverse else ()))
             return self.graph.call(local.mask_blocks, args, like=node, type=type)
         masked = self.graph.call(local.mask_pad, (value, held, atom, size, axes, fill), like=node, type=type)
         self.zero[masked] = self.zero.get(value, set()) | ({atom} if fill == 0 else set())

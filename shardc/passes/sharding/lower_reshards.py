@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch._ops import OpOverload
 
-from shardc.ir.blocks import Blocks
+from shardc.ir.blocks import Axes, Blocks
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
@@ -77,27 +77,38 @@ def call_of(value: fx.Node, step: Step, mesh: Mesh) -> tuple[OpOverload, tuple[o
         return collectives.all_reduce, (value, step.reduction, axes)
     if (moved := _moved_blocks(step)) is not None:
         pos, blocks = moved
-        counts, units = told(
+        counts, units, reverse = told(
             blocks.local(step.before.placement[pos] if step.kind == "slice" else step.after.placement[pos], mesh)
         )
         op = local.slice_blocks if step.kind == "slice" else collectives.gather_blocks
-        return op, (value, axes, atoms, pos, counts, units, shape)
+        turned = (reverse,) if reverse else ()
+        return op, (value, axes, atoms, pos, counts, units, shape, *turned)
+    if step.kind == "reduce_scatter":
+        blocks = _told_blocks(step, step.target, step.before.placement[step.target], mesh)
+        return collectives.reduce_scatter, (value, step.reduction, axes, atoms, step.target, shape, *blocks)
     if step.kind == "slice":
         return local.shard_slice, (value, axes, atoms, step.target, shape)
-    if step.kind == "reduce_scatter":
-        return collectives.reduce_scatter, (value, step.reduction, axes, atoms, step.target, shape)
     if step.kind == "all_gather":
         size = step.after.atoms[step.source].local(mesh)
         return collectives.all_gather, (value, axes, atoms, step.source, size, shape)
     if step.kind == "all_to_all":
         size = step.after.atoms[step.source].local(mesh)
-        return collectives.all_to_all, (value, axes, atoms, step.target, step.source, size, shape)
+        ends = ((step.target, step.before.placement, (True,)), (step.source, step.after.placement, ()))
+        told_of = [(*told_, *splits) for pos, p, splits in ends if (told_ := _told_blocks(step, pos, p[pos], mesh))]
+        (blocks,) = told_of or [()]
+        return collectives.all_to_all, (value, axes, atoms, step.target, step.source, size, shape, *blocks)
     assert step.kind == "permute", step.kind
     return collectives.permute_ranks, (
         value,
         [step.axis, step.to_axis],
         transposition(mesh.size(step.axis), mesh.size(step.to_axis)),
     )
+
+
+def _told_blocks(step: Step, pos: int, axes: Axes, mesh: Mesh) -> tuple[list[int], list[int], list[str]] | tuple[()]:
+    """The blocks of an atom that a step cuts, or joins, where it lies over `axes`; nothing if it has none."""
+    size = step.before.atoms[pos].size
+    return told(size.local(axes, mesh)) if isinstance(size, Blocks) else ()
 
 
 def _moved_blocks(step: Step) -> tuple[int, Blocks] | None:

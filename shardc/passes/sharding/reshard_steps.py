@@ -11,8 +11,8 @@ Of two ways the one that takes less time is chosen: by the bytes that a rank sen
 as a link would send in the time that a collective takes to begin. So a small tensor moves in few steps.
 
 Reductions come first, while the tensor is large in ranks and small in each; gathers last. Each step
-touches an atom's minor-most axis only, which keeps unevenly padded layouts exact. An atom of blocks is only sliced and
-gathered.
+touches an atom's minor-most axis only, which keeps unevenly padded layouts exact. An atom of blocks of which some are
+whole on every rank is only sliced and gathered, and one that an axis reverses is not permuted.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Planner:
                 if any(axis in axes for axes in self.now):
                     continue
                 k = self.mesh.size(axis)
-                if axis in self.pending and self._of_blocks(i):
+                if axis in self.pending and self._copied(i):
                     return self._resolve(axis)
                 self.now[i] = (*now, axis)
                 if axis in self.pending:
@@ -126,8 +126,18 @@ class _Planner:
         return True
 
     def _of_blocks(self, atom: int) -> bool:
-        """Its shards are not chunks side by side: it is gathered and sliced, and in no other step."""
+        """Its shards are not chunks side by side."""
         return isinstance(self.type.atoms[atom].size, Blocks)
+
+    def _reversed(self, atom: int) -> bool:
+        """Which rank has what of it depends on the axis."""
+        size = self.type.atoms[atom].size
+        return isinstance(size, Blocks) and bool(size.zigzag)
+
+    def _copied(self, atom: int) -> bool:
+        """Some of it is on every rank: it is gathered and sliced, and in no other step."""
+        size = self.type.atoms[atom].size
+        return isinstance(size, Blocks) and size.copied
 
     def _shrink(self) -> bool:
         """Take an axis away that is in the way: move it where it is wanted, or gather."""
@@ -140,11 +150,11 @@ class _Planner:
             k = self.mesh.size(axis)
             home = next((j for j, axes in enumerate(self.want) if axis in axes), None)
             self.now[i] = now[:-1]
-            moves = home is not None and not self._of_blocks(i) and not self._of_blocks(home)
             if (
-                moves
-                and home is not None
+                home is not None
                 and home != i
+                and not (self._of_blocks(i) and self._of_blocks(home))
+                and not (self._copied(i) or self._copied(home))
                 and self.now[home] == self.want[home][: self.want[home].index(axis)]
             ):
                 self.now[home] = (*self.now[home], axis)
@@ -157,7 +167,7 @@ class _Planner:
     def _permute(self, i: int) -> bool:
         """a -> b on one atom, |a| = |b|: every rank sends its shard to one other."""
         now, want = self.now[i], self.want[i]
-        if len(now) != 1 or len(want) != 1 or self.mesh.size(now) != self.mesh.size(want):
+        if self._reversed(i) or len(now) != 1 or len(want) != 1 or self.mesh.size(now) != self.mesh.size(want):
             return False
         if any(want[0] in axes for axes in self.now) or want[0] in self.pending:
             return False
@@ -170,6 +180,8 @@ class _Planner:
         now, want = self.now[i], self.want[i]
         (*major, a, b) = now if len(now) > 1 else (*now, "", "")
         if len(now) < 2 or want[: len(now)] != (*major, b, a) or self.type.atoms[i].uneven(self.mesh):
+            return False
+        if self._reversed(i):
             return False
         self.now[i] = (*major, b, a)
         self._emit("permute", a, self._bytes(), source=i, target=i, to_axis=b)

@@ -1,0 +1,317 @@
+"""divide_attention: how attention runs whose rows lie over axes: what is sent, keys or heads, and when.
+
+    all_gather      each rank is sent the other ranks' keys and values; backward sums their gradients where they lie
+    ring            they travel round the ranks, a rank's at a time, while those that came before are computed
+    all_to_all      for the time of attention heads are divided instead of rows: q, k, v and the result are sent
+    hierarchical    of several axes: all_to_all along the last one, ring along the others
+
+All of them are placements: of `sdpa` the rows are free, of `sdpa_ring` they lie as keys do, and of `sdpa_heads` they
+are whole along its axes, where the wishes of its log-sums are made to lie over heads. So what is sent follows from
+types, and each way is exact. A ring is for a sequence that attends to itself, and whose mask needs no gradient.
+
+Needs the wishes of `propagate`. Ensures: attention says how it is divided, in forward and backward alike. `chosen` is
+what was chosen for each layer, and what each way costs: bytes that a rank sends in a microbatch, and the time that it
+waits for them or computes more than its share, as the hardware says.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import fx
+
+from shardc.ir.blocks import Blocks
+from shardc.ir.collectives import human_bytes
+from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.graph import Graph, info, results, type_of, update
+from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_rows import (
+    ALL_KEYS,
+    SDPA_HEADS,
+    SDPA_HEADS_BWD,
+    SDPA_RING,
+    SDPA_RING_BWD,
+    tiles_at,
+)
+from shardc.ir.schema import given
+from shardc.ir.types import Axes, TensorType
+from shardc.passes.base import Pass
+from shardc.rules.attention_rows import rows_text
+from shardc.rules.projection import project
+
+Strategy = Literal["auto", "ring", "all_gather", "all_to_all", "hierarchical"]
+BACKWARD = 2.5  # products of backward for each of forward
+
+
+class Cost(NamedTuple):
+    """Of a strategy: the bytes that a rank sends in forward and backward of a microbatch, and for how many microseconds
+    its products wait or are those of others. Where `why` says something, it is not possible."""
+
+    strategy: str
+    sent: int
+    waits: int
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.why:
+            return f"{self.strategy} cannot be: {self.why}"
+        return f"{self.strategy} {human_bytes(self.sent)}, {self.waits} us"
+
+
+class Divided(NamedTuple):
+    """How the attention of a module is divided along axes, and what each way costs."""
+
+    fqn: str
+    axes: str
+    strategy: str
+    costs: tuple[Cost, ...]
+
+    @classmethod
+    def read(cls, said: tuple[str, str, str, list[list[object]]]) -> Divided:
+        fqn, axes, strategy, costs = said
+        return cls(fqn, axes, strategy, tuple(Cost(*cost) for cost in costs))  # type: ignore[arg-type]
+
+    def plain(self) -> list[object]:
+        return [self.fqn, self.axes, self.strategy, [list(cost) for cost in self.costs]]
+
+    def __str__(self) -> str:
+        first = next(cost for cost in self.costs if cost.strategy == self.strategy)
+        others = "; ".join(str(cost) for cost in self.costs if cost is not first)
+        return f"{first} along {self.axes} ({others})"
+
+
+@dataclass(frozen=True)
+class DivideAttention(Pass):
+    """Choose, call by call. `axes` are those that the strategy is for; none: whichever shard a sequence."""
+
+    axes: Axes = ()
+    strategy: Strategy = "auto"
+    hardware: Hardware = DEFAULT
+    chosen: list[Divided] = field(default_factory=list[Divided], compare=False)
+
+    def run(self, graph: Graph) -> Graph:
+        self.chosen.clear()
+        calls = [node for node in graph.calls() if node.target is SDPA]
+        for node in calls:
+            axes = self._axes(graph.mesh, node)
+            if axes:
+                self._divide(graph, node, axes)
+        if self.strategy != "auto" and not self.chosen:
+            graph.diagnostics.append(_nothing_divided(self.strategy, calls))
+        return graph
+
+    def _axes(self, mesh: Mesh, node: fx.Node) -> Axes:
+        """The axes of the rows of a call that the strategy is for."""
+        lies = tuple(axis for atom in type_of(given(node)["q"]).dims[-2] for axis in atom.axes)
+        named = mesh.resolve(self.axes) if self.axes else lies
+        return tuple(axis for axis in lies if axis in named)
+
+    def _divide(self, graph: Graph, node: fx.Node, axes: Axes) -> None:
+        ways = _Ways(graph, node, axes, self.hardware)
+        costs = ways.costs()
+        possible = [cost for cost in costs if not cost.why]
+        best = min(possible, key=lambda cost: cost.waits)
+        if self.strategy != "auto":
+            asked = next(cost for cost in costs if cost.strategy == self.strategy)
+            if asked.why:
+                graph.diagnostics.append(_cannot(node, asked, "all_gather"))
+            best = next(cost for cost in costs if cost.strategy == ("all_gather" if asked.why else self.strategy))
+        ways.take(best.strategy)
+        self.chosen.append(Divided(info(node).fqn, ".".join(graph.mesh.merged(axes)), best.strategy, tuple(costs)))
+
+
+class _Ways:
+    """Of one call, what the ways of dividing it cost, and how it is made to go one of them."""
+
+    def __init__(self, graph: Graph, node: fx.Node, axes: Axes, hardware: Hardware) -> None:
+        self.graph, self.mesh, self.node, self.axes, self.hardware = graph, graph.mesh, node, axes, hardware
+        self.args = given(node)
+        self.q, self.k, self.v = (type_of(self.args[name]) for name in ("q", "k", "v"))
+        o, self.lse = results(node)
+        self.o = type_of(o) if o is not None else self.q
+        calls = {user for value in (o, self.lse) if value is not None for user in value.users}
+        self.backward = [call for call in calls if call.target is SDPA_BWD]
+        self.first = o
+
+    # ------------------------------------------------------------------ what it costs
+    def costs(self) -> list[Cost]:
+        """Of each strategy; `hierarchical` where there are axes for it."""
+        found = [self._all_gather(), self._ring(self.axes, "ring"), self._all_to_all()]
+        return [*found, self._hierarchical()] if len(self.axes) > 1 else found
+
+    def _share(self, type: TensorType, axes: Axes) -> int:
+        """Bytes of a rank's part of a value that lies over the axes, or will."""
+        parts = self.mesh.size([axis for axis in axes if axis not in type.axes])
+        return type.local_bytes(self.mesh) // max(1, parts)
+
+    def _keys(self) -> int:
+        return sum(self._share(type, self.axes) for type in (self.k, self.v))
+
+    def _runs(self) -> int:
+        """How many times keys are sent, and their gradients: forward, and twice in backward."""
+        return 3 if self.backward else 1
+
+    def _seconds(self, sent: float, starts: int, axes: Axes) -> float:
+        return sent / self.hardware.bytes_per_second(axes) + starts * self.hardware.collective_start_seconds
+
+    def _products(self) -> tuple[float, float]:
+        """Seconds that the products of forward take, on the rank that has most to do and on average."""
+        heads = math.prod(self._local(self.q, d) for d in range(self.q.ndim - 2))
+        operations = 2 * heads * (self.q.shape[-1] + self.v.shape[-1])
+        rate = self.hardware.bf16_flops_per_second / max(1, self.hardware.bf16_flops(1, self.q.dtype))
+        keys, rows = self.k.shape[-2], self.q.shape[-2]
+        size = self.mesh.size(self.axes)
+        if not self.args["causal"] or not self._countable():
+            return (operations * keys * -(-rows // size) / rate,) * 2
+        pairs: list[float] = []
+        for rank in self.mesh.group_of(0, self.axes):
+            own, _ = tiles_at(
+                rows_text(self.q.dims[-2]), self.axes, ALL_KEYS, True, self.mesh, self.mesh.coordinate(rank)
+            )
+            pairs.append(sum(t.rows * t.keys - (t.rows * t.rows / 2 if t.diagonal else 0) for t in own))
+        return operations * max(pairs) / rate, operations * sum(pairs) / size / rate
+
+    def _local(self, type: TensorType, dim: int) -> int:
+        return math.prod(atom.local(self.mesh) for atom in type.dims[dim])
+
+    def _countable(self) -> bool:
+        """May axes divide the rows of a causal call so?"""
+        first, *rest = self.q.dims[-2]
+        return set(first.axes) >= {*self.axes} and not any(atom.axes for atom in rest)
+
+    def _more(self) -> float:
+        """Seconds of products that the busiest rank has beyond its share."""
+        most, mean = self._products()
+        return (most - mean) * (1 + BACKWARD * bool(self.backward))
+
+    def _all_gather(self) -> Cost:
+        sent = self._runs() * (self.mesh.size(self.axes) - 1) * self._keys()
+        waits = self._seconds(sent, 2 * self._runs(), self.axes) + self._more()
+        return Cost("all_gather", sent, _micro(waits))
+
+    def _ring(self, axes: Axes, name: str) -> Cost:
+        why = self._no_ring()
+        size = self.mesh.size(axes)
+        sent = self._runs() * (size - 1) * self._keys()
+        step, (_, products) = self._seconds(self._keys(), 2, axes), self._products()
+        own = products / size
+        waits = (size - 1) * max(0.0, step - own)
+        if self.backward:
+            # Gradients are back at their owner when all else is done.
+            waits += (size - 1) * max(0.0, 2 * step - BACKWARD * own) + step
+        return Cost(name, sent, _micro(waits + self._more()), why)
+
+    def _no_ring(self) -> str:
+        if not self.q.dims[-2] == self.k.dims[-2] == self.v.dims[-2]:
+            return "its keys do not lie as its rows do"
+        if not self._countable():
+            return "axes divide an inner factor of its rows"
+        if any(given(call)["need_mask"] for call in self.backward):
+            return "its mask has a gradient"
+        return ""
+
+    def _all_to_all(self) -> Cost:
+        return self._heads(self.axes, "all_to_all")
+
+    def _heads(self, axes: Axes, name: str) -> Cost:
+        piece, size = self._piece(axes), self.mesh.size(axes)
+        moved = [self.q, self.o, *([self.k, self.v] if self._divides_keys(piece) else [])]
+        # Backward sends the result a second time, for the gradient of the weight that it meets, and gradients.
+        total = 2 * sum(self._share(type, self.axes) for type in moved) + self._share(self.o, self.axes)
+        sent, starts = total * (size - 1) // size, 2 * len(moved) + 1
+        if not self._divides_keys(piece):
+            sent += 3 * (size - 1) * self._keys()
+            starts += 6
+        mask = self.args["mask"]
+        if mask is not None and {*type_of(mask).axes} & {*axes}:
+            sent += 2 * (size - 1) * type_of(mask).local_bytes(self.mesh)
+            starts += 2
+        if not self.backward:
+            sent, starts = sent // 2, starts // 2
+        count = self._local(self.q, -3) if self.q.ndim > 2 else 1
+        why = "" if piece is not None else f"{count} heads a rank do not divide by {size}"
+        return Cost(name, sent, _micro(self._seconds(sent, starts, axes)), why)
+
+    def _hierarchical(self) -> Cost:
+        inner, outer = self.axes[-1:], self.axes[:-1]
+        heads, ring = self._heads(inner, "hierarchical"), self._ring(outer, "hierarchical")
+        return Cost("hierarchical", heads.sent + ring.sent, heads.waits + ring.waits, heads.why or ring.why)
+
+    # ------------------------------------------------------------------ heads
+    def _piece(self, axes: Axes) -> int | None:
+        """The piece of heads that axes can divide evenly: of key-value heads, or of the query heads of one."""
+        if self.q.ndim < 3:
+            return None
+        projection = project(self.node)
+        size = self.mesh.size(axes)
+
+        def pieces(operand: int, type: TensorType) -> list[tuple[int, int]]:
+            before = sum(len(dim) for dim in type.dims[:-3])
+            found = projection.operands[operand][before : before + len(type.dims[-3])]
+            return [(p, atom.local(self.mesh)) for p, atom in zip(found, type.dims[-3], strict=True)]
+
+        counts = dict([*pieces(1, self.k), *pieces(0, self.q)])  # key-value heads first
+        blocked = {p for p in counts if p in projection.blocked or isinstance(projection.sizes[p], Blocks)}
+        return next((p for p, count in counts.items() if p not in blocked and count % size == 0), None)
+
+    def _divides_keys(self, piece: int | None) -> bool:
+        return piece in project(self.node).operands[1]
+
+    # ------------------------------------------------------------------ what is done
+    def take(self, strategy: str) -> None:
+        """Say of the call and of its backward that they go this way."""
+        heads: Axes = {"all_to_all": self.axes, "hierarchical": self.axes[-1:]}.get(strategy, ())
+        if strategy == "all_gather":
+            return
+        ring = strategy in ("ring", "hierarchical")
+        for call in (self.node, *self.backward):
+            forward = call is self.node
+            if ring:
+                call.target = SDPA_RING if forward else SDPA_RING_BWD
+            else:
+                call.target = SDPA_HEADS if forward else SDPA_HEADS_BWD
+            call.args = (*call.args, list(heads))
+        piece = self._piece(heads) if heads else None
+        value = self.lse if self.lse is not None else self.first
+        if piece is not None and value is not None:
+            projection, type = project(self.node), type_of(value)
+            pieces = projection.results[0 if value is self.first else 1]
+            lies = [tuple(axis for axis in axes if axis not in heads) for axes in type.placement]
+            placement = [(*axes, *heads) if p == piece else axes for p, axes in zip(pieces, lies, strict=True)]
+            update(value, type=type.place(placement))
+
+
+def _micro(seconds: float) -> int:
+    return math.ceil(seconds * 1e6)
+
+
+def _cannot(node: fx.Node, asked: Cost, instead: str) -> Diagnostic:
+    about = info(node)
+    return Diagnostic(
+        "SC240",
+        f"attention of {about.fqn or 'the model'} goes by {instead}, not by {asked.strategy}: {asked.why}",
+        "warning",
+        location=about.source or None,
+        source_text=about.source_text or None,
+        fqn=about.fqn or None,
+        hint="leave the strategy to auto, or give the axis another size",
+    )
+
+
+def _nothing_divided(strategy: str, calls: list[fx.Node]) -> Diagnostic:
+    """Of a plan that asks for a strategy, where no rows of attention lie over an axis of it."""
+    about = info(calls[0]) if calls else None
+    why = "no rows of attention lie over its axes" if calls else "no module calls scaled_dot_product_attention"
+    return Diagnostic(
+        "SC240",
+        f"the plan says context: {strategy}, and no attention is divided so: {why}",
+        "warning",
+        location=(about.source or None) if about else None,
+        source_text=(about.source_text or None) if about else None,
+        fqn=(about.fqn or None) if about else None,
+        hint='shard the sequence, as in inputs: {input_ids: "dp, cp"}; or leave the key out',
+    )

@@ -1,0 +1,147 @@
+"""One rank's attention, where the rows of its sequence lie over axes: what `localize` makes of `sdpa` and its kin.
+
+    sdpa, sdpa_heads     causal     sdpa_rows(q, k, v, ...)                     a rank's rows, and all keys
+                         else       sdpa(q, k, v, ...)                          its rows are like any others
+    sdpa_ring            forward    o, lse = sdpa_rows(q, k, v, step=0)         own keys
+                                    k, v   = next_keys(k), next_keys(v)         while that is computed
+                                    o, lse = sdpa_rows(q, k, v, o, lse, step=1) those of the rank before, and so on
+                         backward   dq, dk, dv = sdpa_rows_bwd(.., step=1)      others' keys first
+                                    dk, dv     = next_keys(dk), next_keys(dv)   gradients travel with their keys
+                                    dq, dk, dv = sdpa_rows_bwd(.., step=2), and so on
+                                    dq, dk, dv = sdpa_rows_bwd(.., step=0)      back at the rank that has the keys
+
+So the last call of a ring has the results of the call that it stands for. An axis may divide the first factor of a
+sequence alone, since rows of others would be no runs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.blocks import Block, Blocks
+from shardc.ir.graph import info, set_info, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_rows import ALL_KEYS, NEXT_KEYS, SDPA_RING, SDPA_RING_BWD, SDPA_ROWS, SDPA_ROWS_BWD
+from shardc.ir.provenance import Derivation
+from shardc.ir.schema import given
+from shardc.ir.types import Axes, Dim, TensorType
+from shardc.rules.local import LocalCall
+from shardc.rules.projection import Projection
+from shardc.rules.registry import by_block
+
+RINGS = (SDPA_RING, SDPA_RING_BWD)
+
+
+def row_pieces(projection: Projection) -> list[int]:
+    """The pieces of query rows, major first."""
+    return [i for i, name in enumerate(projection.names) if name == "s" or name.startswith("s.")]
+
+
+def rows_text(dim: Dim) -> str:
+    """The rows of a sequence as an argument of `sdpa_rows`: blocks, of which axes divide the pieces."""
+    first, *rest = dim
+    inner = math.prod(atom.size for atom in rest)
+    parts = first.size.parts if isinstance(first.size, Blocks) else (Block(first.size),)
+    return str(Blocks(replace(block, unit=block.unit * inner) for block in parts))
+
+
+def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
+    """Pieces of rows that axes cannot divide so: of a causal call or a ring any but the first, and of a call that
+    divides heads along an axis, rows along that axis."""
+    args, pieces = given(node), [piece for piece in row_pieces(projection) if split.get(piece)]
+    others = {*pieces} - {*row_pieces(projection)[:1]} if args["causal"] or node.target in RINGS else set[int]()
+    return others | {piece for piece in pieces if {*split[piece]} & {*args.get("heads", ())}}
+
+
+class _Rows:
+    """Of a call, over which axes its rows lie; and the arguments by which a call on a rank's rows is told so."""
+
+    def __init__(self, call: LocalCall, q: int) -> None:
+        self.call, self.args = call, call.args
+        self.axes = tuple(axis for piece in row_pieces(call.projection) for axis in call.split.get(piece, ()))
+        self.type = call.operands[q]
+        self.ring = call.node.target in RINGS
+
+    @property
+    def by_rows(self) -> bool:
+        return bool(self.axes) and (self.ring or self.args["causal"])
+
+    def told(self, step: int, last: bool) -> tuple[Any, ...]:
+        return (rows_text(self.type.dims[-2]), list(self.axes), step, last)
+
+    def moved(self, value: fx.Node) -> fx.Node:
+        """What the rank before has of a value."""
+        about = info(value)
+        origin = about.origin or Derivation("moved", about.name)
+        return self.call.graph.call(
+            NEXT_KEYS, (value, list(self.axes)), like=self.call.node, type=type_of(value),
+            name=f"{origin.of}.next_keys", origin=origin, cause=about.cause or info(self.call.node).cause,
+        )  # fmt: skip
+
+    def stepped(self, target: Any, args: tuple[Any, ...], types: tuple[TensorType, ...], read: int) -> list[fx.Node]:
+        """A call of several results before this one, and the first ones of them, that are read."""
+        graph, node = self.call.graph, self.call.node
+        base = info(node).name
+        step = graph.call(target, args, like=node, type=None, results=types, name=f"{base}.step")
+        found: list[fx.Node] = []
+        for i, type in enumerate(types[:read]):
+            value = graph.fx.call_function(operator.getitem, (step, i))
+            set_info(value, graph.info_like(node, target, type, f"{base}.step"))
+            found.append(value)
+        return found
+
+
+def _wide(type: TensorType) -> TensorType:
+    return type.with_dtype(torch.float64 if type.dtype == torch.float64 else torch.float32)
+
+
+@by_block
+def by_rows(call: LocalCall) -> Any:
+    """`sdpa`, `sdpa_heads` or `sdpa_ring` on a rank's rows."""
+    rows, args = _Rows(call, 0), call.args
+    q, k, v, mask = (args[name] for name in ("q", "k", "v", "mask"))
+    options = (args["causal"], args["scale"], args["gqa"])
+    if not rows.by_rows:
+        return SDPA, (q, k, v, mask, *options), {}
+    if not rows.ring:
+        return SDPA_ROWS, (q, k, v, mask, None, None, *options, *rows.told(ALL_KEYS, True)), {}
+    o: fx.Node | None = None
+    lse: fx.Node | None = None
+    for step in range(call.graph.mesh.size(rows.axes) - 1):
+        following = rows.moved(k), rows.moved(v)
+        arguments = (q, k, v, mask, o, lse, *options, *rows.told(step, False))
+        o, lse = rows.stepped(SDPA_ROWS, arguments, (_wide(call.results[0]), call.results[1]), 2)
+        k, v = following
+    last = call.graph.mesh.size(rows.axes) - 1
+    return SDPA_ROWS, (q, k, v, mask, o, lse, *options, *rows.told(last, True)), {}
+
+
+@by_block
+def backward_by_rows(call: LocalCall) -> Any:
+    """The same of their backward."""
+    rows, args = _Rows(call, 1), call.args
+    g, q, k, v, mask, o, lse = (args[name] for name in ("g", "q", "k", "v", "mask", "o", "lse"))
+    options = (args["causal"], args["scale"], args["gqa"], args["need_mask"])
+    if not rows.by_rows:
+        return SDPA_BWD, (g, q, k, v, mask, o, lse, *options), {}
+    if not rows.ring:
+        return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, None, None, None, *options, *rows.told(ALL_KEYS, True)), {}
+    dq: fx.Node | None = None
+    dk: fx.Node | None = None
+    dv: fx.Node | None = None
+    types = (_wide(call.results[0]), *call.results[1:])
+    keys, values = k, v
+    for step in range(1, call.graph.mesh.size(rows.axes)):
+        keys, values = rows.moved(keys), rows.moved(values)
+        arguments = (g, q, keys, values, mask, o, lse, dq, dk, dv, *options, *rows.told(step, False))
+        dq, dk, dv = rows.stepped(SDPA_ROWS_BWD, arguments, types, 3)
+        dk, dv = rows.moved(dk), rows.moved(dv)
+    return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, *options, *rows.told(0, True)), {}
