@@ -28,7 +28,8 @@ from shardc import torch_compat
 from shardc.frontend.layer_drop import LayerDrop
 from shardc.frontend.memory_writes import is_written, writes_of, writes_to
 from shardc.frontend.provenance import Origin
-from shardc.frontend.selected_rows import SelectedRows, places_of, put, select
+from shardc.frontend.row_selection import put
+from shardc.frontend.selected_rows import SelectedRows, places_of, select
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.ops.assumed import after, assume
 from shardc.ir.ops.ctc import ctc_loss
@@ -415,7 +416,7 @@ def assumed(graph: fx.Graph, origin_of: Callable[[fx.Node], Origin]) -> list[Dia
 
 
 def _packed(node: fx.Node) -> fx.Node | None:
-    """What was joined to other tensors, and is here split from them: of `torch.cat([k, valid], -1).split([8, 1], -1)`."""
+    """What was joined to other tensors, and is split from them here: `cat([k, valid], -1).split([8, 1], -1)[1]`."""
     split = node.args[0] if node.target is operator.getitem else None
     joined = split.args[0] if isinstance(split, fx.Node) and split.target in _SPLITS else None
     if not isinstance(joined, fx.Node) or joined.target is not torch.ops.aten.cat.default or is_written(joined):
