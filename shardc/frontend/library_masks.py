@@ -25,11 +25,12 @@ _SKIP, _TRACED = "_ignore_causal_mask_sdpa", "is_tracing"
 def masks_as_eager(model: nn.Module) -> Generator[None]:
     """Nothing where transformers is not loaded, or has other names for this."""
     library: Any = sys.modules.get("transformers.masking_utils")
-    skips, traced = getattr(library, _SKIP, None), getattr(library, _TRACED, None)
+    skips: Any = getattr(library, _SKIP, None)
+    traced: Any = getattr(library, _TRACED, None)
     modules = {id(module) for module in model.modules()}
 
     def skips_as_eager(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
-        asking = _asking(sys._getframe(1), modules)
+        asking = _asking(sys._getframe(1), modules)  # pyright: ignore[reportPrivateUsage]
         if padding_mask is None or asking is None or not _attends_both_ways(asking):
             return skips(padding_mask, *args, **kwargs)
         setattr(library, _TRACED, lambda *_: False)  # pyright: ignore[reportUnknownLambdaType]

@@ -51,7 +51,7 @@ _PLACES: tuple[Any, ...] = (torch.nonzero, Tensor.nonzero, torch.where, torch.ar
 # Their results have as many elements as values say. `torch.unique` and others are wrappers of several functions.
 _COUNTED = ("repeat_interleave", "unique", "unique_consecutive", "_unique2", "unique_dim", "bincount")
 _CTC: tuple[Any, ...] = (torch.ctc_loss, functional.ctc_loss)
-_SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default)
+_SPLITS: tuple[Any, ...] = (torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default)
 _FILLS = ("ones", "zeros", "full")
 _Value = Tensor | None
 
@@ -419,12 +419,14 @@ def _packed(node: fx.Node) -> fx.Node | None:
     """What was joined to other tensors, and is split from them here: `cat([k, valid], -1).split([8, 1], -1)[1]`."""
     split = node.args[0] if node.target is operator.getitem else None
     joined = split.args[0] if isinstance(split, fx.Node) and split.target in _SPLITS else None
-    if not isinstance(joined, fx.Node) or joined.target is not torch.ops.aten.cat.default or is_written(joined):
+    if not isinstance(split, fx.Node) or not isinstance(joined, fx.Node):
+        return None
+    if joined.target is not torch.ops.aten.cat.default or is_written(joined):
         return None
     operands, dims = cast("list[fx.Node]", joined.args[0]), joined.meta["val"].dim()
-    at = [(one.args[place] if len(one.args) > place else 0) % dims for one, place in ((joined, 1), (split, 2))]
-    sizes = [one.shape[at[0]] for one in split.meta["val"]]
-    if at[0] != at[1] or sizes != [one.meta["val"].shape[at[0]] for one in operands]:
+    dim, along = ((cast(int, one.args[i]) if len(one.args) > i else 0) % dims for one, i in ((joined, 1), (split, 2)))
+    sizes = [one.shape[dim] for one in split.meta["val"]]
+    if dim != along or sizes != [one.meta["val"].shape[dim] for one in operands]:
         return None
     operand = operands[cast(int, node.args[1])]
     return operand if operand.meta["val"].dtype == node.meta["val"].dtype else None

@@ -99,7 +99,7 @@ def trace(
         random_diagnostics = generators.drawn()
         generators.restore()
     diagnostics += random_diagnostics
-    refuse_kept(step.recorded.held(but=[*inputs, step.random.seed]))
+    refuse_kept(step.recorded.held(but=[*inputs, *([] if (seed := step.random.seed) is None else [seed])]))
     batch_tensors = dict(zip(call.names, call.tensors, strict=True))
     refuse_shared_memory(model, batch_tensors, [*step.written_buffers, *step.written])
     diagnostics += written_inputs(step.written, batch_tensors)
