@@ -803,6 +803,18 @@ def hugging_face_patches(model: nn.Module) -> Generator[None]:
             dynamo.error_on_nested_fx_trace = nested
 
 
+@contextmanager
+def unvalidated_distributions() -> Generator[None]:
+    """torch.distributions do not look at the values of their arguments, which is only a check."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)
+
+
 # ------------------------------------------------------------------ fused attention
 class FusedKernels(NamedTuple):
     """Which of torch's attention kernels take a call on this GPU."""
