@@ -286,7 +286,7 @@ class SampleValues:
         leaves, structure = flatten(data)
         numbers = [self._read(leaf, Tensor.item) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if any(number is self.refused for number in numbers):
-            return self.refused
+            return self._stacked(data, kwargs)
         with torch_compat.untraced():  # of tensors, torch takes the dtype; of Python's numbers, the default one
             typed = [
                 torch.tensor(number, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
@@ -295,6 +295,17 @@ class SampleValues:
             dtype = kwargs.get("dtype") or torch.tensor(torch_compat.unflatten(typed, structure)).dtype
         options: dict[str, Any] = {**kwargs, "dtype": dtype}
         return torch.tensor(torch_compat.unflatten(numbers, structure), **options)
+
+    def _stacked(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A tensor of one dim made of scalars, which are what they are in each step."""
+        scalars = data if isinstance(data, (list, tuple)) else []
+        tensors = [one for one in scalars if isinstance(one, Tensor) and not isinstance(one, SelectedRows)]
+        dtypes = {one.dtype for one in tensors}
+        others = len(tensors) < len(scalars) or any(one.dim() for one in tensors)
+        if not kwargs.keys() <= {"dtype", "device"} or len(dtypes) != 1 or others:
+            return self.refused
+        dtype = kwargs.get("dtype") or dtypes.pop()
+        return torch.stack([one.detach().to(dtype) for one in tensors])
 
     def _counted(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Elements by counts, values without repeats: constants, where all that they are made of is of the batch."""

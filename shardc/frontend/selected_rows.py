@@ -159,6 +159,10 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _reduced(func, first, args[1:], kwargs)
         if func is _T.__getitem__ and is_mask(args[1]):
             return _again(first, args[1])
+        if func is _T.__getitem__ and isinstance(args[1], SelectedRows) and not alike(first, args[1]):
+            if not first.questions.assume(first.mask.all()):
+                return _OTHERWISE
+            return _looked_up(first.rows, args[1])
         if func in _SELECTS:
             return _again(flattened(first), args[1].reshape(-1) if args[1].shape == first.rows.shape else args[1])
     if func in _CLASSES:
@@ -170,6 +174,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].copy_(scattered) if func is Tensor.masked_scatter_ else scattered
     if func is _T.__getitem__ and (mask := mask_of_places(first, args[1])) is not None:
         return select(cast("Tensor", first), mask, first_selection(args[1]).questions)
+    if func is _T.__getitem__ and isinstance(first, Tensor) and _is_position(args[1]):
+        return _looked_up(first, args[1])
     if func is _T.__setitem__ and not isinstance(first, SelectedRows) and is_mask(args[1]):
         mask = cast("Tensor", args[1])
         put(cast("Tensor", first), mask, args[2], first_selection(args[2]).questions)
@@ -180,6 +186,16 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (options := _loss_options(func, args, kwargs)) is not None:
         return _loss(func, options)
     return _row_by_row(func, args, kwargs)
+
+
+def _is_position(index: Any) -> bool:
+    return isinstance(index, SelectedRows) and not index.rows.is_floating_point() and index.rows.dtype != torch.bool
+
+
+def _looked_up(table: Tensor, index: SelectedRows) -> SelectedRows:
+    """`table[index]`, where rows that are not chosen may hold no position of the table."""
+    positions = torch.where(beside(index), index.rows, 0)
+    return SelectedRows.of(table[positions], index.mask, index.questions)
 
 
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
