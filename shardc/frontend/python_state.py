@@ -191,7 +191,8 @@ def refuse_kept(tensors: Sequence[Tensor]) -> None:
 
     The model would meet them in its next call outside of a program. A cache of functools is emptied instead.
     """
-    places = [place for t in tensors for place in gc.get_referrers(t) if place is not tensors]
+    # One walk over all objects, not one a tensor: a process has a million of them.
+    places = [place for place in gc.get_referrers(*tensors) if place is not tensors] if tensors else []
     for cache in (place for place in places if isinstance(place, CACHE)):
         cache.cache_clear()
     kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, (CACHE, FrameType)))
