@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.func import functionalize
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -231,7 +232,7 @@ def _node_hook(on_node: Callable[[fx.Node], None]) -> Generator[None]:
 def _no_tensor_meta() -> Generator[None]:
     """make_fx describes each value twice: as a fake tensor, `val`, and as `tensor_meta`, for a twentieth of a trace.
     Nothing here reads the second."""
-    module: Any = torch.fx.experimental.proxy_tensor
+    module: Any = proxy_tensor
     original = module._extract_tensor_metadata
     module._extract_tensor_metadata = lambda _: None
     try:
