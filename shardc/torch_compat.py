@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.func import functionalize
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -98,6 +99,7 @@ def record(
         stack.enter_context(_plain_rnns())
         stack.enter_context(_node_hook(on_node))
         stack.enter_context(_quiet_stacks())
+        stack.enter_context(_no_tensor_meta())
         gm = make_fx(fn, **options)(*inputs)
     for node in reversed(gm.graph.nodes):  # an op that raised, and whose error `fn` caught, has computed nothing
         raised = isinstance(node.target, OpOverload) and node.target._schema.returns and "val" not in node.meta
@@ -236,6 +238,19 @@ def _node_hook(on_node: Callable[[fx.Node], None]) -> Generator[None]:
         yield
     finally:
         PythonKeyTracer.create_node = original
+
+
+@contextmanager
+def _no_tensor_meta() -> Generator[None]:
+    """make_fx describes each value twice: as a fake tensor, `val`, and as `tensor_meta`, for a twentieth of a trace.
+    Nothing here reads the second."""
+    module: Any = proxy_tensor
+    original = module._extract_tensor_metadata
+    module._extract_tensor_metadata = lambda _: None
+    try:
+        yield
+    finally:
+        module._extract_tensor_metadata = original
 
 
 @contextmanager
