@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dis
 import linecache
 import types
 from collections.abc import Iterator, Sequence
@@ -346,6 +347,11 @@ def _can_be_rewritten(function: ast.FunctionDef | None, code: CodeType) -> bool:
     private = [n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(function)
                if isinstance(n, (ast.Name, ast.Attribute))]  # fmt: skip
     return not any(name.startswith("__") and not name.endswith("__") for name in private)
+
+
+def has_loop(code: CodeType) -> bool:
+    """Has a function a `for`? The bytecode alone says so: most functions that name `range` need no parsing."""
+    return dis.opmap["FOR_ITER"] in code.co_code[::2]
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardc import torch_compat
 from shardc.frontend.loop_body import Appended, Appends, Store, is_foreign
 from shardc.frontend.loop_notes import note_unrolled
-from shardc.frontend.loop_source import Loop, with_rolled_loops
+from shardc.frontend.loop_source import Loop, has_loop, with_rolled_loops
 from shardc.frontend.loop_values import (
     Dim,
     Index,
@@ -47,8 +47,9 @@ KNOWN = (Tensor, nn.Module, int, float, str, torch.Size, torch.dtype, torch.devi
 
 # ------------------------------------------------------------------ the functions of a model
 def _functions(model: nn.Module) -> Iterator[types.FunctionType]:
-    """The functions that a model's modules may call: those of their classes, and of the files these lie in."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__ if not is_foreign(cls.__module__)}
+    """The functions that a model's modules may call: those of their classes, and of the files these lie in. Those of
+    transformers that only surround models (generation, loading) are left out: to parse their files takes long."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if _may_loop(cls.__module__)}
     holders: list[Mapping[str, Any]] = [vars(cls) for cls in classes]
     modules = {cls.__module__ for cls in classes}
     holders += [vars(sys.modules[name]) for name in modules if name in sys.modules]
@@ -58,9 +59,15 @@ def _functions(model: nn.Module) -> Iterator[types.FunctionType]:
             function: Any = getattr(value, "__func__", value)
             while isinstance(function, types.FunctionType) and id(function) not in seen:
                 seen.add(id(function))
-                if not is_foreign(function.__module__ or ""):
+                if _may_loop(function.__module__ or ""):
                     yield function
                 function = getattr(function, "__wrapped__", None)
+
+
+def _may_loop(module: str) -> bool:
+    """May a module's functions loop over time while a model runs?"""
+    of_library = module.startswith("transformers.") and not module.startswith("transformers.models.")
+    return not of_library and not is_foreign(module)
 
 
 @contextmanager
@@ -70,7 +77,7 @@ def active(model: nn.Module) -> Generator[None]:
     try:
         for function in _functions(model):
             code = function.__code__
-            if "range" in code.co_names and function.__name__ != "__init__":
+            if "range" in code.co_names and has_loop(code) and function.__name__ != "__init__":
                 rewritten = with_rolled_loops(code)
                 if rewritten is not None:
                     changed.append((function, code))
