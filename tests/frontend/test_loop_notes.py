@@ -28,7 +28,7 @@ class Loops(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(STEPS))
 
     def forward(self, x: Tensor) -> Tensor:
-        scales = torch.stack([layer.bias for layer in self.layers]).sum()
+        scales = torch.stack([p.sum() for p in self.layers.parameters()]).sum()
         return (self.lin(getattr(self, self.form)(x)) * scales).square().mean()
 
     def scan(self, x: Tensor) -> Any:
