@@ -52,6 +52,25 @@ IDENTITIES: tuple[OpOverload, ...] = tuple(
 )
 
 
+# ------------------------------------------------------------------ nodes of graphs
+args_of = operator.attrgetter("_args")  # of a node; the public property is a function in Python, and takes longer
+
+
+def add_node(
+    graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None
+) -> fx.Node:
+    """A node at the graph's insertion point, as `Graph.create_node` makes it. That also looks through the arguments for
+    symbolic sizes, which no body has, and takes twice as long."""
+    namespace = graph._graph_namespace
+    name = namespace.create_name(graph._target_to_str(target) if name is None else name, None)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    namespace.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
+
+
 # ------------------------------------------------------------------ fake tensors
 def fake_mode() -> FakeTensorMode:
     """A mode in which real tensors that the model holds on to are constants, not errors."""

@@ -35,6 +35,7 @@ from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
 from shardc.frontend.library_masks import masks_as_eager
 from shardc.frontend.local_mutation import rewritten
+from shardc.frontend.loop_notes import noting
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
@@ -88,7 +89,7 @@ def trace(
         admit_foreign(origins)
         step.before.clear_caches()
         changed_attributes = frozenset(change.attribute for change in step.before.changes())
-        notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))
+        notes = [*assumed(gm.graph, lambda node: origins.of.get(node, Origin())), *step.loops.values()]
         notes += computed_for_all(step.values.loops, lambda node: origins.of.get(node, Origin()))
         diagnostics = notes + kept_in_caches(model, gm, step.remembered, step.constant())
         diagnostics += carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
@@ -226,6 +227,7 @@ class _Step:
             stack.enter_context(masks_as_eager(self.model))
             stack.enter_context(grouped(self.model))
             stack.enter_context(library_experts(self.model))
+            self.loops = stack.enter_context(noting())
             stack.enter_context(active(self.model))
             stack.enter_context(drawn_in_each_step(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
